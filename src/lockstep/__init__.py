@@ -1,0 +1,1 @@
+"""An LLM serving runtime that gives the same bytes alone or batched."""

@@ -1,0 +1,120 @@
+"""What a model on disk is, whatever the format: the values that readers produce and executors consume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class Encoding(Enum):
+    """How a tensor's numbers are stored. Block formats are ggml's (32 values per block along the last axis)."""
+
+    F32 = "F32"
+    F16 = "F16"
+    BF16 = "BF16"
+    Q8_0 = "Q8_0"
+    Q4_0 = "Q4_0"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as it is stored, usually a view into a memory-mapped file."""
+
+    name: str
+    """Canonical (Hugging Face) name, e.g. ``model.layers.0.self_attn.q_proj.weight``."""
+    encoding: Encoding
+    shape: tuple[int, ...]
+    """Logical shape, row-major, output features first."""
+    data: npt.NDArray[np.generic]
+    """F32/F16: the array in ``shape``. BF16: uint16 in ``shape``. Q8_0/Q4_0: uint8 ``[*shape[:-1], row_bytes]``."""
+
+
+class Weights(Protocol):
+    """The tensors of one artifact under canonical names. Rope-permuted tensors are already rotate-half here."""
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names in file order."""
+        ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of that name; CorruptArtifactError names it when it is absent or out of bounds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Scaling of rotary frequencies, as data."""
+
+    kind: str
+    """``linear`` or ``llama3`` (yarn and others come with their architectures)."""
+    factor: float
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense decoder as data: differences between architectures are fields here, not subclasses."""
+
+    architecture: str
+    """``llama`` or ``qwen3``."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    """Context that the artifact declares, in tokens."""
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What an artifact says of its text side."""
+
+    tokenizer: Tokenizer
+    """A ``tokenizers.Tokenizer``; its post-processor adds BOS where the artifact says so."""
+    chat_template: str | None
+    """Jinja source, or None."""
+    bos_token: str | None
+    eos_token: str | None
+    end_token_ids: tuple[int, ...]
+    """Sorted; any of them ends a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A model on disk, opened and checked, nothing large read yet."""
+
+    source: str
+    """As the user wrote it."""
+    name: str
+    path: Path
+    format: str
+    """``gguf`` or ``safetensors``."""
+    fingerprint: str
+    """32 hex digits over the content; the path does not matter."""
+    num_bytes: int
+    config: ModelConfig
+    weights: Weights
+    load_tokenizer: Callable[[], TokenizerParts]
+    """Reads the tokenizer; MissingTokenizerError when there is none."""
+    sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
+    """From generation_config.json: any of temperature, top_k, top_p, min_p, repetition_penalty."""

@@ -1,0 +1,44 @@
+"""What came: the request as the core sees it, in lengths and hashes, without a single token value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a sequence ended. The core itself decides only LENGTH."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class Priority:
+    """Named priority classes; any integer is a class, lower is served first."""
+
+    CRITICAL = -2
+    HIGH = -1
+    NORMAL = 0
+    LOW = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. Its id is given by the scheduler at ``add``."""
+
+    num_prompt_tokens: int
+    max_output_tokens: int | None = None
+    """None: as much as ``max_model_len`` leaves."""
+    block_hashes: tuple[bytes, ...] = ()
+    """Chained hashes of the prompt's full blocks (core/prefix.py); empty: neither reads nor fills the cache."""
+    priority: int = Priority.NORMAL
+    tenant: str = ""
+    reads_cache: bool = True
+    """False: the whole prompt is computed (prompt logprobs need every row)."""
+    allows_forced: bool = True
+    """False: never more than one token per step (requests with logprobs)."""
+    sibling_of: int | None = None
+    """Id of the first of ``n`` siblings: admissible when that one has committed its prompt or has ended."""

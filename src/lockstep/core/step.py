@@ -1,0 +1,95 @@
+"""What one step is: the frozen plan, the result that answers it, the events that follow.
+
+The plan is stored in columns (one tuple per field, aligned by position) because building an object per chunk would
+cost more than the decisions themselves. It describes and never does; the engine adds token ids, the executor acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.core.request import FinishReason
+
+
+class Chunk(NamedTuple):
+    """One row of a plan, for readers that want objects."""
+
+    seq_id: int
+    start: int
+    """Position of the chunk's first token in its sequence."""
+    length: int
+    table: tuple[int, ...]
+    """Device block ids; covers at least ``start + length`` positions."""
+    samples: bool
+    """Whether the chunk's last token's logits are sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What must happen in one step, in this order: evict, swap out, swap in, copy, forward."""
+
+    step: int
+    """Number of the step, from 0; the batch id."""
+    evicted: tuple[int, ...]
+    """Device blocks whose cached content is given up."""
+    swap_out: tuple[tuple[int, int], ...]
+    """(device block, host block) to copy to host memory."""
+    swap_in: tuple[tuple[int, int], ...]
+    """(host block, device block) to copy back."""
+    copies: tuple[tuple[int, int], ...]
+    """(source device block, destination device block)."""
+    seq_ids: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    samples: tuple[bool, ...]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is forwarded."""
+        return bool(self.seq_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.seq_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward pass computes."""
+        return sum(self.lengths)
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that sample in this step."""
+        return sum(self.samples)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The rows as objects, in plan order."""
+        return map(Chunk._make, zip(self.seq_ids, self.starts, self.lengths, self.tables, self.samples, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The answer to a plan: one entry per sampling row, in plan order. Lengths and endings, never token values."""
+
+    num_tokens: tuple[int, ...]
+    """Tokens that each sampling sequence got: 1, or 1 + the grammar-forced ones."""
+    finishes: tuple[FinishReason | None, ...]
+    """Why the sequence ends with its last token, or None."""
+
+
+class Finish(NamedTuple):
+    """A sequence that ended."""
+
+    seq_id: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """What became known by a commit."""
+
+    step: int
+    finished: tuple[Finish, ...]

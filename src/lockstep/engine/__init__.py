@@ -1,0 +1,1 @@
+"""One replica at work: tokenizer, step loop, streams and metrics. Knows executors by their protocol only."""

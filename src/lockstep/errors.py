@@ -1,0 +1,112 @@
+"""Every exception that Lockstep raises on purpose.
+
+    LockstepError
+    ├── UsageError                 the command line or a call was wrong before anything started
+    ├── ConfigError                a limit or policy that cannot work, refused at construction
+    ├── RequestError               one request is refused or ended; the engine goes on
+    │   ├── InvalidParameterError      a parameter has a wrong value (`param` names it)
+    │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
+    │   ├── QueueFullError             the bounded queue is full; try again later
+    │   ├── ChatTemplateError          no template, or it failed on these messages
+    │   └── RequestFailedError         the request was accepted and then ended with an error
+    ├── ArtifactError              something on disk cannot be served (`path` names it)
+    │   ├── ArtifactNotFoundError      nothing is there, or not what a model looks like
+    │   ├── CorruptArtifactError       truncated, inconsistent or not finite
+    │   ├── UnsupportedArtifactError   well-formed, but of a kind that we do not know
+    │   └── MissingTokenizerError      weights without a tokenizer
+    └── ExecutorError              a step could not be executed
+        ├── InvalidPlanError           a plan would read or write outside the KV pool
+        └── NumericsError              the model produced NaN or infinity
+
+A message says what was wrong, where, and what would be right.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class LockstepError(Exception):
+    """Root of everything that Lockstep raises on purpose."""
+
+
+class UsageError(LockstepError):
+    """The command line or a call was wrong before anything started."""
+
+
+class ConfigError(LockstepError):
+    """A limit or policy that cannot work, refused at construction."""
+
+
+class RequestError(LockstepError):
+    """One request is refused or ended; the engine goes on.
+
+    Args:
+        message: what was wrong and what would be right.
+        param: the name of the request parameter at fault, or None.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidParameterError(RequestError):
+    """A parameter has a wrong value."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt cannot fit the context or the KV pool."""
+
+
+class QueueFullError(RequestError):
+    """The bounded queue is full; the same request may be sent again later."""
+
+
+class ChatTemplateError(RequestError):
+    """The model has no chat template, or it failed on these messages."""
+
+
+class RequestFailedError(RequestError):
+    """The request was accepted and then ended with an error."""
+
+
+class ArtifactError(LockstepError):
+    """Something on disk cannot be served.
+
+    Args:
+        message: what was wrong and what would be right.
+        path: the file or directory at fault, or None when there is no path to name.
+    """
+
+    def __init__(self, message: str, *, path: Path | str | None = None) -> None:
+        super().__init__(message if path is None else f"{path}: {message}")
+        self.path = path
+
+
+class ArtifactNotFoundError(ArtifactError):
+    """Nothing is there, or not what a model looks like."""
+
+
+class CorruptArtifactError(ArtifactError):
+    """Truncated, inconsistent or not finite."""
+
+
+class UnsupportedArtifactError(ArtifactError):
+    """Well-formed, but of a kind that we do not know."""
+
+
+class MissingTokenizerError(ArtifactError):
+    """Weights without a tokenizer."""
+
+
+class ExecutorError(LockstepError):
+    """A step could not be executed."""
+
+
+class InvalidPlanError(ExecutorError):
+    """A plan would read or write outside the KV pool."""
+
+
+class NumericsError(ExecutorError):
+    """The model produced NaN or infinity."""

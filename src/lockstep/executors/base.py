@@ -1,0 +1,68 @@
+"""The seam between the engine and whatever computes: one protocol, its inputs and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.core.step import StepPlan
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What loading measured."""
+
+    block_size: int
+    """Tokens per KV block."""
+    bytes_per_block: int
+    """Bytes of one block over all layers, keys and values."""
+    num_layers: int
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A plan with its token ids."""
+
+    plan: StepPlan
+    token_ids: npt.NDArray[np.int64]
+    """[num_tokens], the chunks' tokens in plan order."""
+    rows: npt.NDArray[np.int64]
+    """Indices into ``token_ids`` whose logits are wanted: each sampling chunk's last row, in plan order."""
+
+
+class Executor(Protocol):
+    """A loaded model with its KV pool. One thread uses it; it holds no sequence state but the blocks."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What the bits depend on: library version, instruction set, threads, options, artifact fingerprint."""
+        ...
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Create the pool: blocks 1..num_blocks, plus the null block 0; host blocks 0..num_host_blocks-1."""
+        ...
+
+    def execute(self, batch: StepBatch) -> Logits:
+        """Swap out, swap in, copy, forward: logits [len(rows), vocab], valid until the next call.
+
+        Raises:
+            InvalidPlanError: the plan would touch memory outside the pool; nothing was done.
+            NumericsError: NaN or infinity in the logits.
+            ExecutorError: the forward pass failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything; calling it again does nothing."""
+        ...

@@ -1,0 +1,1 @@
+"""The default executor: our own paged graph on OpenVINO, for CPU and Intel GPU."""
