@@ -56,9 +56,10 @@ class Executor(Protocol):
     def execute(self, batch: StepBatch) -> Logits:
         """Swap out, swap in, copy, forward: logits [len(rows), vocab], valid until the next call.
 
+        They may hold NaN (a faulty model): the sampler sees that row by row, so that a request fails alone.
+
         Raises:
             InvalidPlanError: the plan would touch memory outside the pool; nothing was done.
-            NumericsError: NaN or infinity in the logits.
             ExecutorError: the forward pass failed.
         """
         ...
