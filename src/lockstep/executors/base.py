@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -66,4 +66,17 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release everything; calling it again does nothing."""
+        ...
+
+
+@runtime_checkable
+class SequenceObserver(Protocol):
+    """What an executor also implements when it wants to see whole requests and not only chunks (the stub does)."""
+
+    def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
+        """A sequence was added; called once, before any of its chunks."""
+        ...
+
+    def end(self, seq_id: int) -> None:
+        """It ended; none of its chunks follows."""
         ...

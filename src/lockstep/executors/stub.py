@@ -1,0 +1,164 @@
+"""A deterministic fake model with a byte tokenizer: no files, boots at once, latencies and faults on request.
+
+It ships: benches, replay, the cluster's examples and tests run on it. It ignores the KV pool; what it says depends on
+the prompt alone, so it can check plumbing and never arithmetic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from urllib.parse import parse_qsl, urlsplit
+
+import numpy as np
+
+from lockstep.artifacts.model import TokenizerParts
+from lockstep.errors import ExecutorError, UsageError
+from lockstep.executors.base import Geometry, Logits, StepBatch
+
+SCHEME = "stub://"
+SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+USER_ID, END_ID = 257, 259
+DECLARED_BYTES = 800_000_000
+"""What a stub model says that its weights weigh."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+KEYWORDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("refund", "charged", "invoice"), "billing"),
+    (("error", "login"), "technical"),
+    (("contract", "clause"), "legal"),
+)
+NONE_OF_THESE = "none"
+_CHOSEN_LOGIT = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class StubOptions:
+    """What a stub is told to be, from ``stub://NAME?field=value&...``."""
+
+    name: str
+    field: str = ""
+    """Not empty: an entry model, which answers ``<field>=<id>``."""
+    ids: tuple[str, ...] = ()
+    """The specialists that an entry model may name."""
+    step_ms: float = 0.0
+    """Time that every step takes."""
+    token_us: float = 0.0
+    """Time on top for every token of a step."""
+    load_ms: float = 0.0
+    fail_every: int = 0
+    """Every n-th step fails; 0: none."""
+    nan_every: int = 0
+    """Every n-th sampled row is NaN; 0: none."""
+    max_model_len: int = 8192
+    block_size: int = 16
+
+    @classmethod
+    def parse(cls, source: str) -> StubOptions:
+        """Read a ``stub://`` source; UsageError names an unknown option or a value of the wrong type."""
+        parts = urlsplit(source)
+        values: dict[str, object] = {"name": parts.netloc or "stub"}
+        known = {f.name: f.default for f in fields(cls) if f.name != "name"}
+        for key, text in parse_qsl(parts.query):
+            if key not in known:
+                raise UsageError(f"{source}: unknown stub option {key!r}; known: {', '.join(known)}")
+            default = known[key]
+            try:
+                values[key] = tuple(text.split(",")) if isinstance(default, tuple) else type(default)(text)
+            except ValueError:
+                kind = type(default).__name__
+                raise UsageError(f"{source}: stub option {key} must be a {kind}, not {text!r}") from None
+        return cls(**values)  # type: ignore[arg-type]  # each value was converted to its field's type above
+
+
+def stub_tokenizer_parts() -> TokenizerParts:
+    """The byte tokenizer: token id = byte value, then the special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return TokenizerParts(tokenizer, CHAT_TEMPLATE, None, "<|end|>", (END_ID,))
+
+
+def reply_of(options: StubOptions, prompt_ids: Sequence[int], max_output_tokens: int) -> bytes:
+    """The whole answer, a pure function of the request."""
+    if options.field:
+        last_user = max((i for i, token in enumerate(prompt_ids) if token == USER_ID), default=0)
+        text = bytes(token for token in prompt_ids[last_user:] if token < 256).decode(errors="replace").lower()
+        return f"{options.field}={_route(text, options.ids)}".encode()
+    num_bytes = sum(token < 256 for token in prompt_ids)
+    return f"[stub:{options.name}] ok len={num_bytes} max={max_output_tokens}".encode()
+
+
+def _route(text: str, ids: tuple[str, ...]) -> str:
+    for words, specialist in KEYWORDS:
+        if specialist in ids and any(word in text for word in words):
+            return specialist
+    return next((specialist for specialist in ids if specialist.lower() in text), NONE_OF_THESE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    prompt_len: int
+    reply: bytes
+
+
+class StubExecutor:
+    """Executor and SequenceObserver: knows each sequence's whole answer from its beginning."""
+
+    def __init__(self, options: StubOptions) -> None:
+        self._options = options
+        self._scripts: dict[int, _Script] = {}
+        self._num_blocks = 0
+        self._num_steps = 0
+        self._num_rows = 0
+        time.sleep(options.load_ms / 1e3)
+
+    @property
+    def geometry(self) -> Geometry:
+        options = self._options
+        return Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {"executor": "stub", "model": self._options.name}
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        self._num_blocks = num_blocks
+
+    def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
+        self._scripts[seq_id] = _Script(len(prompt_ids), reply_of(self._options, prompt_ids, max_output_tokens))
+
+    def end(self, seq_id: int) -> None:
+        self._scripts.pop(seq_id, None)
+
+    def execute(self, batch: StepBatch) -> Logits:
+        options, plan = self._options, batch.plan
+        self._num_steps += 1
+        duration_s = options.step_ms / 1e3 + options.token_us / 1e6 * plan.num_tokens
+        if duration_s > 0:
+            time.sleep(duration_s)
+        if options.fail_every and self._num_steps % options.fail_every == 0:
+            raise ExecutorError(f"stub {options.name}: step {plan.step} fails because fail_every={options.fail_every}")
+        logits = np.zeros((plan.num_samples, VOCAB_SIZE), np.float32)
+        row = 0
+        for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
+            if not samples:
+                continue
+            script = self._scripts[seq_id]
+            index = start + length - script.prompt_len
+            logits[row, script.reply[index] if index < len(script.reply) else END_ID] = _CHOSEN_LOGIT
+            self._num_rows += 1
+            if options.nan_every and self._num_rows % options.nan_every == 0:
+                logits[row] = np.nan
+            row += 1
+        return logits
+
+    def close(self) -> None:
+        self._scripts.clear()
