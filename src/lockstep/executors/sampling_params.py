@@ -1,9 +1,55 @@
-"""What a caller may say about one generation: sampling, limits and endings."""
+"""What a caller may say about one generation: sampling, limits and endings.
+
+`SamplingParams` is what the request intends; `ResolvedSampling` is what the sampler obeys after the artifact's defaults
+and the neutral values have filled the gaps. Knows no model: a vocabulary size and a mapping of defaults come in.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from lockstep.errors import InvalidParameterError
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1_024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1_024
+MAX_LOGPROBS = 64
+MAX_CHOICES = 128
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy, as in vLLM: dividing by them would only overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSampling:
+    """How one sequence's tokens are chosen, every value known."""
+
+    temperature: float = 1.0
+    """0: greedy."""
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), ascending ids."""
+    logprobs: int | None = None
+    """None: none. k: the sampled token's log-probability and the k most likely."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,21 +59,180 @@ class SamplingParams:
     temperature: float | None = None
     """0: greedy. Default 1, or what the artifact's generation_config.json says."""
     top_k: int | None = None
-    """Keep the k most likely tokens; 0: all."""
+    """Keep the k most likely tokens; 0 or -1: all."""
     top_p: float | None = None
+    """Keep the fewest most likely tokens that hold this share of the probability; above 0, at most 1."""
     min_p: float | None = None
+    """Keep tokens at least this many times as likely as the likeliest; 0 to 1."""
     repetition_penalty: float | None = None
+    """Above 1 makes tokens of prompt and output less likely; 1: none."""
     presence_penalty: float = 0.0
+    """Subtracted from the logit of every token of the output; -2 to 2."""
     frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the output; -2 to 2."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to what is added to its logit; -100 to 100."""
     seed: int | None = None
     """None: the engine draws one at submission, so that a recording can repeat it."""
     max_tokens: int | None = None
     """None: as much as the context leaves."""
     min_tokens: int = 0
+    """No end before this many tokens."""
     stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the text, besides the model's own."""
     ignore_eos: bool = False
+    """Go on after the model's end tokens."""
     n: int = 1
+    """Choices to generate."""
     logprobs: int | None = None
     """None: none. k: the sampled token's log-probability and the k most likely."""
+
+    def validate(self, vocab_size: int) -> None:
+        """Check every field against its range and the vocabulary.
+
+        Raises:
+            InvalidParameterError: names the first field at fault in `param`, its value, and what would be right.
+        """
+        _real("temperature", self.temperature, 0.0, math.inf, optional=True)
+        _whole("top_k", self.top_k, -1, None, optional=True)
+        _real("top_p", self.top_p, 0.0, 1.0, optional=True, open_low=True)
+        _real("min_p", self.min_p, 0.0, 1.0, optional=True)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, optional=True, open_low=True)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _biases(self.logit_bias, vocab_size)
+        _whole("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
+        _whole("max_tokens", self.max_tokens, 1, None, optional=True)
+        _whole("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _wrong("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        _stop_strings(self.stop)
+        _stop_tokens(self.stop_token_ids, vocab_size)
+        _flag("ignore_eos", self.ignore_eos)
+        _whole("n", self.n, 1, MAX_CHOICES)
+        _whole("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size), optional=True)
+
+    def resolve(self, defaults: Mapping[str, float | int]) -> ResolvedSampling:
+        """Fill the gaps: the request's value, else the artifact's default, else the neutral one. Call `validate` first.
+
+        Args:
+            defaults: any of temperature, top_k, top_p, min_p, repetition_penalty; other names are not ours to obey.
+
+        Raises:
+            InvalidParameterError: a default that is used lies outside its range; the message says where it came from.
+        """
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        from_artifact = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
+        _defaults(from_artifact)
+        chosen = {name: from_artifact.get(name, getattr(self, name)) for name in names}
+        temperature = 1.0 if chosen["temperature"] is None else float(chosen["temperature"])
+        return ResolvedSampling(
+            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+            top_k=max(0, int(chosen["top_k"] or 0)),
+            top_p=1.0 if chosen["top_p"] is None else float(chosen["top_p"]),
+            min_p=float(chosen["min_p"] or 0.0),
+            repetition_penalty=1.0 if chosen["repetition_penalty"] is None else float(chosen["repetition_penalty"]),
+            presence_penalty=float(self.presence_penalty),
+            frequency_penalty=float(self.frequency_penalty),
+            logit_bias=tuple(sorted((int(token), float(bias)) for token, bias in self.logit_bias.items() if bias)),
+            logprobs=self.logprobs,
+        )
+
+
+def _defaults(values: Mapping[str, float | int]) -> None:
+    """Check what an artifact's generation_config.json said, with the same ranges as a request's values."""
+    top_k = values.get("top_k")
+    if isinstance(top_k, float) and top_k.is_integer():
+        top_k = int(top_k)
+    try:
+        _real("temperature", values.get("temperature"), 0.0, math.inf, optional=True)
+        _whole("top_k", top_k, -1, None, optional=True)
+        _real("top_p", values.get("top_p"), 0.0, 1.0, optional=True, open_low=True)
+        _real("min_p", values.get("min_p"), 0.0, 1.0, optional=True)
+        _real("repetition_penalty", values.get("repetition_penalty"), 0.0, math.inf, optional=True, open_low=True)
+    except InvalidParameterError as error:
+        raise InvalidParameterError(
+            f"the model's default sampling parameters cannot be used: {error}; give {error.param} in the request",
+            param=error.param,
+        ) from None
+
+
+def _wrong(name: str, value: object, right: str) -> InvalidParameterError:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = f"{shown[:77]}..."
+    return InvalidParameterError(f"{name} is {shown}; it must be {right}", param=name)
+
+
+def _real(name: str, value: object, low: float, high: float, *, optional: bool = False, open_low: bool = False) -> None:
+    """A finite number of low..high; `open_low`: low itself is out."""
+    if value is None and optional:
+        return
+    above = f"above {low:g}" if open_low else f"at least {low:g}"
+    right = f"a number {above}" if high == math.inf else f"a number {above} and at most {high:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _wrong(name, value, right)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _wrong(name, value, right) from None
+    if not math.isfinite(number) or number > high or number < low or (open_low and number <= low):
+        raise _wrong(name, value, right)
+
+
+def _whole(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
+    """An integer of low..high; None as high: no end."""
+    if value is None and optional:
+        return
+    right = f"an integer, at least {low}" if high is None else f"an integer of {low}..{high}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise _wrong(name, value, right)
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+
+
+def _biases(value: object, vocab_size: int) -> None:
+    if not isinstance(value, Mapping):
+        raise _wrong("logit_bias", value, "a map of token ids to numbers")
+    if len(value) > MAX_LOGIT_BIASES:
+        raise InvalidParameterError(
+            f"logit_bias has {len(value)} entries; it must have at most {MAX_LOGIT_BIASES}", param="logit_bias"
+        )
+    for token, bias in value.items():
+        try:
+            _whole("a token id", token, 0, vocab_size - 1)
+            _real(f"the bias of token {token}", bias, -100.0, 100.0)
+        except InvalidParameterError as error:
+            raise InvalidParameterError(f"logit_bias: {error}", param="logit_bias") from None
+
+
+def _stop_strings(value: object) -> None:
+    if not isinstance(value, (tuple, list)):
+        raise _wrong("stop", value, f"a list of at most {MAX_STOP_STRINGS} strings")
+    if len(value) > MAX_STOP_STRINGS:
+        raise InvalidParameterError(
+            f"stop has {len(value)} strings; it must have at most {MAX_STOP_STRINGS}", param="stop"
+        )
+    for index, text in enumerate(value):
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+            error = _wrong(f"stop[{index}]", text, f"a string of 1..{MAX_STOP_STRING_CHARS} characters")
+            raise InvalidParameterError(str(error), param="stop")
+
+
+def _stop_tokens(value: object, vocab_size: int) -> None:
+    if not isinstance(value, (tuple, list)):
+        raise _wrong("stop_token_ids", value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise InvalidParameterError(
+            f"stop_token_ids has {len(value)} ids; it must have at most {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"
+        )
+    for index, token in enumerate(value):
+        try:
+            _whole(f"stop_token_ids[{index}]", token, 0, vocab_size - 1)
+        except InvalidParameterError as error:
+            raise InvalidParameterError(str(error), param="stop_token_ids") from None

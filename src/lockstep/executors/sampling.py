@@ -1,0 +1,133 @@
+"""From logits to tokens: one call for a batch, each row on its own.
+
+A row's result depends on its logits, its state and its position, never on the other rows: every reduction runs over
+one row (or is a maximum, which does not round), and randomness is a function of seed and position. So a request's
+tokens and log-probabilities are bitwise the same alone or in any batch.
+
+The order of the rules is vLLM's: logit bias, suppressed tokens, penalties, temperature, min-p, top-k, top-p.
+Penalties: repetition divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al.,
+"CTRL", 2019; as Hugging Face and vLLM); frequency and presence subtract `count * frequency + presence` for tokens of
+the output (OpenAI's API reference). Log-probabilities are those of the model itself, before any of these rules (vLLM's
+`raw_logprobs`).
+
+A logit of -inf is a token that cannot come. NaN, +inf or a row of -inf is a faulty row: it fails alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.executors.sampling_draw import draw
+from lockstep.executors.sampling_params import ResolvedSampling
+from lockstep.executors.sampling_rows import TokenLogprobs, token_logprobs
+
+Floats = npt.NDArray[np.float32]
+
+__all__ = ["SamplerState", "Samples", "TokenLogprobs", "sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a batch of rows became, in row order."""
+
+    token_ids: list[int]
+    """Meaningless where `finite` is False."""
+    logprobs: list[TokenLogprobs | None]
+    finite: list[bool]
+    """False: the row held NaN or infinity (or nothing that may come); that request fails alone."""
+
+
+class SamplerState:
+    """What one sequence's next token depends on besides its logits. Owned by the sequence, changed by `append` only."""
+
+    __slots__ = ("_bias_ids", "_biases", "_counts", "_ids", "_index", "_prompt_only", "edits", "sampling", "seed")
+
+    def __init__(self, sampling: ResolvedSampling, seed: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
+        self.sampling = sampling
+        self.seed = seed
+        self._bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+        self._index: dict[int, int] = {}
+        if sampling.repetition_penalty != 1.0:
+            self._index = {token: index for index, token in enumerate(dict.fromkeys(prompt_ids))}
+        self._ids = np.array([*self._index, *[0] * 16], np.int64)
+        self._counts = np.zeros(len(self._ids), np.float32)
+        self.edits = bool(sampling.logit_bias) or sampling.has_penalties
+        """Whether a row must be copied and changed before it is sampled."""
+
+    def append(self, token_id: int) -> None:
+        """Take note of a token of the output."""
+        if not self.sampling.has_penalties:
+            return
+        index = self._index.setdefault(token_id, len(self._index))
+        if index == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[index] = token_id
+        self._counts[index] += 1
+
+    def edit(self, row: Floats) -> None:
+        """Apply bias and penalties to a row that the caller owns."""
+        sampling = self.sampling
+        if len(self._bias_ids):
+            row[self._bias_ids] += self._biases
+        if not self._index:
+            return
+        ids, counts = self._ids[: len(self._index)], self._counts[: len(self._index)]
+        values = row[ids]
+        if sampling.repetition_penalty != 1.0:
+            penalty = np.float32(sampling.repetition_penalty)
+            values = np.where(values > 0, values / penalty, values * penalty)
+        if sampling.frequency_penalty != 0.0:
+            values -= counts * np.float32(sampling.frequency_penalty)
+        if sampling.presence_penalty != 0.0:
+            values -= (counts > 0) * np.float32(sampling.presence_penalty)
+        row[ids] = values
+
+
+def sample(
+    logits: Floats,
+    states: Sequence[SamplerState],
+    positions: Sequence[int],
+    suppressed: Sequence[tuple[int, ...]] | None = None,
+) -> Samples:
+    """Choose one token per row.
+
+    Args:
+        logits: [S, V], read only.
+        states: one per row.
+        positions: index in its sequence of the token to be chosen.
+        suppressed: per row, ids that may not be chosen now; None: none at all.
+    """
+    num_rows = len(states)
+    assert logits.ndim == 2
+    assert len(logits) == num_rows == len(positions)
+    best = logits.argmax(axis=1).tolist() if num_rows else []
+    scratch = np.empty(logits.shape[1], np.float32)
+    samples = Samples([0] * num_rows, [None] * num_rows, [True] * num_rows)
+    for index, state in enumerate(states):
+        banned = suppressed[index] if suppressed is not None else ()
+        row = logits[index]
+        peak = row[best[index]]
+        if not np.isfinite(peak):
+            samples.finite[index] = False
+            continue
+        edited = row
+        if state.edits or banned:
+            np.copyto(scratch, row)
+            if banned:
+                scratch[list(banned)] = -np.inf
+            state.edit(scratch)
+            edited = scratch
+        token = draw(edited, state.sampling, state.seed, positions[index])
+        if token is None:
+            samples.finite[index] = False
+            continue
+        samples.token_ids[index] = token
+        if state.sampling.logprobs is not None:
+            samples.logprobs[index] = token_logprobs(row, token, state.sampling.logprobs)
+    return samples
