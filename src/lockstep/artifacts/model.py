@@ -57,9 +57,12 @@ class RopeScaling:
     """Scaling of rotary frequencies, as data."""
 
     kind: str
-    """``linear`` or ``llama3`` (yarn and others come with their architectures)."""
+    """``linear``, ``llama3`` or ``factors`` (yarn and others come with their architectures)."""
     factor: float
     parameters: Mapping[str, float] = field(default_factory=dict)
+    """``llama3``: low_freq_factor, high_freq_factor, original_max_position_embeddings."""
+    factors: tuple[float, ...] = ()
+    """``factors``: head_dim / 2 explicit divisors of the frequencies, as GGUF stores llama3 scaling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
     attention_bias: bool = False
+    """q, k and v have biases; o_proj has one where the weights hold ``self_attn.o_proj.bias``."""
     qk_norm: bool = False
 
 
@@ -112,6 +116,7 @@ class Artifact:
     fingerprint: str
     """32 hex digits over the content; the path does not matter."""
     num_bytes: int
+    """Size of the weight files."""
     config: ModelConfig
     weights: Weights
     load_tokenizer: Callable[[], TokenizerParts]

@@ -1,0 +1,80 @@
+"""A name for content: BLAKE2b-128 over what the files hold, whatever they are called and wherever they lie.
+
+Hashing a gigabyte takes over a second, so the digest of a file is remembered under (path, size, mtime, inode). The
+cache is only ever a shortcut: a record that is damaged, stale or cannot be written costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from lockstep.errors import ArtifactNotFoundError
+
+_DIGEST_BYTES = 16
+_RECORD = re.compile(r"([0-9]+ [0-9]+ [0-9]+ ([0-9a-f]{32})) ([0-9a-f]{32})\n?")
+_MIN_CACHED_BYTES = 1 << 20
+_SETTLED_NS = 2_000_000_000
+"""A file changed less than this ago may change again within its timestamp's grain: it is hashed, not remembered."""
+
+
+def file_fingerprint(path: Path, cache_dir: Path) -> str:
+    """32 hex digits over the bytes of one file.
+
+    Raises:
+        ArtifactNotFoundError: the file cannot be read.
+    """
+    try:
+        status = path.stat()
+        record = cache_dir / "fingerprints" / _digest(os.fsencode(path.resolve()))
+        state = f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
+        cached = _recall(record, state)
+        if cached is not None:
+            return cached
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()
+    except OSError as error:
+        raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
+    if status.st_size >= _MIN_CACHED_BYTES and time.time_ns() - status.st_mtime_ns > _SETTLED_NS:
+        _remember(record, f"{state} {digest}")
+    return digest
+
+
+def files_fingerprint(root: Path, names: Iterable[str], cache_dir: Path) -> str:
+    """32 hex digits over several files below a root: their relative names and contents, in order of name."""
+    lines = [f"{name}\0{file_fingerprint(root / name, cache_dir)}\n" for name in sorted(names)]
+    return _digest("".join(lines).encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _recall(record: Path, state: str) -> str | None:
+    try:
+        found = _RECORD.fullmatch(record.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    if found is None or _digest(found[1].encode()) != found[3] or found[1] != f"{state} {found[2]}":
+        return None
+    return found[2]
+
+
+def _remember(record: Path, content: str) -> None:
+    """Write whole or not at all; a cache that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=record.parent, prefix=".new-")
+        try:
+            with open(handle, "w", encoding="ascii") as file:
+                file.write(f"{content} {_digest(content.encode())}\n")
+            os.replace(temporary, record)
+        except OSError:
+            os.unlink(temporary)
+            raise

@@ -1,0 +1,95 @@
+"""From what the user wrote to an opened artifact: a path, or a scheme."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.artifacts.gguf import open_gguf
+from lockstep.artifacts.model import Artifact
+from lockstep.errors import ArtifactNotFoundError, UnsupportedArtifactError
+
+_POCKET = "pocket://"
+_WHAT_WOULD_BE_RIGHT = (
+    "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json) or pocket://"
+)
+
+
+def open_artifact(source: str, *, cache_dir: Path | None = None) -> Artifact:
+    """Find out what a source is, open it and check it; nothing large is read but for the fingerprint.
+
+    Args:
+        source: a path or ``pocket://``.
+        cache_dir: where fingerprints are remembered; the user's cache directory by default.
+
+    Raises:
+        ArtifactNotFoundError: nothing is there, or not what a model looks like.
+        CorruptArtifactError: truncated, inconsistent or not finite.
+        UnsupportedArtifactError: well-formed, but of a kind that we do not know.
+    """
+    cache = _default_cache_dir() if cache_dir is None else cache_dir
+    if "://" in source:
+        return _open_scheme(source, cache)
+    path = Path(source).expanduser()
+    try:
+        if path.is_dir():
+            return _open_directory(path, source, cache)
+        if path.is_file():
+            return _open_file(path, source, cache)
+    except ValueError as error:  # an embedded NUL
+        raise ArtifactNotFoundError(f"{source!r} is not a path; {_WHAT_WOULD_BE_RIGHT}") from error
+    raise ArtifactNotFoundError(f"nothing is there{_close_names(path)}; {_WHAT_WOULD_BE_RIGHT}", path=source)
+
+
+def _default_cache_dir() -> Path:
+    import platformdirs
+
+    return platformdirs.user_cache_path("lockstep")
+
+
+def _open_scheme(source: str, cache_dir: Path) -> Artifact:
+    scheme = source.partition("://")[0]
+    if scheme == "pocket":
+        return _open_pocket(source, cache_dir)
+    if scheme == "hf":
+        raise UnsupportedArtifactError(
+            "downloading from the Hugging Face hub comes with the next release; download the model and give its path",
+            path=source,
+        )
+    if scheme == "stub":
+        raise ArtifactNotFoundError("a stub is a fake model without files; only an engine can start it", path=source)
+    raise ArtifactNotFoundError(f"unknown scheme {scheme!r}; {_WHAT_WOULD_BE_RIGHT}", path=source)
+
+
+def _open_pocket(source: str, cache_dir: Path) -> Artifact:
+    if source != _POCKET:
+        raise ArtifactNotFoundError(f"the embedded model is called {_POCKET}", path=source)
+    embedded = importlib.resources.files("lockstep").joinpath("pocket", "pocket.gguf")
+    if not isinstance(embedded, Path) or not embedded.is_file():
+        raise ArtifactNotFoundError("this installation of lockstep has no embedded model", path=source)
+    return replace(open_gguf(embedded, source, cache_dir), name="pocket")
+
+
+def _open_directory(path: Path, source: str, cache_dir: Path) -> Artifact:
+    raise UnsupportedArtifactError("Hugging Face directories come next", path=source)
+
+
+def _open_file(path: Path, source: str, cache_dir: Path) -> Artifact:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if path.suffix == ".gguf" or magic == b"GGUF":
+        return open_gguf(path, source, cache_dir)
+    if path.suffix in (".safetensors", ".json"):
+        raise ArtifactNotFoundError("a file of a Hugging Face model; give the directory that holds it", path=source)
+    raise ArtifactNotFoundError(f"a file that is not GGUF; {_WHAT_WOULD_BE_RIGHT}", path=source)
+
+
+def _close_names(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.absolute().parent.iterdir())
+    except OSError:
+        return f", and no directory {str(path.parent)!r} either"
+    close = difflib.get_close_matches(path.name, names, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

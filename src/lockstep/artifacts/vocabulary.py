@@ -1,0 +1,267 @@
+"""The vocabulary inside a GGUF file as a `tokenizers.Tokenizer` that splits text as llama.cpp does.
+
+Source: llama.cpp's `llama-vocab.cpp` (token types, defaults, split expressions, end tokens). Goldens made with it are
+in `tests/golden/`. Two models: byte-level BPE ("gpt2") and SentencePiece ("llama").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from lockstep.artifacts.end_tokens import end_token_ids
+from lockstep.artifacts.gguf_file import Metadata
+from lockstep.artifacts.model import TokenizerParts
+from lockstep.errors import CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+_CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
+_ANY_CASE_CONTRACTIONS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+_GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+
+
+def _llama3(digits: str) -> str:
+    return (
+        rf"(?:{_ANY_CASE_CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """A pre-tokenizer family: expressions applied one after the other, each piece on its own."""
+
+    expressions: tuple[str, ...]
+    ignore_merges: bool = False
+    """A piece that is a token as a whole is that token, whatever the merges say."""
+    add_bos: bool = False
+    """What the family does when the file does not say."""
+
+
+_DEFAULT = Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+_GPT2_SPLITTER = Splitter((_GPT2,))
+_LLAMA3 = Splitter((_llama3(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
+_QWEN2 = Splitter((_llama3(r"\p{N}"),))
+_SMOLLM = Splitter((r"\p{N}", _GPT2))
+
+SPLITTERS: Mapping[str, Splitter] = {
+    "default": _DEFAULT,
+    "gpt-2": _GPT2_SPLITTER,
+    "phi-2": _GPT2_SPLITTER,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "stablelm2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "megrez": _QWEN2,
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
+    "refact": _SMOLLM,
+    "command-r": _SMOLLM,
+    "codeshell": _SMOLLM,
+}
+"""Value of `tokenizer.ggml.pre`: how text is cut before merging."""
+
+_MAX_TOKEN_CHARS = 4096
+"""Longer tokens are refused: the work of finding an SPM token's merges grows with its length squared."""
+
+
+class _Type(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def read_vocabulary(metadata: Metadata, vocab_size: int) -> TokenizerParts:
+    """Build the tokenizer of a file.
+
+    Raises:
+        MissingTokenizerError: the file holds weights only.
+        UnsupportedArtifactError: a tokenizer model or pre-tokenizer that we do not know, by name.
+        CorruptArtifactError: the vocabulary contradicts itself or the embedding.
+    """
+    if "tokenizer.ggml.model" not in metadata.values:
+        raise MissingTokenizerError(
+            "holds no vocabulary; a GGUF file with tokenizer.ggml.* metadata is needed", path=metadata.path
+        )
+    vocabulary = _Vocabulary.read(metadata, vocab_size)
+    model = metadata.text("tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer, adds_bos = _byte_level(metadata, vocabulary)
+    elif model == "llama":
+        tokenizer, adds_bos = _sentencepiece(metadata, vocabulary)
+    else:
+        raise UnsupportedArtifactError(
+            f"tokenizer model {model!r}; gpt2 (byte-level BPE) and llama (SentencePiece) are known", path=metadata.path
+        )
+    adds_bos = metadata.flag("tokenizer.ggml.add_bos_token", adds_bos)
+    adds_eos = metadata.flag("tokenizer.ggml.add_eos_token", False)
+    _add_tokens(tokenizer, vocabulary)
+    bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
+    _post_process(tokenizer, vocabulary, bos if adds_bos else None, eos if adds_eos else None)
+    named = [vocabulary.special(name) for name in ("eos", "eot", "eom")]
+    special = {vocabulary.tokens[index]: index for index in vocabulary.of_type(_Type.CONTROL, _Type.USER_DEFINED)}
+    return TokenizerParts(
+        tokenizer=tokenizer,
+        chat_template=metadata.text("tokenizer.chat_template", "") or None,
+        bos_token=None if bos is None else vocabulary.tokens[bos],
+        eos_token=None if eos is None else vocabulary.tokens[eos],
+        end_token_ids=end_token_ids([index for index in named if index is not None], special),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """Tokens in order of id, unique and not empty."""
+
+    metadata: Metadata
+    tokens: Sequence[str]
+    ids: Mapping[str, int]
+    types: Sequence[int]
+
+    @classmethod
+    def read(cls, metadata: Metadata, vocab_size: int) -> _Vocabulary:
+        tokens = metadata.strings("tokenizer.ggml.tokens")
+        if not 1 <= len(tokens) <= vocab_size:
+            raise CorruptArtifactError(
+                f"{len(tokens)} tokens and an embedding of {vocab_size} rows; 1 to {vocab_size} are expected",
+                path=metadata.path,
+            )
+        tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+        ids = {token: index for index, token in enumerate(tokens)}
+        if len(ids) != len(tokens):
+            twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
+            raise CorruptArtifactError(f"token {twice!r} appears twice in the vocabulary", path=metadata.path)
+        longest = max(tokens, key=len)
+        if len(longest) > _MAX_TOKEN_CHARS:
+            raise CorruptArtifactError(
+                f"a token of {len(longest)} characters; at most {_MAX_TOKEN_CHARS} are expected", path=metadata.path
+            )
+        types: Sequence[int] = [_Type.NORMAL] * len(tokens)
+        if "tokenizer.ggml.token_type" in metadata.values:
+            types = metadata.numbers("tokenizer.ggml.token_type").tolist()
+        if len(types) != len(tokens):
+            raise CorruptArtifactError(f"{len(types)} token types for {len(tokens)} tokens", path=metadata.path)
+        return cls(metadata, tokens, ids, types)
+
+    def of_type(self, *types: _Type) -> list[int]:
+        return [index for index, kind in enumerate(self.types) if kind in types]
+
+    def special(self, name: str, default: int | None = None) -> int | None:
+        """The id under `tokenizer.ggml.{name}_token_id`, or None."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key not in self.metadata.values:
+            return default
+        index = self.metadata.integer(key)
+        if not 0 <= index < len(self.tokens):
+            raise CorruptArtifactError(
+                f"metadata {key!r} is {index}; the vocabulary has {len(self.tokens)} tokens", path=self.metadata.path
+            )
+        return index
+
+
+def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """The tokenizer, and whether its family adds BOS unless the file says otherwise."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+
+    name = metadata.text("tokenizer.ggml.pre", "default")
+    splitter = SPLITTERS.get(name)
+    if splitter is None:
+        known = ", ".join(SPLITTERS)
+        raise UnsupportedArtifactError(f"pre-tokenizer {name!r}; the known ones are {known}", path=metadata.path)
+    merges = []
+    for merge in metadata.strings("tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        if any(part not in vocabulary.ids for part in (left, right, left + right)):
+            raise CorruptArtifactError(f"merge {merge!r} is not of two tokens that make a third", path=metadata.path)
+        merges.append((left, right))
+    tokenizer = Tokenizer(BPE(dict(vocabulary.ids), merges, ignore_merges=splitter.ignore_merges))
+    tokenizer.pre_tokenizer = _pre_tokenizer(splitter)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, splitter.add_bos
+
+
+def _pre_tokenizer(splitter: Splitter) -> PreTokenizer:
+    from tokenizers import Regex, pre_tokenizers
+
+    splits: list[PreTokenizer] = [
+        pre_tokenizers.Split(Regex(expression), "isolated") for expression in splitter.expressions
+    ]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _sentencepiece(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """llama.cpp joins the neighbours whose union scores best, the leftmost first: BPE with the scores as ranks."""
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+
+    scores = metadata.numbers("tokenizer.ggml.scores").tolist()
+    if len(scores) != len(vocabulary.tokens):
+        raise CorruptArtifactError(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens", path=metadata.path)
+    unknown = vocabulary.special("unk", 0)
+    tokenizer = Tokenizer(
+        BPE(
+            dict(vocabulary.ids),
+            _merges_by_score(vocabulary, scores),
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    replacements: list[normalizers.Normalizer] = [normalizers.Replace(" ", "\u2581")]
+    steps: list[decoders.Decoder] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.flag("tokenizer.ggml.add_space_prefix", True):
+        replacements.insert(0, normalizers.Prepend("\u2581"))
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(replacements)
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer, True
+
+
+def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to join two tokens into a third, best score first; of one token, the longer left part first, which is
+    the leftmost pair in a run of equal characters.
+    """
+    ids = vocabulary.ids
+    merges: list[tuple[str, str]] = []
+    for index in sorted(range(len(scores)), key=lambda index: (-scores[index], index)):
+        token = vocabulary.tokens[index]
+        splits = ((token[:cut], token[cut:]) for cut in range(len(token) - 1, 0, -1))
+        merges += [(left, right) for left, right in splits if left in ids and right in ids]
+    return merges
+
+
+def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Control tokens are special: matched in text only where the caller asks for it. User-defined ones always match."""
+    from tokenizers import AddedToken
+
+    def added(special: bool, *types: _Type) -> list[AddedToken]:
+        texts = [vocabulary.tokens[index] for index in vocabulary.of_type(*types)]
+        return [AddedToken(text, special=special, normalized=False) for text in texts]
+
+    tokenizer.add_special_tokens(added(True, _Type.CONTROL, _Type.UNKNOWN))
+    tokenizer.add_tokens(added(False, _Type.USER_DEFINED))
+
+
+def _post_process(tokenizer: Tokenizer, vocabulary: _Vocabulary, first: int | None, last: int | None) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    ends = [index for index in (first, last) if index is not None]
+    if not ends:
+        return
+    # Names of our own in the template: a token's text may hold what the template syntax reserves.
+    names = {index: f"token{index}" for index in ends}
+    template = [names[first]] * (first is not None) + ["$A"] + [names[last]] * (last is not None)  # type: ignore[index]
+    specials = [{"id": n, "ids": [i], "tokens": [vocabulary.tokens[i]]} for i, n in names.items()]
+    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=specials)

@@ -1,0 +1,314 @@
+"""Write models with random weights in real shapes: speed, determinism and formats do not depend on what weights say.
+
+    python -m tools.random_models gguf smollm2-135m Q8_0 out.gguf
+    python -m tools.random_models huggingface tiny-qwen3 BF16 out_directory
+
+The same shape and seed give the same numbers in every format: the float encodings are roundings of one another, and a
+llama GGUF is permuted for interleaved rope as converters do. Knows nothing of `lockstep`, so that it can test it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.generic]
+
+ENCODINGS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a dense decoder, under the names of `lockstep.artifacts.model.ModelConfig`."""
+
+    architecture: str = "llama"
+    num_layers: int = 2
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = 512
+    max_model_len: int = 2048
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+
+
+SHAPES: Mapping[str, Shape] = {
+    "tiny-llama": Shape(),
+    "tiny-qwen3": Shape("qwen3", head_dim=64, rope_theta=1e6, tied_embeddings=True),
+    "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, tied_embeddings=True),
+    "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, 1e-6, tied_embeddings=True),
+    "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
+}
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Ids 0, 1 and 2 of every random vocabulary; the last one ends a turn."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
+    "not what all were we when your can said there use an each which she do how their if will up other about out many "
+    "then them these so some her would make like him into time has look two more write go see number no way could "
+    "people my than first water been call who its now find long down day did get come made may part"
+)
+
+# Our name: GGUF's name, for one layer.
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Every tensor under its Hugging Face name."""
+    hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    if shape.architecture == "qwen3":
+        layer |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
+    for index in range(shape.num_layers):
+        shapes |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not shape.tied_embeddings:
+        shapes["lm_head.weight"] = (shape.vocab_size, hidden)
+    return shapes
+
+
+def random_tensor(name: str, size: tuple[int, ...], encoding: str, seed: int) -> Array:
+    """Stored bytes or numbers of one tensor, zero mean and variance 1 / fan-in; vectors are norms, around one, float32.
+
+    F32 and F16 arrays, BF16 as uint16, blocks as uint8 ``[rows, row bytes]``, drawn directly: quantising is slow.
+    """
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    if len(size) == 1:
+        return 1 + 0.1 * rng.standard_normal(size, np.float32)
+    deviation = size[1] ** -0.5
+    if encoding in FLOATS:
+        return as_float(rng.standard_normal(size, np.float32) * np.float32(deviation), encoding)
+    groups = (size[0], size[1] // 32)
+    body_bytes, spread = {"Q8_0": (32, 73.9), "Q4_0": (16, 4.6)}[encoding]
+    blocks = np.empty((*groups, 2 + body_bytes), np.uint8)
+    scales = rng.uniform(0.5, 1.5, groups) * (deviation / spread)
+    blocks[..., :2] = scales.astype("<f2")[..., None].view(np.uint8)
+    blocks[..., 2:] = np.frombuffer(rng.bytes(groups[0] * groups[1] * body_bytes), np.uint8).reshape(*groups, -1)
+    return blocks.reshape(size[0], -1)
+
+
+def as_float(values: npt.NDArray[np.float32], encoding: str) -> Array:
+    """Round float32 to F32, F16 or BF16 (as uint16, to nearest even)."""
+    if encoding != "BF16":
+        return values.astype({"F32": "<f4", "F16": "<f2"}[encoding])
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def interleaved_rows(rows: Array, num_heads: int) -> Array:
+    """Rows of a rotate-half projection in the order in which llama.cpp's converter writes them."""
+    half = len(rows) // num_heads // 2
+    return rows.reshape(num_heads, 2, half, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def vocabulary(size: int) -> tuple[list[str], list[str]]:
+    """A byte-level BPE vocabulary: special tokens, the 256 bytes, then merges of common words and letter pairs."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    tokens, merges = [*SPECIAL_TOKENS, *alphabet], []
+    seen = set(tokens)
+    words = (f"\u0120{word}"[: end + 1] for word in _WORDS.split() for end in range(1, len(word) + 1))
+    pairs = (a + b for a, b in itertools.product(alphabet[:160], repeat=2))
+    for token in itertools.chain(words, pairs):
+        if len(tokens) >= size:
+            break
+        if token not in seen:
+            seen.add(token)
+            tokens.append(token)
+            merges.append(f"{token[:-1]} {token[-1]}")
+    tokens += [f"<unused{index}>" for index in range(len(tokens), size)]
+    return tokens[:size], merges
+
+
+def write_gguf(path: Path | str, shape: Shape | str, encoding: str = "Q8_0", *, seed: int = 0) -> Path:
+    """Write a GGUF file; in the block encodings the embedding and the head are Q8_0, as llama.cpp makes them."""
+    import gguf
+
+    shape = SHAPES[shape] if isinstance(shape, str) else shape
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    writer.add_name(f"random {shape.architecture}")
+    writer.add_context_length(shape.max_model_len)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_block_count(shape.num_layers)
+    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
+    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_vocab_size(shape.vocab_size)
+    _add_vocabulary(writer, shape.vocab_size)
+    for name, size in tensor_shapes(shape).items():
+        whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding not in FLOATS
+        stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
+        data = random_tensor(name, size, stored, seed)
+        if shape.architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+            data = interleaved_rows(data, shape.num_heads if "q_proj" in name else shape.num_kv_heads)
+        raw_type = None if stored in ("F32", "F16") else gguf.GGMLQuantizationType[stored]
+        data = data.view(np.uint8) if stored == "BF16" else data
+        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(data), raw_dtype=raw_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+def write_huggingface(
+    directory: Path | str, shape: Shape | str, encoding: str = "BF16", *, seed: int = 0, num_shards: int = 1
+) -> Path:
+    """Write config.json, safetensors (with an index when sharded), tokenizer.json and its configuration."""
+    shape = SHAPES[shape] if isinstance(shape, str) else shape
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    sizes = tensor_shapes(shape)
+    names = [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
+    names = ["model.safetensors"] if num_shards == 1 else names
+    files = {name: names[index * num_shards // len(sizes)] for index, name in enumerate(sizes)}
+    for file in names:
+        tensors = ((name, random_tensor(name, sizes[name], encoding, seed)) for name in sizes if files[name] == file)
+        rounded = {n: as_float(t, encoding) if t.dtype == np.float32 else t for n, t in tensors}  # type: ignore[arg-type]
+        write_safetensors(directory / file, rounded)
+    if num_shards > 1:
+        index = {"metadata": {}, "weight_map": files}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, content in _huggingface_json(shape, encoding).items():
+        (directory / name).write_text(json.dumps(content, indent=1))
+    _write_tokenizer(directory / "tokenizer.json", shape.vocab_size)
+    return directory
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
+    """The format is a length, a JSON header and the data; bfloat16 (uint16 here) is beyond the library's numpy side."""
+    dtypes = {np.dtype("<f4"): "F32", np.dtype("<f2"): "F16", np.dtype("<u2"): "BF16"}
+    header, offset = {}, 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).data)
+
+
+def _gguf_name(name: str) -> str:
+    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    if name.startswith("model.layers."):
+        index, rest = name.removeprefix("model.layers.").split(".", 1)
+        return f"blk.{index}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+    return whole.get(name, "output.weight")
+
+
+def _add_vocabulary(writer, size: int) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001  # an untyped library's
+    tokens, merges = vocabulary(size)
+    control, normal, unused = 3, 1, 5
+    kinds = [control] * len(SPECIAL_TOKENS) + [normal] * (size - len(SPECIAL_TOKENS))
+    kinds = [unused if token.startswith("<unused") else kind for token, kind in zip(tokens, kinds, strict=True)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _huggingface_json(shape: Shape, encoding: str) -> dict[str, object]:
+    sizes = asdict(shape)
+    config = {
+        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[shape.architecture]],
+        "model_type": shape.architecture,
+        "hidden_act": "silu",
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "max_position_embeddings": shape.max_model_len,
+        "tie_word_embeddings": shape.tied_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[encoding],
+    } | {key: sizes[key] for key in ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "rms_norm_eps")}
+    return {
+        "config.json": config,
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": [2, 0], "do_sample": True, "temperature": 0.6},
+        "tokenizer_config.json": {"bos_token": None, "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE},
+    }
+
+
+def _write_tokenizer(path: Path, size: int) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, merges = vocabulary(size)
+    pairs = [(merge.split(" ")[0], merge.split(" ")[1]) for merge in merges]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a model with random weights.")
+    parser.add_argument("format", choices=("gguf", "huggingface"))
+    parser.add_argument("shape", choices=tuple(SHAPES))
+    parser.add_argument("encoding", choices=ENCODINGS)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.format == "gguf":
+        write_gguf(args.path, args.shape, args.encoding, seed=args.seed)
+    elif args.encoding in FLOATS:
+        write_huggingface(args.path, args.shape, args.encoding, seed=args.seed)
+    else:
+        parser.error(f"safetensors hold {', '.join(FLOATS)}")
+
+
+if __name__ == "__main__":
+    main()
