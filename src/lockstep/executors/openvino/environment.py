@@ -1,0 +1,34 @@
+"""What the bits depend on: the environment key that goes with traces, stored KV and cached graphs."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+BUILDER_VERSION = "1"
+"""Raised whenever the same artifact and options would build another graph."""
+_X86_FLAGS = ("avx2", "fma", "f16c", "avx_vnni", "avx512", "amx")
+_ARM_FLAGS = ("asimd", "fp16", "fphp", "bf16", "i8mm", "sve", "sme")
+
+
+def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Architecture and the vector extensions that kernels are chosen by, e.g. ``x86_64 avx2 avx512f ...``."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}".strip()
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    kept = sorted(flag for flag in set(flags) if flag.startswith((*_X86_FLAGS, *_ARM_FLAGS)))
+    return " ".join([platform.machine(), *kept])
+
+
+def digest(environment: Mapping[str, str]) -> str:
+    """32 hex digits over the mapping; the order of its entries does not matter."""
+    state = hashlib.blake2b(digest_size=16)
+    for key in sorted(environment):
+        for part in (key, environment[key]):
+            data = part.encode()
+            state.update(len(data).to_bytes(4, "little") + data)
+    return state.hexdigest()

@@ -1,0 +1,139 @@
+"""The OpenVINO executor: a compiled paged graph, its KV pool, and one forward pass per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from lockstep.artifacts.model import Artifact
+from lockstep.errors import ExecutorError, InvalidPlanError
+from lockstep.executors.base import Geometry, Logits, StepBatch
+from lockstep.executors.openvino import paged
+from lockstep.executors.openvino.inputs import ForwardInputs, Limits, build_inputs, check_moves
+from lockstep.executors.openvino.loading import compile_artifact, environment_of
+from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.openvino.pool import KVPool
+from lockstep.executors.openvino.runtime import CompiledModel, ElementType, Port, ov
+
+Progress = Callable[[str, float], None]
+
+
+def load_executor(
+    artifact: Artifact, options: OpenVINOOptions | None = None, progress: Progress | None = None
+) -> OpenVINOExecutor:
+    """Build or read the graph, compile it, and measure its geometry; ``allocate`` then makes the pool.
+
+    Args:
+        progress: called with a stage (``build``, ``save``, ``read``, ``compile``) and its fraction done.
+
+    Raises:
+        UsageError: a device that is not there; the message lists what is.
+        ArtifactError: the artifact is corrupt or of an unknown kind.
+        ExecutorError: OpenVINO refused the graph.
+    """
+    options = OpenVINOOptions() if options is None else options
+    report = progress or (lambda stage, fraction: None)
+    compiled = compile_artifact(artifact, options, report)
+    return OpenVINOExecutor(artifact, compiled, environment_of(artifact, options))
+
+
+class OpenVINOExecutor:
+    """Executor protocol; ``environment`` includes ``kv_cache_precision`` and everything else the bits depend on."""
+
+    def __init__(self, artifact: Artifact, compiled: CompiledModel, environment: Mapping[str, str]) -> None:
+        self._environment = MappingProxyType(dict(environment))
+        self._compiled = compiled
+        self._block_shapes = [_block_shape(compiled.input(name)) for name in _cache_names(artifact)]
+        self._cache_names = _cache_names(artifact)
+        self._geometry = Geometry(
+            block_size=self._block_shapes[1][1][1],
+            bytes_per_block=sum(int(kind.size) * int(np.prod(shape)) for kind, shape in self._block_shapes),
+            num_layers=artifact.config.num_layers,
+            max_model_len=artifact.config.max_model_len,
+            vocab_size=artifact.config.vocab_size,
+        )
+        self._limits: Limits | None = None
+        self._pool: KVPool | None = None
+        self._request: Any = None
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return self._environment
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Create the pool; an earlier one is dropped with its contents."""
+        if self._compiled is None:
+            raise ExecutorError("the executor is closed")
+        if num_blocks < 1 or num_host_blocks < 0:
+            raise ExecutorError(f"a pool of {num_blocks} blocks and {num_host_blocks} host blocks; at least 1 and 0")
+        self._request = self._pool = None
+        self._pool = KVPool(self._block_shapes, num_blocks, num_host_blocks)
+        self._request = self._compiled.create_infer_request()
+        for name, tensor in zip(self._cache_names, self._pool.tensors, strict=True):
+            self._request.set_tensor(name, tensor)
+        geometry = self._geometry
+        self._limits = Limits(
+            geometry.block_size, num_blocks, num_host_blocks, geometry.max_model_len, geometry.vocab_size
+        )
+
+    def execute(self, batch: StepBatch) -> Logits:
+        """See the protocol. Any rows may be asked for; an empty plan (only moves, or nothing) gives no rows."""
+        if self._pool is None or self._limits is None:
+            raise ExecutorError("the executor has no pool: it is closed, or allocate() was not called")
+        plan = batch.plan
+        check_moves(plan, self._limits)
+        inputs = None
+        if plan.has_work:
+            inputs = build_inputs(batch, self._limits)
+        elif len(batch.rows) or len(batch.token_ids):
+            raise InvalidPlanError(f"step {plan.step}: rows or token ids without a chunk")
+        if plan.swap_out:
+            self._pool.swap_out(plan.swap_out)
+        if plan.swap_in:
+            self._pool.swap_in(plan.swap_in)
+        if plan.copies:
+            self._pool.copy(plan.copies)
+        if inputs is None:
+            return np.empty((0, self._geometry.vocab_size), np.float32)
+        return self._forward(inputs)[: len(batch.rows)]
+
+    def _forward(self, inputs: ForwardInputs) -> Logits:
+        request = self._request
+        try:
+            for name, array in (
+                (paged.TOKEN_IDS, inputs.token_ids),
+                (paged.POSITIONS, inputs.positions),
+                (paged.PAST_LENS, inputs.past_lens),
+                (paged.SUBSEQUENCE_BEGINS, inputs.subsequence_begins),
+                (paged.BLOCK_INDICES, inputs.block_indices),
+                (paged.BLOCK_INDICES_BEGINS, inputs.block_indices_begins),
+                (paged.MAX_CONTEXT_LEN, inputs.max_context_len),
+                (paged.ROWS, inputs.rows),
+            ):
+                request.set_tensor(name, ov.Tensor(array, shared_memory=True))
+            request.infer()
+            logits: Logits = request.get_tensor(paged.LOGITS).data.reshape(-1, self._geometry.vocab_size)
+        except RuntimeError as error:
+            raise ExecutorError(f"the forward pass failed: {error}") from error
+        return logits
+
+    def close(self) -> None:
+        """Release graph and pool; calling it again does nothing."""
+        self._request = self._pool = self._limits = self._compiled = None
+
+
+def _cache_names(artifact: Artifact) -> tuple[str, ...]:
+    return paged.cache_inputs(artifact.config.num_layers)
+
+
+def _block_shape(port: Port) -> tuple[ElementType, tuple[int, ...]]:
+    """Element type and shape of one block of a cache input; the first axis, the number of blocks, is open."""
+    dimensions = list(port.get_partial_shape())[1:]
+    return port.get_element_type(), tuple(int(dimension.get_length()) for dimension in dimensions)

@@ -1,0 +1,203 @@
+"""A dense decoder from its configuration and weights: a stateful graph around scaled dot product attention.
+
+The operator patterns are the ones that OpenVINO's CPU plugin fuses (RMS norm, rotary embedding, compressed weights)
+and that the paged transformation (paged.py) recognises; change a pattern and the profile changes, silently. What
+differs between architectures comes from ``ModelConfig`` and from which tensors exist, never from a subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lockstep.artifacts.model import ModelConfig, Tensor, Weights
+from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
+from lockstep.executors.openvino.rope import inverse_frequencies
+from lockstep.executors.openvino.runtime import Model, Node, op, ov
+from lockstep.executors.openvino.weights import matrix, vector
+
+ARCHITECTURES = ("llama", "qwen3")
+MASKED = np.float32(-65504)
+
+
+def build_decoder(
+    config: ModelConfig, weights: Weights, progress: Callable[[float], None] = lambda fraction: None
+) -> Model:
+    """The stateful ``ov.Model``: inputs input_ids, attention_mask, position_ids [B, S] and beam_idx [B]; output logits.
+
+    Args:
+        progress: told the share of layers built.
+
+    Raises:
+        UnsupportedArtifactError: an architecture or rope scaling that is not known.
+        CorruptArtifactError: a tensor is absent, of the wrong size or not finite.
+    """
+    if config.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedArtifactError(f"architecture {config.architecture!r} is not known; known are: {known}")
+    return _DecoderBuilder(config, weights).build(progress)
+
+
+class _DecoderBuilder:
+    """Holds what the layers share while one graph is built."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self.sinks: list[Node] = []
+        self.ids = _parameter("input_ids", [-1, -1], np.int64)
+        self.mask = _parameter("attention_mask", [-1, -1], np.int64)
+        self.positions = _parameter("position_ids", [-1, -1], np.int64)
+        self.beams = _parameter("beam_idx", [-1], np.int32)
+        self.cos, self.sin = self._rotary_tables()
+        self.causal_mask = self._causal_mask()
+        batch = op.gather(op.shape_of(self.ids), _ints(0), _int(0))
+        self.empty_past_shape = op.concat([batch, _ints(config.num_kv_heads, 0, config.head_dim)], 0)
+
+    def build(self, progress: Callable[[float], None]) -> Model:
+        config = self.config
+        embeddings = self._matrix("model.embed_tokens", (config.vocab_size, config.hidden_size))
+        hidden = op.gather(embeddings, self.ids, _int(0))
+        for layer in range(config.num_layers):
+            hidden = self._layer(hidden, layer)
+            progress((layer + 1) / config.num_layers)
+        hidden = self._norm(hidden, "model.norm", config.hidden_size)
+        if config.tied_embeddings:
+            head = embeddings
+        else:
+            head = self._matrix("lm_head", (config.vocab_size, config.hidden_size))
+        logits = op.result(op.matmul(hidden, head, False, True), name="logits")
+        logits.output(0).tensor.set_names({"logits"})
+        return ov.Model([logits], self.sinks, [self.ids, self.mask, self.positions, self.beams], "decoder")
+
+    def _layer(self, hidden: Node, layer: int) -> Node:
+        config, prefix = self.config, f"model.layers.{layer}."
+        normed = self._norm(hidden, prefix + "input_layernorm", config.hidden_size)
+        hidden = op.add(hidden, self._attention(normed, layer, prefix + "self_attn."))
+        normed = self._norm(hidden, prefix + "post_attention_layernorm", config.hidden_size)
+        return op.add(hidden, self._mlp(normed, prefix + "mlp."))
+
+    def _mlp(self, x: Node, prefix: str) -> Node:
+        inner, outer = self.config.intermediate_size, self.config.hidden_size
+        gate = self._linear(x, prefix + "gate_proj", inner, outer)
+        up = self._linear(x, prefix + "up_proj", inner, outer)
+        return self._linear(op.multiply(op.swish(gate), up), prefix + "down_proj", outer, inner)
+
+    def _attention(self, x: Node, layer: int, prefix: str) -> Node:
+        config = self.config
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+        query = self._split_heads(self._linear(x, prefix + "q_proj", heads * size, config.hidden_size), heads)
+        key = self._split_heads(self._linear(x, prefix + "k_proj", kv_heads * size, config.hidden_size), kv_heads)
+        value = self._split_heads(self._linear(x, prefix + "v_proj", kv_heads * size, config.hidden_size), kv_heads)
+        if config.qk_norm:
+            query = self._norm(query, prefix + "q_norm", size)
+            key = self._norm(key, prefix + "k_norm", size)
+        keys = self._remember(self._rotate(key), layer, "key")
+        values = self._remember(value, layer, "value")
+        mixed = op.scaled_dot_product_attention(
+            self._rotate(query), self._share_heads(keys), self._share_heads(values), self.causal_mask, causal=False
+        )
+        mixed = op.reshape(op.transpose(mixed, _ints(0, 2, 1, 3)), _ints(0, 0, heads * size), True)
+        return self._linear(mixed, prefix + "o_proj", config.hidden_size, heads * size)
+
+    def _linear(self, x: Node, name: str, out_features: int, in_features: int) -> Node:
+        """x @ W.T, plus the bias where the artifact has one."""
+        y = op.matmul(x, self._matrix(name, (out_features, in_features)), False, True)
+        if f"{name}.bias" in self.weights:
+            y = op.add(y, op.constant(vector(self._tensor(f"{name}.bias"), out_features).reshape(1, 1, -1)))
+        elif self.config.attention_bias and name.endswith(("q_proj", "k_proj", "v_proj")):
+            raise CorruptArtifactError(f"tensor {name}.bias is missing; the configuration declares attention biases")
+        return y
+
+    def _norm(self, x: Node, name: str, size: int) -> Node:
+        """RMS norm over the last axis."""
+        weight = vector(self._tensor(f"{name}.weight"), size)
+        mean = op.reduce_mean(op.power(x, _float(2)), _ints(-1), True)
+        scale = op.divide(_float(1), op.sqrt(op.add(mean, _float(self.config.rms_norm_eps))))
+        rank = len(x.get_output_partial_shape(0))
+        return op.multiply(op.multiply(x, scale), op.constant(weight.reshape((1,) * (rank - 1) + (size,))))
+
+    def _split_heads(self, x: Node, heads: int) -> Node:
+        """[B, S, heads * size] -> [B, heads, S, size]."""
+        return op.transpose(op.reshape(x, _ints(0, 0, heads, self.config.head_dim), True), _ints(0, 2, 1, 3))
+
+    def _share_heads(self, x: Node) -> Node:
+        """Repeat each key or value head for the query heads of its group."""
+        config = self.config
+        if config.num_heads == config.num_kv_heads:
+            return x
+        shape = op.shape_of(x)
+        target = op.concat(
+            [
+                op.gather(shape, _ints(0, 1), _int(0)),
+                _ints(config.num_heads // config.num_kv_heads),
+                op.gather(shape, _ints(2, 3), _int(0)),
+            ],
+            0,
+        )
+        repeated = op.broadcast(op.unsqueeze(x, _int(2)), target, broadcast_spec="BIDIRECTIONAL")
+        return op.reshape(repeated, _ints(0, config.num_heads, -1, config.head_dim), True)
+
+    def _remember(self, x: Node, layer: int, kind: str) -> Node:
+        """Append to the layer's state; the paged transformation replaces the state by KV blocks."""
+        info = ov.op.util.VariableInfo()
+        info.data_shape = ov.PartialShape([-1, self.config.num_kv_heads, -1, self.config.head_dim])
+        info.data_type = ov.Type.f32
+        info.variable_id = f"past_key_values.{layer}.{kind}present.{layer}.{kind}"
+        variable = ov.op.util.Variable(info)
+        stored = op.read_value(op.broadcast(_float(0), self.empty_past_shape), variable)
+        together = op.concat([op.gather(stored, self.beams, _int(0)), x], 2)
+        self.sinks.append(op.assign(together, variable))
+        return together
+
+    def _rotary_tables(self) -> tuple[Node, Node]:
+        """Cosines and sines [B, 1, S, head_dim] of this step's positions."""
+        frequencies = op.constant(inverse_frequencies(self.config).reshape(1, 1, -1))
+        angles = op.multiply(op.convert(op.unsqueeze(self.positions, _int(2)), np.float32), frequencies)
+        angles = op.concat([angles, angles], -1)
+        return op.unsqueeze(op.cos(angles), _int(1)), op.unsqueeze(op.sin(angles), _int(1))
+
+    def _rotate(self, x: Node) -> Node:
+        """Rotate pairs (i, i + head_dim / 2): GPT-NeoX order, the one of Hugging Face checkpoints."""
+        size = self.config.head_dim
+        first = op.slice(x, _ints(0), _ints(size // 2), _ints(1), _ints(3))
+        second = op.slice(x, _ints(size // 2), _ints(size), _ints(1), _ints(3))
+        turned = op.concat([op.multiply(second, _float(-1)), first], -1)
+        return op.add(op.multiply(x, self.cos), op.multiply(turned, self.sin))
+
+    def _causal_mask(self) -> Node:
+        """[1, 1, S, total]: 0 where a query may look, a large negative number elsewhere."""
+        total = op.squeeze(op.gather(op.shape_of(self.mask), _ints(1), _int(0)), _int(0))
+        step = op.squeeze(op.gather(op.shape_of(self.ids), _ints(1), _int(0)), _int(0))
+        key_positions = op.range(_int(0), total, _int(1), "i64")
+        query_positions = op.add(op.range(_int(0), step, _int(1), "i64"), op.subtract(total, step))
+        visible = op.less_equal(op.unsqueeze(key_positions, _int(0)), op.unsqueeze(query_positions, _int(1)))
+        visible = op.unsqueeze(op.unsqueeze(visible, _int(0)), _int(0))
+        return op.select(visible, _float(0), op.constant(MASKED))
+
+    def _matrix(self, name: str, shape: tuple[int, int]) -> Node:
+        return matrix(self._tensor(f"{name}.weight"), shape)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self.weights:
+            raise CorruptArtifactError(f"tensor {name} is missing")
+        return self.weights[name]
+
+
+def _parameter(name: str, shape: list[int], dtype: type) -> Node:
+    node = op.parameter(ov.PartialShape(shape), dtype, name=name)
+    node.output(0).tensor.set_names({name})
+    return node
+
+
+def _int(value: int) -> Node:
+    return op.constant(np.int64(value))
+
+
+def _ints(*values: int) -> Node:
+    return op.constant(np.array(values, np.int64))
+
+
+def _float(value: float) -> Node:
+    return op.constant(np.float32(value))

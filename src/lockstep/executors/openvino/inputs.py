@@ -1,0 +1,198 @@
+"""A step's plan and token ids -> the arrays of one forward pass, checked before anything runs. Pure numpy.
+
+The paged kernel trusts its block table: a wrong entry is a segmentation fault or another request's memory. So every
+table, row and token is checked here, and a plan that fails touches nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.core.step import StepPlan
+from lockstep.errors import InvalidPlanError
+from lockstep.executors.base import StepBatch
+
+NULL_BLOCK = 0
+"""Belongs to nobody; padding lives here."""
+PAD_TOKEN = 0
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a plan must stay within."""
+
+    block_size: int
+    num_blocks: int
+    """Without the null block: blocks are 1..num_blocks."""
+    num_host_blocks: int
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """The arrays of one forward pass over T tokens of B sequences, padding included."""
+
+    token_ids: Longs
+    """[T]"""
+    positions: Longs
+    """[T]"""
+    past_lens: Ints
+    """[B]: tokens of each sequence that are already in its blocks."""
+    subsequence_begins: Ints
+    """[B + 1]: where each sequence's tokens begin."""
+    block_indices: Ints
+    """All block tables, one after the other."""
+    block_indices_begins: Ints
+    """[B + 1]: where each table begins."""
+    max_context_len: npt.NDArray[np.int32]
+    """Scalar: the longest context after this step."""
+    rows: Longs
+    """[R]: tokens whose logits are computed."""
+
+
+def build_inputs(batch: StepBatch, limits: Limits) -> ForwardInputs:
+    """Inputs of a plan that forwards something.
+
+    A pass over one token, and an LM head over one row, would take a matrix-vector kernel that rounds differently from
+    the one for more; both are padded to two, so that a sequence's bits do not depend on its company.
+
+    Raises:
+        InvalidPlanError: naming the sequence and what is wrong with its chunk.
+    """
+    plan = batch.plan
+    num_seqs = len(plan.seq_ids)
+    if not len(plan.starts) == len(plan.lengths) == len(plan.tables) == num_seqs:
+        raise InvalidPlanError(f"step {plan.step}: the plan's columns have different lengths")
+    starts = np.fromiter(plan.starts, np.int64, num_seqs)
+    lengths = np.fromiter(plan.lengths, np.int64, num_seqs)
+    _check_spans(plan, starts, lengths, limits)
+    needed = -(-(starts + lengths) // limits.block_size)
+    blocks = _flat_tables(plan, needed)
+    _check_blocks(plan, starts, needed, blocks, limits)
+    num_tokens = int(lengths.sum())
+    _check_tokens(batch, num_tokens, limits)
+    begins = _begins(lengths)
+    table_begins = _begins(needed)
+    positions = np.arange(num_tokens) + np.repeat(starts - begins[:-1], lengths)
+    token_ids, rows = batch.token_ids, batch.rows
+    if num_tokens == 1:
+        token_ids = np.append(token_ids, PAD_TOKEN)
+        positions = np.append(positions, 0)
+        starts = np.append(starts, 0)
+        begins = np.append(begins, 2)
+        blocks = np.append(blocks, NULL_BLOCK)
+        table_begins = np.append(table_begins, table_begins[-1] + 1)
+    if len(rows) < 2:
+        rows = np.resize(rows, 2) if len(rows) else np.zeros(2, np.int64)
+    return ForwardInputs(
+        token_ids=np.ascontiguousarray(token_ids, np.int64),
+        positions=positions.astype(np.int64, copy=False),
+        past_lens=starts.astype(np.int32),
+        subsequence_begins=begins.astype(np.int32),
+        block_indices=blocks.astype(np.int32, copy=False),
+        block_indices_begins=table_begins.astype(np.int32),
+        max_context_len=np.array((starts[: len(lengths)] + lengths).max(), np.int32),
+        rows=np.ascontiguousarray(rows, np.int64),
+    )
+
+
+def check_moves(plan: StepPlan, limits: Limits) -> None:
+    """Check swaps and copies, whether or not anything is forwarded.
+
+    Raises:
+        InvalidPlanError: a block outside the pool or the null block, or two moves into one place.
+    """
+    last, last_host = limits.num_blocks, limits.num_host_blocks - 1
+    for what, pairs, source, target in (
+        ("swap_out", plan.swap_out, (1, last), (0, last_host)),
+        ("swap_in", plan.swap_in, (0, last_host), (1, last)),
+        ("copy", plan.copies, (1, last), (1, last)),
+    ):
+        for pair in pairs:
+            if not (source[0] <= pair[0] <= source[1] and target[0] <= pair[1] <= target[1]):
+                raise InvalidPlanError(
+                    f"step {plan.step}: {what} {pair[0]} -> {pair[1]} leaves the pool of device blocks 1..{last} "
+                    f"and host blocks 0..{last_host}"
+                )
+        if len({pair[1] for pair in pairs}) != len(pairs):
+            raise InvalidPlanError(f"step {plan.step}: two of {what} write the same block")
+
+
+def _begins(sizes: Longs) -> Longs:
+    begins = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=begins[1:])
+    return begins
+
+
+def _check_spans(plan: StepPlan, starts: Longs, lengths: Longs, limits: Limits) -> None:
+    wrong = (starts < 0) | (lengths < 1) | (starts + lengths > limits.max_model_len)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise InvalidPlanError(
+            f"step {plan.step}, sequence {plan.seq_ids[index]}: {lengths[index]} tokens from position {starts[index]}; "
+            f"a chunk has at least one token and ends at {limits.max_model_len} at most"
+        )
+
+
+def _flat_tables(plan: StepPlan, needed: Longs) -> Ints:
+    """The first ``needed`` entries of each table, one table after the other."""
+    sizes = np.fromiter(map(len, plan.tables), np.int64, len(plan.tables))
+    short = sizes < needed
+    if short.any():
+        index = int(short.argmax())
+        raise InvalidPlanError(
+            f"step {plan.step}, sequence {plan.seq_ids[index]}: a table of {sizes[index]} blocks; "
+            f"its chunk needs {needed[index]}"
+        )
+    try:
+        blocks = np.fromiter(chain.from_iterable(plan.tables), np.int32, int(sizes.sum()))
+    except OverflowError:
+        raise InvalidPlanError(f"step {plan.step}: a block id does not fit 32 bits") from None
+    if (sizes > needed).any():
+        offsets = np.arange(len(blocks)) - np.repeat(_begins(sizes)[:-1], sizes)
+        blocks = blocks[offsets < np.repeat(needed, sizes)]
+    return blocks
+
+
+def _check_blocks(plan: StepPlan, starts: Longs, needed: Longs, blocks: Ints, limits: Limits) -> None:
+    """Every block lies in the pool, and one that is written occurs once: nobody else may write or read it meanwhile."""
+    wrong = (blocks < 1) | (blocks > limits.num_blocks)
+    if wrong.any():
+        block = int(blocks[int(wrong.argmax())])
+        owner = _owner(plan, needed, int(wrong.argmax()))
+        raise InvalidPlanError(
+            f"step {plan.step}, sequence {owner}: block {block} is not one of 1..{limits.num_blocks}"
+        )
+    first_written = starts // limits.block_size
+    offsets = np.arange(len(blocks)) - np.repeat(_begins(needed)[:-1], needed)
+    written = offsets >= np.repeat(first_written, needed)
+    shared = written & (np.bincount(blocks, minlength=limits.num_blocks + 1)[blocks] > 1)
+    if shared.any():
+        index = int(shared.argmax())
+        raise InvalidPlanError(
+            f"step {plan.step}, sequence {_owner(plan, needed, index)}: writes block {int(blocks[index])}, "
+            "which occurs twice in this step's tables"
+        )
+
+
+def _owner(plan: StepPlan, needed: Longs, index: int) -> int:
+    return plan.seq_ids[int(np.searchsorted(np.cumsum(needed), index, side="right"))]
+
+
+def _check_tokens(batch: StepBatch, num_tokens: int, limits: Limits) -> None:
+    step, ids, rows = batch.plan.step, batch.token_ids, batch.rows
+    if ids.shape != (num_tokens,):
+        raise InvalidPlanError(f"step {step}: token ids of shape {list(ids.shape)}; the plan has {num_tokens} tokens")
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        wrong = int(ids[(ids < 0) | (ids >= limits.vocab_size)][0])
+        raise InvalidPlanError(f"step {step}: token id {wrong} is not in the vocabulary of {limits.vocab_size}")
+    if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= num_tokens)):
+        raise InvalidPlanError(f"step {step}: a row outside the step's {num_tokens} tokens")

@@ -1,0 +1,84 @@
+"""What a user may choose about the OpenVINO executor. Knows no OpenVINO, so that reading options stays cheap."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import UsageError
+
+DEVICES = ("auto", "cpu", "gpu")
+KV_CACHE_PRECISIONS = ("f16", "f32", "u8")
+INFERENCE_PRECISIONS = ("f32",)
+DEFAULT_MAX_CACHE_BYTES = 32 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVINOOptions:
+    """Options of one loaded model; everything here but the cache's place and bound is part of the environment key."""
+
+    device: str = "auto"
+    """``cpu``, ``gpu`` or ``auto``, which takes the CPU: on a GPU nothing has been proven yet."""
+    threads: int | None = None
+    """Threads of one forward pass; None: the cores that the process may use, cgroup quota included."""
+    kv_cache_precision: str = "f16"
+    """``f16``; ``f32`` (twice the memory); ``u8`` (half of it, but keys are requantised per partial block, which breaks
+    the promise that a request's bytes do not depend on its batch)."""
+    inference_precision: str = "f32"
+    """Activations. Only ``f32``: OpenVINO's own default is bf16 on newer CPUs."""
+    dynamic_quantization_group_size: int = 64
+    """Activations are quantised to int8 in groups of this many for int8 and int4 weights; 0: not at all (slower)."""
+    cache_dir: Path | None = None
+    """Where built graphs are kept (in ``ir/``); None: every load builds its graph in memory."""
+    max_cache_bytes: int = DEFAULT_MAX_CACHE_BYTES
+    """Bound on ``cache_dir/ir``; the least recently used graphs go first."""
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, DEVICES)
+        _one_of("kv_cache_precision", self.kv_cache_precision, KV_CACHE_PRECISIONS)
+        _one_of("inference_precision", self.inference_precision, INFERENCE_PRECISIONS)
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"threads is {self.threads}; it must be at least 1")
+        if self.dynamic_quantization_group_size < 0 or self.dynamic_quantization_group_size % 32:
+            raise UsageError(
+                f"dynamic_quantization_group_size is {self.dynamic_quantization_group_size}; "
+                "it must be 0 (off) or a multiple of 32"
+            )
+        if self.max_cache_bytes < 0:
+            raise UsageError(f"max_cache_bytes is {self.max_cache_bytes}; it must not be negative")
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether these options can keep a request's bytes independent of its batch at all; the probe has the word."""
+        return self.kv_cache_precision != "u8"
+
+
+def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{field} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Whole cores that this process may use: the affinity mask, cut by the cgroup's CPU quota (v2, then v1)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota(cgroup)
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def _cgroup_quota(cgroup: Path) -> float | None:
+    """Cores allowed by the quota, or None without one."""
+    try:
+        limit, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if limit in ("max", "-1"):
+        return None
+    try:
+        return int(limit) / int(period)
+    except (ValueError, ZeroDivisionError):
+        return None

@@ -1,0 +1,48 @@
+"""The only contact with OpenVINO's paged attention transformation, an internal interface of that library.
+
+``to_paged`` turns the stateful graph of graph.py into one whose state is a pool of KV blocks handed in as inputs, and
+puts a row gather before the LM head, so that logits are computed only where somebody samples. When a new OpenVINO
+release moves this interface, this is the file to mend.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lockstep.executors.openvino.runtime import Model, op, ov
+
+TOKEN_IDS = "input_ids"
+POSITIONS = "position_ids"
+PAST_LENS = "past_lens"
+SUBSEQUENCE_BEGINS = "subsequence_begins"
+BLOCK_INDICES = "block_indices"
+BLOCK_INDICES_BEGINS = "block_indices_begins"
+MAX_CONTEXT_LEN = "max_context_len"
+ROWS = "sampled_rows"
+LOGITS = "logits"
+
+
+def cache_inputs(num_layers: int) -> tuple[str, ...]:
+    """Names of the KV inputs: keys and values of layer 0, then of layer 1, and so on."""
+    return tuple(f"{kind}_cache.{layer}" for layer in range(num_layers) for kind in ("key", "value"))
+
+
+def to_paged(model: Model) -> None:
+    """Replace the state of ``model`` (a stateful ``ov.Model``) by block inputs, in place, and add the row gather."""
+    from openvino._offline_transformations import paged_attention_transformation  # internal: kept here
+
+    paged_attention_transformation(model)
+    _gather_rows(model)
+
+
+def _gather_rows(model: Model) -> None:
+    """Logits only for the rows named in input ``sampled_rows`` [R] i64; naming every row gives them all."""
+    head = model.get_results()[0].input_value(0).get_node()
+    while head.get_type_name() != "MatMul":
+        head = head.input_value(0).get_node()
+    rows = op.parameter(ov.PartialShape([-1]), np.int64, name=ROWS)
+    rows.output(0).tensor.set_names({ROWS})
+    gathered = op.gather(head.input_value(0), rows, op.constant(np.int64(0)))
+    head.input(0).replace_source_output(gathered.output(0))
+    model.add_parameters([rows])
+    model.validate_nodes_and_infer_types()

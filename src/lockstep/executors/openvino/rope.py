@@ -1,0 +1,48 @@
+"""Inverse frequencies of rotary embeddings, with scaling as data. Pure numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.artifacts.model import ModelConfig, RopeScaling
+from lockstep.errors import UnsupportedArtifactError
+
+KNOWN_SCALINGS = ("linear", "llama3")
+
+
+def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
+    """[head_dim / 2]: angle per position of each pair (i, i + head_dim / 2).
+
+    Raises:
+        UnsupportedArtifactError: a scaling that is not known.
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = (np.float32(1.0) / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return (frequencies / np.float32(scaling.factor)).astype(np.float32)
+    if scaling.kind == "llama3":
+        return _llama3(frequencies, scaling)
+    known = ", ".join(KNOWN_SCALINGS)
+    raise UnsupportedArtifactError(f"rope scaling {scaling.kind!r} is not known; known are: {known}")
+
+
+def _llama3(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray[np.float32]:
+    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between interpolated.
+
+    Source of the formula: transformers, modeling_rope_utils.py, ``_compute_llama3_parameters``.
+    """
+    low_factor = scaling.parameters["low_freq_factor"]
+    high_factor = scaling.parameters["high_freq_factor"]
+    original_context = scaling.parameters["original_max_position_embeddings"]
+    wavelengths = 2.0 * math.pi / frequencies.astype(np.float64)
+    smooth = (original_context / wavelengths - low_factor) / (high_factor - low_factor)
+    stretched = frequencies / scaling.factor
+    between = (1.0 - smooth) * stretched + smooth * frequencies
+    scaled = np.where(wavelengths > original_context / low_factor, stretched, between)
+    return np.where(wavelengths < original_context / high_factor, frequencies, scaled).astype(np.float32)

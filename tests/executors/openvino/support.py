@@ -1,0 +1,173 @@
+"""Random models in memory, a plain numpy decoder to compare with, and plans written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes
+
+from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, Tensor
+from lockstep.artifacts.quantisation import dequantise
+from lockstep.core.step import StepPlan
+from lockstep.errors import MissingTokenizerError
+from lockstep.executors.base import Executor, Logits, StepBatch
+from lockstep.executors.openvino.rope import inverse_frequencies
+
+Floats = npt.NDArray[np.float64]
+TINY_LLAMA, TINY_QWEN3 = SHAPES["tiny-llama"], SHAPES["tiny-qwen3"]
+
+
+@dataclass(frozen=True)
+class MemoryWeights:
+    """Weights without a file."""
+
+    tensors: Mapping[str, Tensor]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def config_of(shape: Shape) -> ModelConfig:
+    return ModelConfig(
+        architecture=shape.architecture,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        max_model_len=shape.max_model_len,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_theta=shape.rope_theta,
+        tied_embeddings=shape.tied_embeddings,
+        qk_norm=shape.architecture == "qwen3",
+    )
+
+
+def random_artifact(shape: Shape = TINY_LLAMA, encoding: str = "F32", seed: int = 0) -> Artifact:
+    """An opened artifact whose tensors live in memory; in block encodings the embedding and the head are Q8_0."""
+    tensors = {}
+    for name, size in tensor_shapes(shape).items():
+        whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding in ("Q8_0", "Q4_0")
+        stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
+        tensors[name] = Tensor(name, Encoding(stored), size, random_tensor(name, size, stored, seed))
+    return artifact_of(
+        config_of(shape), tensors, f"{shape.architecture}-{encoding}-{seed}-{hash(shape) & 0xFFFFFFFF:x}"
+    )
+
+
+def artifact_of(config: ModelConfig, tensors: Mapping[str, Tensor], fingerprint: str) -> Artifact:
+    def no_tokenizer() -> None:
+        raise MissingTokenizerError("a model in memory has no tokenizer")
+
+    return Artifact(
+        source="memory",
+        name="random",
+        path=Path("memory"),
+        format="gguf",
+        fingerprint=fingerprint,
+        num_bytes=sum(tensor.data.nbytes for tensor in tensors.values()),
+        config=config,
+        weights=MemoryWeights(tensors),
+        load_tokenizer=no_tokenizer,  # type: ignore[arg-type]  # it only raises
+    )
+
+
+def with_tensor(artifact: Artifact, tensor: Tensor) -> Artifact:
+    """The artifact with one tensor replaced."""
+    tensors = {name: artifact.weights[name] for name in artifact.weights.names()}
+    return replace(artifact, weights=MemoryWeights(tensors | {tensor.name: tensor}))
+
+
+def reference_logits(artifact: Artifact, token_ids: Sequence[int]) -> Floats:
+    """Logits [T, vocab] in float64, straight from the definition: no cache, no fusing, whole causal attention."""
+    config, weights = artifact.config, artifact.weights
+
+    def tensor(name: str) -> Floats:
+        return dequantise(weights[name]).astype(np.float64)
+
+    def norm(x: Floats, name: str) -> Floats:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * tensor(f"{name}.weight")
+
+    def linear(x: Floats, name: str) -> Floats:
+        y = x @ tensor(f"{name}.weight").T
+        return y + tensor(f"{name}.bias") if f"{name}.bias" in weights else y
+
+    def rotate(x: Floats) -> Floats:
+        half = config.head_dim // 2
+        angles = np.arange(len(x))[:, None] * inverse_frequencies(config).astype(np.float64)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        first, second = x[..., :half], x[..., half:]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+    hidden = tensor("model.embed_tokens.weight")[list(token_ids)]
+    length, groups = len(token_ids), config.num_heads // config.num_kv_heads
+    mask = np.where(np.tri(length, dtype=bool), 0.0, -np.inf)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        x = norm(hidden, prefix + "input_layernorm")
+        query = linear(x, prefix + "self_attn.q_proj").reshape(length, config.num_heads, -1)
+        key = linear(x, prefix + "self_attn.k_proj").reshape(length, config.num_kv_heads, -1)
+        value = linear(x, prefix + "self_attn.v_proj").reshape(length, config.num_kv_heads, -1)
+        if config.qk_norm:
+            query, key = norm(query, prefix + "self_attn.q_norm"), norm(key, prefix + "self_attn.k_norm")
+        query, key = rotate(query), np.repeat(rotate(key), groups, 1)
+        scores = np.einsum("qhd,khd->hqk", query, key) / np.sqrt(config.head_dim) + mask
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        mixed = np.einsum("hqk,khd->qhd", shares, np.repeat(value, groups, 1)).reshape(length, -1)
+        hidden = hidden + linear(mixed, prefix + "self_attn.o_proj")
+        x = norm(hidden, prefix + "post_attention_layernorm")
+        gate = linear(x, prefix + "mlp.gate_proj")
+        hidden = hidden + linear(
+            gate / (1 + np.exp(-gate)) * linear(x, prefix + "mlp.up_proj"), prefix + "mlp.down_proj"
+        )
+    hidden = norm(hidden, "model.norm")
+    logits: Floats = hidden @ tensor("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight").T
+    return logits
+
+
+Item = tuple[Sequence[int], int, tuple[int, ...]]
+"""Tokens of one chunk, position of the first, block table."""
+
+
+def batch_of(
+    *items: Item,
+    swap_out: tuple[tuple[int, int], ...] = (),
+    swap_in: tuple[tuple[int, int], ...] = (),
+    copies: tuple[tuple[int, int], ...] = (),
+    all_rows: bool = False,
+) -> StepBatch:
+    """A step that samples every chunk's last row, or wants every row."""
+    lengths = tuple(len(tokens) for tokens, _, _ in items)
+    plan = StepPlan(
+        step=0,
+        evicted=(),
+        swap_out=swap_out,
+        swap_in=swap_in,
+        copies=copies,
+        seq_ids=tuple(range(len(items))),
+        starts=tuple(start for _, start, _ in items),
+        lengths=lengths,
+        tables=tuple(table for _, _, table in items),
+        samples=(True,) * len(items),
+    )
+    token_ids = np.array([token for tokens, _, _ in items for token in tokens], np.int64)
+    rows = np.arange(len(token_ids)) if all_rows else np.cumsum(np.array(lengths, np.int64)) - 1
+    return StepBatch(plan, token_ids, rows.astype(np.int64))
+
+
+def run(executor: Executor, *items: Item, all_rows: bool = False) -> Logits:
+    """One step's logits, as a copy that outlives the next step."""
+    return executor.execute(batch_of(*items, all_rows=all_rows)).copy()
