@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.artifacts.fingerprint import file_fingerprint
-from lockstep.artifacts.gguf_file import GgufFile, Metadata, read_gguf
+from lockstep.artifacts.gguf_file import GgufFile, read_gguf
 from lockstep.artifacts.layout import EMBEDDING, KNOWN_ARCHITECTURES, LM_HEAD, check_config, check_tensors
+from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, RopeScaling, Tensor, TokenizerParts
 from lockstep.artifacts.sampling_defaults import from_gguf
 from lockstep.artifacts.weights import MappedWeights

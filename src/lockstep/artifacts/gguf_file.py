@@ -20,6 +20,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import Encoding, Tensor
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 
@@ -66,58 +67,6 @@ _OTHER_TYPES: Mapping[int, str] = {
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """The key-value part of a file, with getters that name the key when its value is not of the kind asked for."""
-
-    path: Path
-    values: Mapping[str, Value] = field(repr=False)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            self._wrong(key, "an integer")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._wrong(key, "a number")
-        if not np.isfinite(value):
-            raise CorruptArtifactError(f"metadata {key!r} is {value}; a finite number is expected", path=self.path)
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
-        if not isinstance(value, bool):
-            self._wrong(key, "a boolean")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.values.get(key, default)
-        if not isinstance(value, str):
-            self._wrong(key, "a string")
-        return value
-
-    def strings(self, key: str) -> list[str]:
-        value = self.values.get(key)
-        if not isinstance(value, list):
-            self._wrong(key, "a list of strings")
-        return value
-
-    def numbers(self, key: str) -> npt.NDArray[np.generic]:
-        value = self.values.get(key)
-        if not isinstance(value, np.ndarray):
-            self._wrong(key, "a list of numbers")
-        return value
-
-    def _wrong(self, key: str, expected: str) -> NoReturn:
-        if key not in self.values:
-            raise CorruptArtifactError(f"metadata {key!r} is missing; {expected} is expected", path=self.path)
-        found = type(self.values[key]).__name__
-        raise CorruptArtifactError(f"metadata {key!r} is {found}; {expected} is expected", path=self.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.artifacts.gguf import open_gguf
+from lockstep.artifacts.huggingface import open_huggingface
 from lockstep.artifacts.model import Artifact
 from lockstep.errors import ArtifactNotFoundError, UnsupportedArtifactError
 
 _POCKET = "pocket://"
+_MAX_LISTED = 8
 _WHAT_WOULD_BE_RIGHT = (
     "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json) or pocket://"
 )
@@ -73,7 +75,22 @@ def _open_pocket(source: str, cache_dir: Path) -> Artifact:
 
 
 def _open_directory(path: Path, source: str, cache_dir: Path) -> Artifact:
-    raise UnsupportedArtifactError("Hugging Face directories come next", path=source)
+    if (path / "config.json").is_file():
+        return open_huggingface(path, source, cache_dir)
+    names = sorted(entry.name for entry in path.iterdir())
+    gguf_files = [name for name in names if name.endswith(".gguf")]
+    if gguf_files:
+        raise ArtifactNotFoundError(f"a directory of GGUF files; give one of them: {_some(gguf_files)}", path=source)
+    if "openvino_model.xml" in names:
+        raise UnsupportedArtifactError(
+            "an OpenVINO IR directory, which comes with the next release; give the model it was made from", path=source
+        )
+    found = _some(names) if names else "nothing"
+    raise ArtifactNotFoundError(f"no config.json there, but {found}; {_WHAT_WOULD_BE_RIGHT}", path=source)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_LISTED]) + (", …" if len(names) > _MAX_LISTED else "")
 
 
 def _open_file(path: Path, source: str, cache_dir: Path) -> Artifact:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from lockstep.artifacts.end_tokens import end_token_ids
-from lockstep.artifacts.gguf_file import Metadata
+from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.errors import CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
 
@@ -165,7 +165,7 @@ class _Vocabulary:
         index = self.metadata.integer(key)
         if not 0 <= index < len(self.tokens):
             raise CorruptArtifactError(
-                f"metadata {key!r} is {index}; the vocabulary has {len(self.tokens)} tokens", path=self.metadata.path
+                f"{key!r} is {index}; the vocabulary has {len(self.tokens)} tokens", path=self.metadata.path
             )
         return index
 
