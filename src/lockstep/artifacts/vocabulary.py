@@ -257,11 +257,10 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
 def _post_process(tokenizer: Tokenizer, vocabulary: _Vocabulary, first: int | None, last: int | None) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    ends = [index for index in (first, last) if index is not None]
-    if not ends:
+    if first is None and last is None:
         return
     # Names of our own in the template: a token's text may hold what the template syntax reserves.
-    names = {index: f"token{index}" for index in ends}
-    template = [names[first]] * (first is not None) + ["$A"] + [names[last]] * (last is not None)  # type: ignore[index]
-    specials = [{"id": n, "ids": [i], "tokens": [vocabulary.tokens[i]]} for i, n in names.items()]
-    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=specials)
+    names = {index: f"token{index}" for index in (first, last) if index is not None}
+    begin, end = ([] if index is None else [names[index]] for index in (first, last))
+    specials = [{"id": name, "ids": [index], "tokens": [vocabulary.tokens[index]]} for index, name in names.items()]
+    tokenizer.post_processor = TemplateProcessing(single=[*begin, "$A", *end], special_tokens=specials)

@@ -1,0 +1,58 @@
+"""Make tests/golden/dequantised.npz: random bytes of each encoding, and the float32 that ggml's C code reads in them.
+
+python -m tools.golden.dequantised      (golden extra: llama-cpp-python, for its libggml-base; made with 0.3.36)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+OUT = Path(__file__).resolve().parents[2] / "tests" / "golden" / "dequantised.npz"
+ROWS, COLUMNS = 6, 64
+# Encoding: ggml's function, bytes of a row.
+FUNCTIONS = {
+    "F16": ("ggml_fp16_to_fp32_row", COLUMNS * 2),
+    "BF16": ("ggml_bf16_to_fp32_row", COLUMNS * 2),
+    "Q8_0": ("dequantize_row_q8_0", COLUMNS // 32 * 34),
+    "Q4_0": ("dequantize_row_q4_0", COLUMNS // 32 * 18),
+}
+# float16 scales that arithmetic treats apart: zeros, the smallest and largest numbers, a subnormal, a negative one.
+SCALES = np.array([0x0000, 0x8000, 0x0001, 0x03FF, 0x7BFF, 0xB5A1], "<u2")
+
+
+def stored(encoding: str, row_bytes: int, rng: np.random.Generator) -> np.ndarray:
+    """Finite random numbers, with a special scale in the first block of each row."""
+    raw = rng.integers(0, 256, (ROWS, row_bytes), np.uint8)
+    if encoding.startswith("Q"):
+        raw[:, :2] = SCALES[:, None].view(np.uint8)
+        raw[:, row_bytes // 2 : row_bytes // 2 + 2] = rng.uniform(-2, 2, (ROWS, 1)).astype("<f2").view(np.uint8)
+        return raw
+    words = raw.view("<u2")
+    exponents = 0x7C00 if encoding == "F16" else 0x7F80
+    words[(words & exponents) == exponents] = 0x3C00
+    words[:, 0] = SCALES
+    return raw
+
+
+def main() -> None:
+    (library,) = sorted((Path(llama_cpp.__file__).parent / "lib").glob("libggml-base.so"))
+    ggml = ctypes.CDLL(str(library))
+    rng = np.random.default_rng(3)
+    arrays: dict[str, np.ndarray] = {}
+    for encoding, (function, row_bytes) in FUNCTIONS.items():
+        raw = stored(encoding, row_bytes, rng)
+        values = np.empty((ROWS, COLUMNS), np.float32)
+        getattr(ggml, function)(
+            ctypes.c_void_p(raw.ctypes.data), ctypes.c_void_p(values.ctypes.data), ctypes.c_int64(values.size)
+        )
+        arrays |= {f"{encoding} stored": raw, f"{encoding} values": values}
+    np.savez_compressed(OUT, allow_pickle=False, **arrays)
+    print(f"{OUT.name}: {', '.join(FUNCTIONS)}, {OUT.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
