@@ -45,6 +45,12 @@ class StepPlan:
     lengths: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
     samples: tuple[bool, ...]
+    admitted: tuple[int, ...] = ()
+    """Ids that left the queue for this step."""
+    resumed: tuple[int, ...] = ()
+    """Ids that run again from this step on; they may have no row in it yet."""
+    preempted: tuple[int, ...] = ()
+    """Ids that lost blocks in this step and wait until they get them back."""
 
     @property
     def has_work(self) -> bool:
@@ -93,3 +99,5 @@ class StepEvents:
 
     step: int
     finished: tuple[Finish, ...]
+    num_tokens: tuple[int, ...] = ()
+    """What each sampling sequence got, in plan order: the result's counts, cut at the output limit."""

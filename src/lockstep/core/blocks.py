@@ -1,0 +1,151 @@
+"""The pool of KV blocks: who is free, who is cached, how often each is held. Knows no hashes and no sequences."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+NULL_BLOCK = 0
+"""Never handed out: padding may write there."""
+
+
+class Allocation(NamedTuple):
+    """Blocks that were handed out, and which of them were cached until now."""
+
+    blocks: tuple[int, ...]
+    evicted: tuple[int, ...]
+
+
+class BlockPool:
+    """Device blocks 1..num_blocks with reference counts.
+
+    A block is held (by one sequence or several), cached (by none, but its content can still be hit) or free. Blocks are
+    handed out in this order: free ones, last freed first; never used ones; cached ones, first released first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks, NULL_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._refs = [0] * (num_blocks + 1)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds and whose content is worthless."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose content can be hit."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out."""
+        return len(self._free) + len(self._cached)
+
+    def refs(self, block: int) -> int:
+        """How many sequences hold the block."""
+        return self._refs[block]
+
+    def free_order(self) -> tuple[int, ...]:
+        """Every available block in the order in which it would be handed out."""
+        return (*reversed(self._free), *self._cached)
+
+    def allocate(self, count: int) -> Allocation | None:
+        """Hand out ``count`` blocks, each held once; None, with nothing touched, when there are not as many."""
+        if count > self.num_available:
+            return None
+        fresh = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(fresh))]
+        for block in fresh:
+            self._refs[block] = 1
+        for block in evicted:
+            self._refs[block] = 1
+        return Allocation((*fresh, *evicted), tuple(evicted))
+
+    def take(self, blocks: Sequence[int]) -> None:
+        """Hold cached or held blocks once more."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+
+    def release(self, blocks: Sequence[int], hashed: Container[int]) -> None:
+        """Hold a sequence's blocks (first position first) once less; the deepest is released first.
+
+        Args:
+            hashed: the blocks whose content can be hit; they are cached when nobody holds them any more.
+        """
+        for block in reversed(blocks):
+            refs = self._refs[block]
+            assert refs > 0, f"block {block} is released but nobody holds it"
+            self._refs[block] = refs - 1
+            if refs == 1:
+                if block in hashed:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def uncache(self, blocks: Sequence[int]) -> None:
+        """Free cached blocks, whose content was declared worthless."""
+        for block in blocks:
+            del self._cached[block]
+            self._free.append(block)
+
+    def check(self, held: dict[int, int]) -> None:
+        """Conservation: free + held + cached == total, and references add up.
+
+        Args:
+            held: block to number of sequences that have it in their table.
+        """
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert NULL_BLOCK not in free | cached | held.keys(), "the null block was handed out"
+        assert not free & cached, "a block is both free and cached"
+        assert not (free | cached) & held.keys(), "an available block is held"
+        assert len(free) + len(held) + len(cached) == self.num_blocks, "free + held + cached != total"
+        for block in range(1, self.num_blocks + 1):
+            assert self._refs[block] == held.get(block, 0), f"block {block}: references do not add up"
+
+
+class HostPool:
+    """Host blocks 0..num_blocks-1, each held by one sequence.
+
+    A block that a plan reads stays held until that plan is through (``settle``): within a plan swapping out comes
+    before swapping in, so reusing it at once would overwrite what is still to be read.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._leaving: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        """Hand out ``count`` blocks; the caller has asked ``num_free``."""
+        assert count <= len(self._free), f"{count} host blocks wanted, {len(self._free)} free"
+        return tuple(self._free.pop() for _ in range(count))
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Free blocks whose content nobody needs."""
+        self._free.extend(reversed(blocks))
+
+    def release_after_plan(self, blocks: Sequence[int]) -> None:
+        """Free blocks that the plan in the making reads, once it is through."""
+        self._leaving.extend(reversed(blocks))
+
+    def settle(self) -> None:
+        """The plan is through."""
+        if self._leaving:
+            self._free.extend(self._leaving)
+            self._leaving.clear()
+
+    def check(self, held: list[int]) -> None:
+        """Conservation: free + leaving + held == total, each block once."""
+        blocks = [*self._free, *self._leaving, *held]
+        assert sorted(blocks) == list(range(self.num_blocks)), "host blocks do not add up"

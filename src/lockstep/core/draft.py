@@ -1,0 +1,144 @@
+"""The step in the making: what is left of its budgets, and its rows so far."""
+
+from __future__ import annotations
+
+from lockstep.core.kv import Moves
+from lockstep.core.policy import SchedulerConfig, prompt_chunk
+from lockstep.core.sequence import Sequence
+from lockstep.core.step import StepPlan
+
+
+class StepDraft:
+    """Budgets and columns of one step. Whoever samples or replays takes one of the ``num_width`` places."""
+
+    def __init__(self, config: SchedulerConfig, step: int, prefill_budget: int) -> None:
+        self._chunking = config.chunking
+        self._max_chunk = config.max_chunk_tokens if config.chunking else config.max_num_batched_tokens
+        self.step = step
+        self.num_tokens = config.max_num_batched_tokens
+        self.num_prefill = prefill_budget
+        self.num_width = config.decode_limit
+        self.num_places = config.step_limit
+        self.num_kept_places = 0
+        """Places that only a prompt may take."""
+        self.endings: set[int] = set()
+        """Ids that have a place to sample at the end of their prompt."""
+        self.is_someone_left_out = False
+        """Whether a running sequence lacks blocks or budget: then nobody new is admitted."""
+        self.seqs: list[Sequence] = []
+        self.starts: list[int] = []
+        self.lengths: list[int] = []
+        self.samples: list[bool] = []
+        self.admitted: list[int] = []
+        self.resumed: list[int] = []
+        self.preempted: list[int] = []
+
+    # -- sampling and replaying -------------------------------------------------------------------------------------
+
+    def reserve_output(self, length: int) -> bool:
+        """Take budgets for an output segment, if they last."""
+        if self.num_width < 1 or self.num_tokens < length or self.num_places <= self.num_kept_places:
+            return False
+        self.num_width -= 1
+        self.num_places -= 1
+        self.num_tokens -= length
+        return True
+
+    def return_output(self, length: int) -> None:
+        """Give back what ``reserve_output`` took."""
+        self.num_width += 1
+        self.num_places += 1
+        self.num_tokens += length
+
+    def add_output(self, seq: Sequence, length: int) -> None:
+        """Write a row for which budgets are reserved."""
+        start = seq.num_computed
+        self.seqs.append(seq)
+        self.starts.append(start)
+        self.lengths.append(length)
+        self.samples.append(start + length == seq.num_known)
+
+    # -- prompts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def chunk_room(self) -> int:
+        """Tokens that a prompt can get now."""
+        return min(self.num_tokens, self.num_prefill, self._max_chunk)
+
+    def reserve_ending(self, seq: Sequence) -> bool:
+        """Take a place for a prompt that may end, and sample, in this step."""
+        if self.num_width < 1 or self.num_places < 1:
+            return False
+        self.num_width -= 1
+        self.num_places -= 1
+        self.num_kept_places = 0
+        self.endings.add(seq.seq_id)
+        return True
+
+    def return_ending(self, seq: Sequence) -> None:
+        """Give back what ``reserve_ending`` took, if it did."""
+        if seq.seq_id in self.endings:
+            self.endings.remove(seq.seq_id)
+            self.num_width += 1
+            self.num_places += 1
+
+    def add_prompt(self, seq: Sequence, num_computed: int, *, dry: bool = False) -> int:
+        """Write a row for the next chunk of a prompt, as far as budgets last.
+
+        Args:
+            num_computed: where the chunk starts.
+            dry: only say how long it would be.
+
+        Returns:
+            Length of the chunk; 0: there is none.
+        """
+        left = seq.num_prompt - num_computed
+        samples = seq.num_known == seq.num_prompt
+        may_end = not samples or self.num_width > 0
+        room = self.chunk_room if self.num_places > 0 else 0
+        whole = left if may_end and room >= left else 0
+        length = prompt_chunk(left, room, may_end) if self._chunking else whole
+        if length and not dry:
+            samples = samples and length == left
+            self.num_width -= samples
+            self.num_places -= 1
+            self.num_tokens -= length
+            self.num_prefill -= length
+            self.seqs.append(seq)
+            self.starts.append(num_computed)
+            self.lengths.append(length)
+            self.samples.append(samples)
+        return length
+
+    # -- the whole --------------------------------------------------------------------------------------------------
+
+    def remove_row(self, seq: Sequence) -> None:
+        """Take a victim out of the plan, if it is in, and give its budgets back.
+
+        Only output rows are written while victims are taken.
+        """
+        if seq in self.seqs:
+            index = self.seqs.index(seq)
+            self.return_output(self.lengths[index])
+            for column in (self.seqs, self.starts, self.lengths, self.samples):
+                del column[index]
+        self.return_ending(seq)
+
+    def plan(self, moves: Moves) -> StepPlan:
+        """Freeze it."""
+        seqs = self.seqs
+        return StepPlan(
+            self.step,
+            moves.evicted,
+            moves.swap_out,
+            moves.swap_in,
+            (),
+            tuple([seq.seq_id for seq in seqs]),
+            tuple(self.starts),
+            tuple(self.lengths),
+            tuple([seq.table for seq in seqs]),
+            tuple(self.samples),
+            tuple(self.admitted),
+            tuple(self.resumed),
+            tuple(self.preempted),
+        )

@@ -1,0 +1,199 @@
+"""Which sequence holds which blocks, on the device and on the host, and what a step must move for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from lockstep.core.blocks import BlockPool, HostPool
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.prefix import PrefixCache
+from lockstep.core.sequence import Sequence
+
+
+class Moves(NamedTuple):
+    """What the executor does before the forward pass; see StepPlan."""
+
+    evicted: tuple[int, ...]
+    swap_out: tuple[tuple[int, int], ...]
+    swap_in: tuple[tuple[int, int], ...]
+
+
+class KVCache:
+    """The block pools and the prefix cache, seen from sequences.
+
+    Nothing is ever written to a block that someone else may read: what is shared are full prompt blocks, and a sequence
+    computes only positions behind those that it took.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._block_size = config.block_size
+        self.pool = BlockPool(config.num_blocks)
+        self.host = HostPool(config.num_host_blocks if config.preemption == "swap" else 0)
+        self.prefix = PrefixCache()
+        self._evicted: list[int] = []
+        self._swap_out: dict[int, int] = {}
+        """Host block to the device block that this step saves there."""
+        self._swap_in: list[tuple[int, int]] = []
+        self._moved_out: dict[int, Sequence] = {}
+        self._moved_in: dict[int, tuple[Sequence, int]] = {}
+        """Sequences that this step moves; moved in: with the blocks that they had on the device before."""
+
+    def take_moves(self) -> Moves:
+        """What the step in the making moves so far."""
+        moves = Moves(tuple(self._evicted), tuple((d, h) for h, d in self._swap_out.items()), tuple(self._swap_in))
+        self._evicted.clear()
+        self._swap_out.clear()
+        self._swap_in.clear()
+        return moves
+
+    def settle(self) -> None:
+        """The step has run: what it moved is where it should be."""
+        self.host.settle()
+        self._moved_in.clear()
+        self._moved_out.clear()
+
+    def fail(self) -> list[Sequence]:
+        """The step did not run to its end: nobody knows what was moved, so all of it is dropped.
+
+        Returns:
+            Those who came back to the device in this step; the caller preempts them.
+        """
+        for seq in self._moved_out.values():
+            self._keep(seq, len(seq.table), 0)
+        came_back = []
+        for seq, trusted in self._moved_in.values():
+            self._keep(seq, trusted, 0)
+            came_back.append(seq)
+        self.settle()
+        return came_back
+
+    # -- holding blocks ---------------------------------------------------------------------------------------------
+
+    def hits(self, seq: Sequence) -> tuple[int, ...]:
+        """Cached blocks that continue what the sequence holds, leaving at least two prompt tokens to compute."""
+        request = seq.request
+        held = len(seq.table) + len(seq.host_table)
+        if not request.reads_cache or not request.block_hashes or seq.num_computed != held * self._block_size:
+            return ()
+        return self.prefix.match(request.block_hashes, held, (seq.num_prompt - 2) // self._block_size)
+
+    def num_needed(self, seq: Sequence, hits: Seq[int], num_positions: int) -> int:
+        """Available blocks that ``hold`` would use up."""
+        idle = sum(self.pool.refs(block) == 0 for block in hits)
+        return self._config.blocks_for(num_positions) - len(seq.table) - len(hits) + idle
+
+    def hold(self, seq: Sequence, hits: tuple[int, ...], num_positions: int) -> bool:
+        """Give the sequence blocks for ``num_positions``: its own, those that come back from the host, the hits, and
+        fresh ones. False, with nothing touched, when there are too few."""
+        if self.num_needed(seq, hits, num_positions) > self.pool.num_available:
+            return False
+        self.pool.take(hits)
+        num_fresh = self._config.blocks_for(num_positions) - len(seq.table) - len(hits)
+        allocation = self.pool.allocate(num_fresh)
+        assert allocation is not None
+        for block in allocation.evicted:
+            self.prefix.forget(block)
+        self._evicted.extend(allocation.evicted)
+        num_back = len(seq.host_table)
+        back, fresh = allocation.blocks[:num_back], allocation.blocks[num_back:]
+        if back:
+            self._moved_in[seq.seq_id] = (seq, len(seq.table))
+            self._swap_in.extend(zip(seq.host_table, back, strict=True))
+            self.host.release_after_plan(seq.host_table)
+            seq.host_table = ()
+        seq.table = (*seq.table, *back, *hits, *fresh)
+        seq.num_computed += len(hits) * self._block_size
+        return True
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence ended: its blocks are free, or cached if they were published."""
+        self.pool.release(seq.table, self.prefix.blocks)
+        self._drop_host(seq.host_table)
+        self._moved_in.pop(seq.seq_id, None)
+        self._moved_out.pop(seq.seq_id, None)
+        seq.table = seq.host_table = ()
+
+    # -- taking blocks away -----------------------------------------------------------------------------------------
+
+    def take_tail(self, seq: Sequence, count: int) -> None:
+        """Take the last ``count`` device blocks from a victim, and those that hold nothing yet.
+
+        What they hold moves to the host, in front of what is there already; where that has no room, the end of the
+        sequence is dropped. Shared blocks stay where they are, so nothing behind them is kept.
+        """
+        keep = len(seq.table) - count
+        on_device = seq.table[keep : self._config.blocks_for(seq.num_computed)]
+        if any(self.pool.refs(block) > 1 for block in seq.table[keep:]):
+            self._keep(seq, keep, 0)
+        else:
+            room = self.host.num_free + len(seq.host_table)
+            self._keep(seq, keep, min(room, len(on_device) + len(seq.host_table)))
+
+    def drop_unwritten(self, seq: Sequence) -> None:
+        """Take the blocks that hold nothing yet."""
+        self._keep(seq, len(seq.table), 0)
+
+    def _keep(self, seq: Sequence, num_device: int, num_host: int) -> None:
+        """Leave the sequence its first ``num_device`` blocks where they are and the ``num_host`` after them on the
+        host; forget the rest, back to a border from which recomputing is exact."""
+        position = min(seq.num_computed, (num_device + num_host) * self._block_size)
+        if position < seq.num_computed:
+            position = seq.border_at(position, self._block_size)
+        kept = self._config.blocks_for(position)
+        num_device = min(num_device, kept)
+        num_host = kept - num_device
+        moving = seq.table[num_device:kept]
+        staying = num_host - len(moving)
+        self._drop_host(seq.host_table[staying:])
+        saved = self.host.allocate(len(moving))
+        self._swap_out.update(zip(saved, moving, strict=True))
+        if saved:
+            self._moved_out[seq.seq_id] = seq
+        self.pool.release(seq.table[num_device:], self.prefix.blocks)
+        seq.table = seq.table[:num_device]
+        seq.host_table = (*saved, *seq.host_table[:staying])
+        seq.num_published = min(seq.num_published, num_device)
+        seq.cut_to(position)
+
+    def _drop_host(self, blocks: Seq[int]) -> None:
+        for block in blocks:
+            self._swap_out.pop(block, None)
+        self.host.release(blocks)
+
+    # -- the prefix cache -------------------------------------------------------------------------------------------
+
+    def publish(self, seq: Sequence) -> None:
+        """Let the sequence's full prompt blocks be hit, as far as they are computed."""
+        hashes = seq.request.block_hashes
+        full = min(seq.num_computed // self._block_size, len(hashes))
+        for index in range(seq.num_published, full):
+            self.prefix.publish(seq.table[index], hashes[index])
+        seq.num_published = max(seq.num_published, full)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached content; blocks in use stay in use, unpublished. Returns how many blocks were cached."""
+        blocks = tuple(self.prefix.blocks)
+        self.prefix.clear()
+        self.pool.uncache([block for block in blocks if self.pool.refs(block) == 0])
+        return len(blocks)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Conservation on the device and on the host."""
+        held: dict[int, int] = {}
+        on_host: list[int] = []
+        for seq in sequences:
+            assert len(set(seq.table)) == len(seq.table), f"sequence {seq.seq_id} holds a block twice"
+            capacity = (len(seq.table) + len(seq.host_table)) * self._block_size
+            assert seq.num_computed <= capacity, f"sequence {seq.seq_id} has content without blocks"
+            on_host.extend(seq.host_table)
+            for block in seq.table:
+                held[block] = held.get(block, 0) + 1
+        self.pool.check(held)
+        self.host.check(on_host)
+        self.prefix.check()
+        published = self.prefix.blocks
+        for block in self.pool.free_order()[: self.pool.num_free]:
+            assert block not in published, f"free block {block} is still published"

@@ -1,0 +1,200 @@
+"""Limits and policy of a scheduler, and the pure rules that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.core.request import Request
+from lockstep.errors import ConfigError, InvalidParameterError, PromptTooLongError
+
+MIN_CHUNK_TOKENS = 3
+"""With this many tokens a prompt of any length moves on without a chunk or a remainder of one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How much a scheduler may do at once, and in which order it does it."""
+
+    block_size: int
+    """Tokens per KV block; the executor's."""
+    num_blocks: int
+    """Device blocks, without the null block."""
+    max_model_len: int
+    """Prompt and output tokens of a sequence; its last token needs no KV."""
+    num_host_blocks: int = 0
+    """Host blocks that preempted sequences may be swapped to."""
+    max_num_seqs: int = 64
+    """Sequences running at once."""
+    max_num_step_seqs: int | None = None
+    """Sequences in one step, prompts and decodes alike; None: ``max_num_seqs``."""
+    max_num_batched_tokens: int = 512
+    """Tokens that a step computes."""
+    max_num_prefill_tokens: int | None = None
+    """Prompt tokens that a step computes; None: ``max_num_batched_tokens``."""
+    max_chunk_tokens: int = 256
+    """Prompt tokens of one sequence in one step; without meaning when ``chunking`` is off."""
+    max_num_decode_seqs: int | None = None
+    """Sequences that may sample or replay in one step; None: ``max_num_seqs``."""
+    max_forced_tokens: int = 16
+    """Tokens of one segment, the sampled one and those that a grammar forces after it."""
+    chunking: bool = True
+    """False: a prompt is computed whole or waits."""
+    admission: Literal["optimistic", "reserve"] = "optimistic"
+    """``reserve``: prompt and maximal output have their blocks from the start, nothing is ever preempted.
+    ``optimistic``: the prompt has its blocks from the start, the output takes them as it grows, and may preempt."""
+    order: Literal["fcfs", "priority", "fair"] = "fcfs"
+    """Admission by arrival; by class, then arrival; or by least served tenant, then arrival."""
+    prefill_share: Literal["fixed", "adaptive"] = "fixed"
+    """``adaptive``: prompts get the share of the token budget that their number has among all sequences."""
+    preemption: Literal["swap", "recompute"] = "swap"
+    """What happens to the KV of a victim: moved to host blocks while there are any, or dropped. Both are exact."""
+    max_skips: int = 64
+    """How often a request that does not fit may be overtaken before it blocks its class and those below; also how many
+    that do not fit are passed over in one step."""
+    priority_aging_steps: int = 0
+    """In the ``priority`` order, waiting this many steps raises the class by one; 0: never."""
+    max_num_queued_reqs: int = 1024
+    """Requests that may wait; one more is refused."""
+    max_num_queued_tokens: int = 1 << 24
+    """Prompt tokens that may wait; a request that would exceed it is refused."""
+    max_finished: int = 1024
+    """Finished sequences that are kept until read; the oldest go first."""
+    max_num_tenants: int = 4096
+    """Tenants whose served tokens are remembered, beyond those with unfinished requests."""
+    enable_prefix_caching: bool = True
+    """False: block hashes are ignored."""
+
+    def __post_init__(self) -> None:
+        self._check_positive()
+        if self.num_host_blocks < 0 or self.max_skips < 0 or self.priority_aging_steps < 0:
+            raise ConfigError("num_host_blocks, max_skips and priority_aging_steps must not be negative")
+        limits = {"max_chunk_tokens": self.max_chunk_tokens, "max_num_prefill_tokens": self.prefill_limit}
+        for name, limit in limits.items():
+            if limit < MIN_CHUNK_TOKENS:
+                raise ConfigError(f"{name} is {limit}; a prompt needs at least {MIN_CHUNK_TOKENS} tokens to move on")
+        needed = self.decode_limit - 1 + max(MIN_CHUNK_TOKENS, self.max_forced_tokens)
+        if self.max_num_batched_tokens < needed:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; {self.decode_limit} decoding sequences "
+                f"and a chunk beside them need at least {needed}"
+            )
+        if self.prefill_share == "adaptive" and not self.chunking:
+            raise ConfigError("prefill_share 'adaptive' cuts prompts to a share; turn chunking on or use 'fixed'")
+
+    def _check_positive(self) -> None:
+        for name in (
+            "block_size",
+            "num_blocks",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_forced_tokens",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+            "max_finished",
+            "max_num_tenants",
+            "max_num_step_seqs",
+            "max_num_decode_seqs",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; at least 1 is needed")
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2")
+        for name, value, known in (
+            ("admission", self.admission, ("optimistic", "reserve")),
+            ("order", self.order, ("fcfs", "priority", "fair")),
+            ("prefill_share", self.prefill_share, ("fixed", "adaptive")),
+            ("preemption", self.preemption, ("swap", "recompute")),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} is {value!r}; known are {', '.join(known)}")
+
+    @property
+    def step_limit(self) -> int:
+        """Sequences in one step."""
+        return self.max_num_seqs if self.max_num_step_seqs is None else self.max_num_step_seqs
+
+    @property
+    def decode_limit(self) -> int:
+        """Sequences that may sample or replay in one step."""
+        return self.max_num_seqs if self.max_num_decode_seqs is None else self.max_num_decode_seqs
+
+    @property
+    def prefill_limit(self) -> int:
+        """Prompt tokens in one step."""
+        return self.max_num_batched_tokens if self.max_num_prefill_tokens is None else self.max_num_prefill_tokens
+
+    def blocks_for(self, num_positions: int) -> int:
+        """Blocks that hold this many positions."""
+        return -(-num_positions // self.block_size)
+
+    def kv_positions(self, num_tokens: int) -> int:
+        """Positions that a sequence of ``num_tokens`` needs at its end: its last token needs none, but is reserved."""
+        return num_tokens if self.admission == "reserve" else num_tokens - 1
+
+
+def prompt_chunk(remaining: int, room: int, may_end: bool) -> int:
+    """Length of the next chunk of a prompt; 0: it waits.
+
+    Neither the chunk nor what it leaves is ever one token, because attention for a single query runs through another
+    kernel than for several (a prompt of one token is computed as one).
+
+    Args:
+        remaining: prompt tokens to compute; never 1 unless the prompt is one token.
+        room: what the budgets leave.
+        may_end: whether there is a place for the sampling that an ending prompt brings.
+    """
+    if may_end and room >= remaining:
+        return remaining
+    length = min(room, remaining - 2)
+    return length if length >= 2 else 0
+
+
+def prefill_budget(config: SchedulerConfig, num_waiting: int, num_decoding: int) -> int:
+    """Prompt tokens that a step may compute.
+
+    Args:
+        num_waiting: sequences whose prompt waits for computing, in the queue or admitted.
+        num_decoding: running sequences that are through with their prompt.
+    """
+    if config.prefill_share == "fixed" or num_waiting == 0:
+        return config.prefill_limit
+    share = config.max_num_batched_tokens * num_waiting // (num_waiting + num_decoding)
+    return min(max(share, MIN_CHUNK_TOKENS), config.prefill_limit)
+
+
+def output_limit(config: SchedulerConfig, request: Request) -> int:
+    """Output tokens that the request gets at most.
+
+    Raises:
+        InvalidParameterError: a count is not positive, or more output was asked than can ever fit.
+        PromptTooLongError: the prompt itself can never fit.
+    """
+    prompt, wanted = request.num_prompt_tokens, request.max_output_tokens
+    if prompt < 1:
+        raise InvalidParameterError(f"the prompt has {prompt} tokens; at least one is needed", param="prompt")
+    if wanted is not None and wanted < 1:
+        raise InvalidParameterError(f"max_tokens is {wanted}; at least 1 is needed", param="max_tokens")
+    capacity = config.num_blocks * config.block_size
+    tokens_that_fit = capacity + 1 if config.admission == "optimistic" else capacity
+    for limit, what in (
+        (config.max_model_len, f"the context holds {config.max_model_len}"),
+        (tokens_that_fit, f"the KV pool of {config.num_blocks} blocks of {config.block_size} holds {tokens_that_fit}"),
+    ):
+        if prompt >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {prompt} tokens, but {what} (prompt and output); at most {limit - 1} are possible",
+                param="prompt",
+            )
+        if wanted is not None and prompt + wanted > limit:
+            raise InvalidParameterError(
+                f"max_tokens is {wanted} and the prompt has {prompt} tokens, but {what}; at most {limit - prompt} "
+                "are possible here",
+                param="max_tokens",
+            )
+    largest = min(config.max_num_batched_tokens, config.prefill_limit)
+    if not config.chunking and prompt > largest:
+        message = f"the prompt has {prompt} tokens, but without chunking a step computes at most {largest}"
+        raise PromptTooLongError(message, param="prompt")
+    return min(config.max_model_len, tokens_that_fit) - prompt if wanted is None else wanted

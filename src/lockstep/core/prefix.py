@@ -1,0 +1,82 @@
+"""The prefix cache: which block holds the KV of which chain of tokens. Knows hashes, never tokens.
+
+A block's hash is BLAKE2b-128 over its parent's hash and its token ids as u32 little-endian; the root stands for the
+namespace (artifact fingerprint and optional salt), so equal prompts under other namespaces share nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+HASH_BYTES = 16
+
+
+def block_hashes(namespace: bytes, token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
+    """Chained hashes of the full blocks of ``token_ids``: the one function that sees tokens.
+
+    root = BLAKE2b-128(namespace); hash[i] = BLAKE2b-128(hash[i-1] + u32le token ids of block i), hash[-1] = root.
+
+    Args:
+        namespace: artifact fingerprint, plus the ``cache_salt`` if any, separated by the caller.
+        token_ids: the prompt, each id below 2**32.
+        block_size: tokens per block; a partial last block has no hash.
+    """
+    pack = struct.Struct(f"<{block_size}I").pack
+    parent = blake2b(namespace, digest_size=HASH_BYTES).digest()
+    hashes = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        block = pack(*token_ids[start : start + block_size])
+        parent = blake2b(parent + block, digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+    return tuple(hashes)
+
+
+class PrefixCache:
+    """Hash to block, one to one: the first block published under a hash keeps it until its content is given up."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    @property
+    def blocks(self) -> Mapping[int, bytes]:
+        """Published blocks, held or not, with their hashes."""
+        return self._hash_of
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this content."""
+        return self._block_of.get(block_hash)
+
+    def match(self, hashes: Sequence[bytes], start: int, stop: int) -> tuple[int, ...]:
+        """Blocks that hold ``hashes[start:stop]``, up to the first that none holds. Changes nothing."""
+        found = []
+        for index in range(start, min(stop, len(hashes))):
+            block = self._block_of.get(hashes[index])
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Let ``block`` be hit, unless another holds the same content already."""
+        if block_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def forget(self, block: int) -> None:
+        """The block's content is given up."""
+        del self._block_of[self._hash_of.pop(block)]
+
+    def clear(self) -> None:
+        """Forget every block."""
+        self._block_of.clear()
+        self._hash_of.clear()
+
+    def check(self) -> None:
+        """Both directions say the same."""
+        assert {block: key for key, block in self._block_of.items()} == self._hash_of, "hashes and blocks disagree"

@@ -1,0 +1,137 @@
+"""Who waits, in which order they may be admitted, and how much waiting is allowed."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.sequence import Sequence
+from lockstep.errors import QueueFullError
+
+_Key = tuple[int, int]
+
+
+class TenantLedger:
+    """Tokens served per tenant, for the fair order.
+
+    A tenant that is new or returns starts at the least count among those that have unfinished requests, so it neither
+    catches up on time when it asked for nothing nor is punished for what it got long ago alone.
+    """
+
+    def __init__(self, max_tenants: int) -> None:
+        self._max_tenants = max_tenants
+        self._served: OrderedDict[str, int] = OrderedDict()
+        """Who came last is last."""
+        self._unfinished: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def served(self, tenant: str) -> int:
+        return self._served[tenant]
+
+    def arrive(self, tenant: str) -> None:
+        """A request of the tenant was taken."""
+        if tenant not in self._unfinished:
+            floor = min((self._served[other] for other in self._unfinished), default=0)
+            self._served[tenant] = max(self._served.get(tenant, 0), floor)
+            self._served.move_to_end(tenant)
+        self._unfinished[tenant] = self._unfinished.get(tenant, 0) + 1
+
+    def leave(self, tenant: str) -> None:
+        """A request of the tenant ended."""
+        self._unfinished[tenant] -= 1
+        if self._unfinished[tenant] == 0:
+            del self._unfinished[tenant]
+            idle = len(self._served) - len(self._unfinished)
+            if idle > self._max_tenants:
+                del self._served[next(name for name in self._served if name not in self._unfinished)]
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """The tenant was served."""
+        self._served[tenant] += num_tokens
+
+
+class WaitingQueue:
+    """The bounded queue. It is a few first-in-first-out lines (one; one per class; one per tenant) and a rule that says
+    whose head goes next, so that nothing is sorted per step and removing is O(1)."""
+
+    def __init__(self, config: SchedulerConfig, ledger: TenantLedger) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._lines: OrderedDict[int | str, OrderedDict[int, Sequence]] = OrderedDict()
+        self.num_tokens = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def check_room(self, num_prompt_tokens: int) -> None:
+        """Refuse what would exceed a bound.
+
+        Raises:
+            QueueFullError: so many requests or tokens wait already.
+        """
+        config = self._config
+        if self._size >= config.max_num_queued_reqs:
+            raise QueueFullError(f"{self._size} requests wait already, as many as may; try again later")
+        if self._size and self.num_tokens + num_prompt_tokens > config.max_num_queued_tokens:
+            raise QueueFullError(
+                f"{self.num_tokens} prompt tokens wait already and this request has {num_prompt_tokens}, but at most "
+                f"{config.max_num_queued_tokens} may; try again later"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        self._lines.setdefault(self._line_of(seq), OrderedDict())[seq.seq_id] = seq
+        self._size += 1
+        self.num_tokens += seq.num_prompt
+
+    def remove(self, seq: Sequence) -> None:
+        key = self._line_of(seq)
+        line = self._lines[key]
+        del line[seq.seq_id]
+        if not line:
+            del self._lines[key]
+        self._size -= 1
+        self.num_tokens -= seq.num_prompt
+
+    def effective_class(self, seq: Sequence, step: int) -> int:
+        """The class that admission sees: aged, in the priority order."""
+        aging = self._config.priority_aging_steps
+        if aging and self._config.order == "priority":
+            return seq.request.priority - (step - seq.arrival_step) // aging
+        return seq.request.priority
+
+    def in_order(self, step: int) -> Iterator[Sequence]:
+        """Everyone, first to be admitted first. The queue must not change meanwhile; tenants may be charged."""
+        key = self._key_at(step)
+        heads = []
+        for line in self._lines.values():
+            rest = iter(line.values())
+            seq = next(rest)
+            heads.append((key(seq), seq, rest))
+        heapq.heapify(heads)
+        while heads:
+            _, seq, rest = heads[0]
+            yield seq
+            following = next(rest, None)
+            if following is None:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, (key(following), following, rest))
+
+    def _line_of(self, seq: Sequence) -> int | str:
+        order = self._config.order
+        if order == "fcfs":
+            return 0
+        return seq.request.priority if order == "priority" else seq.request.tenant
+
+    def _key_at(self, step: int) -> Callable[[Sequence], _Key]:
+        order = self._config.order
+        if order == "fcfs":
+            return lambda seq: (0, seq.seq_id)
+        if order == "priority":
+            return lambda seq: (self.effective_class(seq, step), seq.seq_id)
+        return lambda seq: (self._ledger.served(seq.request.tenant), seq.seq_id)

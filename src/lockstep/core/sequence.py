@@ -1,0 +1,223 @@
+"""A request's life in the engine: how far it is computed, how it was computed, and which blocks it holds."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from lockstep.core.request import FinishReason, Request
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+_TRANSITIONS: dict[SequenceState, tuple[SequenceState, ...]] = {
+    SequenceState.WAITING: (SequenceState.RUNNING, SequenceState.FINISHED),
+    SequenceState.RUNNING: (SequenceState.PREEMPTED, SequenceState.FINISHED),
+    SequenceState.PREEMPTED: (SequenceState.RUNNING, SequenceState.FINISHED),
+    SequenceState.FINISHED: (),
+}
+
+
+class Segment(NamedTuple):
+    """A run of positions that is computed in one indivisible chunk, except the prompt, which chunking may split."""
+
+    start: int
+    length: int
+
+
+class Sequence:
+    """One sequence. The scheduler owns it and is the only one to change it.
+
+    ``num_computed`` positions have KV; ``num_known`` tokens are known. A step lets the one catch up with the other.
+    """
+
+    __slots__ = (
+        "admitted_step",
+        "arrival_step",
+        "first_token_step",
+        "forced",
+        "host_table",
+        "last_sampled_step",
+        "max_known",
+        "num_cached_tokens",
+        "num_computed",
+        "num_known",
+        "num_preemptions",
+        "num_prompt",
+        "num_published",
+        "num_recomputed_tokens",
+        "num_skips",
+        "rank",
+        "request",
+        "seq_id",
+        "state",
+        "table",
+    )
+
+    def __init__(self, seq_id: int, request: Request, max_output_tokens: int, arrival_step: int) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.rank = (request.priority, seq_id)
+        """Best class first, then oldest: a total order."""
+        self.state = SequenceState.WAITING
+        self.num_prompt = request.num_prompt_tokens
+        self.num_computed = 0
+        self.num_known = request.num_prompt_tokens
+        self.max_known = request.num_prompt_tokens + max_output_tokens
+        """Tokens at which it ends with LENGTH."""
+        self.forced: dict[int, int] = {}
+        """First position to length, of the output segments that are longer than one token, ascending."""
+        self.table: tuple[int, ...] = ()
+        """Device blocks, from position 0 on."""
+        self.host_table: tuple[int, ...] = ()
+        """Host blocks that continue ``table``; only while PREEMPTED."""
+        self.num_published = 0
+        """Leading blocks of ``table`` that need no publishing: hits, or published already."""
+        self.num_cached_tokens = 0
+        """Prompt tokens that the prefix cache gave at admission."""
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.num_skips = 0
+        """How often it was overtaken in the queue while it did not fit."""
+        self.arrival_step = arrival_step
+        self.admitted_step = -1
+        self.first_token_step = -1
+        self.last_sampled_step = -1
+        """Its turn: when it last sampled, or came to run."""
+
+    @property
+    def num_output(self) -> int:
+        """Tokens that it generated."""
+        return self.num_known - self.num_prompt
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """Who has waited longest for a place to sample, class by class: a total order."""
+        return (self.request.priority, self.last_sampled_step, self.seq_id)
+
+    @property
+    def prompt_left(self) -> int:
+        """Prompt tokens to compute; not positive once it decodes."""
+        return self.num_prompt - self.num_computed
+
+    def move_to(self, state: SequenceState) -> None:
+        """The only way to change the state."""
+        assert state in _TRANSITIONS[self.state], f"sequence {self.seq_id}: {self.state.name} -> {state.name}"
+        self.state = state
+
+    def segment_length(self, position: int) -> int:
+        """Length of the output segment that starts at ``position``."""
+        return self.forced.get(position, 1)
+
+    def append(self, num_tokens: int) -> None:
+        """Make known what one sampling brought: a segment of ``num_tokens``."""
+        if num_tokens > 1:
+            self.forced[self.num_known] = num_tokens
+        self.num_known += num_tokens
+
+    def border_at(self, position: int, block_size: int) -> int:
+        """The last position, ``position`` or before, from which recomputing gives the same bits.
+
+        Never inside a segment, and never with exactly one prompt token left (``position`` is then a block border, and
+        one more block is given up).
+        """
+        if position >= self.num_prompt:
+            for start in reversed(self.forced):
+                if start <= position:
+                    return start if position < start + self.forced[start] else position
+        elif position == self.num_prompt - 1:
+            return max(0, position - block_size)
+        return position
+
+    def cut_to(self, num_computed: int) -> None:
+        """Forget what was computed from ``num_computed`` on; it is computed again."""
+        self.num_recomputed_tokens += self.num_computed - num_computed
+        self.num_computed = num_computed
+
+
+class SequenceView(NamedTuple):
+    """What others may know of a sequence; a copy."""
+
+    seq_id: int
+    state: SequenceState
+    num_prompt_tokens: int
+    num_computed: int
+    num_known: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    table: tuple[int, ...]
+    host_table: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    """The prompt, then one per sampling, over all known positions."""
+    arrival_step: int
+    admitted_step: int
+    first_token_step: int
+
+
+class FinishedSequence(NamedTuple):
+    """What remains of a sequence that ended."""
+
+    seq_id: int
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    arrival_step: int
+    admitted_step: int
+    """-1: it never ran."""
+    first_token_step: int
+    """-1: it got no token."""
+    finished_step: int
+    """Number of the step that had last begun."""
+
+
+def view_of(seq: Sequence) -> SequenceView:
+    """Copy what others may know."""
+    segments = [Segment(0, seq.num_prompt)]
+    position = seq.num_prompt
+    while position < seq.num_known:
+        segments.append(Segment(position, seq.segment_length(position)))
+        position += segments[-1].length
+    return SequenceView(
+        seq.seq_id,
+        seq.state,
+        seq.num_prompt,
+        seq.num_computed,
+        seq.num_known,
+        seq.num_cached_tokens,
+        seq.num_preemptions,
+        seq.num_recomputed_tokens,
+        seq.table,
+        seq.host_table,
+        tuple(segments),
+        seq.arrival_step,
+        seq.admitted_step,
+        seq.first_token_step,
+    )
+
+
+def finished_of(seq: Sequence, reason: FinishReason, step: int) -> FinishedSequence:
+    """Copy what remains."""
+    return FinishedSequence(
+        seq.seq_id,
+        reason,
+        seq.num_prompt,
+        seq.num_output,
+        seq.num_cached_tokens,
+        seq.num_preemptions,
+        seq.num_recomputed_tokens,
+        seq.arrival_step,
+        seq.admitted_step,
+        seq.first_token_step,
+        step,
+    )

@@ -1,0 +1,248 @@
+"""A model whose bits depend on everything that a scheduler can get wrong, and a loop that serves requests with it.
+
+Each KV slot holds a hash of its token, its position, the kernel that a real model would have used, and of everything
+that attention read, *through the block table*. The next token is a hash of all that. So a wrong block, a stale slot, a
+lost swap, a one-token prompt chunk or a generated token replayed in another segment each change the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.prefix import block_hashes
+from lockstep.core.request import FinishReason, Request
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import StepEvents, StepPlan, StepResult
+
+NAMESPACE = b"oracle"
+
+
+def digest(*parts: bytes) -> bytes:
+    return blake2b(b"|".join(parts), digest_size=8).digest()
+
+
+class OracleModel:
+    """The pools and the forward pass."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.block_size = config.block_size
+        self.device: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_blocks + 1)]
+        self.host: list[list[bytes | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
+
+    def move(self, plan: StepPlan) -> None:
+        """Evict, swap out, swap in, copy."""
+        assert not plan.copies
+        for device, host in plan.swap_out:
+            self.host[host] = list(self.device[device])
+        for host, device in plan.swap_in:
+            self.device[device] = list(self.host[host])
+
+    def forward(self, plan: StepPlan, tokens: dict[int, list[int]], prompts: dict[int, int]) -> list[bytes]:
+        """What the sampling rows see, in plan order."""
+        self._check_rows(plan)
+        seen = []
+        for chunk in plan.chunks():
+            assert 0 not in chunk.table
+            kernel = f"prompt{min(chunk.length, 2)}"
+            if chunk.start >= prompts[chunk.seq_id]:
+                kernel = f"segment{chunk.start}+{chunk.length}"
+            for position in range(chunk.start, chunk.start + chunk.length):
+                past = b"".join(self._read(chunk.table, before) for before in range(position))
+                value = digest(str((tokens[chunk.seq_id][position], position, kernel)).encode(), past)
+                block, slot = divmod(position, self.block_size)
+                self.device[chunk.table[block]][slot] = value
+            if chunk.samples:
+                end = chunk.start + chunk.length
+                assert end == len(tokens[chunk.seq_id]), "only the last known token is sampled from"
+                seen.append(digest(*(self._read(chunk.table, position) for position in range(end))))
+        return seen
+
+    def _read(self, table: Sequence[int], position: int) -> bytes:
+        value = self.device[table[position // self.block_size]][position % self.block_size]
+        assert value is not None, "attention reads a slot that nobody wrote"
+        return value
+
+    def _check_rows(self, plan: StepPlan) -> None:
+        """No row writes where another row reads or writes."""
+        size = self.block_size
+        written: dict[int, int] = {}
+        for chunk in plan.chunks():
+            assert len(chunk.table) * size >= chunk.start + chunk.length
+            for index in range(chunk.start // size, (chunk.start + chunk.length - 1) // size + 1):
+                assert written.setdefault(chunk.table[index], chunk.seq_id) == chunk.seq_id
+        for chunk in plan.chunks():
+            for block in chunk.table:
+                assert written.get(block, chunk.seq_id) == chunk.seq_id, "a shared block is written"
+
+
+@dataclass
+class Job:
+    """A request with its tokens."""
+
+    prompt: tuple[int, ...]
+    max_output: int = 8
+    priority: int = 0
+    tenant: str = ""
+    allows_forced: bool = True
+    reads_cache: bool = True
+    sibling_of: int | None = None
+    salt: bytes = b""
+
+
+@dataclass
+class Served:
+    """What a request got."""
+
+    tokens: list[int]
+    num_prompt: int
+    reason: FinishReason | None = None
+    published: int = 0
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        return tuple(self.tokens[self.num_prompt :])
+
+
+@dataclass
+class Loop:
+    """A small engine: adds token values to what the scheduler decides, and checks what every plan must keep."""
+
+    config: SchedulerConfig
+    can_stop: bool = True
+    forces: bool = True
+    served: dict[int, Served] = field(default_factory=dict)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
+    events: list[StepEvents] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.config)
+        self.model = OracleModel(self.config)
+
+    def add(self, job: Job) -> int:
+        hashes = block_hashes(NAMESPACE + job.salt, job.prompt, self.config.block_size)
+        seq_id = self.scheduler.add(
+            Request(
+                len(job.prompt),
+                job.max_output,
+                hashes,
+                job.priority,
+                job.tenant,
+                job.reads_cache,
+                job.allows_forced,
+                job.sibling_of,
+            )
+        )
+        self.served[seq_id] = Served(list(job.prompt), len(job.prompt))
+        self.jobs[seq_id] = job
+        return seq_id
+
+    def abort(self, seq_id: int) -> bool:
+        done = self.scheduler.abort(seq_id)
+        if done:
+            self.served[seq_id].reason = FinishReason.ABORT
+        return done
+
+    def step(self) -> StepPlan:
+        """One step; a plan without rows is only returned."""
+        plan = self.scheduler.schedule()
+        if not plan.has_work:
+            return plan
+        self.check_plan(plan)
+        self.model.move(plan)
+        tokens = {seq_id: served.tokens for seq_id, served in self.served.items()}
+        seen = self.model.forward(plan, tokens, {seq_id: s.num_prompt for seq_id, s in self.served.items()})
+        self.commit(plan, seen)
+        return plan
+
+    def fail_step(self, *, moved: bool, ran: bool) -> StepPlan:
+        """A step that breaks, before or after it moved blocks or computed."""
+        plan = self.scheduler.schedule()
+        if plan.has_work:
+            if moved:
+                self.model.move(plan)
+                if ran:
+                    tokens = {seq_id: [-1] * len(served.tokens) for seq_id, served in self.served.items()}
+                    self.model.forward(plan, tokens, {seq_id: s.num_prompt for seq_id, s in self.served.items()})
+            self.scheduler.fail(plan)
+            self.scheduler.check()
+        return plan
+
+    def commit(self, plan: StepPlan, seen: Iterable[bytes]) -> None:
+        sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
+        answers = [self._sample(seq_id, value) for seq_id, value in zip(sampling, seen, strict=True)]
+        finishes = [FinishReason.STOP if stops else None for _, stops in answers]
+        result = StepResult(tuple(len(new) for new, _ in answers), tuple(finishes))
+        events = self.scheduler.commit(plan, result)
+        for seq_id, (new, _), count in zip(sampling, answers, events.num_tokens, strict=True):
+            self.served[seq_id].tokens.extend(new[:count])
+        for finish in events.finished:
+            assert self.served[finish.seq_id].reason is None, "served twice"
+            self.served[finish.seq_id].reason = finish.reason
+        self.plans.append(plan)
+        self.results.append(result)
+        self.events.append(events)
+        self.scheduler.check()
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Until nothing is left."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished:
+                return
+            assert self.step().has_work
+        raise AssertionError(f"not finished within {max_steps} steps")
+
+    def _sample(self, seq_id: int, value: bytes) -> tuple[list[int], bool]:
+        new = [value[0] % 50]
+        if self.forces and self.jobs[seq_id].allows_forced and value[1] % 4 == 0:
+            new += [byte % 50 for byte in value[2 : 2 + value[1] % self.config.max_forced_tokens]][:5]
+        return new[: self.config.max_forced_tokens], self.can_stop and value[7] % 16 == 0
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """What no plan may exceed, and which chunks there must never be."""
+        config = self.config
+        assert len(set(plan.seq_ids)) == len(plan.seq_ids) <= config.step_limit
+        assert plan.num_tokens <= config.max_num_batched_tokens
+        prompt_tokens = 0
+        outputs = 0
+        for chunk in plan.chunks():
+            served = self.served[chunk.seq_id]
+            assert served.reason is None, "an ended sequence is served"
+            end = chunk.start + chunk.length
+            if chunk.start < served.num_prompt:
+                assert end <= served.num_prompt
+                assert chunk.length > 1 or served.num_prompt == 1
+                assert served.num_prompt - end != 1
+                assert not config.chunking or chunk.length <= config.max_chunk_tokens
+                prompt_tokens += chunk.length
+                outputs += chunk.samples
+            else:
+                outputs += 1
+            assert chunk.samples == (end == len(served.tokens))
+        assert prompt_tokens <= config.prefill_limit
+        assert outputs <= config.decode_limit
+        moved = [device for device, _ in plan.swap_out]
+        assert len(set(moved)) == len(moved)
+        hosts = [host for _, host in plan.swap_out]
+        assert len(set(hosts)) == len(hosts)
+        assert not set(hosts) & {host for host, _ in plan.swap_in}
+
+
+def alone(job: Job, config: SchedulerConfig, *, can_stop: bool = True, forces: bool = True) -> tuple[int, ...]:
+    """What a request gets by itself in a pool with room for it."""
+    roomy = SchedulerConfig(
+        config.block_size,
+        64,
+        config.max_model_len,
+        max_num_batched_tokens=1024,
+        max_chunk_tokens=1024,
+        max_forced_tokens=config.max_forced_tokens,
+    )
+    loop = Loop(roomy, can_stop, forces)
+    seq_id = loop.add(Job(job.prompt, job.max_output, allows_forced=job.allows_forced))
+    loop.run()
+    return loop.served[seq_id].output
