@@ -1,0 +1,166 @@
+"""Chat templates: Jinja in a sandbox, with what Hugging Face templates expect and nothing that could decide by itself.
+
+Source of the expectations: "Chat templates" in the documentation of transformers. No clock and no randomness: a
+template sees the date only when the caller passes one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lockstep.engine.chat_messages import checked_messages
+from lockstep.errors import ChatTemplateError, InvalidParameterError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+MAX_RENDERED_CHARS = 16_000_000
+"""No context is as long; more is a template that runs away."""
+MAX_REPEATED = 100_000
+"""The largest factor of ``*`` and exponent of ``**`` in a template, as Jinja's own bound of ``range``."""
+
+RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now")
+
+_CUTTING_METHODS = frozenset(
+    "endswith find index partition removeprefix removesuffix replace rpartition rsplit split startswith".split()
+)
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Raises:
+        ChatTemplateError: the source is not Jinja.
+    """
+
+    def __init__(self, source: str, bos_token: str | None, eos_token: str | None) -> None:
+        from jinja2 import TemplateSyntaxError
+
+        self.source = source
+        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._environment = _environment()
+        try:
+            self._template = self._environment.from_string(source)
+        except (TemplateSyntaxError, RecursionError) as error:
+            line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
+            raise ChatTemplateError(f"the model's chat template cannot be read: {error}{line}") from None
+
+    @cached_property
+    def cut_words(self) -> frozenset[str]:
+        """Strings that the template looks for in values, as in ``content.split('</think>')`` or ``'x' in content``."""
+        from jinja2 import nodes
+
+        tree = self._environment.parse(self.source)
+        words: set[object] = set()
+        for call in tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr in _CUTTING_METHODS:
+                words |= {arg.value for arg in call.args if isinstance(arg, nodes.Const)}
+        for filtered in tree.find_all(nodes.Filter):
+            words |= {arg.value for arg in filtered.args if isinstance(arg, nodes.Const)}
+        for compare in tree.find_all(nodes.Compare):
+            if isinstance(compare.expr, nodes.Const) and any(op.op in ("in", "notin") for op in compare.ops):
+                words.add(compare.expr.value)
+        return frozenset(word for word in words if isinstance(word, str))
+
+    def context(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, object] | None,
+    ) -> dict[str, object]:
+        """The checked variables of one rendering; InvalidParameterError names what is wrong."""
+        for name in template_kwargs or ():
+            if name in RESERVED or not name.isidentifier():
+                raise InvalidParameterError(
+                    f"chat_template_kwargs cannot set {name!r}; names of its own that the template reads are right",
+                    param="chat_template_kwargs",
+                )
+        return {
+            **(template_kwargs or {}),
+            "messages": checked_messages(messages, knows_developer="developer" in self.source),
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def render(self, context: Mapping[str, object], now: datetime | None) -> str:
+        """The template's text.
+
+        Raises:
+            ChatTemplateError: the template refused the messages, failed, or wrote more than MAX_RENDERED_CHARS.
+        """
+        variables = {**context, **self._tokens}
+        if now is not None:
+            variables["strftime_now"] = now.strftime
+        pieces: list[str] = []
+        room = MAX_RENDERED_CHARS
+        try:
+            for piece in self._template.generate(variables):
+                room -= len(piece)
+                if room < 0:
+                    break
+                pieces.append(piece)
+        except _Refusal as refusal:
+            raise ChatTemplateError(f"the chat template refused the messages: {refusal}", param="messages") from None
+        except Exception as error:
+            # Whatever a foreign template does wrong is this request's failure only.
+            raise ChatTemplateError(
+                f"the chat template failed on these messages: {type(error).__name__}: {error}", param="messages"
+            ) from error
+        if room < 0:
+            raise ChatTemplateError(f"the chat template wrote more than {MAX_RENDERED_CHARS} characters")
+        return "".join(pieces)
+
+
+class _Refusal(Exception):  # noqa: N818 - raised by the template itself: a message, not an error of ours
+    """What a template says with `raise_exception`."""
+
+
+def _refuse(message: object) -> NoReturn:
+    raise _Refusal(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON for a model to read: Jinja's own filter would escape what HTML reserves."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> Environment:
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks what a model wrote, for training; here it only stands around its body."""
+
+        tags = {"generation"}  # noqa: RUF012 - the attribute's type is Jinja's
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class Bounded(ImmutableSandboxedEnvironment):
+        """The sandbox, with bounds on what one expression can build."""
+
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - as Jinja's
+            factors = (right,) if operator == "**" else (left, right)
+            repeats = operator == "**" or isinstance(left, (str, list, tuple)) or isinstance(right, (str, list, tuple))
+            if repeats and any(isinstance(factor, (int, float)) and factor > MAX_REPEATED for factor in factors):
+                raise OverflowError(f"{operator} by more than {MAX_REPEATED}")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    return environment

@@ -1,0 +1,82 @@
+"""Text from tokens as they come: every piece ends at a character, and the pieces together are the whole decode."""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.engine.tokenizer import Tokenizer
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+_REPLACEMENT = "\ufffd"
+_MAX_WINDOW_TOKENS = 64
+"""For decoders without a byte table: how many tokens may be held before they are shown as they are."""
+
+
+class Detokenizer:
+    """The text of one sequence's output. `append` costs a table look-up and the decoding of the token's bytes.
+
+    Args:
+        after: the token before the first one, usually the prompt's last. None or a special token: a new text begins,
+            and
+            SentencePiece models drop its leading space; otherwise the text goes on, and the space stays.
+    """
+
+    __slots__ = ("_append", "_decoder", "_first", "_read", "_strip", "_table", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, *, after: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._table = tokenizer.token_bytes
+        self._decoder = _utf8("replace")
+        begins = after is None or after in tokenizer.special_token_ids
+        rules = None if self._table is None else self._table.rules
+        self._first = begins
+        self._strip = rules.strip_first if rules is not None and begins else ""
+        self._window: list[int] = [] if begins or after is None else [after]
+        self._read = len(self._window)
+        """How much of the window is only context, its text already shown."""
+
+    def append(self, token_id: int) -> str:
+        """The text that is complete now; empty when a character is still open or the token is special."""
+        table = self._table
+        if table is None:
+            return self._append_to_window(token_id)
+        if token_id in table.skipped:
+            return ""
+        if not self._first:
+            return self._decoder.decode(table.known.get(token_id) or table.of(token_id))
+        self._first = bool(self._strip)
+        text = self._decoder.decode(table.of_first(token_id))
+        return self._stripped(text) if self._strip else text
+
+    def flush(self) -> str:
+        """What an unfinished character leaves when no more tokens come: U+FFFD, or nothing."""
+        if self._table is None:
+            text = self._new_text()
+            self._read = len(self._window)
+            return text
+        text = self._decoder.decode(b"", final=True)
+        return self._stripped(text) if self._strip else text
+
+    def _stripped(self, text: str) -> str:
+        if not text:
+            return text
+        text, self._strip, self._first = text.removeprefix(self._strip), "", False
+        return text
+
+    def _append_to_window(self, token_id: int) -> str:
+        """Decode a short window twice and show the difference, for decoders that only know whole lists."""
+        self._window.append(token_id)
+        text = self._new_text()
+        pending = len(self._window) - self._read
+        if not text or (text.endswith(_REPLACEMENT) and pending < _MAX_WINDOW_TOKENS):
+            return ""
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._window[: self._read])
+        whole = self._tokenizer.decode(self._window)
+        return whole[len(before) :]

@@ -1,0 +1,127 @@
+"""A model's text side: text to tokens, tokens to text, and conversations to prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from threading import Lock
+
+from lockstep.artifacts.model import TokenizerParts
+from lockstep.engine.chat_borders import BorderGuard
+from lockstep.engine.chat_template import ChatTemplate
+from lockstep.engine.token_bytes import TokenBytes, decoder_rules
+from lockstep.errors import ChatTemplateError
+
+
+class Tokenizer:
+    """What an artifact says of its text side, put to work. May be shared by threads."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._parts = parts
+        self._tokenizer = parts.tokenizer
+        self._lock = Lock()
+        added = parts.tokenizer.get_added_tokens_decoder()
+        self.special_token_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        self.end_token_ids: tuple[int, ...] = parts.end_token_ids
+        self.vocab_size: int = parts.tokenizer.get_vocab_size()
+        """Tokens with a text; a model may have more rows."""
+        rules = decoder_rules(parts.tokenizer)
+        self.token_bytes: TokenBytes | None = (
+            None if rules is None else TokenBytes(parts.tokenizer, rules, self.special_token_ids)
+        )
+        """None: the decoder works on whole lists only."""
+        self._template: ChatTemplate | None = None
+        self._guard: BorderGuard | None = None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._parts.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text. Special tokens that are written in it are recognised: not for a stranger's message.
+
+        Args:
+            add_special_tokens: begin and end the text as the artifact says, usually with BOS.
+        """
+        with self._lock:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of texts in which a special token is only its characters."""
+        with self._lock:
+            self._tokenizer.encode_special_tokens = True
+            try:
+                return [self._tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+            finally:
+                self._tokenizer.encode_special_tokens = False
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of tokens; what is not UTF-8 becomes U+FFFD, ids outside the vocabulary nothing."""
+        table = self.token_bytes
+        if table is None:
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return text
+        kept = [i for i in ids if i not in table.skipped] if skip_special_tokens else ids
+        if not kept:
+            return ""
+        data = table.of_first(kept[0]) + b"".join(map(table.of, kept[1:]))
+        return data.decode("utf-8", "replace").removeprefix(table.rules.strip_first)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, object] | None = None,
+        now: datetime | None = None,
+    ) -> str:
+        """The prompt as text, for people to read; `encode_chat` makes tokens of it without trusting the contents.
+
+        Args:
+            messages: OpenAI's shape, text only.
+            add_generation_prompt: end with the beginning of an assistant message.
+            template_kwargs: further variables of the template, e.g. ``enable_thinking``, ``tools``.
+            now: what ``strftime_now`` tells the template; None: the template has no clock, so that the same messages
+                give the same prompt tomorrow.
+
+        Raises:
+            InvalidParameterError: a message or variable is not what it should be; `param` names it.
+            ChatTemplateError: the model has no template, or it failed on these messages.
+        """
+        template = self._chat_template()
+        return template.render(template.context(messages, add_generation_prompt, template_kwargs), now)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, object] | None = None,
+        now: datetime | None = None,
+    ) -> list[int]:
+        """The prompt as tokens; arguments and errors as `render_chat`.
+
+        Special tokens come from the template alone: written in a message they are only characters. Where no message
+        holds one, the tokens are those of the rendered text.
+        """
+        template = self._chat_template()
+        assert self._guard is not None
+        context = template.context(messages, add_generation_prompt, template_kwargs)
+        prompt = self._guard.render(context, lambda guarded: template.render(guarded, now))
+        if prompt.is_plain:
+            return self.encode(prompt.text, add_special_tokens=False)
+        return self._guard.encode(prompt, self.encode_plain)
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            parts = self._parts
+            if parts.chat_template is None:
+                raise ChatTemplateError(
+                    "this model has no chat template; send a prompt instead, or serve it with --chat-template FILE",
+                    param="messages",
+                )
+            template = ChatTemplate(parts.chat_template, parts.bos_token, parts.eos_token)
+            self._guard = BorderGuard(parts.tokenizer, template, parts.end_token_ids)
+            self._template = template
+        return self._template
