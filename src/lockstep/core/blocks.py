@@ -21,14 +21,19 @@ class BlockPool:
     """Device blocks 1..num_blocks with reference counts.
 
     A block is held (by one sequence or several), cached (by none, but its content can still be hit) or free. Blocks are
-    handed out in this order: free ones, last freed first; never used ones; cached ones, first released first.
+    handed out in this order: free ones, last freed first; never used ones; cached ones, first released first; cached
+    ones that are pinned, first released first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._pinned: OrderedDict[int, None] = OrderedDict()
+        """Cached blocks that are handed out last."""
         self._refs = [0] * (num_blocks + 1)
+        self.num_allocated = 0
+        """Blocks handed out since the start."""
 
     @property
     def num_free(self) -> int:
@@ -38,12 +43,12 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks that nobody holds and whose content can be hit."""
-        return len(self._cached)
+        return len(self._cached) + len(self._pinned)
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._pinned)
 
     def refs(self, block: int) -> int:
         """How many sequences hold the block."""
@@ -51,48 +56,64 @@ class BlockPool:
 
     def free_order(self) -> tuple[int, ...]:
         """Every available block in the order in which it would be handed out."""
-        return (*reversed(self._free), *self._cached)
+        return (*reversed(self._free), *self._cached, *self._pinned)
 
     def allocate(self, count: int) -> Allocation | None:
         """Hand out ``count`` blocks, each held once; None, with nothing touched, when there are not as many."""
         if count > self.num_available:
             return None
         fresh = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(fresh))]
+        evicted = [self._evict() for _ in range(count - len(fresh))]
         for block in fresh:
             self._refs[block] = 1
         for block in evicted:
             self._refs[block] = 1
+        self.num_allocated += count
         return Allocation((*fresh, *evicted), tuple(evicted))
 
     def take(self, blocks: Sequence[int]) -> None:
         """Hold cached or held blocks once more."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._cached[block]
+                self._uncache(block)
             self._refs[block] += 1
 
-    def release(self, blocks: Sequence[int], hashed: Container[int]) -> None:
+    def release(self, blocks: Sequence[int], hashed: Container[int], pinned: Container[int]) -> None:
         """Hold a sequence's blocks (first position first) once less; the deepest is released first.
 
         Args:
             hashed: the blocks whose content can be hit; they are cached when nobody holds them any more.
+            pinned: those of them that are handed out last.
         """
         for block in reversed(blocks):
             refs = self._refs[block]
             assert refs > 0, f"block {block} is released but nobody holds it"
             self._refs[block] = refs - 1
             if refs == 1:
-                if block in hashed:
-                    self._cached[block] = None
-                else:
+                if block not in hashed:
                     self._free.append(block)
+                elif block in pinned:
+                    self._pinned[block] = None
+                else:
+                    self._cached[block] = None
 
-    def uncache(self, blocks: Sequence[int]) -> None:
+    def free_cached(self, blocks: Sequence[int]) -> None:
         """Free cached blocks, whose content was declared worthless."""
         for block in blocks:
-            del self._cached[block]
+            self._uncache(block)
             self._free.append(block)
+
+    def pin_cached(self, blocks: Sequence[int]) -> None:
+        """Hand out these cached blocks last."""
+        for block in blocks:
+            self._uncache(block)
+            self._pinned[block] = None
+
+    def _uncache(self, block: int) -> None:
+        del (self._pinned if block in self._pinned else self._cached)[block]
+
+    def _evict(self) -> int:
+        return (self._cached or self._pinned).popitem(last=False)[0]
 
     def check(self, held: dict[int, int]) -> None:
         """Conservation: free + held + cached == total, and references add up.
@@ -100,12 +121,12 @@ class BlockPool:
         Args:
             held: block to number of sequences that have it in their table.
         """
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), {*self._cached, *self._pinned}
         assert len(free) == len(self._free), "a block is free twice"
         assert NULL_BLOCK not in free | cached | held.keys(), "the null block was handed out"
         assert not free & cached, "a block is both free and cached"
         assert not (free | cached) & held.keys(), "an available block is held"
-        assert len(free) + len(held) + len(cached) == self.num_blocks, "free + held + cached != total"
+        assert len(free) + len(held) + self.num_cached == self.num_blocks, "free + held + cached != total"
         for block in range(1, self.num_blocks + 1):
             assert self._refs[block] == held.get(block, 0), f"block {block}: references do not add up"
 

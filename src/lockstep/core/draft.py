@@ -50,9 +50,14 @@ class StepDraft:
         self.num_places += 1
         self.num_tokens += length
 
-    def add_output(self, seq: Sequence, length: int) -> None:
+    def reserve_outputs(self, count: int, num_tokens: int) -> None:
+        """Take budgets for many output segments; the caller knows that they last."""
+        self.num_width -= count
+        self.num_places -= count
+        self.num_tokens -= num_tokens
+
+    def add_output(self, seq: Sequence, start: int, length: int) -> None:
         """Write a row for which budgets are reserved."""
-        start = seq.num_computed
         self.seqs.append(seq)
         self.starts.append(start)
         self.lengths.append(length)
@@ -82,30 +87,26 @@ class StepDraft:
             self.num_width += 1
             self.num_places += 1
 
-    def add_prompt(self, seq: Sequence, num_computed: int, *, dry: bool = False) -> int:
-        """Write a row for the next chunk of a prompt, as far as budgets last.
-
-        Args:
-            num_computed: where the chunk starts.
-            dry: only say how long it would be.
-
-        Returns:
-            Length of the chunk; 0: there is none.
-        """
-        left = seq.num_prompt - num_computed
-        samples = seq.num_known == seq.num_prompt
-        may_end = not samples or self.num_width > 0
+    def chunk_length(self, seq: Sequence, start: int) -> int:
+        """How long the next chunk of a prompt is, as far as budgets last; 0: there is none."""
+        left = seq.num_prompt - start
+        may_end = self.num_width > 0 or seq.num_known > seq.num_prompt
         room = self.chunk_room if self.num_places > 0 else 0
-        whole = left if may_end and room >= left else 0
-        length = prompt_chunk(left, room, may_end) if self._chunking else whole
-        if length and not dry:
-            samples = samples and length == left
+        if self._chunking:
+            return prompt_chunk(left, room, may_end)
+        return left if may_end and room >= left else 0
+
+    def add_prompt(self, seq: Sequence, start: int) -> int:
+        """Write a row for the next chunk of a prompt, if there is one; returns its length."""
+        length = self.chunk_length(seq, start)
+        if length:
+            samples = start + length == seq.num_known
             self.num_width -= samples
             self.num_places -= 1
             self.num_tokens -= length
             self.num_prefill -= length
             self.seqs.append(seq)
-            self.starts.append(num_computed)
+            self.starts.append(start)
             self.lengths.append(length)
             self.samples.append(samples)
         return length

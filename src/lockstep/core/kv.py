@@ -110,7 +110,7 @@ class KVCache:
 
     def release(self, seq: Sequence) -> None:
         """The sequence ended: its blocks are free, or cached if they were published."""
-        self.pool.release(seq.table, self.prefix.blocks)
+        self.pool.release(seq.table, self.prefix.blocks, self.prefix.pinned)
         self._drop_host(seq.host_table)
         self._moved_in.pop(seq.seq_id, None)
         self._moved_out.pop(seq.seq_id, None)
@@ -152,7 +152,7 @@ class KVCache:
         self._swap_out.update(zip(saved, moving, strict=True))
         if saved:
             self._moved_out[seq.seq_id] = seq
-        self.pool.release(seq.table[num_device:], self.prefix.blocks)
+        self.pool.release(seq.table[num_device:], self.prefix.blocks, self.prefix.pinned)
         seq.table = seq.table[:num_device]
         seq.host_table = (*saved, *seq.host_table[:staying])
         seq.num_published = min(seq.num_published, num_device)
@@ -173,12 +173,27 @@ class KVCache:
             self.prefix.publish(seq.table[index], hashes[index])
         seq.num_published = max(seq.num_published, full)
 
+    def pin(self, hashes: Seq[bytes]) -> None:
+        """Evict this content last."""
+        self.pool.pin_cached(self._idle(self.prefix.pin(hashes)))
+
+    def sweep(self, hashes: Seq[bytes]) -> tuple[int, ...]:
+        """Undo a pin, and free what it kept alone, deepest first so that the first is handed out last."""
+        idle = self._idle(self.prefix.unpin(hashes))[::-1]
+        for block in idle:
+            self.prefix.forget(block)
+        self.pool.free_cached(idle)
+        return tuple(idle)
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached content; blocks in use stay in use, unpublished. Returns how many blocks were cached."""
-        blocks = tuple(self.prefix.blocks)
+        blocks = list(self.prefix.blocks)
         self.prefix.clear()
-        self.pool.uncache([block for block in blocks if self.pool.refs(block) == 0])
+        self.pool.free_cached(self._idle(blocks))
         return len(blocks)
+
+    def _idle(self, blocks: Seq[int]) -> list[int]:
+        return [block for block in blocks if self.pool.refs(block) == 0]
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Conservation on the device and on the host."""

@@ -7,7 +7,7 @@ namespace (artifact fingerprint and optional salt), so equal prompts under other
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
@@ -39,6 +39,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self._pins: dict[bytes, int] = {}
+        self._pinned: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -47,6 +49,11 @@ class PrefixCache:
     def blocks(self) -> Mapping[int, bytes]:
         """Published blocks, held or not, with their hashes."""
         return self._hash_of
+
+    @property
+    def pinned(self) -> Container[int]:
+        """Published blocks of pinned content. No iteration: a set's order is nobody's business."""
+        return self._pinned
 
     def find(self, block_hash: bytes) -> int | None:
         """The block with this content."""
@@ -67,16 +74,41 @@ class PrefixCache:
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            if block_hash in self._pins:
+                self._pinned.add(block)
 
     def forget(self, block: int) -> None:
         """The block's content is given up."""
         del self._block_of[self._hash_of.pop(block)]
+        self._pinned.discard(block)
+
+    def pin(self, hashes: Sequence[bytes]) -> list[int]:
+        """Count a pin on each content, published or not; returns the published blocks."""
+        for block_hash in hashes:
+            self._pins[block_hash] = self._pins.get(block_hash, 0) + 1
+        blocks = [self._block_of[block_hash] for block_hash in hashes if block_hash in self._block_of]
+        self._pinned.update(blocks)
+        return blocks
+
+    def unpin(self, hashes: Sequence[bytes]) -> list[int]:
+        """Take back a pin on each content; returns the published blocks that no pin is left on."""
+        blocks = []
+        for block_hash in hashes:
+            count = self._pins.pop(block_hash, 0)
+            if count > 1:
+                self._pins[block_hash] = count - 1
+            elif block_hash in self._block_of:
+                blocks.append(self._block_of[block_hash])
+        self._pinned.difference_update(blocks)
+        return blocks
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Forget every block; pins stay, for what is published next."""
         self._block_of.clear()
         self._hash_of.clear()
+        self._pinned.clear()
 
     def check(self) -> None:
         """Both directions say the same."""
         assert {block: key for key, block in self._block_of.items()} == self._hash_of, "hashes and blocks disagree"
+        assert self._pinned == {block for key, block in self._block_of.items() if key in self._pins}, "a pin is lost"

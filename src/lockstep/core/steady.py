@@ -1,0 +1,101 @@
+"""Steps that only repeat: the same sequences decode one token each again.
+
+Nothing is decided in such a step but which blocks the growing tables get, so it is counted instead of being planned
+row by row; what it means for the sequences is written back when somebody asks, or when the run ends. The plans are the
+same, byte by byte, as those that planning would give.
+"""
+
+from __future__ import annotations
+
+from lockstep.core.kv import KVCache
+from lockstep.core.queue import TenantLedger
+from lockstep.core.sequence import Sequence
+from lockstep.core.step import StepPlan, StepResult
+
+
+class SteadyRun:
+    """A run of repeating steps.
+
+    Args:
+        seqs: all that run, by rank, each with one known token to compute.
+    """
+
+    def __init__(self, seqs: list[Sequence], kv: KVCache, ledger: TenantLedger, block_size: int) -> None:
+        self.seqs = seqs
+        self._kv = kv
+        self._ledger = ledger
+        self._block_size = block_size
+        count = len(seqs)
+        self._ids = tuple([seq.seq_id for seq in seqs])
+        self._starts = tuple([seq.num_computed for seq in seqs])
+        self._tables = [seq.table for seq in seqs]
+        self._frozen_tables = tuple(self._tables)
+        self._ones = (1,) * count
+        self._trues = (True,) * count
+        self._nones = (None,) * count
+        self._due: dict[int, list[int]] = {}
+        """Step of the run to the rows that need a block in it."""
+        for row, seq in enumerate(seqs):
+            self._due.setdefault(len(seq.table) * block_size - seq.num_computed, []).append(row)
+        self._num_steps = 0
+        self._num_unwritten = 0
+        """Committed steps, and those of them that the sequences do not know of yet."""
+        self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
+        """Step of the run in which somebody reaches its limit: not a repeating one."""
+
+    @property
+    def num_unwritten_tokens(self) -> int:
+        """Generated tokens that the sequences do not know of yet."""
+        return self._num_unwritten * len(self.seqs)
+
+    @property
+    def num_quiet_steps(self) -> int:
+        """Steps ahead in which not even a block is needed."""
+        return max(0, min(self._last, *self._due) - self._num_steps)
+
+    def plan(self, step: int) -> StepPlan | None:
+        """The next step, or None when it does not repeat."""
+        due = self._due.get(self._num_steps, ())
+        if self._num_steps >= self._last or len(due) > self._kv.pool.num_available:
+            return None
+        if due:
+            self._grow(self._due.pop(self._num_steps))
+        moves = self._kv.take_moves()
+        return StepPlan(
+            step, moves.evicted, (), (), (), self._ids, self._starts, self._ones, self._frozen_tables, self._trues
+        )
+
+    def commit(self, result: StepResult) -> bool:
+        """Count a step; False, with nothing touched, when it brought more than one token each or ended somebody."""
+        if result.num_tokens != self._ones or result.finishes != self._nones:
+            return False
+        self.advance(1)
+        return True
+
+    def advance(self, num_steps: int) -> None:
+        """Count steps."""
+        self._num_steps += num_steps
+        self._num_unwritten += num_steps
+        self._starts = tuple([start + num_steps for start in self._starts])
+
+    def write_back(self) -> None:
+        """Let the sequences know."""
+        count, self._num_unwritten = self._num_unwritten, 0
+        if not count:
+            return
+        for seq in self.seqs:
+            seq.num_computed += count
+            seq.num_known += count
+            seq.last_sampled_step += count
+            self._ledger.charge(seq.request.tenant, count)
+
+    def _grow(self, rows: list[int]) -> None:
+        for row in rows:
+            seq = self.seqs[row]
+            positions = (len(seq.table) + 1) * self._block_size
+            held = self._kv.hold(seq, (), positions)
+            assert held, "plan has asked how many are available"
+            self._tables[row] = seq.table
+        self._due.setdefault(self._num_steps + self._block_size, []).extend(rows)
+        self._due[self._num_steps + self._block_size].sort()
+        self._frozen_tables = tuple(self._tables)
