@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.resources
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,8 +67,10 @@ def _open_scheme(source: str, cache_dir: Path) -> Artifact:
 def _open_pocket(source: str, cache_dir: Path) -> Artifact:
     if source != _POCKET:
         raise ArtifactNotFoundError(f"the embedded model is called {_POCKET}", path=source)
-    embedded = importlib.resources.files("lockstep").joinpath("pocket", "pocket.gguf")
-    if not isinstance(embedded, Path) or not embedded.is_file():
+    from lockstep.pocket import pocket_path
+
+    embedded = pocket_path()
+    if not embedded.is_file():
         raise ArtifactNotFoundError("this installation of lockstep has no embedded model", path=source)
     return replace(open_gguf(embedded, source, cache_dir), name="pocket")
 

@@ -6,6 +6,7 @@ in `tests/golden/`. Two models: byte-level BPE ("gpt2") and SentencePiece ("llam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -104,11 +105,11 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> TokenizerParts:
         raise UnsupportedArtifactError(
             f"tokenizer model {model!r}; gpt2 (byte-level BPE) and llama (SentencePiece) are known", path=metadata.path
         )
-    adds_bos = metadata.flag("tokenizer.ggml.add_bos_token", adds_bos)
-    adds_eos = metadata.flag("tokenizer.ggml.add_eos_token", False)
     _add_tokens(tokenizer, vocabulary)
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
-    _post_process(tokenizer, vocabulary, bos if adds_bos else None, eos if adds_eos else None)
+    _post_process(
+        tokenizer, vocabulary, vocabulary.added("bos", bos, adds_bos), vocabulary.added("eos", eos, by_default=False)
+    )
     named = [vocabulary.special(name) for name in ("eos", "eot", "eom")]
     special = {vocabulary.tokens[index]: index for index in vocabulary.of_type(_Type.CONTROL, _Type.USER_DEFINED)}
     return TokenizerParts(
@@ -157,16 +158,25 @@ class _Vocabulary:
     def of_type(self, *types: _Type) -> list[int]:
         return [index for index, kind in enumerate(self.types) if kind in types]
 
-    def special(self, name: str, default: int | None = None) -> int | None:
+    def special(self, name: str) -> int | None:
         """The id under `tokenizer.ggml.{name}_token_id`, or None."""
         key = f"tokenizer.ggml.{name}_token_id"
         if key not in self.metadata.values:
-            return default
+            return None
         index = self.metadata.integer(key)
         if not 0 <= index < len(self.tokens):
             raise CorruptArtifactError(
                 f"{key!r} is {index}; the vocabulary has {len(self.tokens)} tokens", path=self.metadata.path
             )
+        return index
+
+    def added(self, name: str, index: int | None, by_default: bool) -> int | None:
+        """The id, when it is to be added to every text; a file that asks for one must name it."""
+        key = f"tokenizer.ggml.add_{name}_token"
+        if not self.metadata.flag(key, by_default):
+            return None
+        if index is None and key in self.metadata.values:
+            raise CorruptArtifactError(f"{key!r} is set and no {name} token is named", path=self.metadata.path)
         return index
 
 
@@ -209,12 +219,14 @@ def _sentencepiece(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokeniz
     scores = metadata.numbers("tokenizer.ggml.scores").tolist()
     if len(scores) != len(vocabulary.tokens):
         raise CorruptArtifactError(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens", path=metadata.path)
-    unknown = vocabulary.special("unk", 0)
+    if not all(math.isfinite(score) for score in scores):
+        raise CorruptArtifactError("'tokenizer.ggml.scores' holds scores that are not finite", path=metadata.path)
+    unknown = vocabulary.special("unknown") or 0
     tokenizer = Tokenizer(
         BPE(
             dict(vocabulary.ids),
             _merges_by_score(vocabulary, scores),
-            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            unk_token=vocabulary.tokens[unknown],
             byte_fallback=True,
             fuse_unk=True,
         )
