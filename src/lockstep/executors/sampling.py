@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from lockstep.executors.sampling_draw import draw
 from lockstep.executors.sampling_params import ResolvedSampling
+from lockstep.executors.sampling_random import TokenRandom
 from lockstep.executors.sampling_rows import TokenLogprobs, token_logprobs
 
 Floats = npt.NDArray[np.float32]
@@ -44,11 +45,11 @@ class Samples:
 class SamplerState:
     """What one sequence's next token depends on besides its logits. Owned by the sequence, changed by `append` only."""
 
-    __slots__ = ("_bias_ids", "_biases", "_counts", "_ids", "_index", "_prompt_only", "edits", "sampling", "seed")
+    __slots__ = ("_bias_ids", "_biases", "_counts", "_ids", "_index", "_random", "edits", "is_plain_greedy", "sampling")
 
     def __init__(self, sampling: ResolvedSampling, seed: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.sampling = sampling
-        self.seed = seed
+        self._random = None if sampling.is_greedy else TokenRandom(seed)
         self._bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         self._index: dict[int, int] = {}
@@ -58,6 +59,7 @@ class SamplerState:
         self._counts = np.zeros(len(self._ids), np.float32)
         self.edits = bool(sampling.logit_bias) or sampling.has_penalties
         """Whether a row must be copied and changed before it is sampled."""
+        self.is_plain_greedy = sampling.is_greedy and not self.edits
 
     def append(self, token_id: int) -> None:
         """Take note of a token of the output."""
@@ -69,6 +71,12 @@ class SamplerState:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[index] = token_id
         self._counts[index] += 1
+
+    def random_at(self, position: int) -> TokenRandom | None:
+        """This sequence's random words for the token at that position; None: a greedy one needs none."""
+        if self._random is not None:
+            self._random.at(position)
+        return self._random
 
     def edit(self, row: Floats) -> None:
         """Apply bias and penalties to a row that the caller owns."""
@@ -106,28 +114,40 @@ def sample(
     num_rows = len(states)
     assert logits.ndim == 2
     assert len(logits) == num_rows == len(positions)
-    best = logits.argmax(axis=1).tolist() if num_rows else []
-    scratch = np.empty(logits.shape[1], np.float32)
-    samples = Samples([0] * num_rows, [None] * num_rows, [True] * num_rows)
+    if all(state.is_plain_greedy for state in states):
+        tokens, finite = _likeliest(logits)
+    else:
+        tokens, finite = [-1] * num_rows, [True] * num_rows
+    samples = Samples(tokens, [None] * num_rows, finite)
+    scratch: Floats | None = None
     for index, state in enumerate(states):
-        banned = suppressed[index] if suppressed is not None else ()
         row = logits[index]
-        peak = row[best[index]]
-        if not np.isfinite(peak):
-            samples.finite[index] = False
-            continue
-        edited = row
-        if state.edits or banned:
-            np.copyto(scratch, row)
-            if banned:
-                scratch[list(banned)] = -np.inf
-            state.edit(scratch)
-            edited = scratch
-        token = draw(edited, state.sampling, state.seed, positions[index])
-        if token is None:
-            samples.finite[index] = False
-            continue
-        samples.token_ids[index] = token
-        if state.sampling.logprobs is not None:
-            samples.logprobs[index] = token_logprobs(row, token, state.sampling.logprobs)
+        banned = suppressed[index] if suppressed is not None else ()
+        token: int | None = tokens[index]
+        if token == -1 or token in banned:
+            edited = row
+            if state.edits or banned:
+                scratch = np.empty_like(row) if scratch is None else scratch
+                edited = _edited(row, scratch, state, banned)
+            token = draw(edited, state.sampling, state.random_at(positions[index]))
+            samples.finite[index] = token is not None
+            samples.token_ids[index] = 0 if token is None else token
+        if state.sampling.logprobs is not None and samples.finite[index]:
+            samples.logprobs[index] = token_logprobs(row, samples.token_ids[index], state.sampling.logprobs)
     return samples
+
+
+def _likeliest(logits: Floats) -> tuple[list[int], list[bool]]:
+    """The greatest logit's id per row, the lowest of equals, and whether it is finite. NaN counts as the greatest."""
+    best = logits.argmax(axis=1)
+    return best.tolist(), np.isfinite(logits[np.arange(len(logits)), best]).tolist()
+
+
+def _edited(row: Floats, scratch: Floats, state: SamplerState, banned: tuple[int, ...]) -> Floats:
+    """The row under bias, suppression and penalties, in the scratch space."""
+    np.copyto(scratch, row)
+    if state.edits:
+        state.edit(scratch)
+    if banned:
+        scratch[list(banned)] = -np.inf
+    return scratch

@@ -1,75 +1,127 @@
-"""One token from one row: temperature, min-p, top-k, top-p and the draw itself."""
+"""One token from one row: temperature, min-p, top-k, top-p and the draw itself.
+
+With x the logits, m their maximum and T the temperature, a token's weight is w = exp((x - m) / T). Tokens are ranked by
+logit, of equals the lowest id first. min-p keeps tokens with w of at least min_p; top-k keeps the k first in rank;
+top-p keeps a token when those before it weigh less than top_p of all that were kept so far, so the first always stays.
+
+Where few tokens are left they are sorted and the draw is an inverse of their cumulated weights. Where many are left
+(pure temperature, a wide nucleus) sampling_darts.py draws without looking at them all.
+"""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from lockstep.executors.sampling_darts import EXP_MARGIN, Darts, Support, Weights, weigh
+from lockstep.executors.sampling_nucleus import draw_from_nucleus
 from lockstep.executors.sampling_params import ResolvedSampling
-from lockstep.executors.sampling_random import uniforms
-from lockstep.executors.sampling_rows import Columns, Floats, Ids, at_least, bound_of_greatest, columns
+from lockstep.executors.sampling_random import TokenRandom
+from lockstep.executors.sampling_rows import (
+    Columns,
+    Floats,
+    Ids,
+    at_least,
+    bound_of_greatest,
+    columns,
+    greatest,
+    top_block,
+)
 
-Weights = npt.NDArray[np.float64]
+MAX_SORTED = 256
+"""The largest top-k, and the largest number of columns, for which candidates are sorted."""
+_NUCLEUS_COLUMNS = 64
+"""Where a nucleus is looked for first."""
 
 
-def draw(row: Floats, sampling: ResolvedSampling, seed: int, position: int) -> int | None:
-    """The token, or None when the row holds NaN, +inf or nothing that may come."""
-    if sampling.is_greedy:
+def draw(row: Floats, sampling: ResolvedSampling, random: TokenRandom | None) -> int | None:
+    """The token, or None when the row holds NaN, +inf or nothing that may come.
+
+    Args:
+        row: [V] float32, contiguous, read only.
+        random: set to the token's position; None: the most likely token is wanted.
+    """
+    if random is None:
         token = int(row.argmax())
         return token if math.isfinite(row[token]) else None
     cols = columns(row)
     if not math.isfinite(cols.peak):
         return None
-    uniform = uniforms(seed, position)[0]
-    if sampling.top_p >= 1.0 and sampling.min_p == 0.0 and not 0 < sampling.top_k < len(row):
-        masses = np.cumsum(_weights(row, cols.peak, sampling.temperature))
-        return int(np.searchsorted(masses, uniform * masses[-1], side="right"))
-    values, ids = _candidates(cols, sampling)
-    masses = np.cumsum(_weights(values, cols.peak, sampling.temperature))
-    return int(ids[np.searchsorted(masses, uniform * masses[-1], side="right")])
+    few = _few(cols, sampling)
+    if few is not None:
+        values, ids = few
+        masses = np.cumsum(weigh(values, cols.peak, sampling.temperature))
+        if sampling.top_p < 1.0:
+            masses = masses[: masses.searchsorted(sampling.top_p * masses[-1]) + 1]
+        return _pick(masses, ids, random)
+    support = _support(cols, sampling)
+    if sampling.top_p >= 1.0:
+        return Darts(cols, sampling.temperature, support.bound, random).first(support)
+    if support.bound == -np.inf:
+        nucleus = _nucleus(cols, sampling)
+        if nucleus is not None:
+            return _pick(*nucleus, random)
+    return draw_from_nucleus(cols, sampling, support, random)
 
 
-def _candidates(cols: Columns, sampling: ResolvedSampling) -> tuple[Floats, Ids]:
-    """The tokens that survive min-p, top-k and top-p, most likely first."""
-    bound = np.float32(-np.inf)
+def _pick(masses: Weights, ids: Ids, random: TokenRandom) -> int:
+    """One of the tokens whose cumulated weights are given."""
+    return int(ids[masses.searchsorted(random.uniform() * masses[-1], side="right")])
+
+
+def _min_p_bound(cols: Columns, sampling: ResolvedSampling) -> np.float32:
+    """The least logit that min-p keeps, rounded up: comparing float32 with it is comparing with the exact bound."""
+    exact = cols.peak + sampling.temperature * math.log(sampling.min_p)
+    rounded = np.float32(exact)
+    return rounded if float(rounded) >= exact else np.nextafter(rounded, np.float32(np.inf))
+
+
+def _few(cols: Columns, sampling: ResolvedSampling) -> tuple[Floats, Ids] | None:
+    """What min-p and top-k leave, in rank order; None when that is too much to sort."""
+    if 0 < sampling.top_k <= MAX_SORTED:
+        values, ids = greatest(cols, min(sampling.top_k, len(cols.row)))
+        if sampling.min_p > 0.0:
+            kept = (-values).searchsorted(-_min_p_bound(cols, sampling), side="right")
+            values, ids = values[:kept], ids[:kept]
+        return values, ids
     if sampling.min_p > 0.0:
-        bound = _round_up(cols.peak + sampling.temperature * math.log(sampling.min_p))
-    if 0 < sampling.top_k < len(cols.row):
-        bound = max(bound, bound_of_greatest(cols, sampling.top_k))
-    if sampling.top_p >= 1.0 or bound > -np.inf:
-        values, ids = at_least(cols, bound)
-        if sampling.top_k > 0:
-            values, ids = values[: sampling.top_k], ids[: sampling.top_k]
-        if sampling.top_p >= 1.0:
-            return values, ids
-        total = float(np.sum(_weights(values, cols.peak, sampling.temperature)))
-        count = _nucleus(values, cols.peak, sampling, total)
-        return values[:count], ids[:count]
-    total = float(np.sum(_weights(cols.row, cols.peak, sampling.temperature)))
-    wanted = 32
-    while True:
-        bound = bound_of_greatest(cols, wanted)
-        values, ids = at_least(cols, bound)
-        count = _nucleus(values, cols.peak, sampling, total)
-        if count < len(values) or bound == -np.inf:
-            return values[:count], ids[:count]
-        wanted *= 8
+        bound = _min_p_bound(cols, sampling)
+        if np.count_nonzero(cols.maxima >= bound) <= MAX_SORTED:
+            values, ids = at_least(cols, bound)
+            return (values[: sampling.top_k], ids[: sampling.top_k]) if sampling.top_k else (values, ids)
+    return None
 
 
-def _nucleus(values: Floats, peak: float, sampling: ResolvedSampling, total: float) -> int:
-    """How many of the sorted values are needed for a share of top_p of the total; all when it is not reached."""
-    masses = np.cumsum(_weights(values, peak, sampling.temperature))
-    return min(len(values), int(np.searchsorted(masses, sampling.top_p * total, side="left")) + 1)
+def _support(cols: Columns, sampling: ResolvedSampling) -> Support:
+    """What min-p and a large top-k leave."""
+    size = len(cols.row)
+    support = Support(np.float32(-np.inf), size)
+    if 0 < sampling.top_k < size:
+        kth = np.float32(np.partition(cols.row, size - sampling.top_k)[size - sampling.top_k])
+        num_ties = sampling.top_k - int(np.count_nonzero(cols.row > kth))
+        support = Support(kth, int(np.flatnonzero(cols.row == kth)[num_ties - 1]))
+    if sampling.min_p > 0.0:
+        bound = _min_p_bound(cols, sampling)
+        if bound > support.bound:
+            support = Support(bound, size)
+    return support
 
 
-def _weights(values: Floats, peak: float, temperature: float) -> Weights:
-    """Unnormalised probabilities; the peak's is 1."""
-    return np.exp((values.astype(np.float64) - peak) / temperature)
+def _nucleus(cols: Columns, sampling: ResolvedSampling) -> tuple[Weights, Ids] | None:
+    """The nucleus with its cumulated weights, when the columns with the greatest maxima show for certain where it ends.
 
-
-def _round_up(value: float) -> np.float32:
-    """The least float32 that is at least `value`: comparing float32 with it is comparing with `value`."""
-    rounded = np.float32(value)
-    return rounded if float(rounded) >= value else np.nextafter(rounded, np.float32(np.inf))
+    Outside of them every column weighs between its maximum's weight and `height` times that, so all weights together
+    are known to lie between two totals. If both put the end at the same token, that is where it is.
+    """
+    bound = bound_of_greatest(cols, min(_NUCLEUS_COLUMNS, len(cols.maxima)))
+    values, ids, block = top_block(cols, bound)
+    outside = float(np.sum(weigh(cols.maxima[cols.maxima < bound], cols.peak, sampling.temperature)))
+    inside = float(np.sum(weigh(block, cols.peak, sampling.temperature)))
+    masses = np.cumsum(weigh(values, cols.peak, sampling.temperature))
+    least = (inside + outside) * (1.0 - EXP_MARGIN)
+    most = (inside + outside * cols.height) * (1.0 + EXP_MARGIN)
+    last = int(masses.searchsorted(sampling.top_p * least))
+    if last == len(masses) or masses[last] < sampling.top_p * most:
+        return None
+    return masses[: last + 1], ids

@@ -1,9 +1,9 @@
 """Finding the few logits that matter in a row of many, without sorting the row.
 
-A row [V] is seen as a grid of 32 rows and V // 32 columns (and a rest of fewer than 32). One pass gives the maximum of
-each column. The k-th greatest column maximum is a lower bound of the k-th greatest logit, because k columns hold an
-element at least that great; and whatever is at least as great as some bound lies in a column whose maximum is. So a few
-columns are enough, and nothing is ever approximate.
+A row [V] is seen as a grid of 64 rows and V // 64 columns; what does not fill the grid makes columns of one element.
+One pass gives the maximum of each column. The k-th greatest of them is a lower bound of the k-th greatest logit,
+because k columns hold an element at least that great; and whatever is at least as great as some bound lies in a column
+whose maximum is. So a few columns are enough, and nothing is approximate.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
-GRID_ROWS = 32
-_MIN_GRID = 2_048
-"""Smaller vocabularies are handled whole: the grid would cost more than it saves."""
+GRID_ROWS = 64
+_MIN_GRID = 4_096
+"""In smaller vocabularies every token is a column: a grid would cost more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,50 +33,66 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A row with the maxima of its columns."""
+    """A row with the maxima of its columns. Column c < width holds ids c, c + width, ...; others one id each."""
 
     row: Floats
-    grid: Floats
-    """[32, W] view of the row's beginning; W is 0 for a small vocabulary."""
-    rest: Floats
-    """View of what does not fill the grid."""
+    width: int
+    height: int
+    """Elements of a column of the grid."""
     maxima: Floats
-    """[W]."""
+    """[width + rest]."""
     peak: float
     """The greatest logit; NaN when there is one."""
+
+    @property
+    def grid(self) -> Floats:
+        """[height, width], a view of the row's beginning."""
+        return self.row[: self.height * self.width].reshape(self.height, self.width)
 
 
 def columns(row: Floats) -> Columns:
     """One pass over a contiguous row."""
-    width = len(row) // GRID_ROWS if len(row) >= _MIN_GRID else 0
-    grid = row[: GRID_ROWS * width].reshape(GRID_ROWS, width)
-    rest = row[GRID_ROWS * width :]
-    maxima = np.maximum.reduce(grid) if width else np.empty(0, np.float32)
-    peak = max(float(part.max()) if not np.isnan(part).any() else np.nan for part in (maxima, rest) if len(part))
-    return Columns(row, grid, rest, maxima, peak)
+    size = len(row)
+    if size < _MIN_GRID:
+        return Columns(row, size, 1, row, float(np.maximum.reduce(row)))
+    width = size // GRID_ROWS
+    body = width * GRID_ROWS
+    maxima = np.maximum.reduce(row[:body].reshape(GRID_ROWS, width))
+    if body < size:
+        maxima = np.concatenate((maxima, row[body:]))
+    return Columns(row, width, GRID_ROWS, maxima, float(np.maximum.reduce(maxima)))
 
 
 def at_least(cols: Columns, bound: np.float32) -> tuple[Floats, Ids]:
     """All logits of at least `bound` with their ids, greatest first and of equals the lowest id first."""
-    width = len(cols.maxima)
+    values, ids, _ = top_block(cols, bound)
+    return values, ids
+
+
+def top_block(cols: Columns, bound: np.float32) -> tuple[Floats, Ids, Floats]:
+    """As `at_least`, and every element, in no order, of the columns whose maximum is at least `bound`."""
     chosen = np.flatnonzero(cols.maxima >= bound)
+    in_grid = int(chosen.searchsorted(cols.width))
+    singles, chosen = chosen[in_grid:] + (cols.height - 1) * cols.width, chosen[:in_grid]
     block = cols.grid.take(chosen, axis=1)
-    hits = np.flatnonzero(block >= bound)
-    values, ids = block.reshape(-1)[hits], (hits // max(1, len(chosen))) * width + chosen[hits % max(1, len(chosen))]
-    if len(cols.rest):
-        hits = np.flatnonzero(cols.rest >= bound)
-        values = np.concatenate([values, cols.rest[hits]])
-        ids = np.concatenate([ids, hits + GRID_ROWS * width])
-    order = np.lexsort((ids, -values))
-    return values[order], ids[order]
+    # Row by row, so that ids ascend and a stable sort leaves equals in order.
+    rows, places = np.divmod(np.flatnonzero(block >= bound), max(1, in_grid))
+    ids = rows * cols.width + chosen[places]
+    block = block.reshape(-1)
+    if len(singles):
+        ids = np.concatenate((ids, singles))
+        block = np.concatenate((block, cols.row[singles]))
+    values = cols.row[ids]
+    order = np.argsort(-values, kind="stable")
+    return values[order], ids[order], block
 
 
 def bound_of_greatest(cols: Columns, count: int) -> np.float32:
-    """A bound that at least `count` logits reach (-inf: all, when the columns cannot tell)."""
-    width = len(cols.maxima)
-    if count > width:
-        return np.float32(-np.inf)
-    return np.float32(np.partition(cols.maxima, width - count)[width - count])
+    """A bound that at least `count` logits reach; the best that the columns can tell."""
+    kth = len(cols.maxima) - count
+    if kth >= 0:
+        return np.float32(np.partition(cols.maxima, kth)[kth])
+    return np.float32(np.partition(cols.row, len(cols.row) - count)[len(cols.row) - count])
 
 
 def greatest(cols: Columns, count: int) -> tuple[Floats, Ids]:
