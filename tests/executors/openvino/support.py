@@ -98,7 +98,8 @@ def reference_logits(artifact: Artifact, token_ids: Sequence[int]) -> Floats:
         return dequantise(weights[name]).astype(np.float64)
 
     def norm(x: Floats, name: str) -> Floats:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * tensor(f"{name}.weight")
+        scaled: Floats = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+        return scaled * tensor(f"{name}.weight")
 
     def linear(x: Floats, name: str) -> Floats:
         y = x @ tensor(f"{name}.weight").T

@@ -9,8 +9,7 @@ from pathlib import Path
 
 BUILDER_VERSION = "1"
 """Raised whenever the same artifact and options would build another graph."""
-_X86_FLAGS = ("avx2", "fma", "f16c", "avx_vnni", "avx512", "amx")
-_ARM_FLAGS = ("asimd", "fp16", "fphp", "bf16", "i8mm", "sve", "sme")
+_FLAGS = ("avx2", "fma", "f16c", "avx_vnni", "avx512", "amx", "asimd", "fphp", "bf16", "i8mm", "sve")
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -20,7 +19,7 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         return f"{platform.machine()} {platform.processor()}".strip()
     flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    kept = sorted(flag for flag in set(flags) if flag.startswith((*_X86_FLAGS, *_ARM_FLAGS)))
+    kept = sorted(flag for flag in set(flags) if flag.startswith(_FLAGS))
     return " ".join([platform.machine(), *kept])
 
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from lockstep.artifacts.model import Artifact
 from lockstep.errors import ExecutorError, UsageError
 from lockstep.executors.openvino.environment import BUILDER_VERSION, instruction_set
 from lockstep.executors.openvino.graph import build_decoder
+from lockstep.executors.openvino.ir_cache import IRCache
 from lockstep.executors.openvino.options import OpenVINOOptions, available_cores
 from lockstep.executors.openvino.paged import to_paged
-from lockstep.executors.openvino.runtime import CompiledModel, ov
+from lockstep.executors.openvino.runtime import CompiledModel, Core, Model, ov
+
+Report = Callable[[str, float], None]
 
 
-def compile_artifact(
-    artifact: Artifact, options: OpenVINOOptions, report: Callable[[str, float], None]
-) -> CompiledModel:
-    """A compiled paged model; the weights live in it and nowhere else."""
+def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Report) -> CompiledModel:
+    """A compiled paged model: with a cache the weights live in it (and in the page cache) and nowhere else."""
     core = ov.Core()
     device = choose_device(options.device, tuple(core.available_devices))
-    model = build_decoder(artifact.config, artifact.weights, lambda fraction: report("build", fraction))
+    model = _stateful_model(core, artifact, options, report)
     report("compile", 0.0)
     try:
         to_paged(model)
@@ -30,12 +32,49 @@ def compile_artifact(
     return compiled
 
 
+def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, report: Report) -> Model:
+    """Read from the cache (mapped), else built, stored and read back, so that the built constants can go."""
+    if options.cache_dir is None:
+        return _build(artifact, report)
+    cache = IRCache(Path(options.cache_dir) / "ir", options.max_cache_bytes)
+    key = graph_key(artifact)
+    path = cache.find(key)
+    if path is not None:
+        report("read", 0.0)
+        try:
+            model = core.read_model(str(path))
+        except RuntimeError:
+            cache.remove(key)
+        else:
+            report("read", 1.0)
+            return model
+    path = _build_into(cache, key, artifact, report)
+    return core.read_model(str(path))
+
+
+def _build_into(cache: IRCache, key: dict[str, str], artifact: Artifact, report: Report) -> Path:
+    model = _build(artifact, report)
+    report("save", 0.0)
+    path = cache.store(key, lambda file: ov.save_model(model, str(file), compress_to_fp16=False))
+    report("save", 1.0)
+    return path
+
+
+def _build(artifact: Artifact, report: Report) -> Model:
+    return build_decoder(artifact.config, artifact.weights, lambda fraction: report("build", fraction))
+
+
+def graph_key(artifact: Artifact) -> dict[str, str]:
+    """What a stateful graph depends on; threads, device and precisions come in when it is compiled."""
+    return {"artifact": artifact.fingerprint, "builder": BUILDER_VERSION, "openvino": str(ov.get_version())}
+
+
 def compile_properties(options: OpenVINOOptions) -> dict[str, str]:
     """OpenVINO's names for our options; one stream, because one thread steps one replica."""
     return {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": "1",
-        "INFERENCE_NUM_THREADS": str(_threads(options)),
+        "INFERENCE_NUM_THREADS": str(num_threads(options)),
         "INFERENCE_PRECISION_HINT": options.inference_precision,
         "KV_CACHE_PRECISION": options.kv_cache_precision,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(options.dynamic_quantization_group_size),
@@ -52,13 +91,16 @@ def choose_device(wanted: str, available: tuple[str, ...]) -> str:
 
 
 def environment_of(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
-    """Everything that a model's bits depend on, as strings."""
+    """Everything that a model's bits depend on, as strings; ``environment.digest`` makes one key of it."""
+    core = ov.Core()
+    device = choose_device(options.device, tuple(core.available_devices))
     return {
         "executor": "openvino",
         "openvino": str(ov.get_version()),
+        "device": device,
+        "processor": str(core.get_property(device, "FULL_DEVICE_NAME")),
         "instruction_set": instruction_set(),
-        "device": choose_device(options.device, tuple(ov.Core().available_devices)),
-        "threads": str(_threads(options)),
+        "threads": str(num_threads(options)),
         "kv_cache_precision": options.kv_cache_precision,
         "inference_precision": options.inference_precision,
         "dynamic_quantization_group_size": str(options.dynamic_quantization_group_size),
@@ -67,5 +109,6 @@ def environment_of(artifact: Artifact, options: OpenVINOOptions) -> dict[str, st
     }
 
 
-def _threads(options: OpenVINOOptions) -> int:
+def num_threads(options: OpenVINOOptions) -> int:
+    """Threads of one forward pass."""
     return available_cores() if options.threads is None else options.threads

@@ -36,6 +36,7 @@ Node: TypeAlias = Any
 Model: TypeAlias = Any
 CompiledModel: TypeAlias = Any
 Port: TypeAlias = Any
+Core: TypeAlias = Any
 ElementType: TypeAlias = Any
 
 ov: Any

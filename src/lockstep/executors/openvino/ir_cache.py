@@ -1,0 +1,144 @@
+"""Built graphs on disk: a bounded directory of stateful IRs, each with a manifest that says what it must be.
+
+What is cached is the *stateful* graph: the paged one loses the runtime information of its attention operators when it
+is saved. An entry appears whole or not at all (written beside, flushed, renamed) and is used only if its manifest
+matches; anything else is removed and built again. Entries in use by another process may be removed: their mappings
+keep them alive. Knows nothing of graphs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.executors.openvino.environment import digest
+
+MANIFEST = "manifest.json"
+MODEL = "model.xml"
+WEIGHTS = "model.bin"
+_FILES = (MODEL, WEIGHTS)
+_TEMPORARY = ".tmp-"
+_ABANDONED_S = 3600.0
+"""A temporary directory of this age belongs to a process that died."""
+
+
+class IRCache:
+    """Directory ``root`` with one sub-directory per key, at most ``max_bytes`` in all."""
+
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+
+    def find(self, key: Mapping[str, str]) -> Path | None:
+        """Path of the model file for ``key``, or None; an entry that is not what its manifest says is removed."""
+        entry = self._entry(key)
+        if not entry.exists():
+            return None
+        if not _is_intact(entry, key):
+            self.remove(key)
+            return None
+        os.utime(entry / MANIFEST)
+        return entry / MODEL
+
+    def store(self, key: Mapping[str, str], save: Callable[[Path], None]) -> Path:
+        """Let ``save`` write a model file (and its weights beside it), publish both, and drop what is too much.
+
+        Returns:
+            Path of the model file.
+        """
+        entry = self._entry(key)
+        with self._temporary() as directory:
+            save(directory / MODEL)
+            manifest = {
+                "key": dict(key),
+                "sizes": {name: (directory / name).stat().st_size for name in _FILES},
+                "model_digest": _digest_of(directory / MODEL),
+            }
+            (directory / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+            for name in (*_FILES, MANIFEST):
+                _flush(directory / name)
+            self.remove(key)
+            try:
+                directory.rename(entry)
+            except OSError:
+                # Another process published the same key meanwhile: the same content under the same name.
+                if not _is_intact(entry, key):
+                    raise
+        _flush(self._root)
+        self._evict(keep=entry)
+        return entry / MODEL
+
+    def remove(self, key: Mapping[str, str]) -> None:
+        """Forget an entry; nothing happens when there is none."""
+        shutil.rmtree(self._entry(key), ignore_errors=True)
+
+    def _entry(self, key: Mapping[str, str]) -> Path:
+        return self._root / digest(key)
+
+    @contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        self._root.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self._root))
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _evict(self, keep: Path) -> None:
+        """Remove abandoned temporary directories, then the least recently used entries until the rest fits."""
+        entries = []
+        for path in self._root.iterdir():
+            if path.name.startswith(_TEMPORARY):
+                if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    shutil.rmtree(path, ignore_errors=True)
+                continue
+            try:
+                used = (path / MANIFEST).stat().st_mtime
+            except OSError:
+                used = 0.0
+            entries.append((path == keep, used, path.name, path))
+        sizes = {path: _size_of(path) for *_, path in entries}
+        total = sum(sizes.values())
+        for is_kept, _, _, path in sorted(entries):
+            if total <= self._max_bytes or is_kept:
+                return
+            shutil.rmtree(path, ignore_errors=True)
+            total -= sizes[path]
+
+
+def _is_intact(entry: Path, key: Mapping[str, str]) -> bool:
+    """Whether the manifest names this key, the files have its sizes, and the graph (small) has its digest."""
+    try:
+        manifest = json.loads((entry / MANIFEST).read_text())
+        return (
+            isinstance(manifest, dict)
+            and manifest.get("key") == dict(key)
+            and manifest.get("sizes") == {name: (entry / name).stat().st_size for name in _FILES}
+            and manifest.get("model_digest") == _digest_of(entry / MODEL)
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*") if path.is_file())
+
+
+def _flush(path: Path) -> None:
+    """Have the file system write what it holds of a file or directory, so that a rename never outlives its content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
