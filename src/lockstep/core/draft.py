@@ -26,9 +26,8 @@ class StepDraft:
         self.is_someone_left_out = False
         """Whether a running sequence lacks blocks or budget: then nobody new is admitted."""
         self.seqs: list[Sequence] = []
-        self.starts: list[int] = []
         self.lengths: list[int] = []
-        self.samples: list[bool] = []
+        """The rows; each starts where its sequence is computed to."""
         self.admitted: list[int] = []
         self.resumed: list[int] = []
         self.preempted: list[int] = []
@@ -56,12 +55,10 @@ class StepDraft:
         self.num_places -= count
         self.num_tokens -= num_tokens
 
-    def add_output(self, seq: Sequence, start: int, length: int) -> None:
+    def add_output(self, seq: Sequence, length: int) -> None:
         """Write a row for which budgets are reserved."""
         self.seqs.append(seq)
-        self.starts.append(start)
         self.lengths.append(length)
-        self.samples.append(start + length == seq.num_known)
 
     # -- prompts ----------------------------------------------------------------------------------------------------
 
@@ -96,20 +93,18 @@ class StepDraft:
             return prompt_chunk(left, room, may_end)
         return left if may_end and room >= left else 0
 
-    def add_prompt(self, seq: Sequence, start: int) -> int:
-        """Write a row for the next chunk of a prompt, if there is one; returns its length."""
-        length = self.chunk_length(seq, start)
-        if length:
-            samples = start + length == seq.num_known
-            self.num_width -= samples
-            self.num_places -= 1
-            self.num_tokens -= length
-            self.num_prefill -= length
-            self.seqs.append(seq)
-            self.starts.append(start)
-            self.lengths.append(length)
-            self.samples.append(samples)
-        return length
+    def add_prompt(self, seq: Sequence) -> bool:
+        """Write a row for the next chunk of a prompt, if there is one."""
+        length = self.chunk_length(seq, seq.num_computed)
+        if length == 0:
+            return False
+        self.num_width -= seq.num_computed + length == seq.num_known
+        self.num_places -= 1
+        self.num_tokens -= length
+        self.num_prefill -= length
+        self.seqs.append(seq)
+        self.lengths.append(length)
+        return True
 
     # -- the whole --------------------------------------------------------------------------------------------------
 
@@ -121,13 +116,12 @@ class StepDraft:
         if seq in self.seqs:
             index = self.seqs.index(seq)
             self.return_output(self.lengths[index])
-            for column in (self.seqs, self.starts, self.lengths, self.samples):
-                del column[index]
+            del self.seqs[index], self.lengths[index]
         self.return_ending(seq)
 
     def plan(self, moves: Moves) -> StepPlan:
         """Freeze it."""
-        seqs = self.seqs
+        seqs, lengths = self.seqs, self.lengths
         return StepPlan(
             self.step,
             moves.evicted,
@@ -135,10 +129,10 @@ class StepDraft:
             moves.swap_in,
             (),
             tuple([seq.seq_id for seq in seqs]),
-            tuple(self.starts),
-            tuple(self.lengths),
+            tuple([seq.num_computed for seq in seqs]),
+            tuple(lengths),
             tuple([seq.table for seq in seqs]),
-            tuple(self.samples),
+            tuple([seq.num_computed + length == seq.num_known for seq, length in zip(seqs, lengths, strict=True)]),
             tuple(self.admitted),
             tuple(self.resumed),
             tuple(self.preempted),

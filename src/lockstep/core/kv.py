@@ -165,10 +165,10 @@ class KVCache:
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
-    def publish(self, seq: Sequence) -> None:
-        """Let the sequence's full prompt blocks be hit, as far as they are computed."""
+    def publish(self, seq: Sequence, num_computed: int) -> None:
+        """Let the sequence's full prompt blocks be hit, as far as they are computed now."""
         hashes = seq.request.block_hashes
-        full = min(seq.num_computed // self._block_size, len(hashes))
+        full = min(num_computed // self._block_size, len(hashes))
         for index in range(seq.num_published, full):
             self.prefix.publish(seq.table[index], hashes[index])
         seq.num_published = max(seq.num_published, full)

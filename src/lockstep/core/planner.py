@@ -101,7 +101,7 @@ class StepPlanner:
             if seq.state is not SequenceState.RUNNING:
                 draft.return_output(length)
             elif start + length <= len(seq.table) * block_size or self._hold_by_force(draft, seq, start + length):
-                draft.add_output(seq, start, length)
+                draft.add_output(seq, length)
             else:
                 draft.return_output(length)
                 draft.is_someone_left_out = True
@@ -139,7 +139,7 @@ class StepPlanner:
         """Chunks for admitted prompts that are not through."""
         for seq in self._roster.prefilling:
             draft.return_ending(seq)
-            if not draft.add_prompt(seq, seq.num_computed):
+            if not draft.add_prompt(seq):
                 draft.is_someone_left_out = True
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
@@ -154,11 +154,10 @@ class StepPlanner:
                 return
             roster.run(seq)
             draft.resumed.append(seq.seq_id)
-            start = seq.num_computed
             if seq.prompt_left > 0:
-                draft.add_prompt(seq, start)
-            elif draft.reserve_output(length := seq.segment_length(start)):
-                draft.add_output(seq, start, length)
+                draft.add_prompt(seq)
+            elif draft.reserve_output(length := seq.segment_length(seq.num_computed)):
+                draft.add_output(seq, length)
 
     def _bring_back(self, draft: StepDraft, seq: Sequence) -> bool:
         """Give a preempted sequence all its blocks, after taking from preempted ones behind it if need be."""
@@ -222,7 +221,7 @@ class StepPlanner:
         seq.admitted_step = seq.last_sampled_step = draft.step
         self._roster.run(seq)
         self._ledger.charge(seq.request.tenant, seq.num_prompt)
-        draft.add_prompt(seq, start)
+        draft.add_prompt(seq)
         draft.admitted.append(seq.seq_id)
         return True
 

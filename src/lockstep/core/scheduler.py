@@ -144,19 +144,25 @@ class Scheduler:
         for seq, length, samples in zip(self._pending_seqs, plan.lengths, plan.samples, strict=True):
             if seq.num_computed < seq.num_prompt:
                 self._commit_prompt(seq, length)
-            else:
-                seq.num_computed += length
+            seq.num_computed += length
             reason = None
             if samples:
                 num_tokens, reason = next(answers)
-                got.append(self._accept(seq, num_tokens, plan.step))
+                if num_tokens != 1:
+                    num_tokens = self._cut_forced(seq, num_tokens)
+                got.append(num_tokens)
+                seq.append(num_tokens)
+                seq.last_sampled_step = plan.step
                 if reason is None and seq.num_known == seq.max_known:
                     reason = FinishReason.LENGTH
-            reason = self._aborting.pop(seq.seq_id, reason)
+            if self._aborting:
+                reason = self._aborting.pop(seq.seq_id, reason)
             if reason is not None:
                 finished.append(Finish(seq.seq_id, reason))
-                self._end(seq, reason)
         assert next(answers, None) is None, "more answers than sampling rows"
+        self._charge(plan, got)
+        for finish in finished:
+            self._end(self._sequences[finish.seq_id], finish.reason)
         is_plain = not finished and len(got) == sum(got) == len(plan.seq_ids)
         self._num_plain_steps = self._num_plain_steps + 1 if is_plain else 0
         return StepEvents(plan.step, tuple(finished), tuple(got))
@@ -232,25 +238,26 @@ class Scheduler:
     # -- the life of a sequence ---------------------------------------------------------------------------------------
 
     def _commit_prompt(self, seq: Sequence, length: int) -> None:
-        left = seq.prompt_left - length
-        if left == 0:
+        if length == seq.prompt_left:
             self._roster.end_prompt(seq)
-        seq.num_computed += length
+            if seq.num_known == seq.num_prompt:
+                seq.first_token_step = self._step - 1
         self._counters.num_prompt_tokens += length
-        self._kv.publish(seq)
+        self._kv.publish(seq, seq.num_computed + length)
 
-    def _accept(self, seq: Sequence, num_tokens: int, step: int) -> int:
-        """Make sampled tokens known, up to the output limit."""
+    def _cut_forced(self, seq: Sequence, num_tokens: int) -> int:
+        """What of a segment fits the output limit."""
         most = self.config.max_forced_tokens if seq.request.allows_forced else 1
         assert 1 <= num_tokens <= most, f"sequence {seq.seq_id} got {num_tokens} tokens in one step, not 1..{most}"
-        num_tokens = min(num_tokens, seq.max_known - seq.num_known)
-        if seq.first_token_step < 0:
-            seq.first_token_step = step
-        seq.append(num_tokens)
-        seq.last_sampled_step = step
-        self._ledger.charge(seq.request.tenant, num_tokens)
-        self._counters.num_generation_tokens += num_tokens
-        return num_tokens
+        return min(num_tokens, seq.max_known - seq.num_known)
+
+    def _charge(self, plan: StepPlan, got: list[int]) -> None:
+        """Count generated tokens, and whom they served if anyone wants to know."""
+        self._counters.num_generation_tokens += sum(got)
+        if self.config.order == "fair":
+            sampling = [seq for seq, samples in zip(self._pending_seqs, plan.samples, strict=True) if samples]
+            for seq, num_tokens in zip(sampling, got, strict=True):
+                self._ledger.charge(seq.request.tenant, num_tokens)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.state is SequenceState.WAITING:

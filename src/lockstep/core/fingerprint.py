@@ -1,0 +1,203 @@
+"""Sixteen hex digits that two runs share exactly if every step decided the same.
+
+An observer: whoever drives a scheduler (engine, replay, a test) feeds it each plan with its events. Defined byte by
+byte, so that a recorder may store the records and a reader in another language may check them:
+
+- ``int`` is an unsigned LEB128 number: 7 bits per byte, lowest first, the high bit set on all but the last byte.
+- ``list(x)`` is an int, the number of items, followed by the items.
+- A *record* is ``body + int(repeats)``. The digest starts as BLAKE2b-64 of ``b"lockstep fingerprint 1"``, and each
+  record makes it BLAKE2b-64 of ``digest + record`` (8-byte digests, no key).
+- A *step* is a body, unless it repeats the one before: both plain, the same ids and tables in the same order, each
+  start one higher. *Plain* is a step that moves nothing and lists nobody as admitted, resumed or preempted, in which
+  every row has length 1, samples, gets 1 token, and nobody ends. (The step before may take a new block and still be
+  repeated; a step that takes one is not a repeat, because its tables differ.) A repeat only counts in ``repeats``.
+- ``body = tag list(evicted) list(swap_out) list(swap_in) list(copies) list(admitted) list(resumed) list(preempted)
+  list(gone) list(row) list(got) list(end)``, with pairs as two ints.
+- ``tag`` is byte 1, or byte 2 for a step that failed (its ``got`` and ``end`` are empty). After a failed step there is
+  no step before: every row of the next one is written.
+- ``gone``: ids, in the order of the step before, that had a row there, did not end there and have none in this step.
+- ``row``: each row that does not continue plainly, as ``position id start 2*length+samples kept list(block)``; position
+  counts the plan's rows from 0, and the table is the first ``kept`` blocks that its row in the step before had
+  (as many as agree; 0 without such a row) and then the blocks. A row continues plainly if it had a row in the step
+  before, which sampled, with the same table, if it begins where that one ended, has length 1 and samples, and if every
+  row above it that was in the step before was above it there.
+- ``got``: ``id count`` for each sampling row that got more than 1 token, in plan order.
+- ``end``: ``id reason`` for each that ended, in plan order; reason counts ``FinishReason`` from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from operator import add
+
+from lockstep.core.request import FinishReason
+from lockstep.core.step import StepEvents, StepPlan
+
+_SEED = b"lockstep fingerprint 1"
+_DIGEST_BYTES = 8
+_STEP, _FAILED_STEP = 1, 2
+_REASONS = {reason: index for index, reason in enumerate(FinishReason)}
+
+
+class Fingerprint:
+    """The running digest. Reading it closes nothing."""
+
+    def __init__(self) -> None:
+        self._digest = _hash(_SEED)
+        self._body: bytes | None = None
+        self._repeats = 0
+        self._before: StepPlan | None = None
+        """The step before, if it did not fail."""
+        self._before_ended: set[int] = set()
+        self._before_plain = False
+
+    def observe(self, plan: StepPlan, events: StepEvents) -> bytes | None:
+        """Take in a committed step; returns the record that this closed, if any."""
+        plain = _is_plain(plan, events)
+        if plain and self._goes_on(plan) and self._before is not None and plan.tables == self._before.tables:
+            self._repeats += 1
+            self._before = plan
+            return None
+        closed = self._open(_STEP, plan, events)
+        self._before, self._before_plain = plan, plain
+        self._before_ended = {finish.seq_id for finish in events.finished}
+        return closed
+
+    def observe_failure(self, plan: StepPlan) -> bytes | None:
+        """Take in a step that failed; returns the record that this closed, if any."""
+        closed = self._open(_FAILED_STEP, plan, StepEvents(plan.step, ()))
+        self._before, self._before_plain, self._before_ended = None, False, set()
+        return closed
+
+    def repeat(self, num_steps: int) -> None:
+        """Take in repeats that were skipped (``Scheduler.skip``)."""
+        before = self._before
+        assert before is not None, "nothing to repeat"
+        assert self._before_plain, "the step before cannot be repeated"
+        self._repeats += num_steps
+        starts = tuple([start + num_steps for start in before.starts])
+        self._before = replace(before, step=before.step + num_steps, starts=starts)
+
+    def close(self) -> bytes | None:
+        """Close the open record, as at the end of a recording; returns it."""
+        if self._body is None:
+            return None
+        record = self._body + _encode((self._repeats,))
+        self._digest = _hash(self._digest + record)
+        self._body, self._repeats, self._before_plain = None, 0, False
+        return record
+
+    def hexdigest(self) -> str:
+        """The digest over everything taken in so far, as 16 hex digits."""
+        if self._body is None:
+            return self._digest.hex()
+        return _hash(self._digest + self._body + _encode((self._repeats,))).hex()
+
+    def _open(self, tag: int, plan: StepPlan, events: StepEvents) -> bytes | None:
+        gone, rows = self._changes(plan)
+        closed = self.close()
+        sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
+        got = [pair for pair in zip(sampling, events.num_tokens, strict=False) if pair[1] > 1]
+        values = [tag]
+        ends = [(finish.seq_id, _REASONS[finish.reason]) for finish in events.finished]
+        _add_ids(values, plan.evicted)
+        for pairs in (plan.swap_out, plan.swap_in, plan.copies):
+            _add_items(values, pairs)
+        for ids in (plan.admitted, plan.resumed, plan.preempted, gone):
+            _add_ids(values, ids)
+        for items in (rows, got, ends):
+            _add_items(values, items)
+        self._body = _encode(values)
+        return closed
+
+    def _goes_on(self, plan: StepPlan) -> bool:
+        """Whether each row is the next token after a row of a plain step before, which had no others."""
+        before = self._before
+        count = len(plan.seq_ids)
+        return (
+            self._before_plain
+            and before is not None
+            and plan.lengths.count(1) == plan.samples.count(True) == count
+            and plan.seq_ids == before.seq_ids
+            and plan.starts == tuple([start + 1 for start in before.starts])
+        )
+
+    def _changes(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Who had a row in the step before and has none now; which rows do not continue plainly."""
+        before = self._before
+        if before is None:
+            return [], [_row(index, plan, ()) for index in range(len(plan.seq_ids))]
+        if self._goes_on(plan):
+            tables = enumerate(zip(plan.tables, before.tables, strict=True))
+            return [], [_row(index, plan, old) for index, (new, old) in tables if new is not old and new != old]
+        place_of = dict(zip(before.seq_ids, range(len(before.seq_ids)), strict=True))
+        places = [place_of.get(seq_id, -1) for seq_id in plan.seq_ids]
+        left = self._before_ended.union(plan.seq_ids)
+        gone = [seq_id for seq_id in before.seq_ids if seq_id not in left]
+        ends = list(map(add, before.starts, before.lengths))
+        rows = []
+        last = -1
+        columns = zip(places, plan.starts, plan.lengths, plan.samples, plan.tables, strict=True)
+        for index, (place, start, length, samples, table) in enumerate(columns):
+            if (
+                place > last
+                and length == 1
+                and samples
+                and start == ends[place]
+                and before.samples[place]
+                and table == before.tables[place]
+            ):
+                last = place
+            else:
+                last = max(last, place)
+                rows.append(_row(index, plan, before.tables[place] if place >= 0 else ()))
+        return gone, rows
+
+
+def _row(index: int, plan: StepPlan, known: tuple[int, ...]) -> tuple[int, ...]:
+    table = plan.tables[index]
+    kept = len(known)
+    if table[:kept] != known:
+        kept = next(at for at, (old, new) in enumerate(zip(known, (*table, -1), strict=False)) if old != new)
+    new = table[kept:]
+    length_and_samples = 2 * plan.lengths[index] + plan.samples[index]
+    return (index, plan.seq_ids[index], plan.starts[index], length_and_samples, kept, len(new), *new)
+
+
+def _is_plain(plan: StepPlan, events: StepEvents) -> bool:
+    count = len(plan.seq_ids)
+    moves = plan.evicted or plan.swap_out or plan.swap_in or plan.copies
+    changes = plan.admitted or plan.resumed or plan.preempted or events.finished
+    return (
+        not moves
+        and not changes
+        and plan.lengths.count(1) == plan.samples.count(True) == events.num_tokens.count(1) == count
+    )
+
+
+def _add_ids(values: list[int], ids: Sequence[int]) -> None:
+    values.append(len(ids))
+    values.extend(ids)
+
+
+def _add_items(values: list[int], items: Sequence[tuple[int, ...]]) -> None:
+    values.append(len(items))
+    for item in items:
+        values.extend(item)
+
+
+def _hash(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _encode(values: Iterable[int]) -> bytes:
+    """Concatenated LEB128 numbers."""
+    out = bytearray()
+    for value in values:
+        while value > 127:
+            out.append(value & 127 | 128)
+            value >>= 7
+        out.append(value)
+    return bytes(out)
