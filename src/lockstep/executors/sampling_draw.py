@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from lockstep.executors.sampling_darts import EXP_MARGIN, Darts, Support, Weights, weigh
+from lockstep.executors.sampling_darts import EXP_MARGIN, Darts, Support, Weights, weigh, weigh_lightly
 from lockstep.executors.sampling_nucleus import draw_from_nucleus
 from lockstep.executors.sampling_params import ResolvedSampling
 from lockstep.executors.sampling_random import TokenRandom
@@ -31,8 +31,10 @@ from lockstep.executors.sampling_rows import (
 
 MAX_SORTED = 256
 """The largest top-k, and the largest number of columns, for which candidates are sorted."""
-_NUCLEUS_COLUMNS = 64
+_NUCLEUS_COLUMNS = 32
 """Where a nucleus is looked for first."""
+_HOPELESS = 0.5
+"""What may lie outside of them, relative to what surely lies inside, for the look to be worth its time."""
 
 
 def draw(row: Floats, sampling: ResolvedSampling, random: TokenRandom | None) -> int | None:
@@ -115,12 +117,17 @@ def _nucleus(cols: Columns, sampling: ResolvedSampling) -> tuple[Weights, Ids] |
     are known to lie between two totals. If both put the end at the same token, that is where it is.
     """
     bound = bound_of_greatest(cols, min(_NUCLEUS_COLUMNS, len(cols.maxima)))
+    weights = weigh_lightly(cols.maxima, cols.peak, sampling.temperature)
+    inner = cols.maxima >= bound
+    heads = float(np.add.reduce(weights, dtype=np.float64, where=inner))
+    outside = float(np.add.reduce(weights, dtype=np.float64)) - heads
+    if outside * cols.height > _HOPELESS * heads:
+        return None
     values, ids, block = top_block(cols, bound)
-    outside = float(np.sum(weigh(cols.maxima[cols.maxima < bound], cols.peak, sampling.temperature)))
-    inside = float(np.sum(weigh(block, cols.peak, sampling.temperature)))
+    inside = float(np.add.reduce(weigh_lightly(block, cols.peak, sampling.temperature), dtype=np.float64))
     masses = np.cumsum(weigh(values, cols.peak, sampling.temperature))
-    least = (inside + outside) * (1.0 - EXP_MARGIN)
-    most = (inside + outside * cols.height) * (1.0 + EXP_MARGIN)
+    least = (inside + outside) * (1.0 - 2.0 * EXP_MARGIN)
+    most = (inside + outside * cols.height) * (1.0 + 2.0 * EXP_MARGIN)
     last = int(masses.searchsorted(sampling.top_p * least))
     if last == len(masses) or masses[last] < sampling.top_p * most:
         return None

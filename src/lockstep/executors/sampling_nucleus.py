@@ -1,7 +1,7 @@
 """A draw from a nucleus (top-p) too wide to sort: draw from all tokens until one is in the nucleus.
 
-That a token is in it needs no sorting either: the tokens before it in rank must weigh less than top_p of all. Both sums
-are taken in float32 first; where its error could matter, in float64.
+That a token is in it needs no sorting either: the tokens before it in rank must weigh less than top_p of all. Weights
+and sums are taken in float32 first; where its error could matter, in float64.
 """
 
 from __future__ import annotations
@@ -11,16 +11,44 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.executors.sampling_darts import EXP_MARGIN, Darts, Support, weigh
+from lockstep.executors.sampling_darts import EXP_MARGIN, Support, weigh, weigh_lightly
 from lockstep.executors.sampling_params import ResolvedSampling
 from lockstep.executors.sampling_random import TokenRandom
 from lockstep.executors.sampling_rows import Columns, Floats
 
 _SUMMANDS = 64
 """Terms that are added up in float32 before float64 takes over; EXP_MARGIN counts on it."""
+_SMALL_TOP_P = 0.5
+"""Below it what is surely outside of the nucleus is taken out before drawing, else 1 / top_p draws were needed."""
+_MAX_DRAWS = 4_096
+"""At least one draw in 1 / _SMALL_TOP_P is in the nucleus, or about one in _SUMMANDS: so many never fail."""
 
 Rank = tuple[float, int]
 """(-logit, id): ascending is most likely first."""
+
+
+class _Shares:
+    """Sums of light weights, and draws in proportion to them."""
+
+    __slots__ = ("_masses", "_rest", "_weights", "_width", "total")
+
+    def __init__(self, weights: Floats) -> None:
+        self._weights = weights
+        self._width = len(weights) // _SUMMANDS
+        self._rest = weights[_SUMMANDS * self._width :]
+        self._masses = np.cumsum(np.concatenate((self._grid.sum(axis=0), self._rest)), dtype=np.float64)
+        self.total = float(self._masses[-1])
+
+    @property
+    def _grid(self) -> Floats:
+        return self._weights[: _SUMMANDS * self._width].reshape(_SUMMANDS, self._width)
+
+    def draw(self, random: TokenRandom) -> int:
+        column = int(self._masses.searchsorted(random.uniform() * self.total, side="right"))
+        if column >= self._width:
+            return column + (_SUMMANDS - 1) * self._width
+        masses = np.cumsum(self._grid[:, column], dtype=np.float64)
+        return int(masses.searchsorted(random.uniform() * masses[-1], side="right")) * self._width + column
 
 
 @dataclass(slots=True)
@@ -29,70 +57,75 @@ class _Nucleus:
 
     row: Floats
     peak: float
-    temperature: float
-    top_p: float
-    support: Support
+    sampling: ResolvedSampling
     weights: Floats
-    """[V], 0 outside the support."""
+    """[V] light weights, 0 for tokens that do not count."""
     total: float
     in_until: Rank = (-np.inf, -1)
     """Ranks up to it are in."""
     out_from: Rank = (np.inf, 0)
     """Ranks from it are out."""
 
-    def holds(self, value: float, token: int) -> bool:
-        rank = (-value, token)
+    def holds(self, token: int) -> bool:
+        rank = (-float(self.row[token]), token)
         if rank <= self.in_until:
             return True
         if rank >= self.out_from:
             return False
-        inside = self._is_before_end(value, token)
+        inside = self._is_before_end(token)
         if inside:
             self.in_until = rank
         else:
             self.out_from = rank
         return inside
 
-    def _is_before_end(self, value: float, token: int) -> bool:
-        num_ties = int(np.count_nonzero(self.row[:token] == np.float32(value)))
-        above = self.row > np.float32(value)
-        before = _sum(self.weights * above) + num_ties * float(self.weights[token])
-        end = self.top_p * self.total
-        if abs(before - end) > 2.0 * EXP_MARGIN * end + EXP_MARGIN * before:
+    def _is_before_end(self, token: int) -> bool:
+        value = self.row[token]
+        num_ties = int(np.count_nonzero(self.row[:token] == value))
+        before, slack = self._weight_above(token)
+        before += num_ties * float(self.weights[token])
+        end = self.sampling.top_p * self.total
+        if abs(before - end) > slack + EXP_MARGIN * (before + 2.0 * end):
             return before < end
-        exact = weigh(self.row, self.peak, self.temperature)
+        exact = weigh(self.row, self.peak, self.sampling.temperature)
         exact[self.weights == 0.0] = 0.0
-        weight = float(exact[token])
-        return float(np.sum(exact[above])) + num_ties * weight < self.top_p * float(np.sum(exact))
+        above = float(np.sum(exact[self.row > value]))
+        return above + num_ties * float(exact[token]) < self.sampling.top_p * float(np.sum(exact))
+
+    def _weight_above(self, token: int) -> tuple[float, float]:
+        """What weighs more than the token in all, and the error of that.
+
+        The sum of max(weight, w) less w for each that is no heavier: cheaper than picking the heavier ones. Equal light
+        weights of unequal logits are in the error: their number times a rounding.
+        """
+        own = self.weights[token]
+        total = _sum(np.maximum(self.weights, own))
+        num_lighter = len(self.row) - int(np.count_nonzero(self.row > self.row[token]))
+        return total - num_lighter * float(own), EXP_MARGIN * total
 
 
 def draw_from_nucleus(cols: Columns, sampling: ResolvedSampling, support: Support, random: TokenRandom) -> int:
     """A token of the nucleus of those in the support."""
     row = cols.row
-    weights = np.subtract(row, np.float32(cols.peak))
-    if sampling.temperature != 1.0:
-        weights *= np.float32(1.0 / sampling.temperature)
-    np.exp(weights, out=weights)
+    weights = weigh_lightly(row, cols.peak, sampling.temperature)
     if support.bound > -np.inf:
         weights *= row >= support.bound
         ties = np.flatnonzero(row == support.bound)
         weights[ties[ties > support.last_id]] = 0.0
-    total = _sum(weights)
-    nucleus = _Nucleus(row, cols.peak, sampling.temperature, sampling.top_p, support, weights, total)
-    bound = max(support.bound, _surely_out_below(cols, sampling, total))
-    for values, ids in Darts(cols, sampling.temperature, bound, random).hits():
-        inside = support.holds(values, ids)
-        for value, token in zip(values[inside].tolist(), ids[inside].tolist(), strict=True):
-            if value >= bound and nucleus.holds(value, token):
-                return int(token)
+    shares = _Shares(weights)
+    nucleus = _Nucleus(row, cols.peak, sampling, weights, shares.total)
+    if sampling.top_p < _SMALL_TOP_P:
+        bound = _surely_out_below(cols, sampling, shares.total)
+        shares = _Shares(weights * (row >= bound))
+    for _ in range(_MAX_DRAWS):
+        token = shares.draw(random)
+        if nucleus.holds(token):
+            return token
     return int(row.argmax())
 
 
 def _surely_out_below(cols: Columns, sampling: ResolvedSampling, total: float) -> np.float32:
-    """A logit below which nothing is in the nucleus, as the column maxima above it weigh enough; -inf: none is known.
-
-    Without it a small top_p on a flat distribution would need as many draws as 1 / top_p.
-    """
+    """A logit below which nothing is in the nucleus: the column maxima above weigh enough. -inf: none is known."""
     maxima = np.sort(cols.maxima)[::-1]
     masses = np.cumsum(weigh(maxima, cols.peak, sampling.temperature))
     needed = int(masses.searchsorted(sampling.top_p * total * (1.0 + 2.0 * EXP_MARGIN)))
