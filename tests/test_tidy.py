@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("release",),
     ("bench",),
     ("cli",),
+    ("__main__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -54,7 +55,9 @@ CONFINED = {
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
-SOURCES = sorted(path for folder in ("src", "tests", "tools", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for folder in ("src", "tests", "tools", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+)
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,1 +1,72 @@
-"""An LLM serving runtime that gives the same bytes alone or batched."""
+"""Lockstep: an LLM serving runtime that gives the same bytes alone or batched.
+
+    from lockstep import LLM, SamplingParams
+
+    with LLM("pocket://") as llm:
+        for output in llm.chat([{"role": "user", "content": "I was charged twice."}], SamplingParams(max_tokens=64)):
+            print(output.text)
+
+Names are imported when they are first used, so that importing the package stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lockstep.version import __version__
+
+if TYPE_CHECKING:
+    from lockstep.core.request import FinishReason
+    from lockstep.engine.engine import Engine
+    from lockstep.engine.llm import LLM, AsyncEngine
+    from lockstep.engine.loading import LoadOptions
+    from lockstep.engine.outputs import Completion, GenerationRequest, RequestOutput, TokenOutput
+    from lockstep.engine.sizing import EngineOptions
+    from lockstep.errors import LockstepError
+    from lockstep.executors.openvino.options import OpenVINOOptions
+    from lockstep.executors.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "Completion",
+    "Engine",
+    "EngineOptions",
+    "FinishReason",
+    "GenerationRequest",
+    "LoadOptions",
+    "LockstepError",
+    "OpenVINOOptions",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenOutput",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "lockstep.engine.llm",
+    "AsyncEngine": "lockstep.engine.llm",
+    "Completion": "lockstep.engine.outputs",
+    "Engine": "lockstep.engine.engine",
+    "EngineOptions": "lockstep.engine.sizing",
+    "FinishReason": "lockstep.core.request",
+    "GenerationRequest": "lockstep.engine.outputs",
+    "LoadOptions": "lockstep.engine.loading",
+    "LockstepError": "lockstep.errors",
+    "OpenVINOOptions": "lockstep.executors.openvino.options",
+    "RequestOutput": "lockstep.engine.outputs",
+    "SamplingParams": "lockstep.executors.sampling_params",
+    "TokenOutput": "lockstep.engine.outputs",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

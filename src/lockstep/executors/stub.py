@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from urllib.parse import parse_qsl, urlsplit
 
+import msgspec
 import numpy as np
 
 from lockstep.artifacts.model import TokenizerParts
@@ -62,17 +63,15 @@ class StubOptions:
         """Read a ``stub://`` source; UsageError names an unknown option or a value of the wrong type."""
         parts = urlsplit(source)
         values: dict[str, object] = {"name": parts.netloc or "stub"}
-        known = {f.name: f.default for f in fields(cls) if f.name != "name"}
+        known = [f.name for f in fields(cls) if f.name != "name"]
         for key, text in parse_qsl(parts.query):
             if key not in known:
                 raise UsageError(f"{source}: unknown stub option {key!r}; known: {', '.join(known)}")
-            default = known[key]
-            try:
-                values[key] = tuple(text.split(",")) if isinstance(default, tuple) else type(default)(text)
-            except ValueError:
-                kind = type(default).__name__
-                raise UsageError(f"{source}: stub option {key} must be a {kind}, not {text!r}") from None
-        return cls(**values)  # type: ignore[arg-type]  # each value was converted to its field's type above
+            values[key] = text.split(",") if key == "ids" else text
+        try:
+            return msgspec.convert(values, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{source}: {error}") from None
 
 
 def stub_tokenizer_parts() -> TokenizerParts:

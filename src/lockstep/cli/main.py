@@ -1,0 +1,79 @@
+"""`lockstep`: the entry point. Whatever goes wrong becomes one line and exit code 2; `--debug` shows the traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.models import models_app
+from lockstep.cli.options import show_help_without_command
+from lockstep.cli.run import run
+from lockstep.errors import LockstepError
+from lockstep.version import __version__
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="lockstep",
+    help="Serves language models on one box; the same bytes alone or batched.",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(run)
+app.add_typer(models_app, name="models")
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"lockstep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serves language models on one box; the same bytes alone or batched."""
+    show_help_without_command(context)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    sys.exit(invoke(sys.argv[1:]))
+
+
+def invoke(argv: list[str]) -> int:
+    """Run one command; returns its exit code and never raises what a user could have caused."""
+    try:
+        code = app(args=argv, prog_name="lockstep", standalone_mode=False)
+        sys.stdout.flush()
+    except typer.TyperException as error:
+        return _fail(f"{error.format_message()} (see --help)", argv)
+    except LockstepError as error:
+        return _fail(str(error), argv)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away: nothing to report, and nobody to report it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # a defect of ours; still one line, and the way to see more
+        return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", argv)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, argv: list[str]) -> int:
+    if "--debug" in argv:
+        traceback.print_exc()
+    line = " ".join(message.split())
+    print(f"lockstep: error: {line}", file=sys.stderr)
+    return EXIT_ERROR

@@ -1,0 +1,56 @@
+"""Command-line options that several verbs share, and what they mean as values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.sizing import EngineOptions
+from lockstep.executors.openvino.options import OpenVINOOptions
+
+Model = Annotated[str, typer.Argument(help="A .gguf file, a Hugging Face directory, pocket:// or stub://NAME.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Prompt + output in tokens; by default what the model declares.")]
+KvBytes = Annotated[int | None, typer.Option(help="Size of the KV pool in bytes.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of a forward pass; by default the cores of the cgroup.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or gpu.")]
+KvDtype = Annotated[str, typer.Option(help="f16, f32, or u8 (half the memory, but bytes then depend on the batch).")]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(envvar="LOCKSTEP_CACHE_DIR", help="Where built graphs are kept.", show_default="the user's cache"),
+]
+Probe = Annotated[bool, typer.Option(help="Check at load that batching does not change a bit.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def load_options(
+    *,
+    max_model_len: int | None,
+    kv_cache_memory_bytes: int | None,
+    threads: int | None,
+    device: str,
+    kv_cache_dtype: str,
+    cache_dir: Path | None,
+    probe: bool,
+    max_num_seqs: int,
+) -> LoadOptions:
+    """The flags as the values that loading takes."""
+    return LoadOptions(
+        engine=EngineOptions(
+            max_model_len=max_model_len,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            scheduler={"max_num_seqs": max_num_seqs},
+        ),
+        openvino=OpenVINOOptions(device=device, threads=threads, kv_cache_precision=kv_cache_dtype),
+        cache_dir=cache_dir,
+        probe=probe,
+    )
+
+
+def show_help_without_command(context: typer.Context) -> None:
+    """A group that is called without a command prints its help."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

@@ -1,0 +1,306 @@
+"""The step loop of one replica: inbox, schedule, execute, sample, commit, publish.
+
+One thread owns all state: whoever calls ``step``. Other threads reach it through the bounded inbox only. The engine
+knows no recorder and no HTTP; it takes an observer and hands outputs to sinks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import FinishReason
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.sequence import FinishedSequence
+from lockstep.core.step import StepEvents, StepPlan, StepResult
+from lockstep.engine.clock import Clock, SystemClock
+from lockstep.engine.detokenizer import Detokenizer
+from lockstep.engine.generation import Generation, LiveRequest, Sink
+from lockstep.engine.intake import prepare
+from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, snapshot
+from lockstep.engine.model import LoadedModel
+from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.publish import Publisher
+from lockstep.engine.stream import LoopMailboxes, OutputStream, collect, stream
+from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
+from lockstep.executors.sampling import SamplerState
+
+log = logging.getLogger(__name__)
+
+Observer = Callable[[StepPlan, StepResult, StepEvents], None]
+MAX_INBOX = 65_536
+"""Commands that may wait for the next step."""
+
+
+class _Abort(NamedTuple):
+    request_id: int
+
+
+class Engine:
+    """Serves one loaded model.
+
+    Args:
+        model: what loading produced; the engine does not close it.
+        config: limits and policy of the scheduler; ``lockstep.engine.sizing`` makes one from the geometry.
+        clock: where durations and deadlines come from.
+        observer: called after each commit with the plan, its result and its events.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: SchedulerConfig,
+        *,
+        clock: Clock | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self._clock = clock or SystemClock()
+        self._observer = observer
+        self._metrics = EngineMetrics()
+        self._fingerprint = Fingerprint()
+        self._publisher = Publisher(model, self._metrics)
+        self._inbox: deque[LiveRequest | _Abort] = deque()
+        self._wake = threading.Event()
+        self._ids = itertools.count()
+        self._open: dict[int, LiveRequest] = {}
+        self._results: OrderedDict[int, RequestOutput] = OrderedDict()
+        self._deadlines: list[tuple[float, int]] = []
+        self._mailboxes = LoopMailboxes()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, callback: Sink | None = None) -> int:
+        """Queue a request; returns its id at once.
+
+        Without a callback the whole answer is kept for ``result``; with one, every ``TokenOutput`` is handed to it on
+        the engine's thread, and nothing is kept.
+
+        Raises:
+            InvalidParameterError, PromptTooLongError: the request can never be served as it is.
+            QueueFullError: too many requests wait.
+        """
+        prepared = prepare(self.model, self.config, request)
+        if len(self._inbox) >= MAX_INBOX:
+            raise QueueFullError(f"{MAX_INBOX} commands already wait for the next step; try again later")
+        live = LiveRequest(next(self._ids), prepared, self._clock.now_s(), callback)
+        self._open[live.request_id] = live
+        self._inbox.append(live)
+        self._wake.set()
+        return live.request_id
+
+    async def submit_async(self, request: GenerationRequest) -> RequestOutput:
+        """The whole answer; leaving the await aborts the request."""
+        return await collect(self, self._mailboxes, request)
+
+    def stream(self, request: GenerationRequest) -> OutputStream:
+        """``async for`` over what each step brings; leaving the loop aborts the request."""
+        return stream(self, self._mailboxes, request)
+
+    def abort(self, request_id: int) -> None:
+        """End a request before its next step; an unknown or ended one is left alone."""
+        if request_id in self._open:
+            self._inbox.append(_Abort(request_id))
+            self._wake.set()
+
+    def is_complete(self, request_id: int) -> bool:
+        return request_id not in self._open
+
+    def result(self, request_id: int) -> RequestOutput | None:
+        """The answer to a request that was submitted without a callback, once; None while it runs or when read."""
+        return self._results.pop(request_id, None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something is submitted, a deadline is due or the time is up."""
+        if self._deadlines:
+            timeout_s = min(timeout_s, max(0.0, self._deadlines[0][0] - self._clock.now_s()))
+        self._wake.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End a ``wait`` early."""
+        self._wake.set()
+
+    def metrics(self) -> MetricsSnapshot:
+        """A consistent enough copy of all counters; may be called from any thread."""
+        return snapshot(self._metrics, self.scheduler.stats(), len(self._inbox))
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over every decision so far; equal for equal runs."""
+        return self._fingerprint.hexdigest()
+
+    # -- the engine's thread --------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._inbox) or self.scheduler.has_unfinished
+
+    def run(self) -> None:
+        """Step until nothing is left to do."""
+        while self.has_work:
+            self.step()
+
+    def abort_all(self) -> None:
+        """End every request, waiting or running: the engine is about to stop."""
+        self._drain()
+        for request_id in list(self._open):
+            self._abort_now(request_id)
+        self._mailboxes.dispatch(on_lost=self._abort_now)
+
+    def abandon(self, error: LockstepError) -> None:
+        """The loop itself broke: tell every caller, without a word to a scheduler that cannot be trusted any more."""
+        now_s = self._clock.now_s()
+        for live in list(self._open.values()):
+            live.error = error
+            for generation in live.generations:
+                if generation.finish_reason is None:
+                    self._close(generation, FinishReason.ERROR, now_s)
+                    self._publisher.deliver((generation,), now_s)
+            if not live.generations:
+                self._refuse(live, error)
+        self._mailboxes.dispatch(on_lost=lambda request_id: None)
+
+    def step(self) -> bool:
+        """Drain the inbox, then plan, execute and publish one step; False when there was nothing to do."""
+        self._wake.clear()
+        self._drain()
+        plan = self.scheduler.schedule()
+        if plan.has_work:
+            self._run_plan(plan)
+        else:
+            assert not self.scheduler.has_unfinished, "sequences wait, but the plan is empty: nothing would ever change"
+        self._mailboxes.dispatch(on_lost=self._abort_now)
+        return plan.has_work
+
+    def _run_plan(self, plan: StepPlan) -> None:
+        try:
+            samples = self._publisher.compute(plan, self._clock.now_s())
+        except Exception as error:  # whatever a step raises ends its requests with the reason, never the engine
+            log.exception("step %d failed", plan.step)
+            self._fail_step(plan, error)
+            return
+        now_s = self._clock.now_s()
+        result, touched = self._publisher.accept(plan, samples, now_s)
+        events = self.scheduler.commit(plan, result)
+        self._fingerprint.observe(plan, events)
+        if self._observer is not None:
+            self._observer(plan, result, events)
+        self._account(self.scheduler.drain_finished())
+        for finish in events.finished:
+            self._close(self._publisher.generations[finish.seq_id], finish.reason, now_s)
+        lost = self._publisher.deliver(touched, now_s)
+        for finish in events.finished:
+            self._publisher.retire(finish.seq_id)
+        for request_id in lost:
+            self._abort_now(request_id)
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        self._metrics.num_failed_steps += 1
+        generations = self._publisher.generations
+        failed = dict.fromkeys(generations[seq_id].live.request_id for seq_id in plan.seq_ids)
+        self.scheduler.fail(plan)
+        self._fingerprint.observe_failure(plan)
+        reason = (
+            error if isinstance(error, LockstepError) else RequestFailedError(f"step {plan.step} failed: {error!r}")
+        )
+        for request_id in failed:
+            self._end(request_id, FinishReason.ERROR, reason)
+
+    def _drain(self) -> None:
+        """Take what was submitted, in order, then what is due. Once per step, and never more than was there."""
+        for _ in range(len(self._inbox)):
+            command = self._inbox.popleft()
+            if isinstance(command, _Abort):
+                self._end(command.request_id, FinishReason.ABORT)
+            else:
+                self._add(command)
+        while self._deadlines and self._deadlines[0][0] <= self._clock.now_s():
+            self._end(heapq.heappop(self._deadlines)[1], FinishReason.DEADLINE)
+
+    def _add(self, live: LiveRequest) -> None:
+        """Hand the request's sequences to the scheduler; what it refuses ends with its reason."""
+        prepared, model = live.prepared, self.model
+        first: int | None = None
+        for index in range(live.num_open):
+            try:
+                seq_id = self.scheduler.add(replace(prepared.core_request, sibling_of=first))
+            except LockstepError as error:
+                self._refuse(live, error)
+                return
+            first = seq_id if first is None else first
+            sampler = SamplerState(prepared.sampling, prepared.seed + index, prepared.prompt_ids, model.vocab_size)
+            generation = Generation(
+                live, index, seq_id, sampler, Detokenizer(model.tokenizer, after=prepared.prompt_ids[-1])
+            )
+            live.generations.append(generation)
+            self._publisher.open(generation)
+        deadline_s = prepared.request.deadline_s
+        if deadline_s is not None:
+            heapq.heappush(self._deadlines, (live.arrival_s + deadline_s, live.request_id))
+
+    def _refuse(self, live: LiveRequest, error: LockstepError) -> None:
+        """End a request that the scheduler would not take; siblings that it did take go too."""
+        if live.generations:
+            live.num_open = len(live.generations)
+            self._end(live.request_id, FinishReason.ERROR, error)
+            return
+        live.error, live.num_open = error, 0
+        now_s = self._clock.now_s()
+        self._metrics.count_finished(FinishReason.ERROR)
+        self._finish(live, now_s)
+        if live.sink is not None:
+            live.sink(
+                TokenOutput(live.request_id, 0, (), "", FinishReason.ERROR, error=error, request=live.output(now_s))
+            )
+
+    def _end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
+        """End what is still open of a request, outside a step."""
+        live = self._open.get(request_id)
+        if live is None:
+            return
+        live.error = error or live.error
+        now_s = self._clock.now_s()
+        for generation in live.generations:
+            if generation.finish_reason is None:
+                self.scheduler.abort(generation.seq_id, reason)
+                self._account(self.scheduler.drain_finished())
+                self._close(generation, reason, now_s)
+                self._publisher.deliver((generation,), now_s)
+                self._publisher.retire(generation.seq_id)
+
+    def _abort_now(self, request_id: int) -> None:
+        self._end(request_id, FinishReason.ABORT)
+
+    def _account(self, finished: tuple[FinishedSequence, ...]) -> None:
+        """Take over what the scheduler counted for sequences that ended."""
+        for sequence in finished:
+            live = self._publisher.generations[sequence.seq_id].live
+            live.num_preemptions += sequence.num_preemptions
+            if sequence.seq_id == live.generations[0].seq_id:
+                live.num_cached_tokens = sequence.num_cached_tokens
+
+    def _close(self, generation: Generation, reason: FinishReason, now_s: float) -> None:
+        """Account for a sequence that ended, and for its request with the last of them."""
+        generation.end(reason)
+        live = generation.live
+        live.num_open -= 1
+        self._metrics.observe_finished(generation.span(), generation.finish_reason or reason, now_s)
+        if live.num_open == 0:
+            self._finish(live, now_s)
+
+    def _finish(self, live: LiveRequest, now_s: float) -> None:
+        self._open.pop(live.request_id, None)
+        if live.sink is None:
+            self._results[live.request_id] = live.output(now_s)
+            while len(self._results) > self.config.max_finished:
+                self._results.popitem(last=False)

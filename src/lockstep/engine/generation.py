@@ -1,0 +1,197 @@
+"""The live side of a request: its tokens, its text so far and the rule that ends it. Engine thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.core.request import FinishReason
+from lockstep.engine.detokenizer import Detokenizer
+from lockstep.engine.intake import Prepared
+from lockstep.engine.metrics import SequenceSpan
+from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
+from lockstep.engine.stops import StopStrings
+from lockstep.errors import LockstepError
+from lockstep.executors.sampling import SamplerState, TokenLogprobs
+
+Sink = Callable[[TokenOutput], None]
+
+
+class Generation:
+    """One sequence of a request: what the executor is fed and what the caller has been told."""
+
+    __slots__ = (
+        "delta_ids",
+        "delta_logprobs",
+        "delta_text",
+        "detokenizer",
+        "ends",
+        "finish_reason",
+        "first_token_s",
+        "index",
+        "last_token_s",
+        "live",
+        "logprobs",
+        "min_len",
+        "prompt_len",
+        "sampler",
+        "seq_id",
+        "stop_reason",
+        "stops",
+        "suppressed",
+        "texts",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        index: int,
+        seq_id: int,
+        sampler: SamplerState,
+        detokenizer: Detokenizer,
+    ) -> None:
+        prepared = live.prepared
+        params = prepared.request.params
+        self.live = live
+        self.index = index
+        self.seq_id = seq_id
+        self.tokens = list(prepared.prompt_ids)
+        self.prompt_len = len(self.tokens)
+        self.min_len = self.prompt_len + params.min_tokens
+        self.sampler = sampler
+        self.detokenizer = detokenizer
+        self.stops = StopStrings(params.stop) if params.stop else None
+        self.ends = frozenset(prepared.end_ids)
+        self.suppressed = prepared.end_ids
+        self.texts: list[str] = []
+        self.logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
+        self.delta_ids: tuple[int, ...] = ()
+        self.delta_text = ""
+        self.delta_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take a sampled token; sets ``finish_reason`` where the token ends the sequence."""
+        self.tokens.append(token_id)
+        self.sampler.append(token_id)
+        self.delta_ids = (token_id,)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.delta_logprobs = (logprobs,)
+        if token_id in self.ends and len(self.tokens) > self.min_len:
+            self.stop_reason = token_id
+            self.end(FinishReason.STOP)
+            return
+        text = self.detokenizer.append(token_id)
+        if self.stops is not None and len(self.tokens) >= self.min_len:
+            text, hit = self.stops.append(text)
+            if hit is not None:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, hit
+        if text:
+            self.texts.append(text)
+        self.delta_text = text
+
+    def end(self, reason: FinishReason) -> None:
+        """Close it and release the text that was still held back; an ended one stays as it is."""
+        if self.finish_reason is not None:
+            return
+        self.finish_reason = reason
+        text = self.detokenizer.flush()
+        if self.stops is not None:
+            text, hit = self.stops.append(text)
+            if hit is None:
+                text += self.stops.flush()
+            else:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, hit
+        if text:
+            self.texts.append(text)
+            self.delta_text += text
+
+    def take_output(self, now_s: float) -> TokenOutput:
+        """What happened since the last call, as a value."""
+        live = self.live
+        ended = self.finish_reason is not None
+        output = TokenOutput(
+            live.request_id,
+            self.index,
+            self.delta_ids,
+            self.delta_text,
+            self.finish_reason,
+            self.stop_reason,
+            self.delta_logprobs,
+            live.error if ended else None,
+            live.output(now_s) if ended and live.num_open == 0 else None,
+        )
+        self.delta_ids, self.delta_text, self.delta_logprobs = (), "", None
+        return output
+
+    def span(self) -> SequenceSpan:
+        live = self.live
+        return SequenceSpan(
+            live.arrival_s,
+            live.first_scheduled_s,
+            self.first_token_s,
+            self.last_token_s,
+            self.prompt_len,
+            len(self.tokens) - self.prompt_len,
+        )
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None, "a completion is read after its end"
+        return Completion(
+            self.index,
+            "".join(self.texts),
+            tuple(self.tokens[self.prompt_len :]),
+            self.finish_reason,
+            self.stop_reason,
+            None if self.logprobs is None else tuple(self.logprobs),
+        )
+
+
+class LiveRequest:
+    """A request between submission and its last token."""
+
+    __slots__ = (
+        "arrival_s",
+        "error",
+        "first_scheduled_s",
+        "first_token_s",
+        "generations",
+        "num_cached_tokens",
+        "num_open",
+        "num_preemptions",
+        "prepared",
+        "request_id",
+        "sink",
+    )
+
+    def __init__(self, request_id: int, prepared: Prepared, arrival_s: float, sink: Sink | None) -> None:
+        self.request_id = request_id
+        self.prepared = prepared
+        self.arrival_s = arrival_s
+        self.sink = sink
+        self.generations: list[Generation] = []
+        self.num_open = prepared.request.params.n
+        self.first_scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.error: LockstepError | None = None
+
+    def output(self, now_s: float) -> RequestOutput:
+        """The whole answer, once every sequence has ended."""
+        arrival = self.arrival_s
+        scheduled = now_s if self.first_scheduled_s is None else self.first_scheduled_s
+        ttft = None if self.first_token_s is None else self.first_token_s - arrival
+        return RequestOutput(
+            self.request_id,
+            self.prepared.prompt_ids,
+            tuple(generation.completion() for generation in self.generations),
+            self.num_cached_tokens,
+            self.num_preemptions,
+            Timings(scheduled - arrival, ttft, now_s - arrival),
+            self.error,
+        )

@@ -1,0 +1,78 @@
+"""What the caller's thread does for a request before the engine sees it: checking, tokenising, hashing."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from lockstep.core.policy import SchedulerConfig, output_limit
+from lockstep.core.prefix import block_hashes
+from lockstep.core.request import Request
+from lockstep.engine.model import LoadedModel
+from lockstep.engine.outputs import GenerationRequest
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.sampling_params import ResolvedSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can be served, in the terms of the engine."""
+
+    request: GenerationRequest
+    prompt_ids: tuple[int, ...]
+    core_request: Request
+    max_output_tokens: int
+    end_ids: tuple[int, ...]
+    """Tokens that end a sequence, in a fixed order."""
+    sampling: ResolvedSampling
+    seed: int
+    """Of the first sequence; sibling ``i`` draws with ``seed + i``."""
+
+
+def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequest) -> Prepared:
+    """Check everything that can be known without the engine's state.
+
+    Raises:
+        InvalidParameterError: a parameter, or a token of the prompt, is out of range.
+        PromptTooLongError: the prompt can never fit the context or the KV pool.
+    """
+    params = request.params
+    params.validate(model.vocab_size)
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise InvalidParameterError(f"deadline_s is {request.deadline_s}; it must be positive", param="deadline_s")
+    prompt = request.prompt
+    prompt_ids = tuple(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    _check_ids(prompt_ids, model.vocab_size)
+    hashes: tuple[bytes, ...] = ()
+    if config.enable_prefix_caching:
+        hashes = block_hashes(model.namespace(request.cache_salt), prompt_ids, config.block_size)
+    core_request = Request(
+        len(prompt_ids),
+        params.max_tokens,
+        hashes,
+        request.priority,
+        request.tenant,
+        allows_forced=params.logprobs is None,
+    )
+    end_ids = () if params.ignore_eos else model.tokenizer.end_token_ids
+    return Prepared(
+        request=request,
+        prompt_ids=prompt_ids,
+        core_request=core_request,
+        max_output_tokens=output_limit(config, core_request),
+        end_ids=tuple(dict.fromkeys((*end_ids, *params.stop_token_ids))),
+        sampling=params.resolve(model.sampling_defaults),
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+    )
+
+
+def _check_ids(prompt_ids: tuple[int, ...], vocab_size: int) -> None:
+    if not prompt_ids:
+        raise InvalidParameterError("the prompt is empty; at least one token is needed", param="prompt")
+    for token in (min(prompt_ids), max(prompt_ids)):
+        if not 0 <= token < vocab_size:
+            raise InvalidParameterError(
+                f"prompt token {token} at position {prompt_ids.index(token)} is not in the vocabulary "
+                f"(0..{vocab_size - 1})",
+                param="prompt",
+            )

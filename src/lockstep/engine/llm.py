@@ -1,0 +1,213 @@
+"""The Python API: `LLM` for scripts, `AsyncEngine` for asyncio programs. Both own a loaded model and its engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.engine.engine import Engine, Observer
+from lockstep.engine.generation import Sink
+from lockstep.engine.loading import LoadOptions, Progress, load_model
+from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.stream import OutputStream
+from lockstep.errors import ConfigError, RequestFailedError, UsageError
+from lockstep.executors.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+_IDLE_WAIT_S = 1.0
+
+
+class LLM:
+    """A model that answers in the caller's thread. Several prompts share one continuous batch.
+
+    Args:
+        model: a path, ``pocket://`` or ``stub://NAME``.
+        options: how to load it and within what limits.
+        progress: told about the stages of loading.
+        observer: called after each step with its plan, result and events.
+
+    Raises:
+        LockstepError: the model cannot be loaded; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: LoadOptions | None = None,
+        *,
+        progress: Progress | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.model, config = load_model(model, options or LoadOptions(), progress)
+        self.engine = Engine(self.model, config, observer=observer)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several, each text or token ids; one output per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or parameter is refused; nothing runs then.
+            LockstepError: what ended a request that had been accepted.
+        """
+        batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        each = _one_per(params, len(batch))
+        return self._run([GenerationRequest(prompt, p) for prompt, p in zip(batch, each, strict=True)])  # type: ignore[arg-type]  # a list of prompts by the test above
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; the model's chat template renders them."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
+        tokenizer = self.model.tokenizer
+        prompts = [tokenizer.encode_chat(messages, template_kwargs=template_kwargs) for messages in conversations]
+        return self._run([GenerationRequest(prompt, params or SamplingParams()) for prompt in prompts])
+
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        ids: list[int] = []
+
+        def collect(output: TokenOutput) -> None:
+            if output.request is not None:
+                outputs[output.request_id] = output.request
+
+        try:
+            ids.extend(self.engine.submit(request, collect) for request in requests)
+            self.engine.run()
+        except BaseException:  # Ctrl-C or a refused prompt: what was queued must not run with the next call
+            for request_id in ids:
+                self.engine.abort(request_id)
+            self.engine.run()
+            raise
+        for request_id in ids:
+            error = outputs[request_id].error
+            if error is not None:
+                raise error
+        return [outputs[request_id] for request_id in ids]
+
+    def close(self) -> None:
+        """Free the model; using it afterwards is an error."""
+        self.model.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class AsyncEngine:
+    """A model that answers an asyncio program; a thread of its own runs the steps.
+
+    Loading blocks, so make it before the loop starts or in ``asyncio.to_thread``. Close it, or use it as a context
+    manager: requests that are still open then end with ``abort``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: LoadOptions | None = None,
+        *,
+        progress: Progress | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.model, config = load_model(model, options or LoadOptions(), progress)
+        self.engine = Engine(self.model, config, observer=observer)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name=f"lockstep-{self.model.name}", daemon=True)
+        self._thread.start()
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """The whole answer; cancelling the task aborts the request."""
+        return await self.engine.submit_async(self._request(prompt, params))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> OutputStream:
+        """``async for`` over the answer as it comes; leaving the loop aborts the request."""
+        return self.engine.stream(self._request(prompt, params))
+
+    async def chat(self, messages: Conversation, params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation."""
+        return await self.generate(self.model.tokenizer.encode_chat(messages), params)
+
+    def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> OutputStream:
+        """Answer a conversation as it comes."""
+        return self.stream(self.model.tokenizer.encode_chat(messages), params)
+
+    def submit(self, request: GenerationRequest, callback: Sink | None = None) -> int:
+        """Queue a request from any thread; see `Engine.submit`."""
+        return self.engine.submit(self._checked(request), callback)
+
+    def abort(self, request_id: int) -> None:
+        self.engine.abort(request_id)
+
+    def metrics(self) -> MetricsSnapshot:
+        return self.engine.metrics()
+
+    def close(self) -> None:
+        """End what is open, stop the thread, free the model. Calling it again does nothing."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self.engine.wake()
+        self._thread.join()
+        self.model.close()
+
+    def __enter__(self) -> AsyncEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        import asyncio
+
+        await asyncio.to_thread(self.close)
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None) -> GenerationRequest:
+        return self._checked(GenerationRequest(prompt, params or SamplingParams()))
+
+    def _checked(self, request: GenerationRequest) -> GenerationRequest:
+        if self._stopping.is_set():
+            raise UsageError("this engine is closed")
+        return request
+
+    def _loop(self) -> None:
+        engine = self.engine
+        try:
+            while not self._stopping.is_set():
+                if not engine.step():
+                    engine.wait(_IDLE_WAIT_S)
+            engine.abort_all()
+        except Exception as error:  # a defect of ours: nobody may wait for answers that cannot come
+            log.exception("the engine's thread broke")
+            self._stopping.set()
+            engine.abandon(RequestFailedError(f"the engine broke: {error!r}; load the model again"))
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _one_per(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ConfigError(f"{count} prompts, but {len(params)} parameters; give one for all or one for each")
+    return params

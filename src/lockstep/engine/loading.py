@@ -1,0 +1,121 @@
+"""From a source to a loaded model: tokenizer first (it fails early), then weights, pool and determinism probe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.artifacts.model import Artifact
+from lockstep.artifacts.source import open_artifact
+from lockstep.core.policy import SchedulerConfig
+from lockstep.engine.model import LoadedModel
+from lockstep.engine.sizing import EngineOptions, available_memory_bytes, plan_config
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.executors.base import Executor
+from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.stub import SCHEME as STUB_SCHEME
+from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
+
+if TYPE_CHECKING:
+    from lockstep.executors.probe import ProbeReport
+
+Progress = Callable[[str, float], None]
+"""Called with a stage's name and how much of it is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a model is loaded."""
+
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    openvino: OpenVINOOptions = field(default_factory=OpenVINOOptions)
+    cache_dir: Path | None = None
+    """Where fingerprints and built graphs are kept; the user's cache directory by default."""
+    probe: bool = True
+    """Whether to check at load that batching does not change a bit."""
+
+
+def load_model(
+    source: str, options: LoadOptions, progress: Progress | None = None
+) -> tuple[LoadedModel, SchedulerConfig]:
+    """Load a model and decide its scheduler's configuration.
+
+    Args:
+        source: a path, ``pocket://`` or ``stub://NAME``.
+
+    Raises:
+        ArtifactError: the artifact cannot be served.
+        ConfigError: the limits cannot work with it.
+        UsageError: an option names something that this machine does not have.
+    """
+    report = progress or (lambda stage, fraction: None)
+    if source.startswith(STUB_SCHEME):
+        return _load_stub(source, options)
+    report("open", 0.0)
+    cache_dir = options.cache_dir or default_cache_dir()
+    artifact = open_artifact(source, cache_dir=cache_dir)
+    tokenizer = Tokenizer(artifact.load_tokenizer())
+    executor = _open_executor(artifact, replace(options.openvino, cache_dir=cache_dir), report)
+    try:
+        config = plan_config(options.engine, executor.geometry, available_memory_bytes())
+        executor.allocate(config.num_blocks, config.num_host_blocks)
+        report("probe", 0.0)
+        probe = _probe(executor, config.num_blocks) if options.probe else None
+    except BaseException:
+        executor.close()
+        raise
+    report("ready", 1.0)
+    return _loaded(artifact.name, source, artifact.fingerprint, executor, tokenizer, artifact, config, probe), config
+
+
+def default_cache_dir() -> Path:
+    """Where this user's caches lie by the platform's convention."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("lockstep")
+
+
+def _open_executor(artifact: Artifact, options: OpenVINOOptions, report: Progress) -> Executor:
+    from lockstep.executors.openvino.executor import load_executor
+
+    return load_executor(artifact, options, report)
+
+
+def _probe(executor: Executor, num_blocks: int) -> ProbeReport:
+    from lockstep.executors.probe import quick_probe
+
+    return quick_probe(executor, num_blocks)
+
+
+def _load_stub(source: str, options: LoadOptions) -> tuple[LoadedModel, SchedulerConfig]:
+    stub = StubOptions.parse(source)
+    executor = StubExecutor(stub)
+    config = plan_config(options.engine, executor.geometry, available_memory_bytes())
+    executor.allocate(config.num_blocks, config.num_host_blocks)
+    tokenizer = Tokenizer(stub_tokenizer_parts())
+    return _loaded(stub.name, source, f"stub-{stub.name}", executor, tokenizer, None, config, None), config
+
+
+def _loaded(
+    name: str,
+    source: str,
+    fingerprint: str,
+    executor: Executor,
+    tokenizer: Tokenizer,
+    artifact: Artifact | None,
+    config: SchedulerConfig,
+    probe: ProbeReport | None,
+) -> LoadedModel:
+    return LoadedModel(
+        name=name,
+        source=source,
+        fingerprint=fingerprint,
+        executor=executor,
+        tokenizer=tokenizer,
+        sampling_defaults={} if artifact is None else artifact.sampling_defaults,
+        num_blocks=config.num_blocks,
+        num_host_blocks=config.num_host_blocks,
+        probe=probe,
+    )

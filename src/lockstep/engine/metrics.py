@@ -1,0 +1,156 @@
+"""What the engine counts. Names, units and buckets are vLLM's, so that existing boards and alerts apply."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.core.request import FinishReason
+from lockstep.core.stats import SchedulerStats
+
+_TTFT_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_ITL_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
+_REQUEST_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSnapshot:
+    """Counts per bucket (upper bounds inclusive, last bucket unbounded), number and sum of observations."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    count: int
+    sum: float
+
+
+class Histogram:
+    """A fixed-bucket histogram; one thread writes it."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._count = 0
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._count += 1
+        self._sum += value
+
+    def snapshot(self) -> HistogramSnapshot:
+        return HistogramSnapshot(self._bounds, tuple(self._counts), self._count, self._sum)
+
+
+HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
+    "time_to_first_token_seconds": _TTFT_S,
+    "inter_token_latency_seconds": _ITL_S,
+    "request_time_per_output_token_seconds": _ITL_S,
+    "e2e_request_latency_seconds": _REQUEST_S,
+    "request_queue_time_seconds": _REQUEST_S,
+    "request_prefill_time_seconds": _REQUEST_S,
+    "request_decode_time_seconds": _REQUEST_S,
+    "iteration_tokens_total": _STEP_TOKENS,
+    "request_prompt_tokens": _REQUEST_TOKENS,
+    "request_generation_tokens": _REQUEST_TOKENS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSnapshot:
+    """All metrics at one moment, a plain value that may cross threads and processes."""
+
+    gauges: Mapping[str, float]
+    counters: Mapping[str, int]
+    """``request_success`` is apart: see ``finished``."""
+    finished: Mapping[str, int]
+    """Finished requests by reason."""
+    histograms: Mapping[str, HistogramSnapshot]
+
+
+class SequenceSpan(NamedTuple):
+    """When a sequence reached what, on the engine's clock."""
+
+    arrival_s: float
+    scheduled_s: float | None
+    first_token_s: float | None
+    last_token_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class EngineMetrics:
+    """Counters and histograms that the engine thread writes at token steps, never at delivery."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished: dict[str, int] = {}
+        histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
+        self._histograms = histograms
+        self.observe_ttft_s = histograms["time_to_first_token_seconds"].observe
+        self.observe_itl_s = histograms["inter_token_latency_seconds"].observe
+        self.observe_step_tokens = histograms["iteration_tokens_total"].observe
+
+    def count_finished(self, reason: FinishReason) -> None:
+        self.finished[reason.value] = self.finished.get(reason.value, 0) + 1
+
+    def observe_finished(self, span: SequenceSpan, reason: FinishReason, now_s: float) -> None:
+        """A sequence ended: its durations, as far as it got."""
+        self.count_finished(reason)
+        histograms = self._histograms
+        histograms["e2e_request_latency_seconds"].observe(now_s - span.arrival_s)
+        histograms["request_prompt_tokens"].observe(span.num_prompt_tokens)
+        histograms["request_generation_tokens"].observe(span.num_output_tokens)
+        if span.scheduled_s is not None:
+            histograms["request_queue_time_seconds"].observe(span.scheduled_s - span.arrival_s)
+        if span.scheduled_s is not None and span.first_token_s is not None:
+            decode_s = span.last_token_s - span.first_token_s
+            histograms["request_prefill_time_seconds"].observe(span.first_token_s - span.scheduled_s)
+            histograms["request_decode_time_seconds"].observe(decode_s)
+            if span.num_output_tokens > 1:
+                histograms["request_time_per_output_token_seconds"].observe(decode_s / (span.num_output_tokens - 1))
+
+    def histograms(self) -> Mapping[str, HistogramSnapshot]:
+        return {name: histogram.snapshot() for name, histogram in self._histograms.items()}
+
+
+def snapshot(metrics: EngineMetrics, stats: SchedulerStats, num_inbox: int) -> MetricsSnapshot:
+    """Put the engine's and the scheduler's counts side by side, under vLLM's names.
+
+    Args:
+        num_inbox: submitted, not yet seen by the scheduler: they wait too.
+    """
+    return MetricsSnapshot(
+        gauges={
+            "num_requests_running": stats.num_running,
+            "num_requests_waiting": stats.num_queued + stats.num_preempted + num_inbox,
+            "kv_cache_usage_perc": stats.kv_usage,
+        },
+        counters={
+            "prompt_tokens": metrics.prompt_tokens,
+            "prompt_tokens_cached": stats.prefix_hits_tokens,
+            "generation_tokens": metrics.generation_tokens,
+            "num_preemptions": stats.num_preemptions,
+            "prefix_cache_queries": stats.prefix_queries_tokens,
+            "prefix_cache_hits": stats.prefix_hits_tokens,
+            "num_steps": metrics.num_steps,
+            "num_failed_steps": metrics.num_failed_steps,
+        },
+        finished=dict(metrics.finished),
+        histograms=metrics.histograms(),
+    )

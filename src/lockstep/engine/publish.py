@@ -1,0 +1,137 @@
+"""The two ends of a step: from a plan to sampled tokens, and from tokens to text, metrics and sinks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+
+from lockstep.core.request import FinishReason
+from lockstep.core.step import StepPlan, StepResult
+from lockstep.engine.generation import Generation
+from lockstep.engine.metrics import EngineMetrics
+from lockstep.engine.model import LoadedModel
+from lockstep.errors import NumericsError
+from lockstep.executors.base import SequenceObserver, StepBatch
+from lockstep.executors.sampling import SamplerState, Samples, sample
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Owns the live sequences of an engine. Engine thread only."""
+
+    def __init__(self, model: LoadedModel, metrics: EngineMetrics) -> None:
+        self._executor = model.executor
+        self._observer = model.executor if isinstance(model.executor, SequenceObserver) else None
+        self._name = model.name
+        self._metrics = metrics
+        self.generations: dict[int, Generation] = {}
+        self._step_prompt_tokens = 0
+
+    def open(self, generation: Generation) -> None:
+        self.generations[generation.seq_id] = generation
+        if self._observer is not None:
+            prepared = generation.live.prepared
+            self._observer.begin(generation.seq_id, prepared.prompt_ids, prepared.max_output_tokens)
+
+    def retire(self, seq_id: int) -> None:
+        del self.generations[seq_id]
+        if self._observer is not None:
+            self._observer.end(seq_id)
+
+    def batch(self, plan: StepPlan, now_s: float) -> StepBatch:
+        """The plan with its token ids."""
+        generations = self.generations
+        ids: list[int] = []
+        rows: list[int] = []
+        prompt_tokens = 0
+        for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
+            generation = generations[seq_id]
+            if length == 1:
+                ids.append(generation.tokens[start])
+            else:
+                ids.extend(generation.tokens[start : start + length])
+            if samples:
+                rows.append(len(ids) - 1)
+            if start < generation.prompt_len:
+                prompt_tokens += length
+            if generation.live.first_scheduled_s is None:
+                generation.live.first_scheduled_s = now_s
+        self._step_prompt_tokens = prompt_tokens
+        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64))
+
+    def compute(self, plan: StepPlan, now_s: float) -> Samples:
+        """Execute and sample; raises what the executor raises."""
+        logits = self._executor.execute(self.batch(plan, now_s))
+        states: list[SamplerState] = []
+        positions: list[int] = []
+        suppressed: list[tuple[int, ...]] = []
+        any_suppressed = False
+        for generation in self._sampling(plan):
+            known = len(generation.tokens)
+            states.append(generation.sampler)
+            positions.append(known)
+            early = known < generation.min_len
+            any_suppressed |= early
+            suppressed.append(generation.suppressed if early else ())
+        return sample(logits, states, positions, suppressed if any_suppressed else None)
+
+    def accept(self, plan: StepPlan, samples: Samples, now_s: float) -> tuple[StepResult, list[Generation]]:
+        """Append what was sampled; returns the result for the scheduler and the sequences that it touched."""
+        metrics = self._metrics
+        touched = self._sampling(plan)
+        finishes: list[FinishReason | None] = []
+        num_tokens = 0
+        for generation, token, logprobs, finite in zip(
+            touched, samples.token_ids, samples.logprobs, samples.finite, strict=True
+        ):
+            if not finite:
+                generation.live.error = NumericsError(
+                    f"model {self._name!r} produced NaN or infinity at position {len(generation.tokens)}; "
+                    "its weights or its precision are at fault"
+                )
+                generation.end(FinishReason.ERROR)
+                finishes.append(FinishReason.ERROR)
+                continue
+            generation.accept(token, logprobs)
+            finishes.append(generation.finish_reason)
+            if generation.first_token_s is None:
+                self._first_token(generation, now_s)
+            else:
+                metrics.observe_itl_s(now_s - generation.last_token_s)
+            generation.last_token_s = now_s
+            num_tokens += 1
+        metrics.num_steps += 1
+        metrics.generation_tokens += num_tokens
+        metrics.observe_step_tokens(num_tokens + self._step_prompt_tokens)
+        return StepResult((1,) * len(touched), tuple(finishes)), touched
+
+    def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
+        """Give every sink its output; returns the requests whose sink raised."""
+        lost: list[int] = []
+        for generation in touched:
+            sink = generation.live.sink
+            if sink is None:
+                continue
+            try:
+                sink(generation.take_output(now_s))
+            except Exception:  # a caller's fault ends the caller's request, never the engine
+                log.exception("the callback of request %d raised; the request is aborted", generation.live.request_id)
+                lost.append(generation.live.request_id)
+        return lost
+
+    def _sampling(self, plan: StepPlan) -> list[Generation]:
+        generations = self.generations
+        if all(plan.samples):
+            return [generations[seq_id] for seq_id in plan.seq_ids]
+        return [generations[seq_id] for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
+
+    def _first_token(self, generation: Generation, now_s: float) -> None:
+        live = generation.live
+        generation.first_token_s = now_s
+        self._metrics.prompt_tokens += generation.prompt_len
+        self._metrics.observe_ttft_s(now_s - live.arrival_s)
+        if live.first_token_s is None:
+            live.first_token_s = now_s

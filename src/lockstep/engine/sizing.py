@@ -1,0 +1,91 @@
+"""From what the user intends and what loading measured to the scheduler's configuration. Pure, but for one reading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.errors import ConfigError
+from lockstep.executors.base import Geometry
+
+KV_SHARE = 0.3
+"""Part of the memory available at load that the KV pool may take when nothing else is said."""
+HOST_SHARE = 0.5
+"""Host swap space in parts of the device pool when nothing else is said."""
+_DEFAULTS = {f.name: f.default for f in fields(SchedulerConfig)}
+_MEASURED = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a user may intend for one engine; None: decided at load."""
+
+    max_model_len: int | None = None
+    """Prompt + output in tokens; at most, and by default, what the model declares."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of the KV pool. By default what `max_num_seqs` full contexts need, within 30 % of the available memory."""
+    host_kv_memory_bytes: int | None = None
+    """Swap space for preempted sequences; half of the KV pool by default, 0 turns swapping into recomputing."""
+    num_blocks: int | None = None
+    """Overrides the number of blocks that follows from memory."""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """Any other field of SchedulerConfig, by name."""
+
+
+def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int) -> SchedulerConfig:
+    """Blocks from bytes, limits from the model, policy from the user.
+
+    Raises:
+        ConfigError: an unknown or impossible limit, or not even one sequence would fit.
+    """
+    _check_names(options.scheduler)
+    max_model_len = geometry.max_model_len if options.max_model_len is None else options.max_model_len
+    if not 2 <= max_model_len <= geometry.max_model_len:
+        raise ConfigError(f"max_model_len is {max_model_len}; the model allows 2 to {geometry.max_model_len}")
+    max_num_seqs = options.scheduler.get("max_num_seqs", _DEFAULTS["max_num_seqs"])
+    blocks_per_seq = -(-max_model_len // geometry.block_size)
+    wanted = blocks_per_seq * max_num_seqs
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        budget = options.kv_cache_memory_bytes
+        budget = int(available_bytes * KV_SHARE) if budget is None else budget
+        num_blocks = min(wanted, budget // geometry.bytes_per_block)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV pool would hold no block: one takes {geometry.bytes_per_block} bytes; "
+            "raise kv_cache_memory_bytes or num_blocks"
+        )
+    if options.host_kv_memory_bytes is None:
+        num_host_blocks = int(num_blocks * HOST_SHARE)
+    else:
+        num_host_blocks = options.host_kv_memory_bytes // geometry.bytes_per_block
+    return SchedulerConfig(
+        block_size=geometry.block_size,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_model_len=max_model_len,
+        **options.scheduler,
+    )
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    known = [f.name for f in fields(SchedulerConfig) if f.name not in _MEASURED]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"unknown scheduler option {name!r}; known: {', '.join(known)}")
+
+
+def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """What this process may still take: the machine's available memory, cut by the cgroup's limit (v2)."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used))

@@ -1,0 +1,31 @@
+"""Engines on the stub model: real loop, real scheduler, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lockstep.engine.clock import ManualClock
+from lockstep.engine.engine import Engine
+from lockstep.engine.loading import LoadOptions, load_model
+from lockstep.engine.sizing import EngineOptions
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def make_engine(clock: ManualClock) -> MakeEngine:
+    """`make_engine("stub://name?option=value", num_blocks=…, scheduler={…})`."""
+
+    def make(source: str = "stub://alpha", **options: object) -> Engine:
+        engine_options = EngineOptions(**{"num_blocks": 512, **options})  # type: ignore[arg-type]  # fields by name
+        model, config = load_model(source, LoadOptions(engine=engine_options))
+        return Engine(model, config, clock=clock)
+
+    return make
