@@ -1,0 +1,80 @@
+"""The tiny random models whose logits are golden: numpy alone, shared by the scripts that ask others and by the tests.
+
+Queries and keys are drawn large enough that attention is far from uniform: with 0.02 noise a wrong rotary embedding
+would hide below any tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes
+
+Floats = npt.NDArray[np.float32]
+
+NUM_TOKENS = 100
+POSITIONS = (0, 1, 2, 31, 32, 33, 63, 64, 98, 99)
+"""Positions whose logits are kept: block borders, and far enough for rope scaling to matter."""
+SEED = 20260401
+_SHARPNESS = 2.0
+
+
+@dataclass(frozen=True)
+class LogitCase:
+    """A shape, and what a `ModelConfig` says beyond it."""
+
+    shape: Shape
+    attention_bias: bool = False
+    rope_scaling: Mapping[str, object] = field(default_factory=dict)
+    """``rope_type`` and its parameters, as in config.json."""
+
+
+_LLAMA, _QWEN3 = SHAPES["tiny-llama"], SHAPES["tiny-qwen3"]
+CASES: Mapping[str, LogitCase] = {
+    "llama": LogitCase(_LLAMA),
+    "llama-tied": LogitCase(replace(_LLAMA, tied_embeddings=True)),
+    "llama-no-gqa": LogitCase(replace(_LLAMA, num_kv_heads=4)),
+    "llama-bias": LogitCase(_LLAMA, attention_bias=True),
+    "llama-linear": LogitCase(_LLAMA, rope_scaling={"rope_type": "linear", "factor": 4.0}),
+    "llama-llama3": LogitCase(
+        _LLAMA,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "qwen3": LogitCase(_QWEN3),
+    "qwen3-untied": LogitCase(replace(_QWEN3, tied_embeddings=False)),
+}
+"""Compared with transformers, in float32."""
+GGUF_SHAPES: Mapping[str, Shape] = {"llama": _LLAMA, "qwen3": _QWEN3}
+"""Compared with llama.cpp, in every encoding, on files that `tools.random_models` writes with `SEED`."""
+
+
+def token_ids(vocab_size: int) -> npt.NDArray[np.int64]:
+    """The prompt [NUM_TOKENS]."""
+    return np.random.default_rng(SEED).integers(0, vocab_size, NUM_TOKENS)
+
+
+def tensors(case: LogitCase) -> dict[str, Floats]:
+    """Every tensor in float32 under its Hugging Face name."""
+    drawn = {}
+    for name, size in tensor_shapes(case.shape).items():
+        tensor = np.asarray(random_tensor(name, size, "F32", SEED), np.float32)
+        sharp = (
+            ("q_norm.weight", "k_norm.weight")
+            if case.shape.architecture == "qwen3"
+            else ("q_proj.weight", "k_proj.weight")
+        )
+        drawn[name] = tensor * np.float32(_SHARPNESS) if name.endswith(sharp) else tensor
+        if case.attention_bias and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):
+            bias = name.replace(".weight", ".bias")
+            drawn[bias] = np.asarray(random_tensor(bias, size[:1], "F32", SEED), np.float32) - np.float32(1)
+    return drawn

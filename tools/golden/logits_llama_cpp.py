@@ -1,0 +1,74 @@
+"""Logits of tiny random GGUF files in every encoding, computed by llama.cpp through llama-cpp-python.
+
+    python -m tools.golden.logits_llama_cpp tests/golden/logits_llama_cpp.npz
+
+Needs the ``golden`` extra. The files are written from a seed by ``tools.random_models``, so only logits are stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tools.golden.logit_cases import GGUF_SHAPES, POSITIONS, SEED, Floats, token_ids
+from tools.random_models import ENCODINGS, Shape, write_gguf
+
+_F32 = 0
+"""ggml's number for float32, here of the KV cache."""
+
+
+def llama_cpp_logits(path: Path, shape: Shape) -> Floats:
+    """Logits [len(POSITIONS), vocab]: one batch, float32 KV, no flash attention."""
+    import llama_cpp
+
+    model_parameters = llama_cpp.llama_model_default_params()
+    # Repacked weights (AMX) crash on such small matrices with llama-cpp-python 0.3.36.
+    model_parameters.use_extra_bufts = False
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_parameters)
+    assert model, f"llama.cpp does not load {path}"
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = 256, 256, 256
+    parameters.type_k = parameters.type_v = _F32
+    parameters.flash_attn_type = 0
+    context = llama_cpp.llama_init_from_model(model, parameters)
+    ids = token_ids(shape.vocab_size)
+    batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for index, token in enumerate(ids):
+        batch.token[index], batch.pos[index] = int(token), index
+        batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+        batch.logits[index] = 1
+    assert llama_cpp.llama_decode(context, batch) == 0
+    rows = []
+    for position in POSITIONS:
+        pointer = llama_cpp.llama_get_logits_ith(context, position)
+        row = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float * shape.vocab_size)).contents
+        rows.append(np.array(row, np.float32))
+    llama_cpp.llama_batch_free(batch)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return np.stack(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    golden = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, shape in GGUF_SHAPES.items():
+            for encoding in ENCODINGS:
+                path = write_gguf(Path(directory) / f"{name}-{encoding}.gguf", shape, encoding, seed=SEED)
+                golden[f"{name}.{encoding}"] = llama_cpp_logits(path, shape)
+    np.savez_compressed(out, **golden)  # type: ignore[arg-type]  # numpy's stub takes the names for its own flag
+    for key, logits in golden.items():
+        print(f"{key}: {logits.shape}, deviation {logits.std():.3f}")
+    print(f"{out}: {out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Logits of tiny random llama and qwen3 checkpoints, computed by Hugging Face transformers in float32 on the CPU.
+
+    python -m tools.golden.logits_transformers tests/golden/logits_transformers.npz
+
+Needs the ``golden`` extra. The weights are drawn from a seed (logit_cases.py), so only prompts and logits are stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from tools.golden.logit_cases import CASES, POSITIONS, Floats, LogitCase, tensors, token_ids
+
+
+def transformers_logits(case: LogitCase) -> Floats:
+    """Logits [len(POSITIONS), vocab]."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape = case.shape
+    config_type, model_type = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[shape.architecture]
+    config = config_type(
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.max_model_len,
+        rms_norm_eps=shape.rms_norm_eps,
+        tie_word_embeddings=shape.tied_embeddings,
+        attention_bias=case.attention_bias,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta, **case.rope_scaling},
+        attn_implementation="eager",
+    )
+    model = model_type(config).to(torch.float32).eval()
+    state = {name: torch.from_numpy(tensor) for name, tensor in tensors(case).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    absent = set(missing) - ({"lm_head.weight"} if shape.tied_embeddings else set())
+    assert not absent, absent
+    assert not unexpected, unexpected
+    with torch.no_grad():
+        logits = model(torch.from_numpy(token_ids(shape.vocab_size))[None]).logits[0]
+    return np.asarray(logits.numpy()[list(POSITIONS)], np.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    golden = {name: transformers_logits(case) for name, case in CASES.items()}
+    prompts = {f"{name}.token_ids": token_ids(case.shape.vocab_size) for name, case in CASES.items()}
+    np.savez_compressed(out, **golden, **prompts)  # type: ignore[arg-type]  # the stub takes the names for its own flag
+    for name, logits in golden.items():
+        print(f"{name}: {logits.shape}, deviation {logits.std():.3f}")
+    print(f"{out}: {out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
