@@ -86,8 +86,14 @@ class StepDraft:
 
     def chunk_length(self, seq: Sequence, start: int) -> int:
         """How long the next chunk of a prompt is, as far as budgets last; 0: there is none."""
+        return self._chunk_length(seq, start, self.num_width > 0 or seq.num_known > seq.num_prompt)
+
+    def lacks_only_a_turn(self, seq: Sequence, start: int) -> bool:
+        """Whether nothing but a place to sample keeps a prompt from moving on: its turn will come."""
+        return self.num_width < 1 and self._chunk_length(seq, start, True) > 0
+
+    def _chunk_length(self, seq: Sequence, start: int, may_end: bool) -> int:
         left = seq.num_prompt - start
-        may_end = self.num_width > 0 or seq.num_known > seq.num_prompt
         room = self.chunk_room if self.num_places > 0 else 0
         if self._chunking:
             return prompt_chunk(left, room, may_end)

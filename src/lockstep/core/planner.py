@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from operator import attrgetter
 
 from lockstep.core.draft import StepDraft
@@ -139,7 +140,7 @@ class StepPlanner:
         """Chunks for admitted prompts that are not through."""
         for seq in self._roster.prefilling:
             draft.return_ending(seq)
-            if not draft.add_prompt(seq):
+            if not draft.add_prompt(seq) and not draft.lacks_only_a_turn(seq, seq.num_computed):
                 draft.is_someone_left_out = True
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class StepPlanner:
         config, queue, roster = self._config, self._queue, self._roster
         if draft.is_someone_left_out or not len(queue):
             return
-        blocked_from = roster.preempted[0].request.priority if roster.preempted else None
+        blocked_from: float = roster.preempted[0].request.priority if roster.preempted else inf
         passed: list[Sequence] = []
         admitted: list[Sequence] = []
         for seq in queue.in_order(draft.step):
@@ -194,34 +195,41 @@ class StepPlanner:
                 break
             if not self._is_sibling_ready(seq):
                 continue
-            seq_class = queue.effective_class(seq, draft.step)
-            if (blocked_from is None or seq_class < blocked_from) and self._start(draft, seq):
+            if queue.effective_class(seq, draft.step) < blocked_from and self._start(draft, seq):
                 admitted.append(seq)
                 for other in passed:
                     other.num_skips += 1
-                continue
-            passed.append(seq)
+                overtaken = passed
+            else:
+                passed.append(seq)
+                overtaken = [seq]
             if len(passed) > config.max_skips:
                 break
-            if seq.num_skips >= config.max_skips:
-                blocked_from = seq_class if blocked_from is None else min(blocked_from, seq_class)
+            for other in overtaken:
+                if other.num_skips >= config.max_skips:
+                    blocked_from = min(blocked_from, queue.effective_class(other, draft.step))
         for seq in admitted:
             queue.remove(seq)
 
     def _start(self, draft: StepDraft, seq: Sequence) -> bool:
-        """Admit one request, if its first chunk and its blocks fit."""
+        """Admit one request, if its first chunk and its blocks fit.
+
+        One that lacks but a place to sample is admitted without a row, so that it takes part in the turns.
+        """
         hits = self._kv.hits(seq)
         start = len(hits) * self._config.block_size
-        if not draft.chunk_length(seq, start):
+        if not draft.chunk_length(seq, start) and not draft.lacks_only_a_turn(seq, start):
             return False
         if not self._kv.hold(seq, hits, seq.max_known if self._reserves else seq.num_prompt):
             return False
         seq.num_published = len(hits)
         seq.num_cached_tokens = start
-        seq.admitted_step = seq.last_sampled_step = draft.step
+        seq.admitted_step = draft.step
+        seq.last_sampled_step = draft.step - 1  # its turn is before those who sample in this step, behind all others
         self._roster.run(seq)
         self._ledger.charge(seq.request.tenant, seq.num_prompt)
-        draft.add_prompt(seq)
+        if not draft.add_prompt(seq):
+            draft.num_prefill -= seq.prompt_left
         draft.admitted.append(seq.seq_id)
         return True
 

@@ -90,7 +90,7 @@ class Sequence:
         self.admitted_step = -1
         self.first_token_step = -1
         self.last_sampled_step = -1
-        """Its turn: when it last sampled, or came to run."""
+        """Its turn: when it last sampled; until it does, the step before it was admitted."""
 
     @property
     def num_output(self) -> int:

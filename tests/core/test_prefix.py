@@ -1,0 +1,104 @@
+"""Hashes that any process computes alike, and a cache that maps them one to one."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from hashlib import blake2b
+
+from lockstep.core.prefix import PrefixCache, block_hashes
+
+
+def test_hashes_are_the_documented_chain() -> None:
+    root = blake2b(b"model", digest_size=16).digest()
+    first = blake2b(root + struct.pack("<2I", 1, 2), digest_size=16).digest()
+    second = blake2b(first + struct.pack("<2I", 3, 2**32 - 1), digest_size=16).digest()
+    assert block_hashes(b"model", [1, 2, 3, 2**32 - 1, 5], 2) == (first, second)
+
+
+def test_vector() -> None:
+    assert [h.hex() for h in block_hashes(b"", range(8), 4)] == [
+        "de2b1b0617e7d6fda4d4aab2b6241a61",
+        "431ce80d152c6058d44bdae6f5f324c7",
+    ]
+
+
+def test_only_full_blocks_have_a_hash() -> None:
+    assert [len(block_hashes(b"", [0] * n, 4)) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+    assert len(block_hashes(b"", [0] * 55, 16)) == 3
+
+
+def test_equal_prefixes_share_and_namespaces_do_not() -> None:
+    ours, theirs = block_hashes(b"a", range(12), 4), block_hashes(b"a", [*range(8), 99, 98, 97, 96], 4)
+    assert ours[:2] == theirs[:2]
+    assert ours[2] != theirs[2]
+    salted = block_hashes(b"a\0salt", range(12), 4)
+    assert not set(ours) & set(salted)
+    assert salted == block_hashes(b"a\0salt", range(12), 4)
+
+
+def test_a_change_in_a_block_changes_all_later_hashes() -> None:
+    ours, theirs = block_hashes(b"", [1] * 12, 4), block_hashes(b"", [2] + [1] * 11, 4)
+    assert not set(ours) & set(theirs)
+
+
+def test_hashes_do_not_depend_on_the_process() -> None:
+    code = "from lockstep.core.prefix import block_hashes; print([h.hex() for h in block_hashes(b'x', range(9), 3)])"
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "random")
+    }
+    assert len(outputs) == 1
+
+
+def test_the_first_block_of_a_content_keeps_it_until_forgotten() -> None:
+    cache = PrefixCache()
+    cache.publish(1, b"h")
+    cache.publish(2, b"h")
+    cache.publish(1, b"other")
+    assert cache.find(b"h") == 1
+    assert cache.find(b"other") is None
+    assert dict(cache.blocks) == {1: b"h"}
+    cache.forget(1)
+    cache.publish(2, b"h")
+    assert cache.find(b"h") == 2
+    assert len(cache) == 1
+    cache.check()
+
+
+def test_match_stops_at_the_first_gap_and_changes_nothing() -> None:
+    cache = PrefixCache()
+    hashes = [b"0", b"1", b"2", b"3"]
+    for block, block_hash in ((5, b"0"), (6, b"1"), (8, b"3")):
+        cache.publish(block, block_hash)
+    assert cache.match(hashes, 0, 4) == (5, 6)
+    assert cache.match(hashes, 0, 1) == (5,)
+    assert cache.match(hashes, 3, 9) == (8,)
+    assert cache.match(hashes, 0, -1) == ()
+    cache.check()
+
+
+def test_pins_count_and_outlive_what_they_pin() -> None:
+    cache = PrefixCache()
+    cache.publish(1, b"a")
+    assert cache.pin([b"a", b"b"]) == [1]
+    assert cache.pin([b"a"]) == [1]
+    cache.publish(2, b"b")
+    assert 2 in cache.pinned
+    assert cache.unpin([b"a"]) == []
+    assert 1 in cache.pinned
+    cache.check()
+    cache.forget(2)
+    cache.clear()
+    cache.publish(3, b"b")
+    assert 3 in cache.pinned
+    assert cache.unpin([b"a", b"b", b"unknown"]) == [3]
+    assert 3 not in cache.pinned
+    cache.check()
