@@ -2,8 +2,8 @@
 
     make demo
 
-It uses the Python API that a user has. Each message makes two hops, router and specialist, and each conversation has two
-turns; the figures at the end are those of the run that you have just seen.
+It uses the Python API that a user has. Each message makes two hops, router and specialist, and each conversation has
+two turns; the figures at the end are those of the run that you have just seen.
 """
 
 from __future__ import annotations

@@ -161,6 +161,8 @@ def _chat(session: _Session, verbose: bool) -> None:
         try:
             line = input("> " if interactive else "").strip()
         except (EOFError, KeyboardInterrupt):
+            if interactive:
+                print(file=sys.stderr)
             return
         if line == "/exit":
             return

@@ -1,0 +1,143 @@
+"""Real files through the real command line: what runs, what is told of it, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.cli.main import invoke
+from tools.random_models import SHAPES, write_gguf, write_huggingface
+
+Run = Callable[..., tuple[int, str, str]]
+SHORT = ("--max-tokens", "6", "--temperature", "0", "--ignore-eos")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = invoke([*arguments, "--cache-dir", str(tmp_path / "cache")])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF and a Hugging Face directory of both families."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, encoding in (("tiny-llama", "Q8_0"), ("tiny-qwen3", "Q4_0")):
+        write_gguf(folder / f"{name}.gguf", name, encoding)
+        write_huggingface(folder / name, name, "BF16")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tiny-llama.gguf", "tiny-qwen3.gguf", "tiny-llama", "tiny-qwen3"])
+def test_run_answers_from_every_format_and_says_the_same_twice(run: Run, models: Path, name: str) -> None:
+    arguments = ("run", str(models / name), "-p", "hello world", "--json", *SHORT)
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["deterministic"] is True
+    assert json.loads(run(*arguments)[1])["text"] == answer["text"]
+
+
+def test_info_tells_what_it_is(run: Run, models: Path) -> None:
+    code, out, _ = run("models", "info", str(models / "tiny-qwen3.gguf"), "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert (facts["architecture"], facts["format"], facts["layers"]) == ("qwen3", "gguf", 2)
+    assert facts["encodings"].keys() >= {"F32", "Q4_0"}
+    text = run("models", "info", "pocket://")[1]
+    assert "architecture" in text
+    assert "<|end|>" in text
+
+
+def test_verify_prints_a_table_and_a_verdict(run: Run, models: Path) -> None:
+    code, out, _ = run("models", "verify", str(models / "tiny-llama.gguf"))
+    assert code == 0
+    assert out.splitlines()[-1] == "deterministic: true"
+    assert "swapped out and in" in out
+    assert "batched with 31" in out
+    assert "NO" not in out
+
+
+def test_verify_fails_where_the_promise_does_not_hold(run: Run, models: Path) -> None:
+    code, out, _ = run("models", "verify", str(models / "tiny-qwen3.gguf"), "--kv-cache-dtype", "u8", "--json")
+    report = json.loads(out)
+    assert code == 1
+    assert report["deterministic"] is False
+    assert any(not case["passed"] for case in report["cases"])
+
+
+def _truncated(folder: Path, models: Path) -> Path:
+    path = folder / "truncated.gguf"
+    content = (models / "tiny-llama.gguf").read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    return path
+
+
+def _unknown_architecture(folder: Path, models: Path) -> Path:
+    path = folder / "unknown"
+    shutil.copytree(models / "tiny-llama", path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _without_tokenizer(folder: Path, models: Path) -> Path:
+    path = folder / "mute"
+    shutil.copytree(models / "tiny-llama", path)
+    (path / "tokenizer.json").unlink()
+    return path
+
+
+def _nan_weights(folder: Path, models: Path) -> Path:
+    path = folder / "nan"
+    shutil.copytree(models / "tiny-llama", path)
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1024:] = np.full(512, 0x7FC0, np.uint16).tobytes()  # NaN in bf16
+    file.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_truncated, "truncated.gguf"),
+        (_unknown_architecture, "mamba"),
+        (_without_tokenizer, "tokenizer.json"),
+        (_nan_weights, "NaN"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    run: Run, models: Path, tmp_path: Path, make: Callable[[Path, Path], Path], message: str
+) -> None:
+    code, out, err = run("run", str(make(tmp_path, models)), "-p", "hello")
+    assert (code, out) == (2, "")
+    assert message.lower() in err.lower()
+    assert err.count("\n") == 1
+
+
+def test_a_prompt_that_cannot_fit_is_refused_with_what_would(run: Run, models: Path) -> None:
+    model = str(models / "tiny-llama.gguf")
+    long = "hello world " * 200
+    _, _, err = run("run", model, "-p", long, "--raw", "--max-model-len", "128", "--no-probe")
+    assert "at most 127 are possible" in err
+    _, _, err = run("run", model, "-p", long, "--raw", "--kv-cache-memory-bytes", "100000", "--no-probe")
+    assert "the KV pool of" in err
+
+
+def test_real_shapes_are_known() -> None:
+    """The benchmarks' shapes can be written without their weights changing what a test costs."""
+    shape = replace(SHAPES["smollm2-135m"], num_layers=1)
+    assert (shape.hidden_size, shape.vocab_size) == (576, 49152)
