@@ -66,3 +66,11 @@ def test_bfloat16_of_any_shape_widens() -> None:
 def test_asking_for_the_wrong_unpacking_is_a_programmers_error() -> None:
     with pytest.raises(AssertionError, match="t is F32, not Q8_0"):
         unpack_q8_0(Tensor("t", Encoding.F32, (1, 32), np.zeros((1, 32), np.float32)))
+
+
+@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0"])
+def test_a_damaged_scale_shows_as_numbers_that_are_not_finite(encoding: str) -> None:
+    data = random_tensor("t", (1, 32), encoding, seed=0)
+    data[0, :2] = np.array([0x00, 0x7C], np.uint8)
+    values = dequantise(Tensor("t", Encoding(encoding), (1, 32), data))
+    assert not np.isfinite(values).any()

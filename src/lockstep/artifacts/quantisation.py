@@ -45,11 +45,16 @@ def dequantise(tensor: Tensor) -> npt.NDArray[np.float32]:
             return bfloat16_to_float32(tensor.data.view(np.uint16))
         case Encoding.Q8_0:
             values, scales = unpack_q8_0(tensor)
-            return (values.astype(np.float32) * scales[..., None].astype(np.float32)).reshape(tensor.shape)
+            return _scaled(values.astype(np.float32), scales).reshape(tensor.shape)
         case Encoding.Q4_0:
             nibbles, scales = unpack_q4_0(tensor)
-            centred = nibbles.astype(np.float32) - np.float32(Q4_0_ZERO_POINT)
-            return (centred * scales[..., None].astype(np.float32)).reshape(tensor.shape)
+            return _scaled(nibbles.astype(np.float32) - np.float32(Q4_0_ZERO_POINT), scales).reshape(tensor.shape)
+
+
+def _scaled(values: npt.NDArray[np.float32], scales: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
+    """A scale that is not finite makes values that are not: what a damaged file says is not judged here."""
+    with np.errstate(invalid="ignore"):
+        return values * scales[..., None].astype(np.float32)
 
 
 def _blocks(tensor: Tensor, encoding: Encoding, block_bytes: int) -> npt.NDArray[np.uint8]:

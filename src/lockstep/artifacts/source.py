@@ -33,14 +33,15 @@ def open_artifact(source: str, *, cache_dir: Path | None = None) -> Artifact:
     cache = _default_cache_dir() if cache_dir is None else cache_dir
     if "://" in source:
         return _open_scheme(source, cache)
-    path = Path(source).expanduser()
     try:
+        path = Path(source).expanduser()
         if path.is_dir():
             return _open_directory(path, source, cache)
         if path.is_file():
             return _open_file(path, source, cache)
-    except ValueError as error:  # an embedded NUL
-        raise ArtifactNotFoundError(f"{source!r} is not a path; {_WHAT_WOULD_BE_RIGHT}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~user" of no user
+        reason = getattr(error, "strerror", None) or error
+        raise ArtifactNotFoundError(f"cannot be read ({reason}); {_WHAT_WOULD_BE_RIGHT}", path=source) from error
     raise ArtifactNotFoundError(f"nothing is there{_close_names(path)}; {_WHAT_WOULD_BE_RIGHT}", path=source)
 
 
