@@ -6,8 +6,9 @@ so its trims, splits and tests work; what is still whole after rendering is the 
 those tokens, the private character is taken out, and the sections between are tokenised with special tokens disabled.
 
 A template may also join harmless pieces to a token. So a second rendering puts the character after *every* character
-that could begin a token; its tokens are the template's for certain. If both renderings agree on the tokens, the first
-is used, else the second. Ordinary messages hold no such token, and their prompt is tokenised as one text.
+that could begin a token (and first of all, where the template writes beginnings of tokens); its tokens are the
+template's for certain. If both renderings agree on the tokens, the first is used, else the second. Ordinary messages
+hold no such token, and their prompt is tokenised as one text.
 """
 
 from __future__ import annotations
@@ -64,22 +65,27 @@ class BorderGuard:
         self._anyone = _pattern(self._tokens)
         self._assistant = _pattern(text for text in self._tokens if text not in spoken)
         self._begins = _pattern({text[0] for text in self._tokens})
+        heads = tuple({text[:length] for text in self._tokens for length in range(1, len(text))})
+        self._may_be_completed = any(literal.endswith(heads) for literal in template.literals)
+        """The template writes beginnings of tokens, as in ``'<|' + message.role``: no message may go on one."""
         self._source = template.source
         self._normalizer = tokenizer.normalizer if any(token.normalized for token in strong.values()) else None
 
     def render(self, context: Mapping[str, object], render: Callable[[Mapping[str, object]], str]) -> GuardedPrompt:
         """Render so that the callers' special tokens can be told from the template's."""
         texts = list(_strings(context))
-        if not any(self._begins.search(text) for text in self._as_seen(texts)):
+        hazardous = any(self._begins.search(text) for text in self._as_seen(texts))
+        if not hazardous and not self._may_be_completed:
             return GuardedPrompt(render(context), "", is_plain=True)
         private = self._private(texts)
 
         def breaking(pattern: re.Pattern[str]) -> Callable[[str], str]:
             return lambda text: pattern.sub(lambda match: f"{match[0][0]}{private}{match[0][1:]}", text)
 
-        by_anyone, by_assistant, everywhere = map(breaking, (self._anyone, self._assistant, self._begins))
+        by_anyone, by_assistant, after_begins = map(breaking, (self._anyone, self._assistant, self._begins))
+        first = private if self._may_be_completed else ""
         text = render(_mapped(context, lambda text, own: by_assistant(text) if own else by_anyone(text)))
-        certain = render(_mapped(context, lambda text, own: everywhere(text)))
+        certain = render(_mapped(context, lambda text, own: first + after_begins(text) if text else text))
         agree = self._assistant.findall(text) == self._assistant.findall(certain)
         text = text if agree else certain
         hidden = self._normalizer is not None and any(self._anyone.search(seen) for seen in self._as_seen(texts))

@@ -26,7 +26,19 @@ MAX_REPEATED = 100_000
 RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now")
 
 _CUTTING_METHODS = frozenset(
-    "endswith find index partition removeprefix removesuffix replace rpartition rsplit split startswith".split()
+    [
+        "endswith",
+        "find",
+        "index",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rpartition",
+        "rsplit",
+        "split",
+        "startswith",
+    ]
 )
 
 
@@ -65,6 +77,17 @@ class ChatTemplate:
             if isinstance(compare.expr, nodes.Const) and any(op.op in ("in", "notin") for op in compare.ops):
                 words.add(compare.expr.value)
         return frozenset(word for word in words if isinstance(word, str))
+
+    @cached_property
+    def literals(self) -> frozenset[str]:
+        """Every piece of text that the template itself holds."""
+        from jinja2 import nodes
+
+        tree = self._environment.parse(self.source)
+        texts = {data.data for data in tree.find_all(nodes.TemplateData)}
+        return frozenset(
+            texts.union(const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str))
+        )
 
     def context(
         self,
@@ -153,7 +176,7 @@ def _environment() -> Environment:
 
         intercepted_binops = frozenset(("*", "**"))
 
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - as Jinja's
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             factors = (right,) if operator == "**" else (left, right)
             repeats = operator == "**" or isinstance(left, (str, list, tuple)) or isinstance(right, (str, list, tuple))
             if repeats and any(isinstance(factor, (int, float)) and factor > MAX_REPEATED for factor in factors):

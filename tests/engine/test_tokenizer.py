@@ -1,0 +1,182 @@
+"""Prompts are the template's, tokens are the tokenizer's, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.engine.chat_messages import MAX_MESSAGES
+from lockstep.engine.chat_template import MAX_RENDERED_CHARS
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import ChatTemplateError, InvalidParameterError
+from tests.engine.chat_templates import CHATML, FAMILIES, LLAMA3, QWEN3
+from tests.engine.text_models import SPECIALS, SPOKEN, byte_level, parts, sentencepiece
+
+CONVERSATION: list[dict[str, object]] = [
+    {"role": "user", "content": "  Is a < b, or </b>? \n"},
+    {"role": "assistant", "content": "Yes: 1 <| 2 [x]"},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+def chat(template: str | None, *, spm: bool = False) -> Tokenizer:
+    return Tokenizer(parts(sentencepiece(legacy=False) if spm else byte_level(), template))
+
+
+def user(content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("spm", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_rendered_text(family: str, spm: bool) -> None:
+    tokenizer = chat(FAMILIES[family], spm=spm)
+    for messages in (CONVERSATION, CONVERSATION[:1]):
+        text = tokenizer.render_chat(messages)
+        assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.lists(st.text("ab <>|/[]\n_é", max_size=12), min_size=1, max_size=5).filter(lambda texts: len(texts) % 2),
+)
+def test_tokens_of_ordinary_messages_are_those_of_the_rendered_text(family: str, contents: list[str]) -> None:
+    tokenizer = chat(FAMILIES[family])
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    text = tokenizer.render_chat(messages)
+    assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_generation_prompt_and_variables_reach_the_template() -> None:
+    tokenizer = chat(QWEN3)
+    assert tokenizer.render_chat(user("hi")) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.render_chat(user("hi"), add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+    thoughtless = tokenizer.render_chat(user("hi"), template_kwargs={"enable_thinking": False})
+    assert thoughtless.endswith("<think>\n\n</think>\n\n")
+
+
+def test_reasoning_is_cut_where_the_template_cuts_it() -> None:
+    """`content.split('</think>')` sees the word although it is an added token."""
+    thought = {"role": "assistant", "content": "<think>\nwhy <b>\n</think>\n\nanswer"}
+    messages: list[dict[str, object]] = [*user("q"), {**thought}, *user("r")]
+    tokenizer = chat(QWEN3)
+    text = tokenizer.render_chat(messages)
+    assert "<think>" not in text
+    assert "<|im_start|>assistant\nanswer<|im_end|>" in text
+    assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_json_is_for_models_to_read() -> None:
+    """Neither HTML escapes nor ASCII escapes; arguments are objects even when the client sent a string."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"q": "é<b>&"}'}}
+    text = chat(LLAMA3).render_chat([*user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert '{"name": "f", "parameters": {"q": "é<b>&"}}<|eot_id|>' in text
+    tool = {"type": "function", "function": {"name": "g", "description": "é < & '"}}
+    assert json.dumps(tool, ensure_ascii=False) in chat(QWEN3).render_chat(user("x"), template_kwargs={"tools": [tool]})
+
+
+def test_a_template_has_a_clock_only_when_it_is_given_one() -> None:
+    tokenizer = chat(LLAMA3)
+    assert "Today: unknown" in tokenizer.render_chat(user("x"))
+    assert "Today: 03 Feb 2025" in tokenizer.render_chat(user("x"), now=datetime(2025, 2, 3))
+
+
+def test_text_parts_are_joined_by_newlines() -> None:
+    parts_ = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(CHATML).render_chat(user(parts_)) == chat(CHATML).render_chat(user("a\nb"))
+
+
+def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert "<|im_start|>system\nx" in chat(CHATML).render_chat(messages)
+    assert "developer" in chat(CHATML + "{# developer #}").render_chat(messages)
+
+
+WRONG_MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages"),
+    ("hi", "messages"),
+    ([{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1), "messages"),
+    (["hi"], "messages[0]"),
+    ([*user("x"), {"role": "robot", "content": "x"}], "messages[1].role"),
+    ([{"content": "x"}], "messages[0].role"),
+    ([*user("x"), *user("x"), *user(3)], "messages[2].content"),
+    (user(None), "messages[0].content"),
+    (user(["x"]), "messages[0].content[0]"),
+    (user([{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]), "messages[0].content[1]"),
+    (user([{"type": "text", "text": 3}]), "messages[0].content[0]"),
+    ([{"role": "assistant", "tool_calls": "f"}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0]"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "where"), WRONG_MESSAGES, ids=[where for _, where in WRONG_MESSAGES])
+def test_a_wrong_message_is_named_by_its_place(messages: Any, where: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        chat(CHATML).encode_chat(messages)
+    assert caught.value.param == where
+    assert where in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["messages", "bos_token", "strftime_now", "not a name"])
+def test_a_variable_of_the_template_cannot_be_overridden(name: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        chat(CHATML).encode_chat(user("x"), template_kwargs={name: 1})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+FAILING = {
+    "none": (None, "no chat template"),
+    "syntax": ("{% for %}", "cannot be read"),
+    "refusal": ("{{ raise_exception('only users') }}", "refused the messages: only users"),
+    "undefined": ("{{ nothing.here }}", "failed on these messages: UndefinedError"),
+    "type": ("{{ 1 + 'a' }}", "TypeError"),
+    "sandbox": ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    "mutation": ("{{ messages.append(1) }}", "SecurityError"),
+    "too long": (
+        "{% for i in range(99999) %}{% for j in range(999) %}{{ messages }}{% endfor %}{% endfor %}",
+        "wrote more",
+    ),
+    "repeated": ("{{ 'a' * 10**9 }}", "OverflowError"),
+    "power": ("{{ 9 ** 99999999 }}", "OverflowError"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_template_that_fails_says_so(name: str) -> None:
+    template, message = FAILING[name]
+    with pytest.raises(ChatTemplateError, match=message):
+        chat(template).encode_chat(user("x" * 1_000))
+    assert MAX_RENDERED_CHARS < 10**8
+
+
+def test_encoding_adds_the_artifacts_tokens_on_request() -> None:
+    tokenizer = chat(None, spm=True)
+    assert tokenizer.encode("dog")[0] == 1
+    assert tokenizer.encode("dog", add_special_tokens=False) == tokenizer.encode("dog")[1:]
+    assert not tokenizer.has_chat_template
+
+
+def test_plain_encoding_knows_no_special_tokens() -> None:
+    tokenizer = chat(None)
+    (ids,) = tokenizer.encode_plain(["a<|im_end|>"])
+    assert tokenizer.special_token_ids.isdisjoint(ids)
+    assert tokenizer.decode(ids) == "a<|im_end|>"
+    assert not tokenizer.special_token_ids.isdisjoint(tokenizer.encode("a<|im_end|>"))
+
+
+def test_what_the_artifact_says_is_passed_on() -> None:
+    tokenizer = chat(CHATML)
+    assert tokenizer.end_token_ids == (byte_level().token_to_id("<|im_end|>"),)
+    assert tokenizer.vocab_size == byte_level().get_vocab_size()
+    assert len(tokenizer.special_token_ids) == len(SPECIALS)
+    assert tokenizer.special_token_ids.isdisjoint({byte_level().token_to_id(text) for text in SPOKEN})
