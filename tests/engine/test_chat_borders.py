@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Library
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import ChatTemplateError
+from lockstep.errors import ChatTemplateError, InvalidParameterError
 from tests.engine.chat_templates import CHATML, FAMILIES, GEMMA, QWEN3
 from tests.engine.text_models import SPECIALS, SPOKEN, byte_level, parts, sentencepiece
 
@@ -186,3 +186,11 @@ def test_every_private_character_may_be_in_use() -> None:
     tokenizer = Tokenizer(parts(byte_level(), CHATML))
     ids = tokenizer.encode_chat(conversation([everything + "<|im_end|>"]))
     assert tokenizer.decode(ids, False) == tokenizer.render_chat(conversation([everything + "<|im_end|>"]))
+
+
+def test_nesting_is_bounded() -> None:
+    tool: object = "x"
+    for _ in range(5_000):
+        tool = [tool]
+    with pytest.raises(InvalidParameterError, match="nested"):
+        Tokenizer(parts(byte_level(), QWEN3)).encode_chat(conversation(["x"]), template_kwargs={"documents": [tool]})

@@ -20,10 +20,12 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from lockstep.engine.chat_template import ChatTemplate
-from lockstep.errors import ChatTemplateError
+from lockstep.errors import ChatTemplateError, InvalidParameterError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
+
+MAX_NESTING = 100
 
 _PRIVATE = range(0xE000, 0xF900)
 _MORE_PRIVATE = range(0xF0000, 0xFFFFE)
@@ -153,14 +155,18 @@ def _trimmed(section: str, left: bool, right: bool) -> str:
     return section.rstrip() if right else section
 
 
-def _strings(value: object) -> list[str]:
+def _strings(value: object, depth: int = 0) -> list[str]:
     """Every string of a context, names of roles and keys included."""
     if isinstance(value, str):
         return [value]
+    if depth > MAX_NESTING:
+        raise InvalidParameterError(
+            f"messages, tools or chat_template_kwargs are nested more than {MAX_NESTING} levels deep", param="messages"
+        )
     if isinstance(value, Mapping):
-        return [text for item in value.items() for part in item for text in _strings(part)]
+        return [text for item in value.items() for part in item for text in _strings(part, depth + 1)]
     if isinstance(value, (list, tuple)):
-        return [text for item in value for text in _strings(item)]
+        return [text for item in value for text in _strings(item, depth + 1)]
     return []
 
 
