@@ -20,6 +20,7 @@ class Metadata:
 
     path: Path
     values: Mapping[str, object] = field(repr=False)
+    """A function in the place of a value reads it when it is asked for: vocabularies are long."""
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key, default)
@@ -50,6 +51,8 @@ class Metadata:
 
     def strings(self, key: str) -> list[str]:
         value = self.values.get(key)
+        if callable(value):
+            value = value()
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             self._wrong(key, "a list of strings")
         return value
