@@ -55,20 +55,18 @@ class KVCache:
         self._moved_in.clear()
         self._moved_out.clear()
 
-    def fail(self) -> list[Sequence]:
-        """The step did not run to its end: nobody knows what was moved, so all of it is dropped.
+    @property
+    def came_back(self) -> list[Sequence]:
+        """Those whose blocks the step under way brings back from the host."""
+        return [seq for seq, _ in self._moved_in.values()]
 
-        Returns:
-            Those who came back to the device in this step; the caller preempts them.
-        """
+    def fail(self) -> None:
+        """The step did not run to its end: nobody knows what was moved, so all of it is dropped."""
         for seq in self._moved_out.values():
             self._keep(seq, len(seq.table), 0)
-        came_back = []
         for seq, trusted in self._moved_in.values():
             self._keep(seq, trusted, 0)
-            came_back.append(seq)
         self.settle()
-        return came_back
 
     # -- holding blocks ---------------------------------------------------------------------------------------------
 

@@ -180,10 +180,12 @@ class Scheduler:
         self._leave_run()
         self._num_plain_steps = 0
         self._counters.num_failed_steps += 1
-        came_back = self._kv.fail()
-        for seq in dict.fromkeys([*self._pending_seqs, *came_back]):
-            self._kv.drop_unwritten(seq)
+        stopped = list(dict.fromkeys([*self._pending_seqs, *self._kv.came_back]))
+        for seq in stopped:
             self._roster.preempt(seq)
+        self._kv.fail()
+        for seq in stopped:
+            self._kv.drop_unwritten(seq)
         for seq_id, reason in self._aborting.items():
             self._end(self._sequences[seq_id], reason)
         self._aborting.clear()

@@ -1,0 +1,225 @@
+"""The prefix cache as requests see it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.core.drive import prompt, rows, run, scheduler, step
+
+from lockstep.core.prefix import block_hashes
+from lockstep.core.request import Request
+
+
+def test_a_second_request_shares_the_full_blocks() -> None:
+    """55 tokens in blocks of 16: three full ones are shared while both run, one partial block each."""
+    core = scheduler(block_size=16)
+    tokens = list(range(55))
+    core.add(prompt(tokens, block_size=16))
+    assert step(core).tables == ((1, 2, 3, 4),)
+    core.add(prompt([*tokens[:48], *range(100, 107)], block_size=16))
+    plan = step(core)
+    assert plan.tables == ((1, 2, 3, 4), (1, 2, 3, 5))
+    assert rows(plan) == [(0, 55, 1), (1, 48, 7)]
+    assert core.stats().num_held_blocks == 5
+
+
+@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 0), (6, 4), (8, 4), (9, 4), (10, 8), (1, 0), (3, 0)])
+def test_a_hit_leaves_at_least_two_tokens_to_compute(length: int, cached: int) -> None:
+    core = scheduler()
+    core.add(prompt(length, 1))
+    run(core)
+    core.add(prompt(length, 1))
+    assert rows(step(core)) == [(1, cached, length - cached)]
+    assert core.drain_finished()[-1].num_cached_tokens == cached
+
+
+def test_a_one_token_prompt_is_never_shared() -> None:
+    """With blocks of one token its block would be full, but another kernel computed it."""
+    core = scheduler(block_size=1)
+    core.add(prompt(1, 1, block_size=1))
+    run(core)
+    core.add(prompt(5, 1, block_size=1))
+    assert rows(step(core)) == [(1, 0, 5)]
+    core.add(prompt(5, 1, block_size=1))
+    assert rows(step(core)) == [(2, 3, 2)]
+
+
+def test_nothing_is_published_before_it_is_computed() -> None:
+    core = scheduler(max_chunk_tokens=4)
+    core.add(prompt(12))
+    core.add(prompt(12))
+    assert rows(step(core)) == [(0, 0, 4), (1, 0, 4)]
+    core.add(prompt(12))
+    assert rows(step(core)) == [(0, 4, 4), (1, 4, 4), (2, 4, 4)]
+
+
+def test_a_step_that_fails_publishes_nothing() -> None:
+    core = scheduler()
+    core.add(prompt(12))
+    core.fail(core.schedule())
+    core.abort(0)
+    core.add(prompt(12))
+    assert rows(step(core)) == [(1, 0, 12)]
+
+
+def test_generated_tokens_and_partial_blocks_are_not_cached() -> None:
+    """A chat turn: what was prompt is hit, what was the reply is computed as a prompt, and is hit from then on."""
+    core = scheduler()
+    core.add(prompt([1] * 10, 14))
+    run(core)
+    assert core.stats().num_cached_blocks == 2
+    turn = [1] * 10 + [2] * 14
+    core.add(prompt([*turn, 3], 1))
+    assert rows(step(core)) == [(1, 8, 17)]
+    core.add(prompt([*turn, 3], 1))
+    assert rows(step(core)) == [(2, 20, 5)]
+
+
+def test_ten_turns_compute_only_what_is_new() -> None:
+    core = scheduler()
+    tokens: list[int] = []
+    for turn in range(10):
+        tokens += [turn] * 8
+        core.add(prompt(tokens, 1))
+        assert rows(step(core)) == [(turn, 0 if turn == 0 else 8 * turn, 8)]
+
+
+def test_two_sequences_that_compute_the_same_prompt_share_nothing_and_lose_nothing() -> None:
+    core = scheduler()
+    core.add(prompt(10, 3))
+    core.add(prompt(10, 5))
+    assert step(core).tables == ((1, 2, 3), (4, 5, 6))
+    run(core)
+    stats = core.stats()
+    assert (stats.num_cached_blocks, stats.num_free_blocks) == (2, 998)
+    core.add(prompt(10, 1))
+    assert step(core).tables[0][:2] == (1, 2)
+
+
+def test_hits_on_idle_blocks_count_and_hits_on_held_ones_are_free() -> None:
+    core = scheduler(num_blocks=6, admission="reserve")
+    core.add(prompt(10, 10))
+    step(core)
+    core.add(prompt(10, 6))
+    assert step(core).admitted == (), "it needs two fresh blocks and one is left"
+    core.abort(1)
+    core.add(prompt(10, 2))
+    assert step(core).admitted == (2,)
+    assert core.stats().num_held_blocks == 6
+    core.abort(0)
+    core.abort(2)
+    core.add(prompt([5] * 20, 4))
+    assert step(core).admitted == (3,)
+
+
+def test_a_request_that_does_not_fit_touches_no_cached_block() -> None:
+    core = scheduler(num_blocks=6)
+    core.add(prompt(10, 1))
+    run(core)
+    core.add(Request(11, 9))
+    step(core)
+    order = core._kv.pool.free_order()
+    core.add(prompt([*[7] * 10, *[8] * 6], 2))
+    plan = step(core)
+    assert plan.admitted == ()
+    assert core._kv.pool.free_order() == order
+    assert core.stats().prefix_queries_tokens == 10, "a lookup counts once, when the request is admitted"
+
+
+def test_lookups_count_once_per_request_in_tokens() -> None:
+    core = scheduler(num_blocks=8)
+    core.add(prompt(10, 6))
+    step(core)
+    core.add(prompt([*[7] * 10, *[8] * 14], 2))
+    while core.stats().num_queued:
+        step(core)
+    stats = core.stats()
+    assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (34, 8)
+
+
+def test_evictions_are_told_deepest_first_and_only_when_nothing_else_is_free() -> None:
+    core = scheduler(num_blocks=5)
+    core.add(prompt(12, 1))
+    run(core)
+    assert core._kv.pool.free_order() == (4, 5, 3, 2, 1)
+    core.add(prompt([1] * 8, 1))
+    assert step(core).evicted == ()
+    core.add(prompt([2] * 8, 1))
+    plan = step(core)
+    assert plan.evicted == (3, 2)
+    assert core.stats().num_evicted_blocks == 2
+
+
+def test_salted_prompts_share_only_with_their_salt() -> None:
+    core = scheduler()
+    core.add(prompt(10, 1, salt=b"a"))
+    run(core)
+    core.add(prompt(10, 1, salt=b"b"))
+    core.add(prompt(10, 1, salt=b"a"))
+    assert rows(step(core)) == [(1, 0, 10), (2, 8, 2)]
+
+
+def test_a_request_may_fill_the_cache_without_reading_it() -> None:
+    core = scheduler()
+    core.add(prompt(10, 1))
+    run(core)
+    core.add(prompt(10, 1, reads_cache=False))
+    assert rows(step(core)) == [(1, 0, 10)]
+    assert core.stats().prefix_queries_tokens == 10
+
+
+def test_caching_can_be_off() -> None:
+    core = scheduler(enable_prefix_caching=False)
+    core.add(prompt(10, 1))
+    run(core)
+    core.add(prompt(10, 1))
+    assert rows(step(core)) == [(1, 0, 10)]
+    assert core.stats().num_cached_blocks == 0
+
+
+def test_reset_forgets_all_and_takes_nothing_from_those_who_run() -> None:
+    core = scheduler()
+    core.add(prompt([1] * 10, 1))
+    core.add(prompt([2] * 10, 9))
+    step(core)
+    assert core.stats().num_cached_blocks == 2
+    assert core.reset_prefix_cache() == 4
+    core.check()
+    assert core.stats().num_cached_blocks == 0
+    assert core.stats().num_held_blocks == 3
+    core.add(prompt([2] * 10, 9))
+    assert rows(step(core)) == [(1, 10, 1), (2, 0, 10)]
+    run(core)
+
+
+def test_pinned_prompts_are_evicted_last_and_sweeping_frees_them() -> None:
+    core = scheduler(num_blocks=6)
+    session = prompt([1] * 9, 1)
+    core.add(session)
+    run(core)
+    core.pin(session.block_hashes)
+    core.add(prompt([2] * 9, 1))
+    run(core)
+    assert core.cached_blocks(session.block_hashes) == (1, 2)
+    core.add(Request(12, 1))
+    plan = step(core)
+    assert len(plan.evicted) == 1
+    core.add(session)
+    assert rows(step(core)) == [(3, 4, 5)]
+    core.check()
+    assert core.sweep(session.block_hashes) == (2, 1)
+    assert core.cached_blocks(session.block_hashes) == (None, None)
+    core.check()
+    assert core.sweep(block_hashes(b"never seen", [0] * 4, 4)) == ()
+
+
+def test_sweeping_leaves_what_others_hold_or_pin() -> None:
+    core = scheduler(num_blocks=6)
+    session = prompt([1] * 9, 5)
+    core.add(session)
+    step(core)
+    core.pin(session.block_hashes)
+    core.pin(session.block_hashes)
+    assert core.sweep(session.block_hashes) == ()
+    run(core)
+    core.check()
+    assert core.sweep(session.block_hashes) == (2, 1)

@@ -1,0 +1,182 @@
+"""Same decisions, same sixteen digits; any other decision, others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import blake2b
+
+import pytest
+from tests.core.drive import commit, scheduler
+
+from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.request import FinishReason, Request
+from lockstep.core.step import Finish, StepEvents, StepPlan
+
+
+def plan_of(step: int, *chunks: tuple[int, int, int, tuple[int, ...], bool]) -> StepPlan:
+    columns = list(zip(*chunks, strict=True)) or [()] * 5
+    return StepPlan(step, (), (), (), (), *columns)
+
+
+def events_of(plan: StepPlan, *finished: Finish, got: tuple[int, ...] | None = None) -> StepEvents:
+    return StepEvents(plan.step, finished, (1,) * plan.num_samples if got is None else got)
+
+
+FIRST = replace(plan_of(0, (7, 0, 5, (1, 2), True), (300, 0, 4, (3,), False)), admitted=(7, 300))
+SECOND = plan_of(1, (7, 5, 1, (1, 2), True), (300, 4, 2, (3, 4), True))
+THIRD = plan_of(2, (7, 6, 1, (1, 2), True), (300, 6, 1, (3, 4), True))
+
+
+def chain(*records: bytes) -> str:
+    digest = blake2b(b"lockstep fingerprint 1", digest_size=8).digest()
+    for record in records:
+        digest = blake2b(digest + record, digest_size=8).digest()
+    return digest.hex()
+
+
+def test_records_byte_by_byte() -> None:
+    """The documented encoding, by hand."""
+    seen = Fingerprint()
+    assert seen.hexdigest() == chain() == "ed1963f342ef1bdc"
+    assert seen.observe(FIRST, events_of(FIRST)) is None
+    # tag, evicted, out, in, copies | admitted 7 and 300, resumed, preempted, gone
+    first = bytes([1, 0, 0, 0, 0, 2, 7, 0xAC, 2, 0, 0, 0])
+    # two rows: position, id, start, 2*length+samples, kept, blocks | got, end, repeats
+    first += bytes([2, 0, 7, 0, 11, 0, 2, 1, 2, 1, 0xAC, 2, 0, 8, 0, 1, 3, 0, 0, 0])
+    assert seen.hexdigest() == chain(first)
+    assert seen.observe(SECOND, events_of(SECOND)) == first
+    second = bytes([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0xAC, 2, 4, 5, 1, 1, 4, 0, 0, 0])
+    assert seen.hexdigest() == chain(first, second)
+    assert seen.observe(THIRD, events_of(THIRD)) == second
+    third = bytes([1, *[0] * 11])
+    assert seen.hexdigest() == chain(first, second, third + b"\0")
+    fourth = plan_of(3, (7, 7, 1, (1, 2), True), (300, 7, 1, (3, 4), True))
+    assert seen.observe(fourth, events_of(fourth)) is None
+    assert seen.hexdigest() == chain(first, second, third + b"\1")
+    ending = plan_of(4, (7, 8, 1, (1, 2, 9), True), (300, 8, 1, (3, 4), True))
+    seen.observe(ending, events_of(ending, Finish(7, FinishReason.LENGTH), got=(1, 3)))
+    fifth = bytes([1, *[0] * 8, 1, 0, 7, 8, 3, 2, 1, 9, 1, 0xAC, 2, 3, 1, 7, 1])
+    assert seen.hexdigest() == chain(first, second, third + b"\1", fifth + b"\0")
+    assert seen.close() == fifth + b"\0"
+    assert seen.close() is None
+    assert seen.hexdigest() == "979c60258d768119"
+
+
+def test_moves_and_failures_byte_by_byte() -> None:
+    seen = Fingerprint()
+    plan = replace(
+        plan_of(0, (1, 0, 2, (4,), True)),
+        evicted=(4,),
+        swap_out=((6, 0),),
+        swap_in=((1, 5),),
+        resumed=(2,),
+        preempted=(3,),
+    )
+    seen.observe_failure(plan)
+    failed = bytes([2, 1, 4, 1, 6, 0, 1, 1, 5, 0, 0, 1, 2, 1, 3, 0, 1, 0, 1, 0, 5, 0, 1, 4, 0, 0, 0])
+    assert seen.hexdigest() == chain(failed)
+    again = plan_of(1, (1, 0, 2, (4,), True))
+    assert seen.observe(again, events_of(again)) == failed
+    assert seen.hexdigest() == chain(failed, bytes([1, *[0] * 8, 1, 0, 1, 0, 5, 0, 1, 4, 0, 0, 0]))
+
+
+def test_reading_closes_nothing() -> None:
+    read, unread = Fingerprint(), Fingerprint()
+    plans = [FIRST, SECOND, *(plan_of(n, (7, n + 4, 1, (1, 2), True)) for n in range(2, 9))]
+    for plan in plans:
+        read.observe(plan, events_of(plan))
+        unread.observe(plan, events_of(plan))
+        read.hexdigest()
+    assert read.hexdigest() == unread.hexdigest()
+
+
+TWINS = {
+    "another start": replace(THIRD, starts=(6, 7)),
+    "another order": plan_of(2, (300, 6, 1, (3, 4), True), (7, 6, 1, (1, 2), True)),
+    "another table": replace(THIRD, tables=((1, 2), (3, 5))),
+    "a longer table": replace(THIRD, tables=((1, 2), (3, 4, 5))),
+    "a shorter table": replace(THIRD, tables=((1, 2), (3,))),
+    "another length": replace(THIRD, lengths=(1, 2)),
+    "no sample": replace(THIRD, samples=(True, False)),
+    "one less": plan_of(2, (7, 6, 1, (1, 2), True)),
+    "one more": plan_of(2, (7, 6, 1, (1, 2), True), (300, 6, 1, (3, 4), True), (301, 0, 2, (8,), True)),
+    "an eviction": replace(THIRD, evicted=(9,)),
+    "swapped out": replace(THIRD, swap_out=((9, 1),)),
+    "swapped in": replace(THIRD, swap_in=((9, 1),)),
+    "copied": replace(THIRD, copies=((9, 1),)),
+    "admitted": replace(THIRD, admitted=(9,)),
+    "resumed": replace(THIRD, resumed=(9,)),
+    "preempted": replace(THIRD, preempted=(9,)),
+}
+
+
+def fingerprint_of(*plans: StepPlan) -> str:
+    seen = Fingerprint()
+    for plan in plans:
+        seen.observe(plan, events_of(plan))
+    return seen.hexdigest()
+
+
+def test_every_difference_shows_and_no_two_are_alike() -> None:
+    """Also when the step before was plain, so that the repeat had been possible."""
+    for begin in ((FIRST, SECOND), (plan_of(1, (7, 5, 1, (1, 2), True), (300, 5, 1, (3, 4), True)),)):
+        prints = {name: fingerprint_of(*begin, twin) for name, twin in TWINS.items()}
+        prints["the same"] = fingerprint_of(*begin, THIRD)
+        assert len(set(prints.values())) == len(TWINS) + 1
+
+
+def test_endings_token_counts_and_failures_show() -> None:
+    prints = set()
+    for events in (
+        events_of(THIRD),
+        events_of(THIRD, Finish(7, FinishReason.STOP)),
+        events_of(THIRD, Finish(7, FinishReason.ABORT)),
+        events_of(THIRD, Finish(300, FinishReason.STOP)),
+        events_of(THIRD, got=(1, 2)),
+        events_of(THIRD, got=(2, 1)),
+    ):
+        seen = Fingerprint()
+        seen.observe(FIRST, events_of(FIRST))
+        seen.observe(SECOND, events_of(SECOND))
+        seen.observe(THIRD, events)
+        prints.add(seen.hexdigest())
+    seen = Fingerprint()
+    seen.observe(FIRST, events_of(FIRST))
+    seen.observe(SECOND, events_of(SECOND))
+    seen.observe_failure(THIRD)
+    assert len(prints | {seen.hexdigest()}) == 7
+
+
+def test_one_that_ended_is_not_gone_and_one_that_was_ended_is() -> None:
+    last = plan_of(3, (7, 7, 1, (1, 2), True))
+    ended, aborted = Fingerprint(), Fingerprint()
+    for seen, events in (
+        (ended, events_of(THIRD, Finish(300, FinishReason.STOP))),
+        (aborted, events_of(THIRD)),
+    ):
+        seen.observe(THIRD, events)
+        seen.observe(last, events_of(last))
+    assert ended.close() == bytes([1, *[0] * 11, 0])
+    assert aborted.close() == bytes([1, *[0] * 7, 1, 0xAC, 2, 0, 0, 0, 0])
+
+
+def test_steady_decoding_is_one_record_however_long() -> None:
+    core = scheduler(block_size=64)
+    core.add(Request(5, 50))
+    seen = Fingerprint()
+    records = []
+    while core.has_work:
+        plan = core.schedule()
+        records.append(seen.observe(plan, commit(core, plan)))
+    records.append(seen.close())
+    closed = [record for record in records if record is not None]
+    assert [record[-1] for record in closed] == [0, 47, 0], "the prompt; its first decode and 47 like it; the end"
+
+
+def test_only_a_plain_step_repeats() -> None:
+    seen = Fingerprint()
+    with pytest.raises(AssertionError, match="nothing"):
+        seen.repeat(1)
+    seen.observe(FIRST, events_of(FIRST))
+    with pytest.raises(AssertionError, match="cannot be repeated"):
+        seen.repeat(1)

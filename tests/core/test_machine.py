@@ -1,0 +1,135 @@
+"""Any order of commands, as Hypothesis finds them, under a tiny pool."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.core.oracle import NAMESPACE, Job, Loop, alone
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.prefix import block_hashes
+from lockstep.errors import RequestError
+
+PREFIX = (1, 2) * 8
+
+
+class Machine(RuleBasedStateMachine):
+    """Add, abort, step, fail, pin, sweep, reset. The loop checks every plan; here, that nobody is lost or stuck."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 3, 4]),
+        spare_blocks=st.integers(0, 4),
+        num_host_blocks=st.sampled_from([0, 2, 9]),
+        num_seqs=st.integers(1, 4),
+        width=st.integers(1, 4),
+        places=st.integers(1, 4),
+        chunk=st.integers(3, 8),
+        chunking=st.booleans(),
+        admission=st.sampled_from(["optimistic", "reserve"]),
+        order=st.sampled_from(["fcfs", "priority", "fair"]),
+        preemption=st.sampled_from(["swap", "recompute"]),
+        max_skips=st.sampled_from([0, 1, 64]),
+    )
+    def start(self, block_size, spare_blocks, num_host_blocks, num_seqs, width, places, chunk, chunking, **policy):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
+        self.config = SchedulerConfig(
+            block_size,
+            -(-20 // block_size) + spare_blocks,
+            20,
+            num_host_blocks=num_host_blocks,
+            max_num_seqs=num_seqs,
+            max_num_step_seqs=min(places, num_seqs),
+            max_num_decode_seqs=min(width, num_seqs),
+            max_num_batched_tokens=min(width, num_seqs) + 3 if chunking else 24,
+            max_chunk_tokens=chunk,
+            max_forced_tokens=4,
+            chunking=chunking,
+            max_num_queued_reqs=6,
+            **policy,
+        )
+        self.loop = Loop(self.config)
+        self.aborted: set[int] = set()
+
+    @rule(
+        shared=st.integers(0, 12),
+        own=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        output=st.integers(1, 8),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from("ab"),
+        is_sibling=st.booleans(),
+        allows_forced=st.booleans(),
+    )
+    def add(
+        self,
+        shared: int,
+        own: list[int],
+        output: int,
+        priority: int,
+        tenant: str,
+        is_sibling: bool,
+        allows_forced: bool,
+    ) -> None:
+        first = max(self.loop.jobs, default=None) if is_sibling else None
+        prompt = (*PREFIX[:shared], *own)[:19]
+        job = Job(prompt, min(output, 20 - len(prompt)), priority, tenant, allows_forced, sibling_of=first)
+        try:
+            self.loop.add(job)
+        except RequestError:
+            assert self.loop.scheduler.stats().num_queued == 6 or self.config.admission == "reserve"
+
+    @precondition(lambda self: self.loop.jobs)
+    @rule(pick=st.integers(0, 1000))
+    def abort(self, pick: int) -> None:
+        seq_id = list(self.loop.jobs)[pick % len(self.loop.jobs)]
+        if self.loop.abort(seq_id):
+            self.aborted.add(seq_id)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            had_work = self.loop.scheduler.has_work
+            assert self.loop.step().has_work == had_work, "while somebody is unfinished, no plan is empty"
+
+    @rule(moved=st.booleans(), ran=st.booleans())
+    def fail(self, moved: bool, ran: bool) -> None:
+        self.loop.fail_step(moved=moved, ran=ran)
+
+    @rule()
+    def reset(self) -> None:
+        self.loop.scheduler.reset_prefix_cache()
+
+    @rule(length=st.integers(0, 12))
+    def pin(self, length: int) -> None:
+        self.loop.scheduler.pin(block_hashes(NAMESPACE, PREFIX[:length], self.config.block_size))
+
+    @rule(length=st.integers(0, 12))
+    def sweep(self, length: int) -> None:
+        self.loop.scheduler.sweep(block_hashes(NAMESPACE, PREFIX[:length], self.config.block_size))
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if hasattr(self, "loop"):
+            self.loop.scheduler.check()
+
+    def teardown(self) -> None:
+        """Whoever was accepted ends, within bounded steps, with the tokens that it gets alone."""
+        if not hasattr(self, "loop"):
+            return
+        self.loop.run(max_steps=60 + 40 * len(self.loop.jobs))
+        for seq_id, job in self.loop.jobs.items():
+            served = self.loop.served[seq_id]
+            assert served.reason is not None, f"sequence {seq_id} was lost"
+            if seq_id not in self.aborted:
+                assert served.output == alone(job, self.config)
+        assert self.loop.scheduler.stats().num_held_blocks == 0
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

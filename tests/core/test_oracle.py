@@ -1,0 +1,190 @@
+"""Promise 1, for schedules: every request gets the tokens that it gets alone, whatever was decided around it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from tests.core.oracle import NAMESPACE, Job, Loop, OracleModel, alone
+
+from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.prefix import block_hashes
+from lockstep.core.step import StepPlan
+
+SEEDS = range(120)
+MAX_LEN = 28
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    """Small pools and tight budgets, every policy."""
+    block_size = rng.choice([1, 2, 4, 5])
+    num_seqs = rng.randint(1, 6)
+    forced = rng.randint(1, 6)
+    width = rng.choice([None, rng.randint(1, num_seqs)])
+    least = (width or num_seqs) - 1 + max(3, forced)
+    chunking = rng.random() < 0.8
+    return SchedulerConfig(
+        block_size,
+        rng.randint(30 // block_size, 80 // block_size),
+        MAX_LEN,
+        num_host_blocks=rng.choice([0, 3, 20]),
+        max_num_seqs=num_seqs,
+        max_num_step_seqs=rng.choice([None, rng.randint(1, num_seqs)]),
+        max_num_batched_tokens=least + (rng.choice([0, 1, 20, 40]) if chunking else 30),
+        max_num_prefill_tokens=rng.choice([None, 3, 5, 9]) if chunking else None,
+        max_chunk_tokens=rng.randint(3, 12),
+        max_num_decode_seqs=width,
+        max_forced_tokens=forced,
+        chunking=chunking,
+        admission=rng.choice(["optimistic", "optimistic", "reserve"]),
+        order=rng.choice(["fcfs", "priority", "fair"]),
+        prefill_share=rng.choice(["fixed", "adaptive"]) if chunking else "fixed",
+        preemption=rng.choice(["swap", "recompute"]),
+        max_skips=rng.choice([0, 2, 64]),
+        priority_aging_steps=rng.choice([0, 3]),
+    )
+
+
+def random_job(rng: random.Random, prefixes: list[tuple[int, ...]], newest: int | None) -> Job:
+    length = rng.randint(1, 18)
+    head = rng.choice(prefixes)[: rng.randint(0, 14)]
+    tail = tuple(rng.randrange(3) for _ in range(18))
+    return Job(
+        (head + tail)[:length],
+        rng.randint(1, MAX_LEN - length),
+        rng.choice([0, 0, -1, 1]),
+        rng.choice("abc"),
+        rng.random() < 0.8,
+        rng.random() < 0.9,
+        rng.choice([None, None, newest]),
+    )
+
+
+def drive(loop: Loop, rng: random.Random) -> set[int]:
+    """Arrivals, aborts, resets, pins, failures and steps at random; then until all have ended. Returns the aborted."""
+    prefixes = [tuple(rng.randrange(3) for _ in range(14)) for _ in range(2)]
+    aborted = set()
+    for _ in range(rng.randint(5, 40)):
+        for _ in range(rng.choice([0, 1, 2])):
+            loop.add(random_job(rng, prefixes, max(loop.jobs, default=None)))
+        kind = rng.random()
+        hashes = block_hashes(NAMESPACE, rng.choice(prefixes), loop.config.block_size)
+        if kind < 0.05 and loop.jobs and loop.abort(some := rng.choice(list(loop.jobs))):
+            aborted.add(some)
+        elif kind < 0.07:
+            loop.scheduler.reset_prefix_cache()
+        elif kind < 0.1:
+            loop.scheduler.pin(hashes)
+        elif kind < 0.13:
+            loop.scheduler.sweep(hashes)
+        elif kind < 0.2:
+            loop.fail_step(moved=rng.random() < 0.5, ran=rng.random() < 0.5)
+        loop.step()
+    loop.run()
+    return aborted
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_schedule_gives_each_request_what_it_gets_alone(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    config = random_config(rng)
+    loop = Loop(config)
+    aborted = drive(loop, rng)
+    for seq_id, job in loop.jobs.items():
+        if seq_id not in aborted:
+            assert loop.served[seq_id].output == alone(job, config), f"sequence {seq_id}"
+    stats = loop.scheduler.stats()
+    assert (stats.num_held_blocks, stats.num_running, stats.num_preempted, stats.num_queued) == (0, 0, 0, 0)
+    assert stats.num_free_host_blocks == stats.num_host_blocks
+    assert sum(count for _, count in stats.num_finished) == len(loop.jobs), "none lost, none twice"
+
+
+def outputs_of(config: SchedulerConfig, jobs: list[Job]) -> tuple[list[tuple[int, ...]], Loop]:
+    loop = Loop(config, can_stop=False)
+    ids = [loop.add(job) for job in jobs]
+    loop.run()
+    return [loop.served[seq_id].output for seq_id in ids], loop
+
+
+JOBS = [Job(tuple((seed * index) % 3 for index in range(9 + seed)), 12) for seed in range(6)]
+ROOMY = SchedulerConfig(4, 200, 40, max_num_seqs=6)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("num_host_blocks", [0, 2, 40])
+def test_preempted_or_not(preemption: Literal["swap", "recompute"], num_host_blocks: int) -> None:
+    expected, calm = outputs_of(ROOMY, JOBS)
+    tight = replace(ROOMY, num_blocks=12, num_host_blocks=num_host_blocks, preemption=preemption)
+    got, loop = outputs_of(tight, JOBS)
+    assert got == expected
+    assert calm.scheduler.stats().num_preemptions == 0
+    assert loop.scheduler.stats().num_preemptions > 0
+    assert (loop.scheduler.stats().num_swapped_in_blocks > 0) == (preemption == "swap" and num_host_blocks > 0)
+
+
+@pytest.mark.parametrize("max_chunk_tokens", [3, 4, 5, 7, 256])
+def test_whatever_the_chunk_size(max_chunk_tokens: int) -> None:
+    assert outputs_of(replace(ROOMY, max_chunk_tokens=max_chunk_tokens), JOBS)[0] == outputs_of(ROOMY, JOBS)[0]
+
+
+def test_cold_or_warm() -> None:
+    loop = Loop(ROOMY)
+    outputs = []
+    for _ in range(3):
+        seq_id = loop.add(JOBS[3])
+        loop.run()
+        outputs.append(loop.served[seq_id].output)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert loop.scheduler.stats().prefix_hits_tokens > 0
+
+
+class Careless(OracleModel):
+    """Forgets to do what a plan says."""
+
+    def move(self, plan: StepPlan) -> None:
+        """Do nothing."""
+
+
+def test_the_oracle_notices_a_lost_swap() -> None:
+    tight = replace(ROOMY, num_blocks=12, num_host_blocks=40)
+    loop = Loop(tight, can_stop=False)
+    loop.model = Careless(tight)
+    ids = [loop.add(job) for job in JOBS]
+    expected = outputs_of(ROOMY, JOBS)[0]
+    try:
+        loop.run()
+    except AssertionError:
+        return  # it read a slot that nobody wrote
+    assert [loop.served[seq_id].output for seq_id in ids] != expected
+
+
+# -- same inputs, same plans ----------------------------------------------------------------------------------------
+
+
+def fingerprint_of(seed: int, *, twin: bool = False) -> str:
+    rng = random.Random(seed)
+    config = random_config(rng)
+    loop = Loop(config)
+    if twin:
+        loop.add(Job((1, 2), 1))
+    drive(loop, rng)
+    seen = Fingerprint()
+    for plan, events in zip(loop.plans, loop.events, strict=True):
+        seen.observe(plan, events)
+    return seen.hexdigest()
+
+
+@pytest.mark.parametrize("seed", [3, 14])
+def test_ten_identical_runs_have_the_same_fingerprint_and_a_twin_another(seed: int) -> None:
+    prints = {fingerprint_of(seed) for _ in range(10)}
+    assert len(prints) == 1
+    assert fingerprint_of(seed, twin=True) not in prints
+
+
+def test_pinned_fingerprints() -> None:
+    """These change when a decision does: on purpose, or not."""
+    assert [fingerprint_of(seed) for seed in (1, 2)] == ["5316b3c56a6ff6dd", "0d4fdca58dd435ba"]

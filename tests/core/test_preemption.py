@@ -1,0 +1,420 @@
+"""Who loses blocks, how much, and how it comes back."""
+
+from __future__ import annotations
+
+import pytest
+from tests.core.drive import commit, prompt, rows, run, scheduler, step
+
+from lockstep.core.request import FinishReason, Request
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.sequence import SequenceState, SequenceView
+
+
+def view(core: Scheduler, seq_id: int) -> SequenceView:
+    found = core.view(seq_id)
+    assert found is not None
+    return found
+
+
+def test_three_prompts_fill_the_pool_and_the_last_one_yields() -> None:
+    """6 blocks, three 8-token prompts: 0 and 1 decode, 2 is preempted; 1 then waits for 0, and 2 resumes last."""
+    core = scheduler(num_blocks=6, num_host_blocks=6)
+    for _ in range(3):
+        core.add(Request(8, 3))
+    assert step(core).tables == ((1, 2), (3, 4), (5, 6))
+    plan = step(core)
+    assert rows(plan) == [(0, 8, 1), (1, 8, 1)]
+    assert plan.tables == ((1, 2, 6), (3, 4, 5))
+    assert plan.preempted == (2,)
+    assert plan.swap_out == ((6, 0), (5, 1))
+    assert view(core, 2).state is SequenceState.PREEMPTED
+    assert (core.num_running, core.num_waiting) == (2, 1)
+    step(core)
+    plan = step(core)
+    assert plan.resumed == (2,)
+    assert len(plan.swap_in) == 2
+    assert rows(plan) == [(2, 8, 1)], "nothing is computed twice"
+    run(core)
+    assert [done.num_preemptions for done in core.drain_finished()] == [0, 0, 1]
+
+
+def test_a_victim_keeps_its_head_and_recomputes_only_what_it_lost() -> None:
+    core = scheduler(num_blocks=6, preemption="recompute")
+    core.add(Request(11, 3))
+    core.add(Request(11, 9))
+    assert step(core).tables == ((1, 2, 3), (4, 5, 6))
+    assert rows(step(core)) == [(0, 11, 1), (1, 11, 1)]
+    plan = step(core)
+    assert rows(plan) == [(0, 12, 1)]
+    assert (plan.preempted, plan.swap_out) == ((1,), ())
+    kept = view(core, 1)
+    assert kept.table == (4, 5)
+    assert kept.num_computed == 8
+    assert (kept.num_known, kept.num_recomputed_tokens) == (13, 4)
+    plans = run(core)
+    resumed = next(plan for plan in plans if plan.resumed)
+    index = plans.index(resumed)
+    assert [rows(plan) for plan in plans[index : index + 3]] == [[(1, 8, 3)], [(1, 11, 1)], [(1, 12, 1)]], (
+        "the rest of the prompt, then the generated tokens one by one"
+    )
+    assert [plan.samples for plan in plans[index : index + 3]] == [(False,), (False,), (True,)]
+
+
+def test_forced_segments_are_replayed_whole_and_do_not_sample() -> None:
+    core = scheduler(num_blocks=7, preemption="recompute", max_forced_tokens=4)
+    core.add(Request(10, 18))
+    core.add(Request(6, 14))
+    step(core, tokens={1: 3})
+    step(core, tokens={1: 2})
+    before = view(core, 1)
+    assert [tuple(segment) for segment in before.segments] == [(0, 6), (6, 3), (9, 2)]
+    while view(core, 1).state is SequenceState.RUNNING:
+        step(core, tokens={0: 4})
+    segments = view(core, 1).segments
+    assert view(core, 1).num_computed in (0, 4, 6), "block borders are 4 and 8; 8 lies inside the segment at 6"
+    replayed = [(start, length) for plan in run(core) for seq_id, start, length in rows(plan) if seq_id == 1]
+    outputs = [chunk for chunk in replayed if chunk[0] >= 6]
+    assert outputs[: len(segments) - 1] == [tuple(segment) for segment in segments[1:]]
+
+
+def test_the_cut_never_leaves_one_prompt_token() -> None:
+    """A prompt of 9 in blocks of 4: losing the third block would leave one token, so the second goes too."""
+    core = scheduler(num_blocks=7, preemption="recompute")
+    core.add(Request(15, 9))
+    core.add(Request(9, 9))
+    step(core)
+    while view(core, 1).state is SequenceState.RUNNING:
+        step(core)
+    assert (view(core, 1).table, view(core, 1).num_computed) == ((5,), 4)
+    core.check()
+
+
+def test_host_space_short_drops_the_end_and_recomputes_it() -> None:
+    core = scheduler(num_blocks=7, num_host_blocks=1, max_forced_tokens=8)
+    core.add(Request(8, 20))
+    core.add(Request(20, 2))
+    step(core, tokens={0: 8})
+    plan = step(core, tokens={0: 8})
+    assert rows(plan) == [(0, 8, 8)]
+    assert len(plan.swap_out) == 1
+    held = view(core, 1)
+    assert (len(held.table), len(held.host_table), held.num_computed) == (3, 1, 16)
+    run(core)
+
+
+def test_a_second_loss_pushes_the_end_out_of_the_host() -> None:
+    """What is nearer to the head takes the host's only room; the sequence stays contiguous."""
+    core = scheduler(num_blocks=6, num_host_blocks=1)
+    core.add(Request(8, 14))
+    core.add(Request(15, 2))
+    step(core)
+    step(core)
+    first = view(core, 1)
+    assert first.state is SequenceState.PREEMPTED
+    for _ in range(8):
+        step(core)
+    second = view(core, 1)
+    assert len(second.table) < len(first.table)
+    assert len(second.host_table) == 1
+    assert second.num_computed == (len(second.table) + 1) * 4
+    run(core)
+
+
+def test_the_worst_class_yields_first_then_the_newest() -> None:
+    core = scheduler(num_blocks=6)
+    core.add(Request(8, 5, priority=1))
+    core.add(Request(8, 5, priority=0))
+    core.add(Request(8, 5, priority=0))
+    step(core)
+    plan = step(core)
+    assert plan.preempted == (0,)
+    assert plan.seq_ids == (1, 2)
+
+
+def test_who_grows_and_is_the_worst_waits_and_keeps_its_blocks() -> None:
+    core = scheduler(num_blocks=5)
+    core.add(Request(10, 2))
+    core.add(Request(8, 2))
+    step(core)
+    plan = step(core)
+    assert rows(plan) == [(0, 10, 1)]
+    assert plan.preempted == ()
+    waiting = view(core, 1)
+    assert (waiting.state, len(waiting.table)) == (SequenceState.RUNNING, 2)
+    assert rows(step(core)) == [(1, 8, 1)]
+
+
+def test_nobody_new_is_admitted_while_a_running_one_lacks_blocks() -> None:
+    core = scheduler(num_blocks=8, max_forced_tokens=16)
+    core.add(Request(12, 4))
+    core.add(Request(8, 20))
+    step(core, tokens={1: 16})
+    core.add(Request(4, 2))
+    plan = step(core)
+    assert rows(plan) == [(0, 12, 1)]
+    assert core.num_waiting == 1
+
+
+def test_the_place_of_one_that_waits_for_blocks_goes_to_the_next_in_turn() -> None:
+    """Width 1, pool full, and it is the newest one's turn: without this, nobody would ever move again."""
+    core = scheduler(num_blocks=4, max_num_seqs=2, max_num_decode_seqs=1)
+    core.add(Request(8, 5))
+    core.add(Request(8, 5))
+    assert rows(step(core)) == [(0, 0, 8), (1, 0, 6)]
+    assert rows(step(core)) == [(1, 6, 2)]
+    plan = step(core)
+    assert (rows(plan), plan.preempted) == ([(0, 8, 1)], (1,))
+    run(core)
+
+
+def test_a_victim_that_is_in_the_plan_leaves_it_and_gives_its_budget_back() -> None:
+    """2 has taken a block from 3 and has its row; then 0, who got 3's place, needs four blocks for its segment."""
+    core = scheduler(num_blocks=7, max_num_seqs=4, max_num_decode_seqs=2)
+    for length in (4, 3, 8, 8):
+        core.add(Request(length, 20 if length == 4 else 6))
+    assert [plan.seq_ids for plan in (step(core), step(core))] == [(0, 1, 2, 3), (2, 3)]
+    assert step(core, tokens={0: 16}).seq_ids == (0, 1)
+    plan = step(core)
+    assert rows(plan) == [(0, 5, 16)]
+    assert plan.preempted == (3, 2)
+    run(core)
+
+
+def test_an_unfinished_prompt_can_be_a_victim() -> None:
+    core = scheduler(num_blocks=6, max_chunk_tokens=4)
+    core.add(Request(3, 9))
+    core.add(Request(20, 1))
+    step(core)
+    step(core)
+    plan = step(core)
+    assert plan.preempted == (1,)
+    assert view(core, 1).num_computed == 8
+    assert len(view(core, 1).table) == 2, "what holds nothing yet is not kept"
+    run(core)
+
+
+def test_a_preempted_sequence_keeps_out_its_class_and_those_below() -> None:
+    core = scheduler(num_blocks=7, preemption="recompute", order="priority")
+    core.add(Request(15, 9))
+    core.add(Request(9, 9))
+    while core.stats().num_preempted == 0:
+        step(core)
+    assert core.stats().num_free_blocks == 1
+    core.add(Request(2, 2, priority=0))
+    core.add(Request(2, 2, priority=1))
+    critical = core.add(Request(2, 2, priority=-2))
+    assert step(core).admitted == (critical,)
+    assert core.num_waiting == 3, "a block is free, but the preempted one comes first"
+
+
+def test_resuming_takes_blocks_from_preempted_ones_behind() -> None:
+    """All are preempted but for their blocks: the best comes back at the cost of the worse."""
+    core = scheduler(num_blocks=6)
+    for _ in range(3):
+        core.add(Request(7, 9))
+    step(core)
+    core.fail(core.schedule())
+    assert core.num_running == 0
+    plans = run(core)
+    assert plans[0].resumed[0] == 0
+    assert len(core.drain_finished()) == 3
+
+
+def test_reserve_admission_never_preempts() -> None:
+    core = scheduler(num_blocks=7, admission="reserve")
+    for _ in range(6):
+        core.add(Request(5, 7))
+    plans = run(core)
+    assert not any(plan.preempted or plan.swap_out for plan in plans)
+    assert max(plan.num_sequences for plan in plans) == 2
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_shared_blocks_are_released_and_never_moved(preemption: str) -> None:
+    shared = list(range(8))
+    core = scheduler(num_blocks=6, num_host_blocks=6, preemption=preemption)
+    core.add(prompt([9, 9, 9, 9, 9, 9], 18))
+    core.add(prompt([*shared, 1, 1], 2))
+    step(core)
+    core.add(prompt([*shared, 2, 2], 2))
+    moved = {device for plan in run(core) for device, _ in plan.swap_out}
+    assert not moved & {3, 4}
+    assert len(core.drain_finished()) == 3
+
+
+def test_a_victim_in_a_tie_of_shared_blocks_gives_all_of_them() -> None:
+    """Two sequences share all that they hold on the device: only both together free something."""
+    core = scheduler(num_blocks=8, num_host_blocks=1)
+    old = core.add(prompt([9] * 8, 24))
+    core.add(prompt([*range(8), 1, 1], 20))
+    step(core)
+    core.add(prompt([*range(8), 2, 2], 20))
+    seen = []
+    while core.view(old) is not None:
+        seen.append(step(core))
+    assert {seq_id for plan in seen for seq_id in plan.preempted} == {1, 2}
+    run(core)
+    assert core.stats().num_preempted == 0
+
+
+def test_tokens_that_are_recomputed_are_not_hits() -> None:
+    core = scheduler(num_blocks=6, preemption="recompute")
+    core.add(prompt([1] * 8, 9))
+    core.add(prompt([2] * 9, 5))
+    run(core)
+    stats = core.stats()
+    assert stats.num_preemptions == 1
+    assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (17, 0)
+    first, second = sorted(core.drain_finished())
+    assert (first.num_preemptions, second.num_preemptions, second.num_cached_tokens) == (0, 1, 0)
+
+
+# -- commands while a step is under way, and steps that fail --------------------------------------------------------
+
+
+def test_a_sequence_can_be_ended_in_any_state() -> None:
+    core = scheduler(num_blocks=6, num_host_blocks=2, max_num_seqs=3)
+    for _ in range(4):
+        core.add(Request(8, 8))
+    step(core)
+    step(core)
+    states = [view(core, seq_id).state.value for seq_id in range(4)]
+    assert states == ["running", "running", "preempted", "waiting"]
+    for seq_id in (3, 2, 1, 0):
+        assert core.abort(seq_id, FinishReason.DEADLINE)
+        core.check()
+        assert not core.abort(seq_id)
+    assert not core.has_work
+    stats = core.stats()
+    assert (stats.num_held_blocks, stats.num_free_host_blocks) == (0, 2)
+    assert not core.abort(99)
+
+
+def test_a_token_in_flight_is_committed_and_not_published() -> None:
+    core = scheduler()
+    core.add(prompt(9, 5))
+    core.add(prompt([1] * 9, 5))
+    plan = core.schedule()
+    assert core.abort(0)
+    assert not core.abort(0), "once"
+    assert view(core, 0).state is SequenceState.RUNNING
+    assert commit(core, plan).finished == ((0, FinishReason.ABORT),)
+    core.check()
+    core.add(prompt(9, 5))
+    assert rows(step(core)) == [(1, 9, 1), (2, 4, 5)], "its prompt blocks stayed cached"
+    assert core.drain_finished()[0].num_output_tokens == 1
+
+
+def test_prompt_blocks_of_an_aborted_sequence_stay_cached() -> None:
+    core = scheduler()
+    core.add(prompt(10, 5))
+    step(core)
+    core.abort(0)
+    core.add(prompt(10, 5))
+    assert rows(step(core)) == [(1, 8, 2)]
+
+
+def test_one_that_is_not_in_the_step_under_way_ends_at_once() -> None:
+    core = scheduler(max_num_seqs=1)
+    core.add(Request(4, 5))
+    core.add(Request(4, 5))
+    plan = core.schedule()
+    assert core.abort(1)
+    assert core.view(1) is None
+    assert commit(core, plan).finished == ()
+
+
+def test_a_failed_step_withdraws_its_blocks_and_may_be_tried_again() -> None:
+    core = scheduler(num_blocks=10)
+    core.add(Request(4, 9))
+    core.add(Request(9, 9))
+    step(core)
+    held = core.stats().num_held_blocks
+    plan = core.schedule()
+    assert core.stats().num_held_blocks > held
+    assert core.fail(plan) == (0, 1)
+    core.check()
+    assert core.stats().num_held_blocks == held
+    assert core.stats().num_failed_steps == 1
+    assert rows(step(core)) == rows(plan)
+
+
+def test_after_a_failed_step_the_engine_ends_its_sequences() -> None:
+    core = scheduler(num_blocks=10)
+    core.add(Request(4, 9))
+    core.add(Request(9, 9))
+    for seq_id in core.fail(core.schedule()):
+        assert core.abort(seq_id, FinishReason.ERROR)
+    assert not core.has_work
+    assert core.stats().num_held_blocks == 0
+    core.check()
+
+
+def test_an_abort_while_a_step_fails_still_counts() -> None:
+    core = scheduler()
+    core.add(Request(4, 9))
+    plan = core.schedule()
+    core.abort(0, FinishReason.DEADLINE)
+    core.fail(plan)
+    assert core.drain_finished()[0].reason is FinishReason.DEADLINE
+
+
+def test_what_a_failed_step_moved_is_recomputed() -> None:
+    core = scheduler(num_blocks=6, num_host_blocks=6)
+    for _ in range(3):
+        core.add(Request(8, 3))
+    step(core)
+    plan = core.schedule()
+    assert plan.swap_out
+    core.fail(plan)
+    core.check()
+    assert view(core, 2).num_computed == 0
+    assert core.stats().num_free_host_blocks == 6
+    core.abort(0)
+    core.abort(1)
+    plan = step(core)
+    assert (plan.resumed, rows(plan)) == ((2,), [(2, 0, 8)])
+
+
+def test_what_a_failed_step_brought_back_is_recomputed() -> None:
+    core = scheduler(num_blocks=6, num_host_blocks=6)
+    for _ in range(3):
+        core.add(Request(8, 3))
+    step(core)
+    step(core)
+    core.abort(0)
+    core.abort(1)
+    plan = core.schedule()
+    assert plan.swap_in
+    core.fail(plan)
+    core.check()
+    assert view(core, 2).num_computed == 0
+    assert rows(step(core)) == [(2, 0, 8)]
+
+
+def test_one_that_comes_back_and_is_ended_in_the_same_step_leaks_nothing() -> None:
+    core = scheduler(num_blocks=6, num_host_blocks=6)
+    for _ in range(3):
+        core.add(Request(8, 3))
+    step(core)
+    step(core)
+    core.abort(0)
+    core.abort(1)
+    plan = core.schedule()
+    core.abort(2)
+    commit(core, plan)
+    core.check()
+    assert core.stats().num_free_host_blocks == 6
+
+
+def test_plans_are_answered_in_order() -> None:
+    core = scheduler()
+    core.add(Request(4, 9))
+    plan = core.schedule()
+    with pytest.raises(AssertionError, match="neither committed nor failed"):
+        core.schedule()
+    commit(core, plan)
+    with pytest.raises(AssertionError, match="gave last"):
+        commit(core, plan)
+    with pytest.raises(AssertionError, match="gave last"):
+        core.fail(plan)

@@ -1,0 +1,135 @@
+"""Repeating steps are counted, and that changes nothing but the time they take."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.core.drive import answer, commit, config, scheduler, step
+
+from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.request import FinishReason, Request
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import StepEvents, StepPlan
+
+
+class Planned(Scheduler):
+    """Every step is planned row by row."""
+
+    def _can_repeat(self) -> bool:
+        return False
+
+
+def drive(core: Scheduler, seed: int) -> list[tuple[StepPlan, StepEvents]]:
+    """Arrivals, aborts, stops, forced tokens and failures at random times, with long quiet stretches between."""
+    rng = random.Random(seed)
+    seen = []
+    ids: list[int] = []
+    for index in range(200):
+        if index < 6 or rng.random() < 0.05:
+            ids.append(core.add(Request(rng.randrange(1, 20), rng.randrange(1, 60), tenant=rng.choice("ab"))))
+        if rng.random() < 0.02:
+            core.abort(rng.choice(ids))
+        if rng.random() < 0.03:
+            core.view(rng.choice(ids))
+        plan = core.schedule()
+        if not plan.has_work:
+            continue
+        if rng.random() < 0.02:
+            core.fail(plan)
+            continue
+        some = rng.choice(plan.seq_ids)
+        kind = rng.random()
+        result = answer(plan, {some: 3} if kind < 0.02 else None, (some,) if kind > 0.98 else ())
+        if rng.random() < 0.01:
+            core.abort(some, FinishReason.DEADLINE)
+        seen.append((plan, core.commit(plan, result)))
+        if rng.random() < 0.1:
+            core.check()
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("order", ["fcfs", "fair"])
+def test_counted_steps_are_the_planned_ones(seed: int, order: str) -> None:
+    limits = config(num_blocks=random.Random(seed).choice([25, 60]), max_num_seqs=8, num_host_blocks=9, order=order)
+    counted, planned = Scheduler(limits), Planned(limits)
+    assert drive(counted, seed) == drive(planned, seed)
+    assert counted.stats() == planned.stats()
+    assert counted.drain_finished() == planned.drain_finished()
+
+
+def test_quiet_steps_can_be_skipped_at_once() -> None:
+    """Ten lengths of skips end in the same plan, the same views and the same fingerprint as single steps."""
+    for most in range(1, 11):
+        one, other = scheduler(block_size=16), scheduler(block_size=16)
+        prints = Fingerprint(), Fingerprint()
+        for core in (one, other):
+            for length in (5, 7, 9):
+                core.add(Request(length, 90))
+        while one.stats().num_steps < 120 and one.has_work:
+            plan = one.schedule()
+            prints[0].observe(plan, commit(one, plan))
+        skipped = 0
+        while other.stats().num_steps < one.stats().num_steps:
+            quiet = min(other.num_quiet_steps(), most, one.stats().num_steps - other.stats().num_steps)
+            if quiet:
+                other.skip(quiet)
+                prints[1].repeat(quiet)
+                skipped += quiet
+            else:
+                plan = other.schedule()
+                prints[1].observe(plan, commit(other, plan))
+        assert skipped > 60
+        assert one.stats() == other.stats()
+        assert one.drain_finished() == other.drain_finished()
+        assert prints[0].hexdigest() == prints[1].hexdigest()
+
+
+def test_no_step_is_quiet_while_something_may_be_decided() -> None:
+    core = scheduler(block_size=16, max_num_seqs=2)
+    assert core.num_quiet_steps() == 0
+    core.add(Request(5, 40))
+    step(core)
+    assert core.num_quiet_steps() == 0, "a prompt has just ended"
+    step(core)
+    step(core)
+    assert core.num_quiet_steps() > 0
+    plan = core.schedule()
+    assert core.num_quiet_steps() == 0, "a step is under way"
+    commit(core, plan)
+    with pytest.raises(AssertionError, match="not sure"):
+        core.skip(100)
+    core.add(Request(5, 40))
+    assert core.num_quiet_steps() == 0, "somebody may be admitted"
+    for _ in range(3):
+        step(core)
+    core.add(Request(5, 40))
+    for _ in range(3):
+        step(core)
+    assert core.num_quiet_steps() > 0, "somebody waits, but every slot is taken"
+    quiet = core.num_quiet_steps()
+    core.abort(1)
+    assert core.num_quiet_steps() == 0
+    assert quiet < 16
+
+
+def test_stats_do_not_wait_for_the_sequences_to_know() -> None:
+    core = scheduler()
+    core.add(Request(5, 40))
+    for expected in range(1, 12):
+        commit(core, core.schedule())
+        assert core.stats().num_generation_tokens == expected
+    view = core.view(0)
+    assert view is not None
+    assert (view.num_known, view.num_computed) == (16, 15)
+
+
+def test_a_run_ends_where_the_pool_does() -> None:
+    """Growth that no free block can serve is a decision: it is planned."""
+    core = scheduler(num_blocks=8, block_size=8)
+    core.add(Request(20, 40))
+    core.add(Request(20, 40))
+    while core.has_work:
+        step(core)
+    assert core.stats().num_preemptions > 0
