@@ -19,6 +19,8 @@ from lockstep.executors.probe_play import BESIDE_TOKENS, Scenario, num_blocks_fo
 MAX_COMPANIONS = 31
 _QUICK_TOKENS = 45
 _THOROUGH_TOKENS = 75
+_LONG_TOKENS = 600
+"""A prompt of several chunks of the scheduler's default size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ def thorough_probe(
     alone = Scenario((_prompt_length(executor, num_blocks, _THOROUGH_TOKENS),))
     scenarios = list(_circumstances(alone, executor.geometry, num_blocks, num_host_blocks))
     report = _report(executor, num_blocks, alone, scenarios)
+    report = ProbeReport.of((*report.cases, *_long_cases(executor, num_blocks)))
     if reload is None or not report.cases:
         return report
     other = reload()
@@ -79,6 +82,22 @@ def thorough_probe(
     finally:
         other.close()
     return ProbeReport.of((*report.cases, case))
+
+
+def _long_cases(executor: Executor, num_blocks: int) -> tuple[ProbeCase, ...]:
+    """The same of a long prompt, where other blockings of the matrix products begin; none when it does not fit."""
+    if _prompt_length(executor, num_blocks, _LONG_TOKENS) < _LONG_TOKENS:
+        return ()
+    alone = Scenario((_LONG_TOKENS,))
+    scenarios = [
+        (f"{_LONG_TOKENS} tokens in chunks of {size}", replace(alone, chunks=split_prompt(_LONG_TOKENS, size)))
+        for size in (64, 199, 256, 512)
+    ]
+    scenarios += [
+        (f"{_LONG_TOKENS} tokens {name}", scenario)
+        for name, scenario in _in_company(alone, (7, 31), executor.geometry, num_blocks)
+    ]
+    return _report(executor, num_blocks, alone, scenarios).cases[1:]
 
 
 def _circumstances(

@@ -38,7 +38,7 @@ class Scenario:
     blocks: str = "ascending"
     """Order in which blocks are taken from the pool: ``ascending``, ``descending`` or ``scattered``."""
     move: str = ""
-    """While it decodes, ``swap``: out to the host, over its old blocks, into others; ``copy``: to other device blocks."""
+    """While it decodes, ``swap``: out to the host, over its old blocks, into others; ``copy``: to others directly."""
     all_rows: bool = False
     """Whether logits of every token are asked for, not only of the sampled ones."""
 

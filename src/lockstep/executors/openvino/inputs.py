@@ -90,8 +90,8 @@ def build_inputs(batch: StepBatch, limits: Limits) -> ForwardInputs:
         begins = np.append(begins, 2)
         blocks = np.append(blocks, NULL_BLOCK)
         table_begins = np.append(table_begins, table_begins[-1] + 1)
-    if len(rows) < 2:
-        rows = np.resize(rows, 2) if len(rows) else np.zeros(2, np.int64)
+    if len(rows) == 1:
+        rows = np.repeat(rows, 2)
     return ForwardInputs(
         token_ids=np.ascontiguousarray(token_ids, np.int64),
         positions=positions.astype(np.int64, copy=False),

@@ -1,0 +1,134 @@
+"""Promise 1 on the machine that runs this: the probe passes as served, and its negative twins fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.executors.openvino.support import TINY_LLAMA, TINY_QWEN3, batch_of, random_artifact, run
+from tools.random_models import Shape
+
+from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
+from lockstep.executors.openvino.inputs import Limits, build_inputs
+from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.probe import quick_probe, thorough_probe
+from lockstep.executors.probe_play import Scenario, play
+
+NUM_BLOCKS, NUM_HOST_BLOCKS = 120, 20
+ALONE = Scenario((45,))
+
+
+@contextmanager
+def loaded(
+    shape: Shape = TINY_LLAMA, encoding: str = "Q8_0", options: OpenVINOOptions | None = None
+) -> Iterator[OpenVINOExecutor]:
+    executor = load_executor(random_artifact(shape, encoding), options)
+    executor.allocate(NUM_BLOCKS, NUM_HOST_BLOCKS)
+    yield executor
+    executor.close()
+
+
+@pytest.mark.parametrize("shape", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("encoding", ["F32", "Q8_0", "Q4_0"])
+def test_logits_are_bitwise_the_same_alone_batched_and_chunked(shape: Shape, encoding: str) -> None:
+    with loaded(shape, encoding) as executor:
+        report = quick_probe(executor, NUM_BLOCKS)
+    assert report.deterministic, [case for case in report.cases if not case.passed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_precision", ["f16", "f32"])
+@pytest.mark.parametrize("group_size", [32, 0])
+@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("shape", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
+def test_they_are_so_in_every_circumstance(
+    shape: Shape, encoding: str, group_size: int, kv_cache_precision: str
+) -> None:
+    options = OpenVINOOptions(kv_cache_precision=kv_cache_precision, dynamic_quantization_group_size=group_size)
+    artifact = random_artifact(shape, encoding)
+
+    def load() -> OpenVINOExecutor:
+        executor = load_executor(artifact, options)
+        executor.allocate(NUM_BLOCKS, NUM_HOST_BLOCKS)
+        return executor
+
+    executor = load()
+    report = thorough_probe(executor, NUM_BLOCKS, NUM_HOST_BLOCKS, load)
+    executor.close()
+    assert report.deterministic, [case for case in report.cases if not case.passed]
+
+
+def test_a_compressed_kv_cache_breaks_it_and_the_quick_probe_sees_that() -> None:
+    options = OpenVINOOptions(kv_cache_precision="u8")
+    assert not options.is_batch_invariant
+    with loaded(options=options) as executor:
+        assert not quick_probe(executor, NUM_BLOCKS).deterministic
+
+
+def test_a_prompt_chunk_of_one_token_breaks_it() -> None:
+    """Which is why the scheduler never makes one (determinism rule 1 of the core)."""
+    with loaded() as executor:
+        assert not np.array_equal(
+            play(executor, NUM_BLOCKS, replace(ALONE, chunks=(44, 1))), play(executor, NUM_BLOCKS, ALONE)
+        )
+
+
+def test_without_padding_a_pass_over_one_token_would_differ() -> None:
+    prompt, chunk = list(range(40)), ([7], 40, (1, 2))
+    with loaded() as executor:
+        run(executor, (prompt, 0, (1, 2)))
+        geometry = executor.geometry
+        limits = Limits(geometry.block_size, NUM_BLOCKS, 0, geometry.max_model_len, geometry.vocab_size)
+        inputs = build_inputs(batch_of(chunk), limits)
+        bare = replace(
+            inputs,
+            token_ids=inputs.token_ids[:1],
+            positions=inputs.positions[:1],
+            past_lens=inputs.past_lens[:1],
+            subsequence_begins=inputs.subsequence_begins[:2],
+            block_indices=inputs.block_indices[:-1],
+            block_indices_begins=inputs.block_indices_begins[:2],
+        )
+        alone = executor._forward(bare)[0].copy()
+        in_company = run(executor, chunk, ([9], 0, (3,)))[0]
+        padded = run(executor, chunk)[0]
+    assert np.array_equal(padded, in_company)
+    assert not np.array_equal(alone, in_company)
+
+
+def test_what_lies_beyond_a_sequence_in_its_blocks_is_never_read() -> None:
+    prompt = list(range(40))
+    with loaded() as executor:
+        clean = run(executor, (prompt, 0, (1, 2))), run(executor, ([7], 40, (1, 2)))
+        assert executor._pool is not None
+        for tensor in executor._pool.tensors:
+            tensor.data[...] = np.nan
+        dirty = run(executor, (prompt, 0, (1, 2))), run(executor, ([7], 40, (1, 2)))
+    assert np.array_equal(clean, dirty)
+
+
+@pytest.mark.parametrize("precision", ["f16", "f32", "u8"])
+def test_swapping_and_copying_move_blocks_bit_for_bit(precision: str) -> None:
+    prompt = list(range(70))
+    with loaded(TINY_QWEN3, "Q4_0", OpenVINOOptions(kv_cache_precision=precision)) as executor:
+        run(executor, (prompt, 0, (1, 2, 3)))
+        expected = run(executor, ([5], 70, (1, 2, 3)))
+        run(executor, (prompt, 0, (1, 2, 3)))
+        executor.execute(batch_of(swap_out=((1, 7), (2, 0), (3, 4)), copies=((2, 30),)))
+        run(executor, (prompt[::-1], 0, (1, 2, 3)))
+        moved = executor.execute(batch_of(([5], 70, (9, 30, 20)), swap_in=((7, 9), (4, 20))))
+        assert np.array_equal(moved, expected)
+        if precision == "u8":
+            return  # computing the last token again requantises its block
+        chained = batch_of(([5], 70, (12, 30, 20)), copies=((9, 11), (11, 12)))
+        assert np.array_equal(executor.execute(chained), expected), "copies are made in plan order"
+
+
+def test_a_model_loaded_again_says_the_same_bits() -> None:
+    with loaded() as executor:
+        first = play(executor, NUM_BLOCKS, ALONE)
+    with loaded() as executor:
+        assert np.array_equal(play(executor, NUM_BLOCKS, ALONE), first)
