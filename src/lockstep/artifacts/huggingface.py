@@ -51,7 +51,7 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     small = [name for name in _SMALL_FILES if (path / name).is_file()]
     return Artifact(
         source=source,
-        name=path.resolve().name,
+        name=path.absolute().name,
         path=path,
         format="safetensors",
         fingerprint=files_fingerprint(path, [*small, *files], cache_dir),

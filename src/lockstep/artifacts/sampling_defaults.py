@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.errors import CorruptArtifactError
 
-# GGUF key: our name. Written by llama.cpp's converter from generation_config.json.
-_GGUF_NAMES = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
+# Our name, which is generation_config.json's too: GGUF's key (llama.cpp's converter copies them), what it may be.
+_KNOWN: Mapping[str, tuple[str, Callable[[float], bool], str]] = {
+    "temperature": ("general.sampling.temp", lambda value: value >= 0, "at least 0"),
+    "top_k": ("general.sampling.top_k", lambda value: value >= -1 and value == int(value), "a whole number from -1 up"),
+    "top_p": ("general.sampling.top_p", lambda value: 0 < value <= 1, "above 0, at most 1"),
+    "min_p": ("general.sampling.min_p", lambda value: 0 <= value <= 1, "0 to 1"),
+    "repetition_penalty": ("general.sampling.penalty_repeat", lambda value: value > 0, "above 0"),
 }
-_NAMES = tuple(_GGUF_NAMES.values())
+
+_LARGEST = 1e30
+"""Neither infinity nor an integer beyond floats is a sampling parameter."""
 
 
 def from_generation_config(config: Mapping[str, object], path: Path) -> dict[str, float | int]:
     """The values that are present. ``do_sample`` is not consulted, as in vLLM: a file that sets a temperature means it,
     and a request that wants greedy decoding says ``temperature: 0``.
     """
-    return _checked({name: config.get(name) for name in _NAMES}, path)
+    return _checked({name: config.get(name) for name in _KNOWN}, path)
 
 
 def from_gguf(metadata: Mapping[str, object], path: Path) -> dict[str, float | int]:
     """The values that are present."""
-    return _checked({name: metadata.get(key) for key, name in _GGUF_NAMES.items()}, path)
+    return _checked({name: metadata.get(key) for name, (key, _, _) in _KNOWN.items()}, path)
 
 
 def _checked(values: Mapping[str, object], path: Path) -> dict[str, float | int]:
@@ -36,7 +37,12 @@ def _checked(values: Mapping[str, object], path: Path) -> dict[str, float | int]
     for name, value in values.items():
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise CorruptArtifactError(f"sampling default {name!r} is {value!r}; a number is expected", path=path)
+        _, fits, expected = _KNOWN[name]
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (abs(value) <= _LARGEST and fits(value))
+        ):
+            raise CorruptArtifactError(f"sampling default {name!r} is {value!r}; {expected} is expected", path=path)
         defaults[name] = int(value) if name == "top_k" else float(value)
     return defaults
