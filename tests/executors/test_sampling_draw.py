@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.executors.sampling_darts import EXP_MARGIN, Darts, Support, weigh, weigh_lightly
-from lockstep.executors.sampling_draw import MAX_SORTED, _nucleus, draw
+from lockstep.executors.sampling_draw import MAX_SORTED, draw
+from lockstep.executors.sampling_head import Head
 from lockstep.executors.sampling_nucleus import _Nucleus, _Shares, draw_from_nucleus
 from lockstep.executors.sampling_params import ResolvedSampling
 from lockstep.executors.sampling_random import TokenRandom
@@ -81,15 +82,32 @@ def test_membership_of_a_nucleus_is_decided_exactly(
     assert [nucleus.holds(token) for token in order] == [token in inside for token in order]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([5_003, 6_400]), st.floats(0.05, 0.95), st.sampled_from([0.1, 0.3, 0.6]))
-def test_a_nucleus_that_few_columns_show_is_the_nucleus(seed: int, size: int, top_p: float, temperature: float) -> None:
-    row = rows(seed, size, None)
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([40, 5_003, 6_400]),
+    st.one_of(st.none(), st.integers(1, 30)),
+    st.floats(0.05, 0.95),
+    st.sampled_from([0.05, 0.2, 0.5]),
+)
+def test_what_the_head_says_for_certain_is_so(
+    seed: int, size: int, levels: int | None, top_p: float, temperature: float
+) -> None:
+    row = rows(seed, size, levels)
     sampling = ResolvedSampling(temperature, top_p=top_p)
-    found = _nucleus(columns(row), sampling)
-    if found is not None:
-        masses, ids = found
-        assert ids[: len(masses)].tolist() == kept(row, sampling).ids.tolist()
+    head = Head(columns(row), sampling)
+    inside = set(kept(row, sampling).ids.tolist())
+    for position in range(10):
+        token, is_in = head.draw(random_at(seed, position))
+        if is_in:
+            assert token in inside
+
+
+def test_the_head_is_enough_for_a_peaked_row() -> None:
+    row = rows(3, 49_157, None)
+    sampling = ResolvedSampling(0.15, top_p=0.9)
+    drawn = [Head(columns(row), sampling).draw(random_at(3, position)) for position in range(300)]
+    assert sum(is_in for _, is_in in drawn) > 200
 
 
 def test_light_weights_are_within_their_margin() -> None:
@@ -132,6 +150,8 @@ CASES = {
     "top_k": ResolvedSampling(1.0, top_k=30),
     "large top_k": ResolvedSampling(2.0, top_k=700),
     "top_p": ResolvedSampling(0.3, top_p=0.8),
+    "peaked top_p": ResolvedSampling(0.4, top_p=0.95),
+    "very peaked top_p": ResolvedSampling(0.15, top_p=0.7),
     "wide top_p": ResolvedSampling(2.0, top_p=0.9),
     "wide small top_p": ResolvedSampling(5.0, top_p=0.1),
     "min_p": ResolvedSampling(1.0, min_p=0.1),

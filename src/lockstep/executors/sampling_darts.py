@@ -55,7 +55,8 @@ class Support:
     last_id: int
 
     def holds(self, values: Floats, ids: Ids) -> npt.NDArray[np.bool_]:
-        return (values > self.bound) | ((values == self.bound) & (ids <= self.last_id))
+        inside: npt.NDArray[np.bool_] = (values > self.bound) | ((values == self.bound) & (ids <= self.last_id))
+        return inside
 
 
 class Darts:

@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from lockstep.executors.sampling_darts import EXP_MARGIN, Darts, Support, Weights, weigh, weigh_lightly
+from lockstep.executors.sampling_darts import Darts, Support, Weights, weigh
 from lockstep.executors.sampling_nucleus import draw_from_nucleus
 from lockstep.executors.sampling_params import ResolvedSampling
 from lockstep.executors.sampling_random import TokenRandom
@@ -23,18 +23,12 @@ from lockstep.executors.sampling_rows import (
     Floats,
     Ids,
     at_least,
-    bound_of_greatest,
     columns,
     greatest,
-    top_block,
 )
 
 MAX_SORTED = 256
 """The largest top-k, and the largest number of columns, for which candidates are sorted."""
-_NUCLEUS_COLUMNS = 32
-"""Where a nucleus is looked for first."""
-_HOPELESS = 0.5
-"""What may lie outside of them, relative to what surely lies inside, for the look to be worth its time."""
 
 
 def draw(row: Floats, sampling: ResolvedSampling, random: TokenRandom | None) -> int | None:
@@ -60,10 +54,6 @@ def draw(row: Floats, sampling: ResolvedSampling, random: TokenRandom | None) ->
     support = _support(cols, sampling)
     if sampling.top_p >= 1.0:
         return Darts(cols, sampling.temperature, support.bound, random).first(support)
-    if support.bound == -np.inf:
-        nucleus = _nucleus(cols, sampling)
-        if nucleus is not None:
-            return _pick(*nucleus, random)
     return draw_from_nucleus(cols, sampling, support, random)
 
 
@@ -108,27 +98,3 @@ def _support(cols: Columns, sampling: ResolvedSampling) -> Support:
         if bound > support.bound:
             support = Support(bound, size)
     return support
-
-
-def _nucleus(cols: Columns, sampling: ResolvedSampling) -> tuple[Weights, Ids] | None:
-    """The nucleus with its cumulated weights, when the columns with the greatest maxima show for certain where it ends.
-
-    Outside of them every column weighs between its maximum's weight and `height` times that, so all weights together
-    are known to lie between two totals. If both put the end at the same token, that is where it is.
-    """
-    bound = bound_of_greatest(cols, min(_NUCLEUS_COLUMNS, len(cols.maxima)))
-    weights = weigh_lightly(cols.maxima, cols.peak, sampling.temperature)
-    inner = cols.maxima >= bound
-    heads = float(np.add.reduce(weights, dtype=np.float64, where=inner))
-    outside = float(np.add.reduce(weights, dtype=np.float64)) - heads
-    if outside * cols.height > _HOPELESS * heads:
-        return None
-    values, ids, block = top_block(cols, bound)
-    inside = float(np.add.reduce(weigh_lightly(block, cols.peak, sampling.temperature), dtype=np.float64))
-    masses = np.cumsum(weigh(values, cols.peak, sampling.temperature))
-    least = (inside + outside) * (1.0 - 2.0 * EXP_MARGIN)
-    most = (inside + outside * cols.height) * (1.0 + 2.0 * EXP_MARGIN)
-    last = int(masses.searchsorted(sampling.top_p * least))
-    if last == len(masses) or masses[last] < sampling.top_p * most:
-        return None
-    return masses[: last + 1], ids

@@ -1,6 +1,7 @@
 """A draw from a nucleus (top-p) too wide to sort: draw from all tokens until one is in the nucleus.
 
-That a token is in it needs no sorting either: the tokens before it in rank must weigh less than top_p of all. Weights
+Where the weight is at the top, the head alone mostly tells (sampling_head.py). Otherwise everything is weighed. That a
+token is in the nucleus needs no sorting: the tokens before it in rank must weigh less than top_p of all. Weights
 and sums are taken in float32 first; where its error could matter, in float64.
 """
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.executors.sampling_darts import EXP_MARGIN, Support, weigh, weigh_lightly
+from lockstep.executors.sampling_head import Head
 from lockstep.executors.sampling_params import ResolvedSampling
 from lockstep.executors.sampling_random import TokenRandom
 from lockstep.executors.sampling_rows import Columns, Floats
@@ -107,6 +109,11 @@ class _Nucleus:
 def draw_from_nucleus(cols: Columns, sampling: ResolvedSampling, support: Support, random: TokenRandom) -> int:
     """A token of the nucleus of those in the support."""
     row = cols.row
+    uncertain: int | None = None
+    if support.bound == -np.inf:
+        uncertain, is_in = Head(cols, sampling).draw(random)
+        if uncertain is not None and is_in:
+            return uncertain
     weights = weigh_lightly(row, cols.peak, sampling.temperature)
     if support.bound > -np.inf:
         weights *= row >= support.bound
@@ -114,6 +121,8 @@ def draw_from_nucleus(cols: Columns, sampling: ResolvedSampling, support: Suppor
         weights[ties[ties > support.last_id]] = 0.0
     shares = _Shares(weights)
     nucleus = _Nucleus(row, cols.peak, sampling, weights, shares.total)
+    if uncertain is not None and nucleus.holds(uncertain):
+        return uncertain
     if sampling.top_p < _SMALL_TOP_P:
         bound = _surely_out_below(cols, sampling, shares.total)
         shares = _Shares(weights * (row >= bound))
