@@ -28,6 +28,9 @@ from lockstep.executors.sampling_rows import TokenLogprobs, token_logprobs
 
 Floats = npt.NDArray[np.float32]
 
+_ROOM = 16
+"""New tokens of the output before the arrays of a state grow, by doubling."""
+
 __all__ = ["SamplerState", "Samples", "TokenLogprobs", "sample"]
 
 
@@ -45,25 +48,38 @@ class Samples:
 class SamplerState:
     """What one sequence's next token depends on besides its logits. Owned by the sequence, changed by `append` only."""
 
-    __slots__ = ("_bias_ids", "_biases", "_counts", "_ids", "_index", "_random", "edits", "is_plain_greedy", "sampling")
+    __slots__ = (
+        "_bias_ids",
+        "_biases",
+        "_counts",
+        "_ids",
+        "_index",
+        "_random",
+        "_remembers",
+        "edits",
+        "is_plain_greedy",
+        "sampling",
+    )
 
     def __init__(self, sampling: ResolvedSampling, seed: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.sampling = sampling
         self._random = None if sampling.is_greedy else TokenRandom(seed)
         self._bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
-        self._index: dict[int, int] = {}
-        if sampling.repetition_penalty != 1.0:
-            self._index = {token: index for index, token in enumerate(dict.fromkeys(prompt_ids))}
-        self._ids = np.array([*self._index, *[0] * 16], np.int64)
+        seen = dict.fromkeys(prompt_ids) if sampling.repetition_penalty != 1.0 else {}
+        self._index = dict(zip(seen, range(len(seen)), strict=True))
+        """Token to its place in the two arrays, which have room for more."""
+        self._ids = np.zeros(len(seen) + _ROOM, np.int64)
+        self._ids[: len(seen)] = np.fromiter(seen, np.int64, len(seen))
         self._counts = np.zeros(len(self._ids), np.float32)
+        self._remembers = sampling.has_penalties
         self.edits = bool(sampling.logit_bias) or sampling.has_penalties
         """Whether a row must be copied and changed before it is sampled."""
         self.is_plain_greedy = sampling.is_greedy and not self.edits
 
     def append(self, token_id: int) -> None:
         """Take note of a token of the output."""
-        if not self.sampling.has_penalties:
+        if not self._remembers:
             return
         index = self._index.setdefault(token_id, len(self._index))
         if index == len(self._ids):

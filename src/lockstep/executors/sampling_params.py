@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from lockstep.errors import InvalidParameterError
 
 MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_CHARS = 1_024
+MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1_024
 MAX_LOGPROBS = 64
