@@ -31,6 +31,8 @@ class StepDraft:
         self.admitted: list[int] = []
         self.resumed: list[int] = []
         self.preempted: list[int] = []
+        self.victims: set[int] = set()
+        """Ids that lost blocks in this step, preempted now or before; they do not come back in the same step."""
 
     # -- sampling and replaying -------------------------------------------------------------------------------------
 

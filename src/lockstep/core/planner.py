@@ -131,6 +131,7 @@ class StepPlanner:
                     draft.preempted.append(victim.seq_id)
                     self._roster.preempt(victim)
                     victim.num_preemptions += 1
+                draft.victims.add(victim.seq_id)
                 self._kv.take_tail(victim, count)
         return True
 
@@ -151,7 +152,7 @@ class StepPlanner:
         for seq in roster.preempted.copy():
             if draft.is_someone_left_out or roster.num_running >= self._config.max_num_seqs:
                 return
-            if seq.seq_id in draft.preempted or not self._bring_back(draft, seq):
+            if seq.seq_id in draft.victims or not self._bring_back(draft, seq):
                 return
             roster.run(seq)
             draft.resumed.append(seq.seq_id)
