@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from lockstep.executors.openvino.inputs import ForwardInputs, Limits, build_inpu
 from lockstep.executors.openvino.loading import compile_artifact, environment_of
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.pool import KVPool
-from lockstep.executors.openvino.runtime import CompiledModel, ElementType, Port, ov
+from lockstep.executors.openvino.runtime import CompiledModel, ElementType, InferRequest, Port, ov
 
 Progress = Callable[[str, float], None]
 
@@ -57,7 +56,8 @@ class OpenVINOExecutor:
         )
         self._limits: Limits | None = None
         self._pool: KVPool | None = None
-        self._request: Any = None
+        self._request: InferRequest = None
+        self._inputs: ForwardInputs | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -74,7 +74,11 @@ class OpenVINOExecutor:
         if num_blocks < 1 or num_host_blocks < 0:
             raise ExecutorError(f"a pool of {num_blocks} blocks and {num_host_blocks} host blocks; at least 1 and 0")
         self._request = self._pool = None
-        self._pool = KVPool(self._block_shapes, num_blocks, num_host_blocks)
+        try:
+            self._pool = KVPool(self._block_shapes, num_blocks, num_host_blocks)
+        except (MemoryError, RuntimeError) as error:
+            gigabytes = (num_blocks + 1 + num_host_blocks) * self._geometry.bytes_per_block / 1e9
+            raise ExecutorError(f"a KV pool of {gigabytes:.1f} GB cannot be allocated: {error}") from error
         self._request = self._compiled.create_infer_request()
         for name, tensor in zip(self._cache_names, self._pool.tensors, strict=True):
             self._request.set_tensor(name, tensor)
@@ -106,6 +110,7 @@ class OpenVINOExecutor:
 
     def _forward(self, inputs: ForwardInputs) -> Logits:
         request = self._request
+        self._inputs = inputs  # the request shares these arrays' memory until the next step sets its own
         try:
             for name, array in (
                 (paged.TOKEN_IDS, inputs.token_ids),
@@ -126,7 +131,7 @@ class OpenVINOExecutor:
 
     def close(self) -> None:
         """Release graph and pool; calling it again does nothing."""
-        self._request = self._pool = self._limits = self._compiled = None
+        self._request = self._inputs = self._pool = self._limits = self._compiled = None
 
 
 def _cache_names(artifact: Artifact) -> tuple[str, ...]:

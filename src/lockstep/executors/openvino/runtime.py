@@ -38,6 +38,7 @@ CompiledModel: TypeAlias = Any
 Port: TypeAlias = Any
 Core: TypeAlias = Any
 ElementType: TypeAlias = Any
+InferRequest: TypeAlias = Any
 
 ov: Any
 op: Any

@@ -1,0 +1,152 @@
+"""Options, devices, the environment key, and an import that talks to nobody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.executors.openvino.support import random_artifact
+
+from lockstep.errors import UsageError
+from lockstep.executors.openvino.environment import digest, instruction_set
+from lockstep.executors.openvino.executor import load_executor
+from lockstep.executors.openvino.loading import choose_device, compile_properties, environment_of
+from lockstep.executors.openvino.options import OpenVINOOptions, available_cores
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: OpenVINOOptions(device="npu"),
+        lambda: OpenVINOOptions(threads=0),
+        lambda: OpenVINOOptions(kv_cache_precision="f64"),
+        lambda: OpenVINOOptions(inference_precision="bf16"),
+        lambda: OpenVINOOptions(dynamic_quantization_group_size=64),
+        lambda: OpenVINOOptions(max_cache_bytes=-1),
+    ],
+)
+def test_an_option_with_a_wrong_value_says_what_would_be_right(wrong: object) -> None:
+    assert callable(wrong)
+    with pytest.raises(UsageError, match="must"):
+        wrong()
+
+
+def test_an_explicit_device_that_is_missing_lists_what_is_there() -> None:
+    with pytest.raises(UsageError, match="device 'gpu' is not there; available devices: cpu"):
+        choose_device("gpu", ("CPU",))
+    assert choose_device("gpu", ("CPU", "GPU.0")) == "GPU"
+    assert choose_device("auto", ("CPU", "GPU")) == "CPU"
+    assert choose_device("cpu", ("CPU",)) == "CPU"
+
+
+def test_float32_is_asked_for_explicitly() -> None:
+    """OpenVINO's default on a processor with bf16 units is bf16, and its results depend on the batch."""
+    properties = compile_properties(OpenVINOOptions())
+    assert properties["INFERENCE_PRECISION_HINT"] == "f32"
+    assert properties["KV_CACHE_PRECISION"] == "f16"
+
+
+def test_cores_are_cut_by_the_cgroups_quota(tmp_path: Path) -> None:
+    unlimited = available_cores(tmp_path)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert available_cores(tmp_path) == unlimited
+    for quota, cores in (("100000", 1), ("50000", 1), ("150000", 1), ("6400000", unlimited)):
+        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+        assert available_cores(tmp_path) == cores
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, cores in (("-1", unlimited), ("100000", 1)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert available_cores(tmp_path) == cores
+
+
+def test_the_environment_changes_with_whatever_the_bits_depend_on() -> None:
+    artifact, options = random_artifact(), OpenVINOOptions(threads=2)
+    base = environment_of(artifact, options)
+    assert base == environment_of(artifact, options)
+    others = [
+        environment_of(replace(artifact, fingerprint="another"), options),
+        environment_of(artifact, replace(options, threads=1)),
+        environment_of(artifact, replace(options, kv_cache_precision="f32")),
+        environment_of(artifact, replace(options, dynamic_quantization_group_size=0)),
+    ]
+    assert len({digest(environment) for environment in (base, *others)}) == 5
+    moved = environment_of(artifact, replace(options, cache_dir=Path("elsewhere"), max_cache_bytes=0))
+    assert digest(moved) == digest(base)
+    assert {"openvino", "instruction_set", "threads", "device", "artifact", "builder"} <= base.keys()
+
+
+def test_the_digest_ignores_order_and_keeps_borders() -> None:
+    assert digest({"a": "1", "b": "2"}) == digest({"b": "2", "a": "1"})
+    assert digest({"a": "1b2"}) != digest({"a": "1", "b": "2"})
+    assert digest({"ab": "c"}) != digest({"a": "bc"})
+    assert digest({}) == "cae66941d9efbd404e4d88758ea67670"
+
+
+def test_the_instruction_set_names_what_kernels_are_chosen_by(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx2 amx_int8 avx512f smep\nprocessor : 1\nflags : other\n")
+    assert instruction_set(cpuinfo).split()[1:] == ["amx_int8", "avx2", "avx512f"]
+    cpuinfo.write_text("Features : asimd crc32 i8mm\n")
+    assert instruction_set(cpuinfo).split()[1:] == ["asimd", "i8mm"]
+    assert instruction_set(tmp_path / "absent")
+
+
+SILENT = """
+import socket, sys
+class Refused(socket.socket):
+    def connect(self, *args): raise SystemExit("a network connection was tried")
+socket.socket = Refused
+from lockstep.executors.openvino import options
+assert "openvino" not in sys.modules, "options must stay cheap"
+from lockstep.executors.openvino import executor
+assert "openvino_telemetry" not in sys.modules
+import openvino_telemetry  # stays importable for others
+"""
+
+
+def test_importing_openvino_talks_to_nobody_and_writes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("openvino_telemetry")
+    environment = {"HOME": str(tmp_path), "PATH": "", "USERPROFILE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SILENT], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_goes_from_building_to_compiled() -> None:
+    seen: list[tuple[str, float]] = []
+    load_executor(random_artifact(), progress=lambda stage, fraction: seen.append((stage, fraction))).close()
+    assert seen == [("build", 0.5), ("build", 1.0), ("compile", 0.0), ("compile", 1.0)]
+
+
+MEMORY = """
+import gc, pathlib, sys
+from lockstep.executors.openvino.executor import load_executor
+from tests.executors.openvino.support import random_artifact
+from tools.random_models import Shape
+def anonymous_mb():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) // 1024
+artifact = random_artifact(Shape(num_layers=4, hidden_size=1024, intermediate_size=3072), "Q8_0")
+base = []
+for turn in range(4):
+    executor = load_executor(artifact)
+    executor.allocate(200, 0)
+    loaded = anonymous_mb()
+    executor.close()
+    del executor
+    gc.collect()
+    base.append(anonymous_mb())
+    assert loaded - base[-1] > 60, (loaded, base)
+assert base[-1] - base[0] < 15, base
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_closing_gives_the_memory_back() -> None:
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,89 @@
+"""Bad tensors are refused by name before OpenVINO sees them: it would crash, or compute NaN without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.executors.openvino.support import MemoryWeights, config_of, random_artifact, with_tensor
+from tools.random_models import SHAPES
+
+from lockstep.artifacts.model import Encoding, Tensor
+from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
+from lockstep.executors.openvino.graph import build_decoder
+
+NAME = "model.layers.1.self_attn.k_proj.weight"
+
+
+def spoilt(tensor: Tensor, spoil: Callable[[np.ndarray[tuple[int, ...], np.dtype[np.generic]]], None]) -> Tensor:
+    data = tensor.data.copy()
+    spoil(data)
+    return replace(tensor, data=data)
+
+
+@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_weight_or_scale_that_is_not_finite_is_named(encoding: str, value: float) -> None:
+    def spoil(data: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> None:
+        if encoding == "BF16":
+            data[3, 5] = np.array(value, np.float32).view(np.uint32) >> 16
+        elif encoding in ("Q8_0", "Q4_0"):
+            data[3, :2] = np.array([value], np.float16).view(np.uint8)
+        else:
+            data[3, 5] = value
+
+    artifact = random_artifact(encoding=encoding)
+    wrong = with_tensor(artifact, spoilt(artifact.weights[NAME], spoil))
+    with pytest.raises(CorruptArtifactError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight .* NaN or infinity"):
+        build_decoder(wrong.config, wrong.weights)
+
+
+@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+def test_a_buffer_shorter_than_its_shape_is_named(encoding: str) -> None:
+    artifact = random_artifact(encoding=encoding)
+    tensor = artifact.weights[NAME]
+    for data in (tensor.data[:-1], tensor.data[:, :-2], tensor.data.reshape(-1), tensor.data.astype(np.int64)):
+        wrong = with_tensor(artifact, replace(tensor, data=data))
+        with pytest.raises(CorruptArtifactError, match=r"k_proj\.weight .* stored as"):
+            build_decoder(wrong.config, wrong.weights)
+
+
+def test_a_shape_that_is_not_the_configurations_is_named() -> None:
+    artifact = random_artifact()
+    wider = replace(artifact.config, intermediate_size=320)
+    with pytest.raises(
+        CorruptArtifactError, match=r"gate_proj\.weight has shape \[256, 128\]; it should be \[320, 128\]"
+    ):
+        build_decoder(wider, artifact.weights)
+
+
+def test_rows_that_are_not_whole_groups_are_refused() -> None:
+    artifact = random_artifact(encoding="Q8_0")
+    odd = Tensor(NAME, Encoding.Q8_0, (64, 120), np.zeros((64, 128), np.uint8))
+    wrong = with_tensor(replace(artifact, config=replace(artifact.config, hidden_size=120)), odd)
+    with pytest.raises(CorruptArtifactError, match=r"120 values|has shape"):
+        build_decoder(wrong.config, wrong.weights)
+
+
+def test_a_quantised_norm_is_refused() -> None:
+    artifact = random_artifact()
+    norm = Tensor("model.norm.weight", Encoding.Q8_0, (128,), np.zeros(136, np.uint8))
+    with pytest.raises(CorruptArtifactError, match=r"model\.norm\.weight is Q8_0"):
+        build_decoder(artifact.config, with_tensor(artifact, norm).weights)
+
+
+def test_a_missing_tensor_or_bias_is_named() -> None:
+    artifact = random_artifact()
+    without = {name: artifact.weights[name] for name in artifact.weights.names() if name != NAME}
+    with pytest.raises(CorruptArtifactError, match=r"k_proj\.weight is missing"):
+        build_decoder(artifact.config, MemoryWeights(without))
+    with pytest.raises(CorruptArtifactError, match=r"q_proj\.bias is missing"):
+        build_decoder(replace(artifact.config, attention_bias=True), artifact.weights)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    config = replace(config_of(SHAPES["tiny-llama"]), architecture="mamba")
+    with pytest.raises(UnsupportedArtifactError, match="'mamba' is not known; known are: llama, qwen3"):
+        build_decoder(config, random_artifact().weights)
