@@ -101,6 +101,14 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
     assert file_fingerprint(path, tmp_path / "cache") == hashlib.blake2b(b"x" * LARGE, digest_size=16).hexdigest()
 
 
+def test_a_full_cache_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.artifacts.fingerprint._MAX_RECORDS", 3)
+    for index in range(5):
+        file_fingerprint(settled(tmp_path / str(index), b"x" * LARGE), tmp_path / "cache")
+        assert 1 <= len(records(tmp_path / "cache")) <= 3
+    assert len(records(tmp_path / "cache")) == 2
+
+
 def test_several_files_count_by_relative_name_and_content(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()

@@ -51,9 +51,11 @@ def test_the_random_models_vocabulary_is_whole(tmp_path: Path) -> None:
     assert parts.tokenizer.get_vocab_size() == 512
 
 
-def test_control_tokens_with_known_spellings_end_a_sequence() -> None:
-    """<|im_end|> by its spelling, <|endoftext|> as eos; <|end|> is an ordinary token here and ends nothing."""
-    assert read_vocabulary(metadata(BPE), 7).end_token_ids == (3, 4)
+def test_a_known_spelling_ends_a_sequence_whatever_its_type() -> None:
+    """<|im_end|> by its spelling, <|endoftext|> as eos; <|end|> is typed as an ordinary token here."""
+    parts = read_vocabulary(metadata(BPE), 7)
+    assert parts.end_token_ids == (3, 4, 5)
+    assert parts.tokenizer.encode("<|end|>").ids == [5]
 
 
 def test_end_of_turn_and_end_of_message_are_named_by_the_file() -> None:
@@ -86,9 +88,9 @@ def test_an_empty_token_gets_a_name() -> None:
     assert parts.tokenizer.id_to_token(5) == "[EMPTY_5]"
 
 
-def test_without_types_every_token_is_ordinary() -> None:
+def test_without_types_only_known_spellings_are_control_tokens() -> None:
     parts = read_vocabulary(metadata(BPE, token_type=None), 7)
-    assert parts.end_token_ids == (4,)
+    assert parts.tokenizer.get_added_tokens_decoder().keys() == {3, 4, 5}
 
 
 def test_a_vocabulary_may_be_smaller_than_the_embedding() -> None:

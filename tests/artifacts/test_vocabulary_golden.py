@@ -40,6 +40,11 @@ def test_ids_are_those_of_llama_cpp(case: str, parse_special: bool) -> None:
 
 
 @pytest.mark.parametrize("case", FILE["cases"])
+def test_ends_are_those_of_llama_cpp(case: str) -> None:
+    assert list(read_vocabulary(golden_metadata(case), 2000).end_token_ids) == FILE["cases"][case]["ends"]
+
+
+@pytest.mark.parametrize("case", FILE["cases"])
 def test_text_survives_a_round_trip(case: str) -> None:
     tokenizer = read_vocabulary(golden_metadata(case), 2000).tokenizer
     tokenizer.encode_special_tokens = True

@@ -3,7 +3,7 @@
     python -m tools.golden.tokenisations      (golden extra: llama-cpp-python; made with 0.3.36)
 
 The file holds the vocabularies as GGUF metadata, the strings, and for each vocabulary the ids of each string with
-special tokens parsed and not, BOS and EOS as the metadata says.
+special tokens parsed and not, BOS and EOS as the metadata says, and the ids that end a generation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import gguf
-from llama_cpp import Llama
+import llama_cpp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tools.golden.tricky_text import TRAINING, tricky_strings
@@ -89,6 +89,7 @@ def variants() -> dict[str, Metadata]:
         "tokenizer.ggml.add_eos_token": True,
     }
     found["bpe no bos"] = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}
+    found["bpe ends"] = misnamed_ends()
     found["spm"] = {}
     found["spm no prefix"] = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
     found["spm add both"] = {"tokenizer.ggml.add_eos_token": True}
@@ -96,6 +97,24 @@ def variants() -> dict[str, Metadata]:
     size = len(sentencepiece()["tokenizer.ggml.tokens"])  # type: ignore[arg-type]  # a list
     found["spm shuffled scores"] = {"tokenizer.ggml.scores": [0.0] * 259 + rng.sample(range(-size, 0), size - 259)}
     return found
+
+
+def misnamed_ends() -> Metadata:
+    """Tokens whose spelling says more than their type: ends of turns that are ordinary or user-defined."""
+    base = byte_level()
+    names = (
+        "<|im_end|>",
+        "<|eot_id|>",
+        "[EOT]",
+        "<|fim_middle|>",
+        "<|file_sep|>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+    )
+    ordinary = {"tokens": list(names), "token_type": [(NORMAL, USER_DEFINED)[rank % 2] for rank in range(len(names))]}
+    joined = {f"tokenizer.ggml.{key}": [*base[f"tokenizer.ggml.{key}"], *new] for key, new in ordinary.items()}  # type: ignore[misc]  # lists
+    return {"tokenizer.ggml.pre": "qwen2", **joined}
 
 
 def write_vocabulary(path: Path, metadata: Metadata) -> None:
@@ -123,14 +142,16 @@ def write_vocabulary(path: Path, metadata: Metadata) -> None:
     writer.close()
 
 
-def tokenise(metadata: Metadata, strings: list[str]) -> dict[str, list[list[int]]]:
+def tokenise(metadata: Metadata, strings: list[str]) -> dict[str, list[list[int]] | list[int]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "vocabulary.gguf"
         write_vocabulary(path, metadata)
-        model = Llama(str(path), vocab_only=True, verbose=False)
+        model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    vocabulary = llama_cpp.llama_model_get_vocab(model.model)
     return {
-        name: [model.tokenize(text.encode(), add_bos=True, special=special) for text in strings]
-        for name, special in (("special", True), ("plain", False))
+        "special": [model.tokenize(text.encode(), add_bos=True, special=True) for text in strings],
+        "plain": [model.tokenize(text.encode(), add_bos=True, special=False) for text in strings],
+        "ends": [index for index in range(model.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocabulary, index)],
     }
 
 

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 END_TEXTS = (
+    "</s>",
     "<|endoftext|>",
+    "<|end_of_text|>",
     "<|im_end|>",
     "<|end|>",
     "<|eot_id|>",
     "<|eom_id|>",
     "<end_of_turn>",
-    "<|endofturn|>",
-    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<eos>",
+    "[EOS]",
     "<EOT>",
-    "<|eot|>",
+    "_<EOT>",
+    "[EOT]",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
 )
-"""Spellings of the tokens with which chat templates close a turn or a text; a model that emits one is done."""
+"""Spellings with which models of the known architectures close a turn or a text, as llama.cpp lists them."""
+
+MARKER_TEXTS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+"""Spellings that llama.cpp takes for control tokens, whatever the file says, as it does with those above."""
 
 
 def end_token_ids(named: Iterable[int], special_tokens: Mapping[str, int]) -> tuple[int, ...]:
@@ -24,7 +35,7 @@ def end_token_ids(named: Iterable[int], special_tokens: Mapping[str, int]) -> tu
 
     Args:
         named: ids that the artifact calls eos, eot or eom.
-        special_tokens: text and id of its control and added tokens.
+        special_tokens: text and id of its control tokens.
     """
     known = (special_tokens[text] for text in END_TEXTS if text in special_tokens)
     return tuple(sorted({*named, *known}))

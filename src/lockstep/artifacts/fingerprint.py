@@ -20,6 +20,8 @@ from lockstep.errors import ArtifactNotFoundError
 _DIGEST_BYTES = 16
 _RECORD = re.compile(r"([0-9]+ [0-9]+ [0-9]+ ([0-9a-f]{32})) ([0-9a-f]{32})\n?")
 _MIN_CACHED_BYTES = 1 << 20
+_MAX_RECORDS = 4096
+"""At this many the cache starts anew; a record is a line, and few machines hold as many weight files."""
 _SETTLED_NS = 2_000_000_000
 """A file changed less than this ago may change again within its timestamp's grain: it is hashed, not remembered."""
 
@@ -70,6 +72,10 @@ def _remember(record: Path, content: str) -> None:
     """Write whole or not at all; a cache that cannot be written is no error."""
     with contextlib.suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
+        present = list(record.parent.iterdir())
+        if len(present) >= _MAX_RECORDS:
+            for old in present:
+                old.unlink()
         handle, temporary = tempfile.mkstemp(dir=record.parent, prefix=".new-")
         try:
             with open(handle, "w", encoding="ascii") as file:

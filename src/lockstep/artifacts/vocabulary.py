@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.end_tokens import end_token_ids
+from lockstep.artifacts.end_tokens import END_TEXTS, MARKER_TEXTS, end_token_ids
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.errors import CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
@@ -111,7 +111,7 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> TokenizerParts:
         tokenizer, vocabulary, vocabulary.added("bos", bos, adds_bos), vocabulary.added("eos", eos, by_default=False)
     )
     named = [vocabulary.special(name) for name in ("eos", "eot", "eom")]
-    special = {vocabulary.tokens[index]: index for index in vocabulary.of_type(_Type.CONTROL, _Type.USER_DEFINED)}
+    special = {vocabulary.tokens[index]: index for index in vocabulary.of_type(_Type.CONTROL)}
     return TokenizerParts(
         tokenizer=tokenizer,
         chat_template=metadata.text("tokenizer.chat_template", "") or None,
@@ -148,11 +148,14 @@ class _Vocabulary:
             raise CorruptArtifactError(
                 f"a token of {len(longest)} characters; at most {_MAX_TOKEN_CHARS} are expected", path=metadata.path
             )
-        types: Sequence[int] = [_Type.NORMAL] * len(tokens)
+        types = [int(_Type.NORMAL)] * len(tokens)
         if "tokenizer.ggml.token_type" in metadata.values:
             types = metadata.numbers("tokenizer.ggml.token_type").tolist()
         if len(types) != len(tokens):
             raise CorruptArtifactError(f"{len(types)} token types for {len(tokens)} tokens", path=metadata.path)
+        for text in (*END_TEXTS, *MARKER_TEXTS):
+            if text in ids:  # converters often leave these ordinary, or user-defined
+                types[ids[text]] = _Type.CONTROL
         return cls(metadata, tokens, ids, types)
 
     def of_type(self, *types: _Type) -> list[int]:
