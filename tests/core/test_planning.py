@@ -46,7 +46,11 @@ def test_prompts_and_decodes_share_a_step() -> None:
     core.add(Request(5, 5))
     step(core)
     core.add(Request(6, 5))
-    assert rows(step(core)) == [(0, 5, 1), (1, 0, 6)]
+    plan = step(core)
+    assert rows(plan) == [(0, 5, 1), (1, 0, 6)]
+    assert (plan.num_prompt_tokens, plan.has_prefill, plan.has_decode) == (6, True, True)
+    plan = step(core)
+    assert (plan.num_prompt_tokens, plan.has_prefill, plan.has_decode) == (0, False, True)
 
 
 def test_reserve_then_extend() -> None:

@@ -28,6 +28,7 @@ class StepDraft:
         self.seqs: list[Sequence] = []
         self.lengths: list[int] = []
         """The rows; each starts where its sequence is computed to."""
+        self.num_prompt_tokens = 0
         self.admitted: list[int] = []
         self.resumed: list[int] = []
         self.preempted: list[int] = []
@@ -110,6 +111,7 @@ class StepDraft:
         self.num_places -= 1
         self.num_tokens -= length
         self.num_prefill -= length
+        self.num_prompt_tokens += length
         self.seqs.append(seq)
         self.lengths.append(length)
         return True
@@ -144,4 +146,5 @@ class StepDraft:
             tuple(self.admitted),
             tuple(self.resumed),
             tuple(self.preempted),
+            self.num_prompt_tokens,
         )

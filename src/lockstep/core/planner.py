@@ -10,9 +10,12 @@ from lockstep.core.draft import StepDraft
 from lockstep.core.kv import KVCache
 from lockstep.core.policy import SchedulerConfig, prefill_budget
 from lockstep.core.queue import TenantLedger, WaitingQueue
-from lockstep.core.roster import Roster, by_rank
+from lockstep.core.roster import Roster
 from lockstep.core.sequence import Sequence, SequenceState
 from lockstep.core.victims import choose_tails
+
+Output = tuple[Sequence, int]
+"""Who samples or replays, and the length of its segment."""
 
 _by_turn = attrgetter("turn")
 
@@ -55,7 +58,7 @@ class StepPlanner:
 
     # -- 1: who samples or replays ------------------------------------------------------------------------------------
 
-    def _choose_who_samples(self, draft: StepDraft) -> tuple[list[Sequence], list[Sequence]]:
+    def _choose_who_samples(self, draft: StepDraft) -> tuple[list[Output], list[Sequence]]:
         """Reserve budgets for those who sample or replay: whose last turn is longest ago, class by class.
 
         Returns:
@@ -70,45 +73,45 @@ class StepPlanner:
         prompt_waits = bool(roster.prefilling) or (slots > 0 and len(self._queue) > 0)
         draft.num_kept_places = 1 if prompt_waits and draft.num_places > 1 else 0
         rows = len(decoding) + max(len(endings), draft.num_kept_places)
-        num_tokens = sum([seq.forced.get(seq.num_computed, 1) for seq in decoding])
-        if rows <= min(draft.num_width, draft.num_places) and num_tokens <= draft.num_tokens:
-            draft.reserve_outputs(len(decoding), num_tokens)
+        lengths = [seq.forced.get(seq.num_computed, 1) for seq in decoding]
+        if rows <= min(draft.num_width, draft.num_places) and sum(lengths) <= draft.num_tokens:
+            draft.reserve_outputs(len(lengths), sum(lengths))
             for seq in endings:
                 draft.reserve_ending(seq)
-            return decoding.copy(), []
-        chosen, spare = [], []
+            return list(zip(decoding, lengths, strict=True)), []
+        chosen: list[Output] = []
+        spare: list[Sequence] = []
         for seq in sorted(decoding + endings, key=_by_turn):
-            if not self._reserve(draft, seq):
+            length = seq.segment_length(seq.num_computed)
+            if not self._reserve(draft, seq, length):
                 spare.append(seq)
             elif seq.prompt_left <= 0:
-                chosen.append(seq)
-        chosen.sort(key=by_rank)
+                chosen.append((seq, length))
+        chosen.sort(key=lambda output: output[0].rank)
         return chosen, spare
 
-    def _reserve(self, draft: StepDraft, seq: Sequence) -> bool:
-        if seq.prompt_left > 0:
-            return draft.reserve_ending(seq)
-        return draft.reserve_output(seq.segment_length(seq.num_computed))
+    def _reserve(self, draft: StepDraft, seq: Sequence, length: int) -> bool:
+        return draft.reserve_ending(seq) if seq.prompt_left > 0 else draft.reserve_output(length)
 
     # -- 2: growing, by force if need be ------------------------------------------------------------------------------
 
-    def _grow(self, draft: StepDraft, chosen: list[Sequence], spare: list[Sequence]) -> None:
+    def _grow(self, draft: StepDraft, chosen: list[Output], spare: list[Sequence]) -> None:
         """Write the rows of those who sample or replay, with blocks for what they compute; whoever gets none waits, and
         its place goes to the next in turn."""
         block_size = self._config.block_size
-        for seq in chosen:
-            start = seq.num_computed
-            length = seq.forced.get(start, 1)
+        for seq, length in chosen:
+            end = seq.num_computed + length
             if seq.state is not SequenceState.RUNNING:
                 draft.return_output(length)
-            elif start + length <= len(seq.table) * block_size or self._hold_by_force(draft, seq, start + length):
+            elif end <= len(seq.table) * block_size or self._hold_by_force(draft, seq, end):
                 draft.add_output(seq, length)
             else:
                 draft.return_output(length)
                 draft.is_someone_left_out = True
         for seq in spare:
-            if seq.state is SequenceState.RUNNING and self._reserve(draft, seq) and seq.prompt_left <= 0:
-                self._grow(draft, [seq], [])
+            length = seq.segment_length(seq.num_computed)
+            if seq.state is SequenceState.RUNNING and self._reserve(draft, seq, length) and seq.prompt_left <= 0:
+                self._grow(draft, [(seq, length)], [])
 
     def _hold_by_force(self, draft: StepDraft, seq: Sequence, num_positions: int) -> bool:
         """Give a running sequence its blocks, from victims if need be."""

@@ -180,11 +180,11 @@ class Scheduler:
         self._leave_run()
         self._num_plain_steps = 0
         self._counters.num_failed_steps += 1
-        stopped = list(dict.fromkeys([*self._pending_seqs, *self._kv.came_back]))
-        for seq in stopped:
+        stopped = {seq.seq_id: seq for seq in (*self._pending_seqs, *self._kv.came_back)}
+        for seq in stopped.values():
             self._roster.preempt(seq)
         self._kv.fail()
-        for seq in stopped:
+        for seq in stopped.values():
             self._kv.drop_unwritten(seq)
         for seq_id, reason in self._aborting.items():
             self._end(self._sequences[seq_id], reason)

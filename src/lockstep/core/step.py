@@ -51,6 +51,8 @@ class StepPlan:
     """Ids that run again from this step on; they may have no row in it yet."""
     preempted: tuple[int, ...] = ()
     """Ids that lost blocks in this step and wait until they get them back."""
+    num_prompt_tokens: int = 0
+    """How many of the tokens are prompt."""
 
     @property
     def has_work(self) -> bool:
@@ -65,6 +67,16 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that the forward pass computes."""
         return sum(self.lengths)
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a prompt moves on."""
+        return self.num_prompt_tokens > 0
+
+    @property
+    def has_decode(self) -> bool:
+        """Whether somebody decodes, or replays what was decoded."""
+        return self.num_tokens > self.num_prompt_tokens
 
     @property
     def num_samples(self) -> int:
