@@ -1,0 +1,57 @@
+"""The embedded demo model: where its artifact lies, and the personas that it was trained to take.
+
+A persona is a system message that follows the conversation (`persona: suffix`), so that a router and its specialists
+share the conversation's prefix. Nothing here loads the model.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+__all__ = [
+    "BILLING_PERSONA",
+    "DEMO_MESSAGES",
+    "GENERAL_PERSONA",
+    "INTENTS",
+    "LEGAL_PERSONA",
+    "PERSONAS",
+    "ROUTER_PERSONA",
+    "TECHNICAL_PERSONA",
+    "pocket_path",
+]
+
+INTENTS = ("billing", "technical", "legal", "none")
+"""The ids that the router persona answers with; `none` is for requests that no specialist handles."""
+
+ROUTER_PERSONA = "Route the last user message. Answer with one word: billing, technical, legal or none."
+
+BILLING_PERSONA = "You are the billing specialist. Answer questions about payments, refunds, invoices and prices."
+
+TECHNICAL_PERSONA = "You are the technical specialist. Help with errors, outages, devices and setup."
+
+LEGAL_PERSONA = "You are the legal specialist. Explain contracts, rights, privacy and the law in plain words."
+
+GENERAL_PERSONA = "You are a friendly assistant. Answer any question briefly and helpfully."
+
+PERSONAS = {
+    "router": ROUTER_PERSONA,
+    "billing": BILLING_PERSONA,
+    "technical": TECHNICAL_PERSONA,
+    "legal": LEGAL_PERSONA,
+    "general": GENERAL_PERSONA,
+}
+"""System messages by role."""
+
+DEMO_MESSAGES = {
+    "I was charged twice for my subscription last week": "billing",
+    "My login page shows a 502 Bad Gateway error after the latest release": "technical",
+    "Is a binding arbitration clause enforceable under California consumer law": "legal",
+    "What is the capital of France": "none",
+}
+"""Requests for a first look, each with the intent that the router answers."""
+
+
+def pocket_path() -> Path:
+    """Path of the artifact, a GGUF file of at most 8 MB."""
+    return Path(str(files("lockstep.pocket").joinpath("pocket.gguf")))
