@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lockstep.artifacts.model import ModelConfig, RopeScaling
 from lockstep.errors import UnsupportedArtifactError
 
-KNOWN_SCALINGS = ("linear", "llama3")
+KNOWN_SCALINGS = ("linear", "llama3", "factors")
 
 
 def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
@@ -26,6 +26,8 @@ def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
         return frequencies
     if scaling.kind == "linear":
         return (frequencies / np.float32(scaling.factor)).astype(np.float32)
+    if scaling.kind == "factors":
+        return (frequencies / np.asarray(scaling.factors, np.float32)).astype(np.float32)
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling)
     known = ", ".join(KNOWN_SCALINGS)
