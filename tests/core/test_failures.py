@@ -162,3 +162,11 @@ def test_plans_are_answered_in_order() -> None:
         commit(core, plan)
     with pytest.raises(AssertionError, match="gave last"):
         core.fail(plan)
+
+
+def test_one_that_fills_the_whole_pool_comes_back_without_a_spare_block() -> None:
+    core = scheduler(num_blocks=2)
+    core.add(Request(5, 4))
+    step(core)
+    core.fail(core.schedule())
+    assert rows(step(core)) == [(0, 5, 1)]

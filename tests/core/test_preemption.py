@@ -267,3 +267,16 @@ def test_tokens_that_are_recomputed_are_not_hits() -> None:
     assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (17, 0)
     first, second = sorted(core.drain_finished())
     assert (first.num_preemptions, second.num_preemptions, second.num_cached_tokens) == (0, 1, 0)
+
+
+def test_coming_back_takes_one_block_more_than_is_known() -> None:
+    """Otherwise it would be a victim again at its next block border."""
+    core = scheduler(num_blocks=5, num_host_blocks=5)
+    core.add(Request(8, 6))
+    core.add(Request(8, 4))
+    step(core)
+    step(core)
+    while core.view(0) is not None:
+        plan = step(core)
+        assert not plan.resumed
+    assert step(core).resumed == (1,)

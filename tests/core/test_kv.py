@@ -1,0 +1,106 @@
+"""Who holds which blocks, and what a step must move for that, one rule at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.core.drive import config, prompt
+
+from lockstep.core.kv import KVCache
+from lockstep.core.sequence import Sequence
+
+
+def kv_of(**limits: Any) -> KVCache:
+    return KVCache(config(**limits))
+
+
+def holder(kv: KVCache, seq_id: int, tokens: int, computed: int | None = None) -> Sequence:
+    """A sequence that holds blocks for its prompt and has computed it, or as much as it says."""
+    seq = Sequence(seq_id, prompt([seq_id] * tokens), 8, 0)
+    assert kv.hold(seq, (), tokens)
+    seq.num_computed = tokens if computed is None else computed
+    return seq
+
+
+def test_a_tail_moves_to_the_host_and_comes_back_into_other_blocks() -> None:
+    kv = kv_of(num_blocks=4, num_host_blocks=3)
+    seq = holder(kv, 1, 16)
+    kv.take_tail(seq, 2)
+    assert (seq.table, seq.host_table, seq.num_computed) == ((1, 2), (0, 1), 16)
+    assert kv.take_moves() == ((), ((3, 0), (4, 1)), ())
+    kv.settle()
+    assert kv.hold(seq, (), 16)
+    assert (seq.table, seq.host_table) == ((1, 2, 3, 4), ())
+    assert kv.take_moves() == ((), (), ((0, 3), (1, 4)))
+    assert kv.came_back == [seq]
+    assert kv.host.num_free == 1, "the plan still reads them"
+    kv.settle()
+    assert kv.host.num_free == 3
+    kv.check([seq])
+
+
+def test_a_host_block_that_a_plan_reads_is_not_written_by_the_same_plan() -> None:
+    """One comes back, and in the same step another is robbed while the host is full but for what the first leaves."""
+    kv = kv_of(num_blocks=6, num_host_blocks=2)
+    back, robbed = holder(kv, 1, 8), holder(kv, 2, 16)
+    kv.take_tail(back, 2)
+    kv.settle()
+    kv.take_moves()
+    assert kv.hold(back, (), 8)
+    kv.take_tail(robbed, 1)
+    moves = kv.take_moves()
+    assert [host for host, _ in moves.swap_in] == [0, 1]
+    assert moves.swap_out == ()
+    assert robbed.num_computed == 12, "there was no room: recomputed"
+
+
+def test_what_is_dropped_again_in_the_same_step_is_not_copied() -> None:
+    kv = kv_of(num_blocks=4, num_host_blocks=1)
+    seq = holder(kv, 1, 16)
+    kv.take_tail(seq, 1)
+    kv.take_tail(seq, 1)
+    assert (seq.table, seq.host_table, seq.num_computed) == ((1, 2), (0,), 12)
+    assert kv.take_moves().swap_out == ((3, 0),)
+    kv.take_tail(seq, 2)
+    kv.release(seq)
+    assert kv.take_moves().swap_out == ()
+    kv.check([])
+
+
+def test_blocks_that_hold_nothing_yet_are_not_moved() -> None:
+    kv = kv_of(num_blocks=4, num_host_blocks=4)
+    seq = holder(kv, 1, 16, computed=6)
+    kv.take_tail(seq, 1)
+    assert (seq.table, seq.host_table, seq.num_computed) == ((1, 2), (), 6)
+    assert kv.take_moves().swap_out == ()
+
+
+def test_only_what_continues_at_a_block_border_is_hit() -> None:
+    """A sequence that stopped inside a block computes on from there, whatever others have cached."""
+    kv = kv_of(num_blocks=20)
+    first, second = holder(kv, 1, 16), holder(kv, 1, 16, computed=6)
+    kv.publish(first, 16)
+    kv.drop_unwritten(second)
+    assert kv.hits(second) == ()
+    second.num_computed = 8
+    assert kv.hits(second) == (3,)
+
+
+def test_shared_blocks_are_released_where_they_are_and_what_follows_is_dropped() -> None:
+    kv = kv_of(num_blocks=9, num_host_blocks=9)
+    first = holder(kv, 1, 12)
+    kv.publish(first, 12)
+    second = Sequence(2, prompt([1] * 15), 8, 0)
+    assert kv.hold(second, kv.hits(second), 15)
+    second.num_computed = 15
+    kv.take_tail(second, 2)
+    assert (second.table, second.host_table, second.num_computed) == ((1, 2), (), 8)
+    assert kv.take_moves().swap_out == ()
+    kv.check([first, second])
+
+
+def test_recompute_has_no_host() -> None:
+    kv = kv_of(num_blocks=4, num_host_blocks=9, preemption="recompute")
+    seq = holder(kv, 1, 16)
+    kv.take_tail(seq, 1)
+    assert (seq.table, seq.host_table, seq.num_computed, seq.num_recomputed_tokens) == ((1, 2, 3), (), 12, 4)
