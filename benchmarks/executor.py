@@ -3,8 +3,8 @@
     python -m tools.random_models gguf smollm2-135m Q8_0 model.gguf
     python -m benchmarks.executor model.gguf
 
-Speed does not depend on what the weights say, so random ones do. Medians; on a shared machine compare ratios of runs
-made one after the other, never single figures.
+Speed does not depend on what the weights say, so random ones do. Medians, and the best in brackets; on a shared machine
+compare ratios of runs made one after the other, never single figures.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.core.step import StepPlan
 from lockstep.executors.base import Executor, StepBatch
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.inputs import Limits, build_inputs
+from lockstep.executors.openvino.inputs import Limits, TableRows, build_inputs
 from lockstep.executors.openvino.options import INFERENCE_PRECISIONS, KV_CACHE_PRECISIONS, OpenVINOOptions
 
 
@@ -45,15 +46,21 @@ def step(num_seqs: int, past: int, length: int, blocks_per_seq: int, block_size:
     return StepBatch(plan, token_ids, np.arange(1, num_seqs + 1) * length - 1)
 
 
-def median_s(action: Callable[[], object], repeats: int) -> float:
-    """Median time of one call, after one call to warm up."""
+def timed_s(action: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Median and least time of one call, after one call to warm up."""
     action()
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
         action()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(times), min(times)
+
+
+def show(what: str, num_tokens: int, times: tuple[float, float]) -> None:
+    median, least = times
+    rates = f"{num_tokens / median:8.0f} tok/s   (best {least * 1e3:8.2f} ms {num_tokens / least:8.0f} tok/s)"
+    print(f"{what}: {median * 1e3:8.2f} ms {rates}")
 
 
 def measure_steps(executor: Executor, args: argparse.Namespace) -> None:
@@ -63,12 +70,11 @@ def measure_steps(executor: Executor, args: argparse.Namespace) -> None:
     executor.allocate(per_seq * max(args.decode), 64)
     for length in args.prefill:
         batch = step(1, 0, length, per_seq, size, vocab)
-        seconds = median_s(lambda batch=batch: executor.execute(batch), max(3, args.repeats // 4))  # type: ignore[misc]
-        print(f"prefill {length:4}: {seconds * 1e3:8.2f} ms   {length / seconds:8.0f} tok/s")
+        repeats = max(3, args.repeats // 4)
+        show(f"prefill {length:4}", length, timed_s(partial(executor.execute, batch), repeats))
     for width in args.decode:
         batch = step(width, args.past, 1, per_seq, size, vocab)
-        seconds = median_s(lambda batch=batch: executor.execute(batch), args.repeats)  # type: ignore[misc]
-        print(f"decode x{width:4}: {seconds * 1e3:8.2f} ms   {width / seconds:8.0f} tok/s")
+        show(f"decode x{width:4}", width, timed_s(partial(executor.execute, batch), args.repeats))
 
 
 def measure_inputs(args: argparse.Namespace, block_size: int) -> None:
@@ -77,8 +83,10 @@ def measure_inputs(args: argparse.Namespace, block_size: int) -> None:
         per_seq = -(-(context + 1) // block_size)
         batch = step(args.sequences, context, 1, per_seq, block_size, 1000)
         limits = Limits(block_size, per_seq * args.sequences, 0, context + 1, 1000)
-        seconds = median_s(lambda batch=batch, limits=limits: build_inputs(batch, limits), 50)  # type: ignore[misc]
-        print(f"inputs of {args.sequences} sequences, context {context}: {seconds / args.sequences * 1e6:.2f} us each")
+        for name, rows in (("new tables", None), ("kept tables", TableRows())):
+            median, least = timed_s(partial(build_inputs, batch, limits, rows), 50)
+            each = f"{median / args.sequences * 1e6:.2f} us each (best {least / args.sequences * 1e6:.2f})"
+            print(f"inputs of {args.sequences} sequences, context {context:4}, {name:11}: {each}")
 
 
 def measure_swaps(executor: Executor, num_blocks: int = 32) -> None:
@@ -91,8 +99,8 @@ def measure_swaps(executor: Executor, num_blocks: int = 32) -> None:
         back = () if name == "out" else tuple((host, device) for device, host in pairs)
         plan = StepPlan(0, (), out, back, (), (), (), (), (), ())
         batch = StepBatch(plan, nothing, nothing)
-        seconds = median_s(lambda batch=batch: executor.execute(batch), 20)  # type: ignore[misc]
-        print(f"swap {name}: {megabytes / seconds:.0f} MB/s")
+        median, least = timed_s(partial(executor.execute, batch), 20)
+        print(f"swap {name}: {megabytes / median:.0f} MB/s (best {megabytes / least:.0f})")
 
 
 def main() -> None:

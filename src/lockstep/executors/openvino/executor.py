@@ -11,7 +11,7 @@ from lockstep.artifacts.model import Artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Geometry, Logits, StepBatch
 from lockstep.executors.openvino import paged
-from lockstep.executors.openvino.inputs import ForwardInputs, Limits, build_inputs, check_moves
+from lockstep.executors.openvino.inputs import ForwardInputs, Limits, TableRows, build_inputs, check_moves
 from lockstep.executors.openvino.loading import compile_artifact, environment_of
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.pool import KVPool
@@ -58,6 +58,7 @@ class OpenVINOExecutor:
         self._pool: KVPool | None = None
         self._request: InferRequest = None
         self._inputs: ForwardInputs | None = None
+        self._table_rows = TableRows()
 
     @property
     def geometry(self) -> Geometry:
@@ -95,7 +96,7 @@ class OpenVINOExecutor:
         check_moves(plan, self._limits)
         inputs = None
         if plan.has_work:
-            inputs = build_inputs(batch, self._limits)
+            inputs = build_inputs(batch, self._limits, self._table_rows)
         elif len(batch.rows) or len(batch.token_ids):
             raise InvalidPlanError(f"step {plan.step}: rows or token ids without a chunk")
         if plan.swap_out:

@@ -7,7 +7,6 @@ table, row and token is checked here, and a plan that fails touches nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -58,11 +57,37 @@ class ForwardInputs:
     """[R]: tokens whose logits are computed."""
 
 
-def build_inputs(batch: StepBatch, limits: Limits) -> ForwardInputs:
+class TableRows:
+    """Block tables as arrays, kept from one step to the next.
+
+    A sequence's table is the same tuple until it grows, so all but a few conversions are saved. Only the tables of the
+    latest step are kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[tuple[int, ...], Ints]] = {}
+
+    def of(self, tables: tuple[tuple[int, ...], ...]) -> list[Ints]:
+        """One array per table; OverflowError when an entry does not fit 32 bits."""
+        before, kept, rows = self._kept, {}, []
+        for table in tables:
+            entry = before.get(id(table))
+            if entry is None or entry[0] is not table:
+                entry = (table, np.array(table, np.int32))
+            kept[id(table)] = entry
+            rows.append(entry[1])
+        self._kept = kept
+        return rows
+
+
+def build_inputs(batch: StepBatch, limits: Limits, table_rows: TableRows | None = None) -> ForwardInputs:
     """Inputs of a plan that forwards something.
 
     A pass over one token, and an LM head over one row, would take a matrix-vector kernel that rounds differently from
     the one for more; both are padded to two, so that a sequence's bits do not depend on its company.
+
+    Args:
+        table_rows: the caller's, so that tables seen in its last step are not converted again.
 
     Raises:
         InvalidPlanError: naming the sequence and what is wrong with its chunk.
@@ -75,7 +100,7 @@ def build_inputs(batch: StepBatch, limits: Limits) -> ForwardInputs:
     lengths = np.fromiter(plan.lengths, np.int64, num_seqs)
     _check_spans(plan, starts, lengths, limits)
     needed = -(-(starts + lengths) // limits.block_size)
-    blocks = _flat_tables(plan, needed)
+    blocks = _flat_tables(plan, needed, TableRows() if table_rows is None else table_rows)
     _check_blocks(plan, starts, needed, blocks, limits)
     num_tokens = int(lengths.sum())
     _check_tokens(batch, num_tokens, limits)
@@ -142,7 +167,7 @@ def _check_spans(plan: StepPlan, starts: Longs, lengths: Longs, limits: Limits) 
         )
 
 
-def _flat_tables(plan: StepPlan, needed: Longs) -> Ints:
+def _flat_tables(plan: StepPlan, needed: Longs, table_rows: TableRows) -> Ints:
     """The first ``needed`` entries of each table, one table after the other."""
     sizes = np.fromiter(map(len, plan.tables), np.int64, len(plan.tables))
     short = sizes < needed
@@ -153,30 +178,30 @@ def _flat_tables(plan: StepPlan, needed: Longs) -> Ints:
             f"its chunk needs {needed[index]}"
         )
     try:
-        blocks = np.fromiter(chain.from_iterable(plan.tables), np.int32, int(sizes.sum()))
+        rows = table_rows.of(plan.tables)
     except OverflowError:
         raise InvalidPlanError(f"step {plan.step}: a block id does not fit 32 bits") from None
     if (sizes > needed).any():
-        offsets = np.arange(len(blocks)) - np.repeat(_begins(sizes)[:-1], sizes)
-        blocks = blocks[offsets < np.repeat(needed, sizes)]
-    return blocks
+        rows = [row[:num] for row, num in zip(rows, needed.tolist(), strict=True)]
+    return np.concatenate(rows)
 
 
 def _check_blocks(plan: StepPlan, starts: Longs, needed: Longs, blocks: Ints, limits: Limits) -> None:
     """Every block lies in the pool, and one that is written occurs once: nobody else may write or read it meanwhile."""
-    wrong = (blocks < 1) | (blocks > limits.num_blocks)
-    if wrong.any():
-        block = int(blocks[int(wrong.argmax())])
-        owner = _owner(plan, needed, int(wrong.argmax()))
+    if blocks.min() < 1 or blocks.max() > limits.num_blocks:
+        index = int(((blocks < 1) | (blocks > limits.num_blocks)).argmax())
         raise InvalidPlanError(
-            f"step {plan.step}, sequence {owner}: block {block} is not one of 1..{limits.num_blocks}"
+            f"step {plan.step}, sequence {_owner(plan, needed, index)}: "
+            f"block {int(blocks[index])} is not one of 1..{limits.num_blocks}"
         )
     first_written = starts // limits.block_size
-    offsets = np.arange(len(blocks)) - np.repeat(_begins(needed)[:-1], needed)
-    written = offsets >= np.repeat(first_written, needed)
-    shared = written & (np.bincount(blocks, minlength=limits.num_blocks + 1)[blocks] > 1)
+    num_written = needed - first_written
+    begins = _begins(num_written)
+    offsets = _begins(needed)[:-1] + first_written - begins[:-1]
+    written = np.arange(begins[-1]) + np.repeat(offsets, num_written)
+    shared = np.bincount(blocks)[blocks[written]] > 1
     if shared.any():
-        index = int(shared.argmax())
+        index = int(written[shared.argmax()])
         raise InvalidPlanError(
             f"step {plan.step}, sequence {_owner(plan, needed, index)}: writes block {int(blocks[index])}, "
             "which occurs twice in this step's tables"
