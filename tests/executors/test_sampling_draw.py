@@ -180,6 +180,39 @@ def test_draws_are_distributed_as_the_reference_says(name: str, size: int) -> No
     assert_distributed(drawn, probabilities)
 
 
+def softmax(row: Floats, temperature: float) -> npt.NDArray[np.float64]:
+    weights = weigh(row, float(row.max()), temperature)
+    result: npt.NDArray[np.float64] = weights / weights.sum()
+    return result
+
+
+@pytest.mark.parametrize(("size", "temperature"), [(150, 0.9), (4_133, 0.9), (4_159, 3.0), (6_400, 0.3)])
+def test_many_darts_hit_in_proportion_to_the_weights(size: int, temperature: float) -> None:
+    row = rows(7, size, None)
+    darts = Darts(columns(row), temperature, np.float32(-np.inf), random_at(7, 0))
+    hits = np.concatenate([ids for _ in range(20) for _, ids in darts.hits()]).tolist()
+    assert_distributed(hits, softmax(row, temperature))
+
+
+@pytest.mark.parametrize(("size", "temperature"), [(150, 0.9), (4_133, 0.35), (4_159, 0.5)])
+def test_throws_at_the_head_hit_all_tokens_in_proportion_to_the_weights(size: int, temperature: float) -> None:
+    """The bars over the rest count as much as they must, and single tokens beside the grid too."""
+    row = rows(7, size, None)
+    row[-1] = row.max()
+    head = Head(columns(row), ResolvedSampling(temperature, top_p=0.9))
+    masses, random = np.cumsum(head.bars), random_at(7, 0)
+    thrown = [head.throw(masses, random) for _ in range(20_000)]
+    assert_distributed([token for token in thrown if token is not None], softmax(row, temperature))
+
+
+@pytest.mark.parametrize("size", [63, 150, 4_133])
+def test_draws_from_all_tokens_are_in_proportion_to_the_weights(size: int) -> None:
+    row = rows(7, size, None)
+    row[-1] = row.max()
+    shares, random = _Shares(weigh_lightly(row, float(row.max()), 1.0)), random_at(7, 0)
+    assert_distributed([shares.draw(random) for _ in range(10_000)], softmax(row, 1.0))
+
+
 def test_the_distribution_test_would_notice_a_tilt() -> None:
     """The negative twin: a fifth too little temperature is seen."""
     row = rows(20_261, 4_133, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.executors.sampling_darts import EXP_MARGIN, weigh_lightly
+from lockstep.executors.sampling_darts import EXP_MARGIN, Weights, weigh_lightly
 from lockstep.executors.sampling_params import ResolvedSampling
 from lockstep.executors.sampling_random import TokenRandom
 from lockstep.executors.sampling_rows import Columns, bound_of_greatest
@@ -25,7 +25,6 @@ class Head:
     """The columns with the greatest maxima, and bounds of the weight of all tokens."""
 
     __slots__ = (
-        "_bars",
         "_block",
         "_bound",
         "_cols",
@@ -35,16 +34,17 @@ class Head:
         "_places",
         "_sampling",
         "_weights",
+        "bars",
     )
 
     def __init__(self, cols: Columns, sampling: ResolvedSampling) -> None:
         self._cols = cols
         self._sampling = sampling
         self._bound = bound_of_greatest(cols, min(_NUM_COLUMNS, len(cols.maxima)))
-        bars = weigh_lightly(cols.maxima, cols.peak, sampling.temperature)
+        light = weigh_lightly(cols.maxima, cols.peak, sampling.temperature)
         self._places = (cols.maxima >= self._bound).nonzero()[0]
-        heads = float(bars[self._places].sum(dtype=np.float64))
-        outside = float(bars.sum(dtype=np.float64)) - heads
+        heads = float(light[self._places].sum(dtype=np.float64))
+        outside = float(light.sum(dtype=np.float64)) - heads
         self._is_near = outside * cols.height <= _HOPELESS * heads
         """Whether most throws will hit."""
         if not self._is_near:
@@ -53,7 +53,7 @@ class Head:
         self._block = cols.grid.take(self._places[:num_grid], axis=1)
         self._weights = weigh_lightly(self._block, cols.peak, sampling.temperature)
         sums = self._weights.sum(axis=0, dtype=np.float64)
-        bars = bars.astype(np.float64)
+        bars: Weights = light.astype(np.float64)
         singles = bars[self._places[num_grid:]]
         inside = float(sums.sum()) + float(singles.sum())
         self._least = (inside + outside) * (1.0 - EXP_MARGIN)
@@ -61,7 +61,8 @@ class Head:
         bars *= cols.height
         bars[self._places[:num_grid]] = sums
         bars[self._places[num_grid:]] = singles
-        self._bars = bars
+        self.bars = bars
+        """Per column: what its tokens weigh, or a bound of it."""
 
     def draw(self, random: TokenRandom) -> tuple[int | None, bool]:
         """A token of the nucleus and True; or a token of which that is not certain and False; or None: nothing was hit.
@@ -70,9 +71,9 @@ class Head:
         """
         if not self._is_near:
             return None, False
-        masses = np.cumsum(self._bars)
+        masses = np.cumsum(self.bars)
         for _ in range(_MAX_THROWS):
-            token = self._hit(int(masses.searchsorted(random.uniform() * masses[-1], side="right")), random)
+            token = self.throw(masses, random)
             if token is None:
                 continue
             least, most = self._weight_before(token)
@@ -97,9 +98,10 @@ class Head:
             return least, np.inf
         return least, least + (num_equal - 1) * self._weight(token)
 
-    def _hit(self, place: int, random: TokenRandom) -> int | None:
-        """A token of that column in proportion to its weight; None: the throw went above the weights."""
+    def throw(self, masses: Weights, random: TokenRandom) -> int | None:
+        """A token in proportion to its weight, or None: the throw went above the weights."""
         cols = self._cols
+        place = int(masses.searchsorted(random.uniform() * masses[-1], side="right"))
         chosen = int(self._places.searchsorted(place))
         is_weighed = chosen < len(self._places) and int(self._places[chosen]) == place
         if place >= cols.width:
@@ -109,7 +111,7 @@ class Head:
             masses = np.cumsum(self._weights[:, chosen], dtype=np.float64)
             return int(masses.searchsorted(random.uniform() * masses[-1], side="right")) * cols.width + place
         token = int(random.uniform() * cols.height) * cols.width + place
-        bar = self._bars[place] / cols.height
+        bar = self.bars[place] / cols.height
         return token if random.uniform() * bar < self._weight(token) else None
 
     def _weight(self, token: int) -> float:
