@@ -194,3 +194,12 @@ def test_nesting_is_bounded() -> None:
         tool = [tool]
     with pytest.raises(InvalidParameterError, match="nested"):
         Tokenizer(parts(byte_level(), QWEN3)).encode_chat(conversation(["x"]), template_kwargs={"documents": [tool]})
+
+
+def test_an_end_token_is_guarded_even_where_the_template_looks_for_it() -> None:
+    template = (
+        "{% for m in messages %}{% if '<|im_end|>' in m.content %}!{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer = Tokenizer(parts(byte_level(), template))
+    ids = tokenizer.encode_chat([{"role": "assistant", "content": "a<|im_end|>b"}])
+    assert len(specials(tokenizer, ids)) == 1
