@@ -168,14 +168,15 @@ def test_the_place_of_one_that_waits_for_blocks_goes_to_the_next_in_turn() -> No
 
 
 def test_a_victim_that_is_in_the_plan_leaves_it_and_gives_its_budget_back() -> None:
-    """2 has taken a block from 3 and has its row; then 0, who got 3's place, needs four blocks for its segment."""
+    """2 has taken a block from 3 and has its row; then 0, who got 3's place, needs four blocks for its segment, and 1
+    gets the place that 2 loses."""
     core = scheduler(num_blocks=7, max_num_seqs=4, max_num_decode_seqs=2)
-    for length in (4, 3, 8, 8):
+    for length in (4, 2, 8, 8):
         core.add(Request(length, 20 if length == 4 else 6))
     assert [plan.seq_ids for plan in (step(core), step(core))] == [(0, 1, 2, 3), (2, 3)]
     assert step(core, tokens={0: 16}).seq_ids == (0, 1)
     plan = step(core)
-    assert rows(plan) == [(0, 5, 16)]
+    assert rows(plan) == [(0, 5, 16), (1, 3, 1)]
     assert plan.preempted == (3, 2)
     run(core)
 
@@ -202,6 +203,7 @@ def test_a_preempted_sequence_keeps_out_its_class_and_those_below() -> None:
     assert core.stats().num_free_blocks == 1
     core.add(Request(2, 2, priority=0))
     core.add(Request(2, 2, priority=1))
+    assert step(core).admitted == ()
     critical = core.add(Request(2, 2, priority=-2))
     assert step(core).admitted == (critical,)
     assert core.num_waiting == 3, "a block is free, but the preempted one comes first"
@@ -269,14 +271,15 @@ def test_tokens_that_are_recomputed_are_not_hits() -> None:
     assert (first.num_preemptions, second.num_preemptions, second.num_cached_tokens) == (0, 1, 0)
 
 
-def test_coming_back_takes_one_block_more_than_is_known() -> None:
+def test_one_comes_back_only_when_one_block_more_than_it_needs_is_free() -> None:
     """Otherwise it would be a victim again at its next block border."""
     core = scheduler(num_blocks=5, num_host_blocks=5)
-    core.add(Request(8, 6))
-    core.add(Request(8, 4))
+    for length in (4, 8, 8):
+        core.add(Request(length, 8))
     step(core)
-    step(core)
-    while core.view(0) is not None:
-        plan = step(core)
-        assert not plan.resumed
-    assert step(core).resumed == (1,)
+    assert step(core).preempted == (2,)
+    core.abort(1)
+    assert core.stats().num_free_blocks == 3, "as many as it needs"
+    assert step(core).resumed == ()
+    core.abort(0)
+    assert step(core).resumed == (2,)

@@ -52,7 +52,11 @@ def drive(core: Scheduler, seed: int) -> list[tuple[StepPlan, StepEvents]]:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("order", ["fcfs", "fair"])
 def test_counted_steps_are_the_planned_ones(seed: int, order: str) -> None:
-    limits = config(num_blocks=random.Random(seed).choice([25, 60]), max_num_seqs=8, num_host_blocks=9, order=order)
+    rng = random.Random(seed)
+    width = rng.choice([None, 3, 5])
+    limits = config(
+        num_blocks=rng.choice([25, 60]), max_num_seqs=8, num_host_blocks=9, order=order, max_num_decode_seqs=width
+    )
     counted, planned = Scheduler(limits), Planned(limits)
     assert drive(counted, seed) == drive(planned, seed)
     assert counted.stats() == planned.stats()
@@ -112,6 +116,17 @@ def test_no_step_is_quiet_while_something_may_be_decided() -> None:
     core.abort(1)
     assert core.num_quiet_steps() == 0
     assert quiet < 16
+
+
+def test_turns_go_on_from_where_the_run_ended() -> None:
+    core = scheduler(max_num_seqs=3, max_num_decode_seqs=2)
+    core.add(Request(2, 40))
+    core.add(Request(2, 40))
+    for _ in range(9):
+        step(core)
+    core.add(Request(2, 40))
+    assert step(core).seq_ids == (0, 1)
+    assert step(core).seq_ids == (0, 2), "the newcomer's turn is before those who sampled when it came"
 
 
 def test_stats_do_not_wait_for_the_sequences_to_know() -> None:

@@ -58,11 +58,6 @@ class StepDraft:
         self.num_places -= count
         self.num_tokens -= num_tokens
 
-    def add_output(self, seq: Sequence, length: int) -> None:
-        """Write a row for which budgets are reserved."""
-        self.seqs.append(seq)
-        self.lengths.append(length)
-
     # -- prompts ----------------------------------------------------------------------------------------------------
 
     @property

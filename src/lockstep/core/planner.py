@@ -99,12 +99,14 @@ class StepPlanner:
         """Write the rows of those who sample or replay, with blocks for what they compute; whoever gets none waits, and
         its place goes to the next in turn."""
         block_size = self._config.block_size
+        running = SequenceState.RUNNING
         for seq, length in chosen:
             end = seq.num_computed + length
-            if seq.state is not SequenceState.RUNNING:
+            if seq.state is not running:
                 draft.return_output(length)
             elif end <= len(seq.table) * block_size or self._hold_by_force(draft, seq, end):
-                draft.add_output(seq, length)
+                draft.seqs.append(seq)
+                draft.lengths.append(length)
             else:
                 draft.return_output(length)
                 draft.is_someone_left_out = True
@@ -162,7 +164,8 @@ class StepPlanner:
             if seq.prompt_left > 0:
                 draft.add_prompt(seq)
             elif draft.reserve_output(length := seq.segment_length(seq.num_computed)):
-                draft.add_output(seq, length)
+                draft.seqs.append(seq)
+                draft.lengths.append(length)
 
     def _bring_back(self, draft: StepDraft, seq: Sequence) -> bool:
         """Give a preempted sequence all its blocks, after taking from preempted ones behind it if need be."""

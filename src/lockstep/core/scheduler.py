@@ -148,10 +148,12 @@ class Scheduler:
             reason = None
             if samples:
                 num_tokens, reason = next(answers)
-                if num_tokens != 1:
+                if num_tokens == 1:
+                    seq.num_known += 1
+                else:
                     num_tokens = self._cut_forced(seq, num_tokens)
+                    seq.append(num_tokens)
                 got.append(num_tokens)
-                seq.append(num_tokens)
                 seq.last_sampled_step = plan.step
                 if reason is None and seq.num_known == seq.max_known:
                     reason = FinishReason.LENGTH

@@ -34,7 +34,7 @@ class SteadyRun:
         self._trues = (True,) * count
         self._nones = (None,) * count
         self._due: dict[int, list[int]] = {}
-        """Step of the run to the rows that need a block in it."""
+        """Step of the run to the rows that need a block in it, by rank. Who grows together once does so ever after."""
         for row, seq in enumerate(seqs):
             self._due.setdefault(len(seq.table) * block_size - seq.num_computed, []).append(row)
         self._num_steps = 0
@@ -96,6 +96,5 @@ class SteadyRun:
             held = self._kv.hold(seq, (), positions)
             assert held, "plan has asked how many are available"
             self._tables[row] = seq.table
-        self._due.setdefault(self._num_steps + self._block_size, []).extend(rows)
-        self._due[self._num_steps + self._block_size].sort()
+        self._due[self._num_steps + self._block_size] = rows
         self._frozen_tables = tuple(self._tables)

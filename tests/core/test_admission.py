@@ -1,0 +1,127 @@
+"""Who leaves the queue: skips, classes, ages, tenants, bounds, siblings."""
+
+from __future__ import annotations
+
+import pytest
+from tests.core.drive import prompt, rows, run, scheduler, step
+
+from lockstep.core.request import Request
+from lockstep.errors import PromptTooLongError, QueueFullError
+
+
+def test_a_request_that_does_not_fit_is_overtaken_so_often_and_then_blocks() -> None:
+    core = scheduler(num_blocks=10, max_skips=2)
+    core.add(Request(20, 20))
+    step(core)
+    big = core.add(Request(30, 2))
+    small = [core.add(Request(2, 2)) for _ in range(5)]
+    plan = step(core)
+    assert plan.admitted == tuple(small[:2])
+    while core.view(0) is not None:
+        assert not step(core).admitted
+    assert step(core).admitted[0] == big
+
+
+def test_a_blocked_class_blocks_those_below_and_not_those_above() -> None:
+    core = scheduler(num_blocks=10, max_skips=1, order="priority")
+    core.add(Request(20, 15))
+    step(core)
+    core.add(Request(30, 2, priority=0))
+    core.add(Request(2, 2, priority=0))
+    assert step(core).admitted == (2,)
+    core.add(Request(2, 2, priority=1))
+    assert step(core).admitted == ()
+    critical = core.add(Request(2, 2, priority=-2))
+    assert step(core).admitted == (critical,)
+
+
+def test_no_more_are_passed_over_in_one_step_than_may_overtake() -> None:
+    core = scheduler(num_blocks=10, max_skips=2)
+    core.add(Request(20, 15))
+    step(core)
+    for _ in range(3):
+        core.add(Request(30, 2))
+    core.add(Request(2, 2))
+    assert step(core).admitted == ()
+
+
+def test_priority_order_admits_the_best_class_first() -> None:
+    core = scheduler(max_num_seqs=1, order="priority")
+    for priority in (1, 0, -2, -1):
+        core.add(Request(3, 1, priority=priority))
+    assert [plan.seq_ids for plan in run(core)] == [(2,), (3,), (1,), (0,)]
+
+
+def test_a_waiting_request_ages_into_better_classes() -> None:
+    core = scheduler(max_num_seqs=1, order="priority", priority_aging_steps=3)
+    core.add(Request(3, 1))
+    low = core.add(Request(3, 1, priority=1))
+    served: list[int] = []
+    for _ in range(12):
+        core.add(Request(3, 1, priority=0))
+        served += step(core).seq_ids
+    assert low in served[:8], "a stream of better ones cannot starve it"
+    never = scheduler(max_num_seqs=1, order="priority")
+    never.add(Request(3, 1))
+    low = never.add(Request(3, 1, priority=1))
+    for _ in range(12):
+        never.add(Request(3, 1, priority=0))
+        assert low not in step(never).seq_ids
+
+
+def test_fair_order_gives_tenants_equal_tokens() -> None:
+    core = scheduler(max_num_seqs=1, order="fair")
+    for tenant in "aaaabb":
+        core.add(Request(10, 5, tenant=tenant))
+    order = [plan.admitted[0] for plan in run(core) if plan.admitted]
+    assert order == [0, 4, 1, 5, 2, 3]
+
+
+def test_the_bounded_queue_refuses_and_changes_nothing() -> None:
+    core = scheduler(max_num_queued_reqs=1)
+    core.add(Request(3, 1))
+    with pytest.raises(QueueFullError):
+        core.add(Request(3, 1))
+    with pytest.raises(PromptTooLongError):
+        core.add(Request(3000, 1))
+    assert core.num_waiting == 1
+    step(core)
+    assert core.add(Request(3, 1)) == 1
+
+
+def test_finished_results_are_kept_up_to_a_bound() -> None:
+    core = scheduler(max_finished=2)
+    for _ in range(3):
+        core.add(Request(3, 1))
+    step(core)
+    assert [done.seq_id for done in core.drain_finished()] == [1, 2]
+
+
+# -- siblings --------------------------------------------------------------------------------------------------------
+
+
+def test_siblings_wait_for_the_first_prompt_and_hit_its_full_blocks() -> None:
+    core = scheduler(max_chunk_tokens=6)
+    first = core.add(prompt(10))
+    others = [core.add(prompt(10, sibling_of=first)) for _ in range(2)]
+    assert rows(step(core)) == [(0, 0, 6)]
+    assert rows(step(core)) == [(0, 6, 4)]
+    plan = step(core)
+    assert plan.admitted == tuple(others)
+    assert rows(plan) == [(0, 10, 1), (1, 8, 2), (2, 8, 2)]
+
+
+def test_siblings_are_admissible_when_the_first_has_ended() -> None:
+    core = scheduler()
+    first = core.add(prompt(10))
+    core.add(prompt(10, sibling_of=first))
+    core.abort(first)
+    assert step(core).seq_ids == (1,)
+
+
+def test_siblings_that_wait_are_not_overtaken_ones() -> None:
+    core = scheduler(max_skips=0, max_chunk_tokens=4)
+    first = core.add(prompt(10))
+    core.add(prompt(10, sibling_of=first))
+    core.add(Request(3, 2))
+    assert step(core).admitted == (0, 2)
