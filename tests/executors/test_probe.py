@@ -45,13 +45,13 @@ class HonestExecutor:
             self.blocks[device] = self.host[host]
         for source, destination in plan.copies:
             self.blocks[destination] = self.blocks[source]
-        rows, begin = [], 0
+        rows, begin, wanted = [], 0, set(batch.rows.tolist())
         for index, chunk in enumerate(plan.chunks()):
             for offset in range(chunk.length):
                 block, slot = divmod(chunk.start + offset, self.block_size)
                 self.blocks[chunk.table[block], slot] = batch.token_ids[begin + offset]
-                context = self.blocks[list(chunk.table)].reshape(-1)[: chunk.start + offset + 1]
-                if begin + offset in batch.rows:
+                if begin + offset in wanted:
+                    context = self.blocks[list(chunk.table)].reshape(-1)[: chunk.start + offset + 1]
                     seed = int(np.dot(context + 2, np.arange(1, len(context) + 1) ** 2 + 7) % (1 << 31))
                     row = np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32)
                     rows.append(row + np.float32(self.fault(batch, index)))

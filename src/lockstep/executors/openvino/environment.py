@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-BUILDER_VERSION = "1"
+BUILDER_VERSION = "2"
 """Raised whenever the same artifact and options would build another graph."""
 _FLAGS = ("avx2", "fma", "f16c", "avx_vnni", "avx512", "amx", "asimd", "fphp", "bf16", "i8mm", "sve")
 

@@ -13,7 +13,7 @@ from lockstep.artifacts.model import Encoding, Tensor
 from lockstep.artifacts.quantisation import (
     GROUP_SIZE,
     Q4_0_ZERO_POINT,
-    bfloat16_to_float32,
+    dequantise,
     unpack_q4_0,
     unpack_q8_0,
 )
@@ -75,14 +75,10 @@ def matrix(tensor: Tensor, shape: tuple[int, int]) -> Node:
         return _q8_0(tensor)
     if tensor.encoding is Encoding.Q4_0:
         return _q4_0(tensor)
-    if tensor.encoding is Encoding.BF16:
-        bits = tensor.data.astype(np.uint16, copy=False)
-        _refuse_non_finite(tensor, not bool((bits & 0x7F80 == 0x7F80).any()))
-        return op.convert(_constant(tensor.data, ov.Type.bf16), np.float32)
-    _refuse_non_finite(tensor, bool(np.isfinite(tensor.data).all()))
-    if tensor.encoding is Encoding.F16:
-        return op.convert(_constant(tensor.data, ov.Type.f16), np.float32)
-    return _constant(tensor.data, ov.Type.f32)
+    # F16 and BF16 are widened: the plugin would do so itself when it compiles, and then hold both copies.
+    values = dequantise(tensor)
+    _refuse_non_finite(tensor, bool(np.isfinite(values).all()))
+    return _constant(values, ov.Type.f32)
 
 
 def _constant(array: npt.NDArray[np.generic], element_type: ElementType, shape: tuple[int, ...] | None = None) -> Node:
