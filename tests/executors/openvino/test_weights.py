@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.executors.openvino.support import MemoryWeights, config_of, random_artifact, with_tensor
-from tools.random_models import SHAPES
+from tools.random_models import SHAPES, random_tensor
 
 from lockstep.artifacts.model import Encoding, Tensor
+from lockstep.artifacts.quantisation import dequantise
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from lockstep.executors.openvino.graph import build_decoder
+from lockstep.executors.openvino.weights import vector
 
 NAME = "model.layers.1.self_attn.k_proj.weight"
 
@@ -87,3 +89,11 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     config = replace(config_of(SHAPES["tiny-llama"]), architecture="mamba")
     with pytest.raises(UnsupportedArtifactError, match="'mamba' is not known; known are: llama, qwen3"):
         build_decoder(config, random_artifact().weights)
+
+
+@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16"])
+def test_norms_of_every_float_encoding_are_widened_exactly(encoding: str) -> None:
+    stored = random_tensor("norm", (2, 64), encoding, 0)[0]
+    tensor = Tensor("model.norm.weight", Encoding(encoding), (64,), stored)
+    assert np.array_equal(vector(tensor, 64), dequantise(tensor))
+    assert vector(tensor, 64).dtype == np.float32

@@ -52,14 +52,11 @@ def check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
 def vector(tensor: Tensor, size: int) -> npt.NDArray[np.float32]:
     """A norm weight or a bias as f32 [size]; these are stored as plain floats in every format."""
     check_tensor(tensor, (size,))
-    if tensor.encoding is Encoding.BF16:
-        values = bfloat16_to_float32(tensor.data.astype(np.uint16, copy=False))
-    elif tensor.encoding in (Encoding.F32, Encoding.F16):
-        values = tensor.data.astype(np.float32)
-    else:
+    if tensor.encoding not in _FLOAT_DTYPES:
         raise CorruptArtifactError(
             f"tensor {tensor.name} is {tensor.encoding.value}; a vector must be F32, F16 or BF16"
         )
+    values = dequantise(tensor)
     _refuse_non_finite(tensor, bool(np.isfinite(values).all()))
     return values
 
