@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from tests.core.drive import prompt, rows, run, scheduler, step
+from tests.core.oracle import Loop
+from tests.core.test_oracle import drive, random_config
 
+from lockstep.core.planner import StepPlanner
 from lockstep.core.request import Request
 from lockstep.errors import PromptTooLongError, QueueFullError
 
@@ -75,6 +80,54 @@ def test_fair_order_gives_tenants_equal_tokens() -> None:
         core.add(Request(10, 5, tenant=tenant))
     order = [plan.admitted[0] for plan in run(core) if plan.admitted]
     assert order == [0, 4, 1, 5, 2, 3]
+
+
+def test_fair_order_counts_every_token_of_a_long_quiet_stretch() -> None:
+    core = scheduler(max_num_seqs=1, order="fair")
+    core.add(Request(20, 3, tenant="b"))
+    core.add(Request(4, 60, tenant="a"))
+    core.add(Request(4, 2, tenant="b"))
+    core.add(Request(4, 2, tenant="a"))
+    assert [plan.admitted[0] for plan in run(core) if plan.admitted] == [0, 1, 2, 3]
+
+
+class Thorough(StepPlanner):
+    """Asks everybody in every step, whether or not anything has become free."""
+
+    def _supply(self) -> tuple[int, int, int]:
+        self.asked = getattr(self, "asked", 0) + 1
+        return (-self.asked, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_not_asking_again_who_cannot_fit_changes_nothing(seed: int) -> None:
+    plans = []
+    for thorough in (False, True):
+        rng = random.Random(seed)
+        loop = Loop(random_config(rng))
+        if thorough:
+            loop.scheduler._planner.__class__ = Thorough
+        drive(loop, rng)
+        plans.append(loop.plans)
+    assert plans[0] == plans[1]
+
+
+def test_nobody_is_asked_again_until_something_is_free() -> None:
+    core = scheduler(num_blocks=10)
+    core.add(prompt([1] * 20, 9))
+    core.add(prompt([2] * 30, 2))
+    step(core)
+    asked = []
+    hits = core._kv.hits
+    core._kv.hits = lambda seq: asked.append(seq.seq_id) or hits(seq)  # type: ignore[method-assign, func-returns-value]
+    for _ in range(5):
+        step(core)
+    assert asked == [1], "once after the first prompt was published"
+    core.add(prompt([3] * 30, 2))
+    step(core)
+    assert asked == [1, 1, 2]
+    core.abort(0)
+    assert step(core).admitted == (1,)
 
 
 def test_the_bounded_queue_refuses_and_changes_nothing() -> None:

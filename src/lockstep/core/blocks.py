@@ -33,7 +33,8 @@ class BlockPool:
         """Cached blocks that are handed out last."""
         self._refs = [0] * (num_blocks + 1)
         self.num_allocated = 0
-        """Blocks handed out since the start."""
+        self.num_released = 0
+        """Blocks handed out, and given back by their last holder, since the start."""
 
     @property
     def num_free(self) -> int:
@@ -90,6 +91,7 @@ class BlockPool:
             assert refs > 0, f"block {block} is released but nobody holds it"
             self._refs[block] = refs - 1
             if refs == 1:
+                self.num_released += 1
                 if block not in hashed:
                     self._free.append(block)
                 elif block in pinned:

@@ -25,6 +25,8 @@ class StepDraft:
         """Ids that have a place to sample at the end of their prompt."""
         self.is_someone_left_out = False
         """Whether a running sequence lacks blocks or budget: then nobody new is admitted."""
+        self.is_budget_short = False
+        """Whether somebody in the queue lacked budget."""
         self.seqs: list[Sequence] = []
         self.lengths: list[int] = []
         """The rows; each starts where its sequence is computed to."""

@@ -43,6 +43,9 @@ class StepPlanner:
         self._roster = roster
         self._sequences = sequences
         self._reserves = config.admission == "reserve"
+        self._order_is_fixed = config.order != "fair" and not config.priority_aging_steps
+        self._nobody_fits_at: tuple[int, int, int] | None = None
+        """What could be had when all that were asked lacked blocks, and nothing else."""
 
     def plan(self, step: int) -> StepDraft:
         """Decide step number ``step``."""
@@ -192,15 +195,19 @@ class StepPlanner:
         was overtaken ``max_skips`` times.
         """
         config, queue, roster = self._config, self._queue, self._roster
-        if draft.is_someone_left_out or not len(queue):
+        supply = self._supply()
+        if draft.is_someone_left_out or not len(queue) or supply == self._nobody_fits_at:
             return
         blocked_from: float = roster.preempted[0].request.priority if roster.preempted else inf
+        is_only_blocks = self._order_is_fixed and not roster.preempted
         passed: list[Sequence] = []
         admitted: list[Sequence] = []
         for seq in queue.in_order(draft.step):
             if roster.num_running >= config.max_num_seqs or draft.num_places < 1 or draft.chunk_room < 1:
+                is_only_blocks = False
                 break
             if not self._is_sibling_ready(seq):
+                is_only_blocks = False
                 continue
             if queue.effective_class(seq, draft.step) < blocked_from and self._start(draft, seq):
                 admitted.append(seq)
@@ -217,6 +224,12 @@ class StepPlanner:
                     blocked_from = min(blocked_from, queue.effective_class(other, draft.step))
         for seq in admitted:
             queue.remove(seq)
+        is_only_blocks = is_only_blocks and not admitted and not draft.is_budget_short
+        self._nobody_fits_at = supply if is_only_blocks else None
+
+    def _supply(self) -> tuple[int, int, int]:
+        """What must have grown before anyone fits who lacked blocks before: taking blocks never helps the others."""
+        return (self._kv.pool.num_released, self._kv.prefix.num_published, self._queue.num_changes)
 
     def _start(self, draft: StepDraft, seq: Sequence) -> bool:
         """Admit one request, if its first chunk and its blocks fit.
@@ -226,6 +239,7 @@ class StepPlanner:
         hits = self._kv.hits(seq)
         start = len(hits) * self._config.block_size
         if not draft.chunk_length(seq, start) and not draft.lacks_only_a_turn(seq, start):
+            draft.is_budget_short = True
             return False
         if not self._kv.hold(seq, hits, seq.max_known if self._reserves else seq.num_prompt):
             return False

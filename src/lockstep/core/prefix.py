@@ -41,6 +41,8 @@ class PrefixCache:
         self._hash_of: dict[int, bytes] = {}
         self._pins: dict[bytes, int] = {}
         self._pinned: set[int] = set()
+        self.num_published = 0
+        """Contents published since the start."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -74,6 +76,7 @@ class PrefixCache:
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            self.num_published += 1
             if block_hash in self._pins:
                 self._pinned.add(block)
 

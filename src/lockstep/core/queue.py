@@ -63,6 +63,8 @@ class WaitingQueue:
         self._ledger = ledger
         self._lines: OrderedDict[int | str, OrderedDict[int, Sequence]] = OrderedDict()
         self.num_tokens = 0
+        self.num_changes = 0
+        """Additions and removals since the start."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -86,6 +88,7 @@ class WaitingQueue:
     def add(self, seq: Sequence) -> None:
         self._lines.setdefault(self._line_of(seq), OrderedDict())[seq.seq_id] = seq
         self._size += 1
+        self.num_changes += 1
         self.num_tokens += seq.num_prompt
 
     def remove(self, seq: Sequence) -> None:
@@ -95,6 +98,7 @@ class WaitingQueue:
         if not line:
             del self._lines[key]
         self._size -= 1
+        self.num_changes += 1
         self.num_tokens -= seq.num_prompt
 
     def effective_class(self, seq: Sequence, step: int) -> int:
