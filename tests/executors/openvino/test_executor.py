@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.executors.openvino.support import TINY_LLAMA, TINY_QWEN3, batch_of, random_artifact, reference_logits, run
-from tools.random_models import Shape
+from tools.random_models import Shape, write_huggingface
 
+from lockstep.artifacts.source import open_artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Executor
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
@@ -23,6 +25,18 @@ PROMPT = np.random.default_rng(0).integers(0, 512, 70).tolist()
 @pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
 def test_logits_of_every_position_follow_the_definition(shape: Shape, encoding: str) -> None:
     artifact = random_artifact(shape, encoding)
+    executor = load_executor(artifact, EXACT)
+    executor.allocate(8, 0)
+    logits = run(executor, (PROMPT, 0, (5, 2, 7)), all_rows=True)
+    assert np.abs(logits - reference_logits(artifact, PROMPT)).max() < 5e-5
+    executor.close()
+
+
+@pytest.mark.parametrize("encoding", ["F16", "BF16"])
+def test_so_do_those_of_a_hugging_face_directory(encoding: str, tmp_path: Path) -> None:
+    """Whose norms are stored like the matrices, unlike a GGUF file's."""
+    source = write_huggingface(tmp_path / "model", TINY_QWEN3, encoding)
+    artifact = open_artifact(str(source), cache_dir=tmp_path)
     executor = load_executor(artifact, EXACT)
     executor.allocate(8, 0)
     logits = run(executor, (PROMPT, 0, (5, 2, 7)), all_rows=True)

@@ -162,3 +162,11 @@ def test_a_model_from_the_cache_says_the_same_bits_and_damage_only_costs_a_build
         damage(entry)
         assert np.array_equal(logits(options), expected)
         assert "build" in stages
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    executor = load_executor(random_artifact(), OpenVINOOptions(cache_dir=tmp_path / "file"))
+    executor.allocate(1, 0)
+    assert run(executor, ([1], 0, (1,))).shape == (1, 512)
+    executor.close()

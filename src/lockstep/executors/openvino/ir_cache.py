@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.executors.openvino.environment import digest
@@ -44,7 +44,8 @@ class IRCache:
         if not _is_intact(entry, key):
             self.remove(key)
             return None
-        os.utime(entry / MANIFEST)
+        with suppress(OSError):  # a cache that others own can be read all the same
+            os.utime(entry / MANIFEST)
         return entry / MODEL
 
     def store(self, key: Mapping[str, str], save: Callable[[Path], None]) -> Path:

@@ -48,16 +48,17 @@ def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, re
         else:
             report("read", 1.0)
             return model
-    path = _build_into(cache, key, artifact, report)
-    return core.read_model(str(path))
-
-
-def _build_into(cache: IRCache, key: dict[str, str], artifact: Artifact, report: Report) -> Path:
     model = _build(artifact, report)
     report("save", 0.0)
-    path = cache.store(key, lambda file: ov.save_model(model, str(file), compress_to_fp16=False))
+    try:
+        path = cache.store(key, lambda file: ov.save_model(model, str(file), compress_to_fp16=False))
+        stored = core.read_model(str(path))
+    except (OSError, RuntimeError):
+        # A full or read-only disk costs the next load a build, never this one its model.
+        cache.remove(key)
+        return model
     report("save", 1.0)
-    return path
+    return stored
 
 
 def _build(artifact: Artifact, report: Report) -> Model:
