@@ -63,7 +63,7 @@ def random_artifact(shape: Shape = TINY_LLAMA, encoding: str = "F32", seed: int 
         stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
         tensors[name] = Tensor(name, Encoding(stored), size, random_tensor(name, size, stored, seed))
     return artifact_of(
-        config_of(shape), tensors, f"{shape.architecture}-{encoding}-{seed}-{hash(shape) & 0xFFFFFFFF:x}"
+        config_of(shape), tensors, f"{shape}-{encoding}-{seed}"
     )
 
 
