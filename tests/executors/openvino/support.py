@@ -62,9 +62,7 @@ def random_artifact(shape: Shape = TINY_LLAMA, encoding: str = "F32", seed: int 
         whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding in ("Q8_0", "Q4_0")
         stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
         tensors[name] = Tensor(name, Encoding(stored), size, random_tensor(name, size, stored, seed))
-    return artifact_of(
-        config_of(shape), tensors, f"{shape}-{encoding}-{seed}"
-    )
+    return artifact_of(config_of(shape), tensors, f"{shape}-{encoding}-{seed}")
 
 
 def artifact_of(config: ModelConfig, tensors: Mapping[str, Tensor], fingerprint: str) -> Artifact:
