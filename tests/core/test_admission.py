@@ -130,6 +130,32 @@ def test_nobody_is_asked_again_until_something_is_free() -> None:
     assert step(core).admitted == (1,)
 
 
+def test_who_lacked_budget_is_asked_again() -> None:
+    core = scheduler(max_num_prefill_tokens=7, max_chunk_tokens=6)
+    core.add(Request(12, 30))
+    step(core)
+    core.add(Request(5, 2))
+    assert [step(core).admitted for _ in range(2)] == [(), (1,)]
+
+
+def test_a_sibling_is_asked_again_though_nothing_became_free() -> None:
+    core = scheduler(max_chunk_tokens=6)
+    first = core.add(Request(12, 30))
+    core.add(Request(12, 30, sibling_of=first))
+    assert [step(core).admitted for _ in range(3)] == [(0,), (), (1,)]
+
+
+def test_who_comes_first_in_another_order_is_asked_though_nothing_became_free() -> None:
+    core = scheduler(num_blocks=20, max_skips=0, order="fair")
+    core.add(Request(20, 20, tenant="a"))
+    core.add(Request(4, 40, tenant="b"))
+    step(core)
+    core.add(Request(60, 2, tenant="b"))
+    core.add(Request(2, 2, tenant="a"))
+    assert [step(core, tokens={1: 16}).admitted for _ in range(2)] == [(), ()]
+    assert step(core).admitted == (3,), "b has been served more by now"
+
+
 def test_the_bounded_queue_refuses_and_changes_nothing() -> None:
     core = scheduler(max_num_queued_reqs=1)
     core.add(Request(3, 1))

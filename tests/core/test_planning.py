@@ -173,6 +173,16 @@ def test_one_place_of_a_step_is_kept_for_a_prompt() -> None:
     run(core)
 
 
+def test_a_prompt_that_ends_uses_the_kept_place() -> None:
+    core = scheduler(max_num_seqs=4, max_num_step_seqs=3, max_chunk_tokens=4)
+    for _ in range(3):
+        core.add(Request(2, 30))
+    step(core)
+    core.add(Request(6, 3))
+    assert rows(step(core)) == [(0, 2, 1), (1, 2, 1), (3, 0, 4)]
+    assert rows(step(core)) == [(0, 3, 1), (2, 2, 1), (3, 4, 2)]
+
+
 def test_with_one_place_per_step_everybody_still_finishes() -> None:
     core = scheduler(max_num_seqs=3, max_num_step_seqs=1)
     for _ in range(4):
@@ -240,6 +250,15 @@ def test_without_chunking_a_prompt_is_admitted_and_waits_for_its_turn_to_sample(
     core.add(Request(5, 2))
     core.add(Request(5, 2))
     assert [rows(plan) for plan in run(core)] == [[(0, 0, 5)], [(1, 0, 5)], [(0, 5, 1)], [(1, 5, 1)]]
+
+
+def test_who_waits_for_its_turn_keeps_nobody_out() -> None:
+    core = scheduler(chunking=False, max_num_seqs=4, max_num_decode_seqs=1)
+    for _ in range(3):
+        core.add(Request(5, 9))
+    assert step(core).admitted == (0, 1, 2)
+    core.add(Request(5, 9))
+    assert step(core).admitted == (3,)
 
 
 def test_who_is_admitted_to_wait_for_its_turn_uses_up_the_prefill_budget() -> None:

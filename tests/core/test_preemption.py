@@ -58,6 +58,7 @@ def test_a_victim_keeps_its_head_and_recomputes_only_what_it_lost() -> None:
         "the rest of the prompt, then the generated tokens one by one"
     )
     assert [plan.samples for plan in plans[index : index + 3]] == [(False,), (False,), (True,)]
+    assert [done.first_token_step for done in core.drain_finished()] == [0, 0], "a prompt computed again is not news"
 
 
 def test_forced_segments_are_replayed_whole_and_do_not_sample() -> None:
