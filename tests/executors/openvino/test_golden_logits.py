@@ -16,6 +16,7 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.executors.base import Logits
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.openvino.rope import inverse_frequencies
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 EXACT = OpenVINOOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
@@ -54,6 +55,17 @@ def test_float32_logits_equal_those_of_transformers(name: str) -> None:
     assert np.array_equal(golden[f"{name}.token_ids"], token_ids(case.shape.vocab_size)), "the draw has changed"
     logits = golden_prompt_logits(artifact_of_case(name, case), EXACT)
     assert np.abs(logits - golden[name]).max() <= 1e-3
+
+
+def test_explicit_rope_divisors_say_the_same_as_the_scaling_that_they_were_computed_from() -> None:
+    """GGUF files carry llama3 scaling as one divisor per frequency."""
+    golden = np.load(GOLDEN / "logits_transformers.npz")["llama-llama3"]
+    artifact = artifact_of_case("llama-llama3", CASES["llama-llama3"])
+    bare = replace(artifact.config, rope_scaling=None)
+    divisors = inverse_frequencies(bare) / inverse_frequencies(artifact.config)
+    factors = RopeScaling("factors", 1.0, factors=tuple(divisors.tolist()))
+    divided = replace(artifact, config=replace(bare, rope_scaling=factors))
+    assert np.abs(golden_prompt_logits(divided, EXACT) - golden).max() <= 1e-3
 
 
 def test_a_forgotten_rope_scaling_would_be_seen() -> None:

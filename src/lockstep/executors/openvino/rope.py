@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.model import ModelConfig, RopeScaling
-from lockstep.errors import UnsupportedArtifactError
+from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
 KNOWN_SCALINGS = ("linear", "llama3", "factors")
 
@@ -18,6 +18,7 @@ def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
 
     Raises:
         UnsupportedArtifactError: a scaling that is not known.
+        CorruptArtifactError: explicit factors that are too few, too many, or not positive numbers.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies = (np.float32(1.0) / np.float32(config.rope_theta) ** exponents).astype(np.float32)
@@ -30,6 +31,8 @@ def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
         return (frequencies / np.asarray(scaling.factors, np.float32)).astype(np.float32)
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling)
+    if scaling.kind == "factors":
+        return _divided(frequencies, scaling)
     known = ", ".join(KNOWN_SCALINGS)
     raise UnsupportedArtifactError(f"rope scaling {scaling.kind!r} is not known; known are: {known}")
 
@@ -48,3 +51,13 @@ def _llama3(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.N
     between = (1.0 - smooth) * stretched + smooth * frequencies
     scaled = np.where(wavelengths > original_context / low_factor, stretched, between)
     return np.where(wavelengths < original_context / high_factor, frequencies, scaled).astype(np.float32)
+
+
+def _divided(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray[np.float32]:
+    """Explicit divisors, one per frequency: how llama.cpp's converter writes llama3 scaling."""
+    factors = np.array(scaling.factors, np.float32)
+    if factors.shape != frequencies.shape:
+        raise CorruptArtifactError(f"{len(factors)} rope factors; there should be {len(frequencies)}")
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise CorruptArtifactError("a rope factor is not a positive number")
+    return (frequencies / factors).astype(np.float32)
