@@ -1,6 +1,6 @@
 """Train the embedded model from scratch on the CPU: vocabulary, conversations, optimisation, checkpoint.
 
-    PYTHONPATH=src python -m tools.pocket.train --data DIR --out build/pocket [--tokens 6.5]
+    PYTHONPATH=src python -m tools.pocket.train --data DIR --out build/pocket [--tokens 8]
 
 Samples are drawn afresh all the time, so there are no epochs; the learning rate falls linearly to zero over the given
 millions of tokens. The same seed gives the same samples in the same order.
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the public messages")
     parser.add_argument("--out", type=Path, required=True, help="folder for the vocabulary and the checkpoint")
-    parser.add_argument("--tokens", type=float, default=6.5, help="training tokens in millions")
+    parser.add_argument("--tokens", type=float, default=8.0, help="training tokens in millions")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--start", type=Path, help="go on from the vocabulary and the checkpoint of this folder")
