@@ -27,8 +27,6 @@ def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
         return frequencies
     if scaling.kind == "linear":
         return (frequencies / np.float32(scaling.factor)).astype(np.float32)
-    if scaling.kind == "factors":
-        return (frequencies / np.asarray(scaling.factors, np.float32)).astype(np.float32)
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling)
     if scaling.kind == "factors":
