@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tools.random_models import Shape, write_gguf, write_huggingface
 
 from lockstep.artifacts.quantisation import dequantise
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import ArtifactError
+from tools.random_models import Shape, write_gguf, write_huggingface
 
 SHAPE = Shape(
     num_layers=1, hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=300

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools.random_models import ENCODINGS, SHAPES, Shape, interleaved_rows, random_tensor, tensor_shapes, write_gguf
 
 from lockstep.artifacts.model import RopeScaling
 from lockstep.artifacts.quantisation import dequantise
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import F32, LLAMA, LLAMA_TENSORS, HandMadeGguf, f32, floats, text, u32
+from tools.random_models import ENCODINGS, SHAPES, Shape, interleaved_rows, random_tensor, tensor_shapes, write_gguf
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])

@@ -8,11 +8,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from tools.random_models import ENCODINGS, write_gguf
 
 from lockstep.artifacts.gguf_file import read_gguf
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import F32, LLAMA, HandMadeGguf, boolean, f32, floats, string, strings, text, u32
+from tools.random_models import ENCODINGS, write_gguf
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

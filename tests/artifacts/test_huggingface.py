@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools.random_models import FLOATS, SHAPES, as_float, random_tensor, tensor_shapes, write_gguf, write_huggingface
 
 from lockstep.artifacts.model import Artifact, Encoding, RopeScaling
 from lockstep.artifacts.quantisation import dequantise
@@ -16,6 +15,7 @@ from lockstep.artifacts.safetensors_file import read_safetensors
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import edit_json
+from tools.random_models import FLOATS, SHAPES, as_float, random_tensor, tensor_shapes, write_gguf, write_huggingface
 
 Json = dict[str, object]
 

@@ -8,10 +8,10 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize
-from tools.random_models import random_tensor
 
 from lockstep.artifacts.model import Encoding, Tensor
 from lockstep.artifacts.quantisation import bfloat16_to_float32, dequantise, unpack_q4_0, unpack_q8_0
+from tools.random_models import random_tensor
 
 GOLDEN = np.load(Path(__file__).resolve().parents[1] / "golden" / "dequantised.npz")
 VIEWS = {Encoding.F16: "<f2", Encoding.BF16: "<u2"}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes, write_gguf
 
 from lockstep.artifacts.model import Encoding, Tensor
 from lockstep.artifacts.quantisation import dequantise
 from lockstep.artifacts.source import open_artifact
+from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes, write_gguf
 
 
 def test_one_seed_gives_the_same_bytes_and_another_other_ones(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file, save_file
-from tools.random_models import as_float, write_safetensors
 
 from lockstep.artifacts.model import Encoding
 from lockstep.artifacts.safetensors_file import read_safetensors
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+from tools.random_models import as_float, write_safetensors
 
 
 def test_tensors_equal_those_of_the_library(tmp_path: Path) -> None:

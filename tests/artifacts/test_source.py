@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.random_models import write_gguf, write_huggingface
 
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+from tools.random_models import write_gguf, write_huggingface
 
 
 def test_the_fingerprint_is_the_contents_and_not_the_paths(tmp_path: Path) -> None:

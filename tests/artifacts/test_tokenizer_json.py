@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, processors
-from tools.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS, write_huggingface
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import CorruptArtifactError, MissingTokenizerError
 from tests.artifacts.support import edit_json
+from tools.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS, write_huggingface
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools.random_models import CHAT_TEMPLATE, write_gguf
 
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.source import open_artifact
 from lockstep.artifacts.vocabulary import SPLITTERS, read_vocabulary
 from lockstep.errors import CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
+from tools.random_models import CHAT_TEMPLATE, write_gguf
 
 PATH = Path("some.gguf")
 BPE: dict[str, object] = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.core.drive import prompt, rows, run, scheduler, step
-from tests.core.oracle import Loop
-from tests.core.test_oracle import drive, random_config
 
 from lockstep.core.planner import StepPlanner
 from lockstep.core.request import Request
 from lockstep.errors import PromptTooLongError, QueueFullError
+from tests.core.drive import prompt, rows, run, scheduler, step
+from tests.core.oracle import Loop
+from tests.core.test_oracle import drive, random_config
 
 
 def test_a_request_that_does_not_fit_is_overtaken_so_often_and_then_blocks() -> None:

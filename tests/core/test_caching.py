@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.drive import prompt, rows, run, scheduler, step
 
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import Request
+from tests.core.drive import prompt, rows, run, scheduler, step
 
 
 def test_a_second_request_shares_the_full_blocks() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.drive import commit, prompt, rows, scheduler, step
 
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState, SequenceView
+from tests.core.drive import commit, prompt, rows, scheduler, step
 
 
 def view(core: Scheduler, seq_id: int) -> SequenceView:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
-from tests.core.drive import commit, scheduler
 
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.step import Finish, StepEvents, StepPlan
+from tests.core.drive import commit, scheduler
 
 
 def plan_of(step: int, *chunks: tuple[int, int, int, tuple[int, ...], bool]) -> StepPlan:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.core.drive import config, prompt
-
 from lockstep.core.kv import KVCache
 from lockstep.core.sequence import Sequence
+from tests.core.drive import config, prompt
 
 
 def kv_of(**limits: Any) -> KVCache:

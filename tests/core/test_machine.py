@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.core.oracle import NAMESPACE, Job, Loop, alone
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import block_hashes
 from lockstep.errors import RequestError
+from tests.core.oracle import NAMESPACE, Job, Loop, alone
 
 PREFIX = (1, 2) * 8
 

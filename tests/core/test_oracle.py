@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from tests.core.oracle import NAMESPACE, Job, Loop, OracleModel, alone
 
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import block_hashes
 from lockstep.core.step import StepPlan
+from tests.core.oracle import NAMESPACE, Job, Loop, OracleModel, alone
 
 SEEDS = (*range(100), 1215, 2545)
 """The last ones have found something: a victim that came back in the same step, and budget returned twice."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.drive import commit, config, lengths, prompt, rows, run, scheduler, step
 
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import StepPlan
+from tests.core.drive import commit, config, lengths, prompt, rows, run, scheduler, step
 
 
 def test_exact_chunk_arithmetic() -> None:

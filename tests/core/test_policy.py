@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.core.drive import config
 
 from lockstep.core.policy import SchedulerConfig, output_limit, prefill_budget, prompt_chunk
 from lockstep.core.request import Request
 from lockstep.errors import ConfigError, InvalidParameterError, PromptTooLongError
+from tests.core.drive import config
 
 
 def test_defaults_are_the_documented_ones() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.drive import prompt, rows, run, scheduler, step
 
 from lockstep.core.request import Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState, SequenceView
+from tests.core.drive import prompt, rows, run, scheduler, step
 
 
 def view(core: Scheduler, seq_id: int) -> SequenceView:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.core.drive import config
 
 from lockstep.core.queue import TenantLedger, WaitingQueue
 from lockstep.core.request import Request
 from lockstep.core.sequence import Sequence
 from lockstep.errors import QueueFullError
+from tests.core.drive import config
 
 
 class Line:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.core.drive import answer, commit, config, scheduler, step
 
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepEvents, StepPlan
+from tests.core.drive import answer, commit, config, scheduler, step
 
 
 class Planned(Scheduler):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools.random_models import SHAPES, write_gguf
 
 from lockstep import EngineOptions, LoadOptions, OpenVINOOptions
 from lockstep.core import draft as draft_module
 from lockstep.engine.loading import load_model
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
 from tests.determinism.harness import ALONE, CASES, MATRIX, SAMPLINGS, Answer, Case, Subject
+from tools.random_models import SHAPES, write_gguf
 
 POOL = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, scheduler={"max_num_seqs": 40})
 MODELS = ("pocket", "random-qwen3")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes
 
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.quantisation import dequantise
@@ -16,6 +15,7 @@ from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch
 from lockstep.executors.openvino.rope import inverse_frequencies
+from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes
 
 Floats = npt.NDArray[np.float64]
 TINY_LLAMA, TINY_QWEN3 = SHAPES["tiny-llama"], SHAPES["tiny-qwen3"]

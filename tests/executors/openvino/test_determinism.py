@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.executors.openvino.support import TINY_LLAMA, TINY_QWEN3, batch_of, random_artifact, run
-from tools.random_models import Shape
 
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
 from lockstep.executors.openvino.inputs import Limits, build_inputs
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.probe import quick_probe, thorough_probe
 from lockstep.executors.probe_play import Scenario, play
+from tests.executors.openvino.support import TINY_LLAMA, TINY_QWEN3, batch_of, random_artifact, run
+from tools.random_models import Shape
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 120, 20
 ALONE = Scenario((45,))

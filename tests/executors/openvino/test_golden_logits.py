@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.executors.openvino.support import artifact_of, config_of, run
-from tools.golden.logit_cases import CASES, GGUF_SHAPES, POSITIONS, SEED, LogitCase, tensors, token_ids
-from tools.random_models import interleaved_rows, write_gguf
 
 from lockstep.artifacts.model import Artifact, Encoding, RopeScaling, Tensor, Weights
 from lockstep.artifacts.source import open_artifact
@@ -17,6 +14,9 @@ from lockstep.executors.base import Logits
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.rope import inverse_frequencies
+from tests.executors.openvino.support import artifact_of, config_of, run
+from tools.golden.logit_cases import CASES, GGUF_SHAPES, POSITIONS, SEED, LogitCase, tensors, token_ids
+from tools.random_models import interleaved_rows, write_gguf
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 EXACT = OpenVINOOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tests.executors.openvino.support import TINY_LLAMA, TINY_QWEN3, random_artifact
-from tools.random_models import Shape
 
 from lockstep.executors.openvino.loading import compile_artifact
 from lockstep.executors.openvino.options import OpenVINOOptions
+from tests.executors.openvino.support import TINY_LLAMA, TINY_QWEN3, random_artifact
+from tools.random_models import Shape
 
 
 @pytest.mark.parametrize("shape", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.executors.openvino.support import Item, batch_of
 
 from lockstep.errors import InvalidPlanError
 from lockstep.executors.base import StepBatch
 from lockstep.executors.openvino.inputs import NULL_BLOCK, Limits, build_inputs, check_moves
+from tests.executors.openvino.support import Item, batch_of
 
 LIMITS = Limits(block_size=4, num_blocks=9, num_host_blocks=3, max_model_len=20, vocab_size=50)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.executors.openvino.support import random_artifact, run
 
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.ir_cache import MANIFEST, MODEL, WEIGHTS, IRCache
 from lockstep.executors.openvino.options import OpenVINOOptions
+from tests.executors.openvino.support import random_artifact, run
 
 KEY = {"artifact": "a", "builder": "1"}
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.executors.openvino.support import random_artifact
 
 from lockstep.errors import UsageError
 from lockstep.executors.openvino.environment import digest, instruction_set
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.loading import choose_device, compile_properties, environment_of
 from lockstep.executors.openvino.options import OpenVINOOptions, available_cores
+from tests.executors.openvino.support import random_artifact
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.executors.openvino.support import MemoryWeights, config_of, random_artifact, with_tensor
-from tools.random_models import SHAPES, random_tensor
 
 from lockstep.artifacts.model import Encoding, Tensor
 from lockstep.artifacts.quantisation import dequantise
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from lockstep.executors.openvino.graph import build_decoder
 from lockstep.executors.openvino.weights import vector
+from tests.executors.openvino.support import MemoryWeights, config_of, random_artifact, with_tensor
+from tools.random_models import SHAPES, random_tensor
 
 NAME = "model.layers.1.self_attn.k_proj.weight"
 
