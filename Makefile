@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint format bench lock clean
+.PHONY: demo test test-slow cover lint format bench lock clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -14,6 +14,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# Every branch of the core; fails below 100 %.
+cover: $(STAMP)
+	$(BIN)/python -m pytest tests/core --cov=lockstep.core --cov-branch --cov-fail-under=100 -q
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
