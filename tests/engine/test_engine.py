@@ -220,6 +220,25 @@ def test_a_full_queue_refuses_by_name_and_serves_the_rest(make_engine: MakeEngin
     assert [type(output.error) for output in outputs] == [type(None), type(None), QueueFullError]
 
 
+def test_a_refused_request_whose_callback_raises_disturbs_nobody(make_engine: MakeEngine) -> None:
+    engine = make_engine(scheduler={"max_num_queued_reqs": 1})
+
+    def explode(output: TokenOutput) -> None:
+        raise ValueError("the caller's fault")
+
+    good = engine.submit(ask(max_tokens=2))
+    engine.submit(ask(max_tokens=2), explode)
+    engine.run()
+    assert one(engine.result(good)).text == "[s"
+
+
+def test_the_largest_seed_has_siblings_too(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    request_id = engine.submit(ask(n=2, seed=2**64 - 1, temperature=1.0))
+    engine.run()
+    assert one(engine.result(request_id)).error is None
+
+
 def test_unread_results_are_bounded(make_engine: MakeEngine) -> None:
     engine = make_engine(scheduler={"max_finished": 2})
     ids = [engine.submit(ask(max_tokens=1)) for _ in range(4)]

@@ -28,7 +28,7 @@ from lockstep.engine.intake import prepare
 from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, snapshot
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
-from lockstep.engine.publish import Publisher
+from lockstep.engine.publish import Publisher, hand_over
 from lockstep.engine.stream import LoopMailboxes, OutputStream, collect, stream
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
 from lockstep.executors.sampling import SamplerState
@@ -259,8 +259,9 @@ class Engine:
         self._metrics.count_finished(FinishReason.ERROR)
         self._finish(live, now_s)
         if live.sink is not None:
-            live.sink(
-                TokenOutput(live.request_id, 0, (), "", FinishReason.ERROR, error=error, request=live.output(now_s))
+            output = live.output(now_s)
+            hand_over(
+                live.sink, TokenOutput(live.request_id, 0, (), "", FinishReason.ERROR, error=error, request=output)
             )
 
     def _end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:

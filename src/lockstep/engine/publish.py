@@ -9,14 +9,25 @@ import numpy as np
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepPlan, StepResult
-from lockstep.engine.generation import Generation
+from lockstep.engine.generation import Generation, Sink
 from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.model import LoadedModel
+from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import NumericsError
 from lockstep.executors.base import SequenceObserver, StepBatch
 from lockstep.executors.sampling import SamplerState, Samples, sample
 
 log = logging.getLogger(__name__)
+
+
+def hand_over(sink: Sink, output: TokenOutput) -> bool:
+    """Call a sink; False when it raised, which is its request's fault and never the engine's."""
+    try:
+        sink(output)
+    except Exception:  # a caller's code may raise anything
+        log.exception("the callback of request %d raised; the request is aborted", output.request_id)
+        return False
+    return True
 
 
 class Publisher:
@@ -110,17 +121,11 @@ class Publisher:
 
     def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
         """Give every sink its output; returns the requests whose sink raised."""
-        lost: list[int] = []
-        for generation in touched:
-            sink = generation.live.sink
-            if sink is None:
-                continue
-            try:
-                sink(generation.take_output(now_s))
-            except Exception:  # a caller's fault ends the caller's request, never the engine
-                log.exception("the callback of request %d raised; the request is aborted", generation.live.request_id)
-                lost.append(generation.live.request_id)
-        return lost
+        return [
+            generation.live.request_id
+            for generation in touched
+            if generation.live.sink is not None and not hand_over(generation.live.sink, generation.take_output(now_s))
+        ]
 
     def _sampling(self, plan: StepPlan) -> list[Generation]:
         generations = self.generations
