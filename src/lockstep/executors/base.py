@@ -36,6 +36,8 @@ class StepBatch:
     """[num_tokens], the chunks' tokens in plan order."""
     rows: npt.NDArray[np.int64]
     """Indices into ``token_ids`` whose logits are wanted: each sampling chunk's last row, in plan order."""
+    hidden_rows: npt.NDArray[np.int64] | None = None
+    """Indices into ``token_ids`` whose hidden states are wanted; None: nobody's."""
 
 
 class Executor(Protocol):
@@ -66,6 +68,16 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release everything; calling it again does nothing."""
+        ...
+
+
+@runtime_checkable
+class HiddenStates(Protocol):
+    """What an executor also implements when its model can embed text."""
+
+    @property
+    def hidden_states(self) -> npt.NDArray[np.float32]:
+        """[len(hidden_rows), hidden_size] of the last step: what the LM head is given, valid until the next call."""
         ...
 
 

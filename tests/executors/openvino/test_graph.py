@@ -28,6 +28,8 @@ def test_norms_rotations_attention_and_compressed_weights_are_fused(shape: Shape
     assert kinds["RoPE"] == 2 * layers
     assert kinds["RMS"] == 2 * layers + 1 + head_norms
     assert kinds["FullyConnected"] == 7 * layers + 1
-    assert kinds["Gather"] == 2, "the embedding, read from compressed weights, and the rows before the head"
+    assert kinds["Gather"] == 3, (
+        "the embedding, read from compressed weights, the rows before the head, and hidden states"
+    )
     assert kinds["MatMul"] == kinds["Softmax"] == kinds["Transpose"] == 0
     assert weight_types == ({"i8"} if encoding == "Q8_0" else {"i8", "u4"})

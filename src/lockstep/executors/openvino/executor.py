@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.artifacts.model import Artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
@@ -122,6 +123,7 @@ class OpenVINOExecutor:
                 (paged.BLOCK_INDICES_BEGINS, inputs.block_indices_begins),
                 (paged.MAX_CONTEXT_LEN, inputs.max_context_len),
                 (paged.ROWS, inputs.rows),
+                (paged.HIDDEN_ROWS, inputs.hidden_rows),
             ):
                 request.set_tensor(name, ov.Tensor(array, shared_memory=True))
             request.infer()
@@ -129,6 +131,12 @@ class OpenVINOExecutor:
         except RuntimeError as error:
             raise ExecutorError(f"the forward pass failed: {error}") from error
         return logits
+
+    @property
+    def hidden_states(self) -> npt.NDArray[np.float32]:
+        """See ``base.HiddenStates``."""
+        states: npt.NDArray[np.float32] = self._request.get_tensor(paged.HIDDEN).data
+        return states.reshape(len(states), states.shape[-1])
 
     def close(self) -> None:
         """Release graph and pool; calling it again does nothing."""

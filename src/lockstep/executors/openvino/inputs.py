@@ -19,6 +19,8 @@ NULL_BLOCK = 0
 """Belongs to nobody; padding lives here."""
 PAD_TOKEN = 0
 
+_NO_ROWS = np.zeros(0, np.int64)
+
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
@@ -55,6 +57,8 @@ class ForwardInputs:
     """Scalar: the longest context after this step."""
     rows: Longs
     """[R]: tokens whose logits are computed."""
+    hidden_rows: Longs
+    """[H]: tokens whose hidden states are wanted."""
 
 
 class TableRows:
@@ -126,6 +130,7 @@ def build_inputs(batch: StepBatch, limits: Limits, table_rows: TableRows | None 
         block_indices_begins=table_begins.astype(np.int32),
         max_context_len=np.array((starts[: len(lengths)] + lengths).max(), np.int32),
         rows=np.ascontiguousarray(rows, np.int64),
+        hidden_rows=_NO_ROWS if batch.hidden_rows is None else np.ascontiguousarray(batch.hidden_rows, np.int64),
     )
 
 
@@ -213,11 +218,12 @@ def _owner(plan: StepPlan, needed: Longs, index: int) -> int:
 
 
 def _check_tokens(batch: StepBatch, num_tokens: int, limits: Limits) -> None:
-    step, ids, rows = batch.plan.step, batch.token_ids, batch.rows
+    step, ids = batch.plan.step, batch.token_ids
     if ids.shape != (num_tokens,):
         raise InvalidPlanError(f"step {step}: token ids of shape {list(ids.shape)}; the plan has {num_tokens} tokens")
     if ids.min() < 0 or ids.max() >= limits.vocab_size:
         wrong = int(ids[(ids < 0) | (ids >= limits.vocab_size)][0])
         raise InvalidPlanError(f"step {step}: token id {wrong} is not in the vocabulary of {limits.vocab_size}")
-    if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= num_tokens)):
-        raise InvalidPlanError(f"step {step}: a row outside the step's {num_tokens} tokens")
+    for rows in (batch.rows, _NO_ROWS if batch.hidden_rows is None else batch.hidden_rows):
+        if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= num_tokens)):
+            raise InvalidPlanError(f"step {step}: a row outside the step's {num_tokens} tokens")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.executors.openvino.runtime import Model, op, ov
+from lockstep.executors.openvino.runtime import Model, Node, op, ov
 
 TOKEN_IDS = "input_ids"
 POSITIONS = "position_ids"
@@ -19,7 +19,9 @@ BLOCK_INDICES = "block_indices"
 BLOCK_INDICES_BEGINS = "block_indices_begins"
 MAX_CONTEXT_LEN = "max_context_len"
 ROWS = "sampled_rows"
+HIDDEN_ROWS = "hidden_rows"
 LOGITS = "logits"
+HIDDEN = "hidden_states"
 
 
 def cache_inputs(num_layers: int) -> tuple[str, ...]:
@@ -36,13 +38,25 @@ def to_paged(model: Model) -> None:
 
 
 def _gather_rows(model: Model) -> None:
-    """Logits only for the rows named in input ``sampled_rows`` [R] i64; naming every row gives them all."""
+    """Logits and hidden states only for the rows named in ``sampled_rows`` and ``hidden_rows`` ([R] i64 each).
+
+    Hidden states are what the LM head is given: [R, 1, hidden_size].
+    """
     head = model.get_results()[0].input_value(0).get_node()
     while head.get_type_name() != "MatMul":
         head = head.input_value(0).get_node()
-    rows = op.parameter(ov.PartialShape([-1]), np.int64, name=ROWS)
-    rows.output(0).tensor.set_names({ROWS})
-    gathered = op.gather(head.input_value(0), rows, op.constant(np.int64(0)))
+    states = head.input_value(0)
+    rows, hidden_rows = _rows_parameter(ROWS), _rows_parameter(HIDDEN_ROWS)
+    gathered = op.gather(states, rows, op.constant(np.int64(0)))
     head.input(0).replace_source_output(gathered.output(0))
-    model.add_parameters([rows])
+    hidden = op.result(op.gather(states, hidden_rows, op.constant(np.int64(0))), name=HIDDEN)
+    hidden.output(0).tensor.set_names({HIDDEN})
+    model.add_parameters([rows, hidden_rows])
+    model.add_results([hidden])
     model.validate_nodes_and_infer_types()
+
+
+def _rows_parameter(name: str) -> Node:
+    parameter = op.parameter(ov.PartialShape([-1]), np.int64, name=name)
+    parameter.output(0).tensor.set_names({name})
+    return parameter
