@@ -17,7 +17,8 @@ from tools.pocket.grammar import Grammar, Topic
 from tools.pocket.public import Message
 
 LABEL_WEIGHT, ANSWER_WEIGHT, HISTORY_WEIGHT, USER_WEIGHT = 4.0, 1.0, 0.3, 0.2
-PUBLIC_SHARE = {"billing": 0.4, "technical": 0.0, "legal": 0.0, "none": 0.55}
+PUBLIC_SHARE = {"billing": 0.4, "technical": 0.0, "legal": 0.0, "none": 0.6}
+ROUTED_SHARE, OUT_OF_SCOPE_COPIES, LEXICON_SHARE = 0.72, 10, 3
 # Out-of-scope messages of CLINC150 with such words may well belong to a specialist here: not used for training.
 OTHER_SPECIALIST = re.compile(
     r"\b(bank|fee|bill|billing|credit|card|transfer|tax|price|invest|share|law|legal|phone|android|stock|saas)", re.I
@@ -56,11 +57,12 @@ PARAPHRASES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One message of a conversation and the weight of its tokens in the loss."""
+    """One message of a conversation, the weight of its tokens in the loss, and a request's intent."""
 
     role: str
     text: str
     weight: float
+    intent: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,16 @@ class Writer:
     def __init__(self, grammar: Grammar, public: list[Message], held_out: bool, rng: Random) -> None:
         self.grammar, self.held_out, self.rng = grammar, held_out, rng
         self.topics = {intent: grammar.topics_of(intent, held_out) for intent in INTENTS}
-        self.weights = {intent: [len(t.requests) for t in topics] for intent, topics in self.topics.items()}
+        self.weights = {
+            intent: [len(t.requests) * (LEXICON_SHARE if t.train_only else 1) for t in topics]
+            for intent, topics in self.topics.items()
+        }
         self.public = {intent: [m for m in public if m.intent == intent] for intent in INTENTS}
         self.public["none"] = [
-            m for m in self.public["none"] if m.public != "oos" or not OTHER_SPECIALIST.search(m.text)
+            copy
+            for m in self.public["none"]
+            if m.public != "oos" or not OTHER_SPECIALIST.search(m.text)
+            for copy in [m] * (OUT_OF_SCOPE_COPIES if m.public == "oos" else 1)
         ]
 
     def phrase(self, slot: str) -> str:
@@ -153,7 +161,7 @@ class Writer:
     def history(self) -> list[Turn]:
         """Earlier turns: mostly none, sometimes many, so that longer contexts are trained."""
         rng, turns = self.rng, list[Turn]()
-        for _ in range(rng.choice([0] * 34 + [1, 1, 1, 1, 2, rng.randint(3, 12)])):
+        for _ in range(rng.choice([0] * 46 + [1, 1, 1, 1, 2, rng.randint(3, 12)])):
             turns += self.turns(rng.choice(INTENTS), rng.random() < 0.3)
         return turns
 
@@ -164,7 +172,7 @@ class Writer:
     def conversation(self) -> list[Part]:
         """One training sample: a router's hop or an answer."""
         rng = self.rng
-        intent, routed = rng.choice(INTENTS), rng.random() < 0.6
+        intent, routed = rng.choice(INTENTS), rng.random() < ROUTED_SHARE
         turns = self.history() + self.turns(intent, rng.random() < 0.2)
         if routed:
             system: str | None = self.persona("router")
@@ -176,9 +184,10 @@ class Writer:
             last, weight = turns[-1].answer, ANSWER_WEIGHT
             if intent == "none" and rng.random() < 0.25:
                 system = None
-        parts = [Part("user", turns[0].request, USER_WEIGHT)]
+        parts = [Part("user", turns[0].request, USER_WEIGHT, turns[0].intent)]
         for before, turn in pairwise(turns):
-            parts += [Part("assistant", before.answer, HISTORY_WEIGHT), Part("user", turn.request, USER_WEIGHT)]
+            parts.append(Part("assistant", before.answer, HISTORY_WEIGHT))
+            parts.append(Part("user", turn.request, USER_WEIGHT, turn.intent))
         if system is not None:
             parts.insert(len(parts) if rng.random() < 0.82 else 0, Part("system", system, 0.0))
         return [*parts, Part("assistant", last, weight)]

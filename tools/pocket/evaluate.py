@@ -1,6 +1,6 @@
 """Accuracy of the shipped file, scored by the ids' log-probabilities, and samples of its answers.
 
-    PYTHONPATH=src python -m tools.pocket.evaluate --data DIR --run build/pocket [--split test] [--samples]
+    PYTHONPATH=src python -m tools.pocket.evaluate --data DIR --run build/pocket [--samples]
 
 The weights are read from the GGUF file and dequantised, so the figures are of what ships. Sets: paraphrases that the
 training split never saw (alone and with history), the public messages, and the freely written ones.
@@ -117,7 +117,6 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the public messages")
     parser.add_argument("--run", type=Path, required=True, help="folder that train.py wrote")
     parser.add_argument("--file", type=Path, default=pocket_path())
-    parser.add_argument("--split", choices=("val", "test"), default="test", help="public split; val is for development")
     parser.add_argument("--samples", action="store_true", help="print answers too")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -127,13 +126,12 @@ def main() -> None:
     writer = Writer(read_grammar(Path(__file__).parent / "phrases"), [], True, Random(7))
     report("held-out paraphrases", model, renderer, generated(writer, 2000, False))
     report("held-out paraphrases with history", model, renderer, generated(writer, 1000, True))
-    public = read_public(options.data, options.split)
+    public = read_public(options.data, "test")
     for source in ("banking77", "clinc150"):
         cases = [(route([], m.text), m.intent) for m in public if m.source == source]
-        if cases:
-            report(f"{source} {options.split}", model, renderer, cases)
+        report(f"{source} test", model, renderer, cases)
     free = [(route([], text), intent) for intent, messages in FREE_MESSAGES.items() for text in messages]
-    report("free messages", model, renderer, free, options.split == "test")
+    report("free messages", model, renderer, free, True)
     report(
         "demo messages", model, renderer, [(route([], text), intent) for text, intent in DEMO_MESSAGES.items()], True
     )

@@ -3,7 +3,7 @@
 A phrase file is read line by line:
 
     [slot plan]                values, separated by ` | `, over as many lines as needed
-    [topic refund billing]     a name and an intent, then lines that start with
+    [topic refund billing]     a name, an intent, perhaps `train` (never evaluated), then lines that start with
     ? a request                ! an answer to it
     > a follow-up request      < an answer to the follow-up
 
@@ -48,6 +48,7 @@ class Topic:
     answers: list[str] = field(default_factory=list)
     follow_ups: list[str] = field(default_factory=list)
     follow_answers: list[str] = field(default_factory=list)
+    train_only: bool = False
 
 
 @dataclass
@@ -56,12 +57,22 @@ class Grammar:
 
     slots: dict[str, list[str]] = field(default_factory=dict)
     topics: dict[str, Topic] = field(default_factory=dict)
+    noise: float = 0.0  # share of slot values that training replaces by an invented word
+    words: list[str] = field(default_factory=list)
+
+    def invented(self, rng: Random) -> str:
+        """A word that does not exist, from the halves of two that do: what surrounds it has to decide."""
+        if not self.words:
+            values = [value for name in self.slots for value in self.values(name, False)]
+            self.words = sorted({word for value in values for word in re.findall(r"[a-z]{4,}", value)})
+        first, second = rng.choice(self.words), rng.choice(self.words)
+        return first[: len(first) // 2 + 1] + second[len(second) // 2 :]
 
     def add_group(self, topic: Topic) -> Topic:
         """Further requests with answers of their own; second turns are shared within the topic."""
         name = f"{topic.name.split('/')[0]}/{len(self.topics)}"
         shared = (topic.follow_ups, topic.follow_answers)
-        return self.topics.setdefault(name, Topic(name, topic.intent, [], [], *shared))
+        return self.topics.setdefault(name, Topic(name, topic.intent, [], [], *shared, topic.train_only))
 
     def values(self, name: str, held_out: bool) -> list[str]:
         """Values of a slot on one side; a short slot (function words) is not split."""
@@ -84,6 +95,8 @@ class Grammar:
             return bound[name]
         if name in NUMBERS:
             value = number(name, rng)
+        elif self.noise and not held_out and len(self.slots[name]) >= MIN_SPLIT_VALUES and rng.random() < self.noise:
+            value = self.invented(rng)
         else:
             value = self.expand(rng.choice(self.values(name, held_out)), rng, bound, held_out)
         if not name.startswith("_"):
@@ -92,7 +105,7 @@ class Grammar:
 
     def topics_of(self, intent: str, held_out: bool) -> list[Topic]:
         """Topics with at least one request template on this side of the border."""
-        topics = [topic for topic in self.topics.values() if topic.intent == intent]
+        topics = [t for t in self.topics.values() if t.intent == intent and not (held_out and t.train_only)]
         return [topic for topic in topics if any(is_held_out(text) == held_out for text in topic.requests)]
 
     def request(self, topic: Topic, rng: Random, bound: Bound, held_out: bool) -> str:
@@ -191,7 +204,8 @@ def read_grammar(folder: Path) -> Grammar:
                 continue
             if line.startswith("["):
                 kind, name, *intent = line.strip("[]").split()
-                slot, topic = (name, None) if kind == "slot" else (None, Topic(name, intent[0]))
+                train_only = intent[1:] == ["train"]
+                slot, topic = (name, None) if kind == "slot" else (None, Topic(name, intent[0], train_only=train_only))
                 if slot is not None:
                     grammar.slots.setdefault(slot, [])
                 if topic is not None:

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-SPLITS = {"train": ("train", "oos_train"), "val": ("val", "oos_val"), "test": ("test", "oos_test")}
+SPLITS = {"train": ("train", "oos_train", "val", "oos_val"), "test": ("test", "oos_test")}
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,8 @@ def read_public(data: Path, split: str) -> list[Message]:
     """All messages of one split whose intent is not dropped, in file order; an unmapped intent is an error."""
     mapped = read_map(Path(__file__).with_name("public_map.txt"))
     rows: list[tuple[str, str, str]] = []
-    if split != "val":
-        with (data / f"banking77_{split}.csv").open(encoding="utf-8", newline="") as file:
-            rows += [("banking77", row["category"], row["text"]) for row in csv.DictReader(file)]
+    with (data / f"banking77_{split}.csv").open(encoding="utf-8", newline="") as file:
+        rows += [("banking77", row["category"], row["text"]) for row in csv.DictReader(file)]
     clinc = json.loads((data / "clinc150_full.json").read_text(encoding="utf-8"))
     rows += [("clinc150", public, text) for part in SPLITS[split] for text, public in clinc[part]]
     messages = []

@@ -3,7 +3,9 @@
     PYTHONPATH=src python -m tools.pocket.train --data DIR --out build/pocket [--tokens 8]
 
 Samples are drawn afresh all the time, so there are no epochs; the learning rate falls linearly to zero over the given
-millions of tokens. The same seed gives the same samples in the same order.
+millions of tokens, or over `--minutes` where these run out first. The same seed gives the same samples in the same
+order. A linear probe reads the intent at the end of every request, so that answers and histories teach routing as
+well; it is thrown away.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ from tools.pocket.public import read_public
 from tools.pocket.vocabulary import Renderer, load_tokenizer, train_tokenizer
 
 HERE = Path(__file__).parent
-BATCH_TOKENS, POOL, MAX_TOKENS, ROUND_TO = 4096, 3072, 1024, 16
+BATCH_TOKENS, POOL, MAX_TOKENS, ROUND_TO = 4096, 3072, 1024, 8
 DROPOUT_SHARE, DROPOUT = 0.2, 0.1
 WARMUP_STEPS = 60
+PROBE_WEIGHT, NOISE = 0.5, 0.04
+
+Row = tuple[list[int], list[float], list[int]]
+Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def texts(writer: Writer, count: int) -> Iterator[str]:
@@ -40,17 +46,17 @@ def texts(writer: Writer, count: int) -> Iterator[str]:
     yield from [*INTENTS, *PERSONAS.values()] * (count // 50)
 
 
-def batches(writer: Writer, renderer: Renderer, rng: Random) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (ids, weights) of [rows, tokens], rows of similar length, padded on the right with weight zero."""
+def batches(writer: Writer, renderer: Renderer, rng: Random) -> Iterator[Batch]:
+    """Endless (ids, weights, intents) of [rows, tokens], rows of similar length, padded on the right."""
     while True:
         pool = []
         for _ in range(POOL):
             renderer.tokenizer.model.dropout = DROPOUT if rng.random() < DROPOUT_SHARE else None
-            ids, weights = renderer.render(writer.conversation())
-            if len(ids) <= MAX_TOKENS:
-                pool.append((ids, weights))
+            row = renderer.render(writer.conversation())
+            if len(row[0]) <= MAX_TOKENS:
+                pool.append(row)
         pool.sort(key=lambda row: len(row[0]))
-        ready, rows = [], list[tuple[list[int], list[float]]]()
+        ready, rows = [], list[Row]()
         for row in pool:
             width = -(-len(row[0]) // ROUND_TO) * ROUND_TO
             if rows and width * (len(rows) + 1) > BATCH_TOKENS:
@@ -62,26 +68,32 @@ def batches(writer: Writer, renderer: Renderer, rng: Random) -> Iterator[tuple[T
             width = -(-len(chosen[-1][0]) // ROUND_TO) * ROUND_TO
             ids = torch.zeros(len(chosen), width, dtype=torch.long)
             weights = torch.zeros(len(chosen), width)
-            for at, (row_ids, row_weights) in enumerate(chosen):
+            intents = torch.full((len(chosen), width), -1)
+            for at, (row_ids, row_weights, row_intents) in enumerate(chosen):
                 ids[at, : len(row_ids)] = torch.tensor(row_ids)
                 weights[at, : len(row_weights)] = torch.tensor(row_weights)
-            yield ids, weights
+                intents[at, : len(row_intents)] = torch.tensor(row_intents)
+            yield ids, weights, intents
 
 
-def loss_of(model: Pocket, hidden: Callable[[Tensor], Tensor], ids: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean cross-entropy of the next token, computed only where the weight is not zero."""
-    chosen = weights[:, 1:] > 0
+def loss_of(model: Pocket, probe: torch.nn.Linear, hidden: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    """Weighted mean cross-entropy of the next token where the weight is not zero, and the probe's of the intents."""
+    ids, weights, intents = batch
+    chosen, ends = weights[:, 1:] > 0, intents[:, :-1] >= 0
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model.logits(hidden(ids[:, :-1])[chosen])
+        states = hidden(ids[:, :-1])
+        logits, guesses = model.logits(states[chosen]), probe(states[ends])
     each = functional.cross_entropy(logits.float(), ids[:, 1:][chosen], reduction="none")
     weight = weights[:, 1:][chosen]
-    return (each * weight).sum() / weight.sum()
+    probed = functional.cross_entropy(guesses.float(), intents[:, :-1][ends])
+    return (each * weight).sum() / weight.sum() + PROBE_WEIGHT * probed
 
 
-def optimisers(model: Pocket, rate: float) -> list[torch.optim.Optimizer]:
+def optimisers(model: Pocket, probe: torch.nn.Linear, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embedding and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith("embed")]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or name.startswith("embed")]
+    others += list(probe.parameters())
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
@@ -89,24 +101,25 @@ def optimisers(model: Pocket, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def train(
-    model: Pocket, source: Iterator[tuple[Tensor, Tensor]], budget: int, rate: float, snapshot: Path
+    model: Pocket, source: Iterator[Batch], budget: int, seconds: float, rate: float, snapshot: Path
 ) -> dict[str, float]:
-    """Optimise until the token budget is spent, with a snapshot now and then; returns what was done."""
-    tools = optimisers(model, rate)
+    """Optimise until the tokens or the time are spent, with a snapshot now and then; returns what was done."""
+    probe = torch.nn.Linear(model.shape.hidden, len(INTENTS))
+    tools = optimisers(model, probe, rate)
     hidden = torch.compile(model.hidden, dynamic=True)
     started, tokens, steps, mean = time.monotonic(), 0, 0, 0.0
-    while tokens < budget:
-        scale = min(1.0, (steps + 1) / WARMUP_STEPS) * (1 - tokens / budget)
+    while (spent := max(tokens / budget, (time.monotonic() - started) / seconds)) < 1:
+        scale = min(1.0, (steps + 1) / WARMUP_STEPS) * (1 - spent)
         for tool in tools:
             tool.param_groups[0]["lr"] = rate * scale
-        ids, weights = next(source)
-        loss = loss_of(model, hidden, ids, weights)
+        batch = next(source)
+        loss = loss_of(model, probe, hidden, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for tool in tools:
             tool.step()
             tool.zero_grad(set_to_none=True)
-        tokens, steps = tokens + ids.numel(), steps + 1
+        tokens, steps = tokens + batch[0].numel(), steps + 1
         mean = loss.item() if steps == 1 else 0.95 * mean + 0.05 * loss.item()
         if steps % 200 == 0:
             torch.save(model.state_dict(), snapshot)
@@ -130,25 +143,22 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the public messages")
     parser.add_argument("--out", type=Path, required=True, help="folder for the vocabulary and the checkpoint")
     parser.add_argument("--tokens", type=float, default=8.0, help="training tokens in millions")
+    parser.add_argument("--minutes", type=float, default=1e6, help="end by this wall time where tokens do not")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
-    parser.add_argument("--start", type=Path, help="go on from the vocabulary and the checkpoint of this folder")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
     rng = Random(options.seed)
     shape = Shape()
-    writer = Writer(read_grammar(HERE / "phrases"), read_public(options.data, "train"), False, rng)
-    if options.start is None:
-        train_tokenizer(texts(writer, 60_000), shape.vocab).save(str(options.out / "tokenizer.json"))
-    else:
-        load_tokenizer(options.start / "tokenizer.json").save(str(options.out / "tokenizer.json"))
+    grammar = read_grammar(HERE / "phrases")
+    grammar.noise = NOISE
+    writer = Writer(grammar, read_public(options.data, "train"), False, rng)
+    train_tokenizer(texts(writer, 60_000), shape.vocab).save(str(options.out / "tokenizer.json"))
     renderer = Renderer(load_tokenizer(options.out / "tokenizer.json"))
     model = Pocket(shape)
-    if options.start is not None:
-        model.load_state_dict(torch.load(options.start / "model.pt", weights_only=True))
     source, budget = batches(writer, renderer, rng), int(options.tokens * 1e6)
-    done = train(model, source, budget, options.rate, options.out / "model.pt")
+    done = train(model, source, budget, options.minutes * 60, options.rate, options.out / "model.pt")
     torch.save(model.state_dict(), options.out / "model.pt")
     note = {"shape": asdict(shape), "seed": options.seed, **done}
     (options.out / "train.json").write_text(json.dumps(note, indent=1), encoding="utf-8")

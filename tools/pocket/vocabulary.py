@@ -53,15 +53,18 @@ class Renderer:
         (self.newline,) = tokenizer.encode("\n").ids
         self.labels = [tokenizer.encode(intent).ids[0] for intent in INTENTS]
 
-    def render(self, parts: list[Part]) -> tuple[list[int], list[float]]:
-        """Ids of a conversation and, for each, the weight of predicting it; the last end token closes it."""
+    def render(self, parts: list[Part]) -> tuple[list[int], list[float], list[int]]:
+        """Ids of a conversation; for each the weight of predicting it, and at a request's end its intent, else -1."""
         ids: list[int] = []
         weights: list[float] = []
+        intents: list[int] = []
         for part in parts:
             content = [*self.tokenizer.encode(part.text, add_special_tokens=False).ids, self.ids["<|end|>"]]
             ids += [self.ids[f"<|{part.role}|>"], self.newline, *content, self.newline]
             weights += [0.0, 0.0, *[part.weight] * len(content), 0.0]
-        return ids, weights
+            intent = INTENTS.index(part.intent) if part.intent else -1
+            intents += [-1] * (len(content) + 1) + [intent, -1]
+        return ids, weights, intents
 
     def prompt(self, parts: list[Part]) -> list[int]:
         """Ids of a conversation that waits for the assistant."""
