@@ -13,7 +13,9 @@
     │   ├── ArtifactNotFoundError      nothing is there, or not what a model looks like
     │   ├── CorruptArtifactError       truncated, inconsistent or not finite
     │   ├── UnsupportedArtifactError   well-formed, but of a kind that we do not know
-    │   └── MissingTokenizerError      weights without a tokenizer
+    │   ├── MissingTokenizerError      weights without a tokenizer
+    │   └── DownloadError              the hub refuses, or what it sends cannot be kept
+    │       └── HubUnreachableError        no network, or the hub is out of order: a copy in the cache would do
     └── ExecutorError              a step could not be executed
         ├── InvalidPlanError           a plan would read or write outside the KV pool
         └── NumericsError              the model produced NaN or infinity
@@ -98,6 +100,14 @@ class UnsupportedArtifactError(ArtifactError):
 
 class MissingTokenizerError(ArtifactError):
     """Weights without a tokenizer."""
+
+
+class DownloadError(ArtifactError):
+    """The hub refuses, or what it sends cannot be kept."""
+
+
+class HubUnreachableError(DownloadError):
+    """No network, or the hub is out of order: a copy in the cache would do."""
 
 
 class ExecutorError(LockstepError):

@@ -84,7 +84,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("hf://org/name", UnsupportedArtifactError, "next release"),
+        ("hf://name", ArtifactNotFoundError, "a model on the hub is called hf://org/name"),
         ("stub://router", ArtifactNotFoundError, "a stub is a fake model"),
         ("pocket://other", ArtifactNotFoundError, "the embedded model is called pocket://"),
         ("s3://bucket/key", ArtifactNotFoundError, "unknown scheme 's3'"),
@@ -124,7 +124,7 @@ def test_opening_needs_neither_the_tokenizer_library_nor_the_gguf_one(tmp_path: 
     script = (
         "import sys; from lockstep.artifacts.source import open_artifact\n"
         f"open_artifact({str(path)!r}, cache_dir=__import__('pathlib').Path({str(tmp_path)!r}))\n"
-        "print(sorted({'tokenizers', 'gguf', 'safetensors', 'platformdirs'} & sys.modules.keys()))"
+        "print(sorted({'tokenizers', 'gguf', 'safetensors', 'platformdirs', 'huggingface_hub'} & sys.modules.keys()))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -23,7 +23,7 @@ def test_version() -> None:
     assert lockstep("--version").stdout == f"lockstep {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [(), ("models",), ("--help",), ("run", "--help")])
+@pytest.mark.parametrize("arguments", [(), ("models",), ("--help",), ("run", "--help"), ("pull", "--help")])
 def test_help_is_printed(arguments: tuple[str, ...]) -> None:
     result = lockstep(*arguments)
     assert result.returncode == 0

@@ -1,12 +1,15 @@
-"""From what the user wrote to an opened artifact: a path, or a scheme."""
+"""From what the user wrote to an opened artifact: a path, a scheme, or a name on the hub."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from lockstep.artifacts.gguf import open_gguf
+from lockstep.artifacts.hub.source import SCHEME as _HUB
+from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.huggingface import open_huggingface
 from lockstep.artifacts.model import Artifact
 from lockstep.errors import ArtifactNotFoundError, UnsupportedArtifactError
@@ -14,23 +17,31 @@ from lockstep.errors import ArtifactNotFoundError, UnsupportedArtifactError
 _POCKET = "pocket://"
 _MAX_LISTED = 8
 _WHAT_WOULD_BE_RIGHT = (
-    "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json) or pocket://"
+    "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json), hf://org/name or "
+    "pocket://"
 )
 
+DownloadProgress = Callable[[str, int, int], None]
+"""Called with a file's name, the bytes that are there, and of how many."""
 
-def open_artifact(source: str, *, cache_dir: Path | None = None) -> Artifact:
+
+def open_artifact(source: str, *, cache_dir: Path | None = None, progress: DownloadProgress | None = None) -> Artifact:
     """Find out what a source is, open it and check it; nothing large is read but for the fingerprint.
 
     Args:
-        source: a path or ``pocket://``.
+        source: a path, ``pocket://``, ``hf://org/name[@revision][#file]``, or ``org/name`` where no such path is.
         cache_dir: where fingerprints are remembered; the user's cache directory by default.
+        progress: told while a model comes from the hub.
 
     Raises:
         ArtifactNotFoundError: nothing is there, or not what a model looks like.
         CorruptArtifactError: truncated, inconsistent or not finite.
         UnsupportedArtifactError: well-formed, but of a kind that we do not know.
+        DownloadError: the hub cannot be reached or refuses.
     """
     cache = _default_cache_dir() if cache_dir is None else cache_dir
+    if source.startswith(_HUB):
+        return _open_hub(parse_hub_source(source), source, cache, progress)
     if "://" in source:
         return _open_scheme(source, cache)
     try:
@@ -42,6 +53,9 @@ def open_artifact(source: str, *, cache_dir: Path | None = None) -> Artifact:
     except (OSError, RuntimeError) as error:  # RuntimeError: "~user" of no user
         reason = getattr(error, "strerror", None) or error
         raise ArtifactNotFoundError(f"cannot be read ({reason}); {_WHAT_WOULD_BE_RIGHT}", path=source) from error
+    named = match_hub_source(source)
+    if named is not None and not path.parent.exists() and not source.endswith((".gguf", ".safetensors")):
+        return _open_hub(named, source, cache, progress)
     raise ArtifactNotFoundError(f"nothing is there{_close_names(path)}; {_WHAT_WOULD_BE_RIGHT}", path=source)
 
 
@@ -55,14 +69,18 @@ def _open_scheme(source: str, cache_dir: Path) -> Artifact:
     scheme = source.partition("://")[0]
     if scheme == "pocket":
         return _open_pocket(source, cache_dir)
-    if scheme == "hf":
-        raise UnsupportedArtifactError(
-            "downloading from the Hugging Face hub comes with the next release; download the model and give its path",
-            path=source,
-        )
     if scheme == "stub":
         raise ArtifactNotFoundError("a stub is a fake model without files; only an engine can start it", path=source)
     raise ArtifactNotFoundError(f"unknown scheme {scheme!r}; {_WHAT_WOULD_BE_RIGHT}", path=source)
+
+
+def _open_hub(named: HubSource, source: str, cache_dir: Path, progress: DownloadProgress | None) -> Artifact:
+    from lockstep.artifacts.hub.opening import local_path
+
+    path = local_path(named, progress or (lambda name, have, total: None))
+    if path.is_dir():
+        return replace(open_huggingface(path, source, cache_dir), name=named.name)
+    return open_gguf(path, source, cache_dir)
 
 
 def _open_pocket(source: str, cache_dir: Path) -> Artifact:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
 from lockstep.cli.run import run
@@ -27,6 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(run)
+app.command()(pull)
+app.command("list")(list_models)
+app.command()(rm)
 app.add_typer(models_app, name="models")
 
 

@@ -31,7 +31,11 @@ def info(
     model: flags.Model, cache_dir: flags.CacheDir = None, as_json: flags.Json = False, debug: flags.Debug = False
 ) -> None:
     """What a model on disk is; reads no weights."""
-    facts = _facts(open_artifact(model, cache_dir=cache_dir))
+    with loading_progress(model) as progress:
+        artifact = open_artifact(
+            model, cache_dir=cache_dir, progress=lambda name, have, total: progress(name, have / max(total, 1))
+        )
+    facts = _facts(artifact)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False, indent=2))
         return

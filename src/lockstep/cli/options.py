@@ -11,7 +11,12 @@ from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.openvino.options import OpenVINOOptions
 
-Model = Annotated[str, typer.Argument(help="A .gguf file, a Hugging Face directory, pocket:// or stub://NAME.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A .gguf file, a Hugging Face directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
+    ),
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Prompt + output in tokens; by default what the model declares.")]
 KvBytes = Annotated[int | None, typer.Option(help="Size of the KV pool in bytes.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of a forward pass; by default the cores of the cgroup.")]

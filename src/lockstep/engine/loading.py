@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.model import Artifact
-from lockstep.artifacts.source import open_artifact
+from lockstep.artifacts.model import Artifact, TokenizerParts
+from lockstep.artifacts.source import DownloadProgress, open_artifact
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.sizing import EngineOptions, available_memory_bytes, plan_config
@@ -35,6 +35,8 @@ class LoadOptions:
     """Where fingerprints and built graphs are kept; the user's cache directory by default."""
     probe: bool = True
     """Whether to check at load that batching does not change a bit."""
+    chat_template: str | None = None
+    """Jinja source in the place of the artifact's chat template."""
 
 
 def load_model(
@@ -43,10 +45,11 @@ def load_model(
     """Load a model and decide its scheduler's configuration.
 
     Args:
-        source: a path, ``pocket://`` or ``stub://NAME``.
+        source: a path, ``hf://org/name``, ``pocket://`` or ``stub://NAME``.
 
     Raises:
         ArtifactError: the artifact cannot be served.
+        ChatTemplateError: ``options.chat_template`` is not Jinja.
         ConfigError: the limits cannot work with it.
         UsageError: an option names something that this machine does not have.
     """
@@ -55,8 +58,8 @@ def load_model(
         return _load_stub(source, options)
     report("open", 0.0)
     cache_dir = options.cache_dir or default_cache_dir()
-    artifact = open_artifact(source, cache_dir=cache_dir)
-    tokenizer = Tokenizer(artifact.load_tokenizer())
+    artifact = open_artifact(source, cache_dir=cache_dir, progress=_download_stage(report))
+    tokenizer = _tokenizer(artifact.load_tokenizer(), options)
     executor = _open_executor(artifact, replace(options.openvino, cache_dir=cache_dir), report)
     try:
         config = plan_config(options.engine, executor.geometry, available_memory_bytes())
@@ -68,6 +71,19 @@ def load_model(
         raise
     report("ready", 1.0)
     return _loaded(artifact.name, source, artifact.fingerprint, executor, tokenizer, artifact, config, probe), config
+
+
+def _download_stage(report: Progress) -> DownloadProgress:
+    return lambda name, have, total: report(f"download {name}", have / max(total, 1))
+
+
+def _tokenizer(parts: TokenizerParts, options: LoadOptions) -> Tokenizer:
+    """The text side; a template that was given is compiled now, so that a fault in it is not every request's."""
+    if options.chat_template is None:
+        return Tokenizer(parts)
+    tokenizer = Tokenizer(replace(parts, chat_template=options.chat_template))
+    tokenizer.check_chat_template()
+    return tokenizer
 
 
 def default_cache_dir() -> Path:
@@ -94,7 +110,7 @@ def _load_stub(source: str, options: LoadOptions) -> tuple[LoadedModel, Schedule
     executor = StubExecutor(stub)
     config = plan_config(options.engine, executor.geometry, available_memory_bytes())
     executor.allocate(config.num_blocks, config.num_host_blocks)
-    tokenizer = Tokenizer(stub_tokenizer_parts())
+    tokenizer = _tokenizer(stub_tokenizer_parts(), options)
     return _loaded(stub.name, source, f"stub-{stub.name}", executor, tokenizer, None, config, None), config
 
 

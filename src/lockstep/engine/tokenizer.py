@@ -113,6 +113,10 @@ class Tokenizer:
             return self.encode(prompt.text, add_special_tokens=False)
         return self._guard.encode(prompt, self.encode_plain)
 
+    def check_chat_template(self) -> None:
+        """Compile the template; ChatTemplateError where it cannot be read."""
+        self._chat_template()
+
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             parts = self._parts

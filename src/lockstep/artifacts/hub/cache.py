@@ -1,0 +1,210 @@
+"""The hub's cache on this disk: where a repository lies, what of it is whole, and how it goes away.
+
+The layout is the hub's own (``models--org--name/{blobs,refs,snapshots}``, documented in "Understand caching"), so that
+models which other programs pulled are found here and the other way round.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.artifacts.hub.choice import cached_gguf, is_served_gguf
+from lockstep.artifacts.hub.source import DEFAULT_REVISION, HubSource
+from lockstep.errors import ArtifactError, ArtifactNotFoundError
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
+    from huggingface_hub.utils import DeleteCacheStrategy
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHORT_COMMIT = 12
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRepo:
+    """The places of one repository in the cache; nothing need be there."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, repo: str) -> CachedRepo:
+        return cls(cache_directory() / f"models--{repo.replace('/', '--')}")
+
+    def blob(self, digest: str) -> Path:
+        return self.path / "blobs" / digest
+
+    def ref(self, revision: str) -> Path:
+        return self.path / "refs" / revision
+
+    def snapshot(self, commit: str) -> Path:
+        return self.path / "snapshots" / commit
+
+    def lock(self, digest: str) -> Path:
+        return self.path.parent / ".locks" / self.path.name / f"{digest}.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """Something in the cache that can be served."""
+
+    source: str
+    """What `lockstep run` takes."""
+    revision: str
+    """Names of it, e.g. ``main``, or the first digits of the commit."""
+    commit: str
+    format: str
+    """``gguf`` or ``safetensors``."""
+    num_bytes: int
+    last_used_s: float
+    """Seconds since the epoch, as the file system remembers it."""
+
+
+def cache_directory() -> Path:
+    """Where the hub's files are kept on this machine: HF_HUB_CACHE, or below HF_HOME, or the user's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def find_cached(source: HubSource, *, asking: bool = True) -> Path | None:
+    """The directory or GGUF file that a source means, if it is whole and beyond doubt in the cache.
+
+    Args:
+        asking: the hub can be asked, so whatever leaves a doubt is None; else the only GGUF file there will do.
+    """
+    repo = CachedRepo.of(source.repo)
+    commit = source.revision
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = repo.ref(commit).read_text().strip()
+        except (OSError, ValueError):
+            return None
+        if not _COMMIT.fullmatch(commit):
+            return None
+    snapshot = repo.snapshot(commit)
+    if source.file is None and _is_whole(snapshot):
+        return snapshot
+    if source.file is None and asking:
+        return None
+    name = cached_gguf(source, _gguf_names(snapshot))
+    return None if name is None else snapshot / name
+
+
+def cached_models() -> list[CachedModel]:
+    """Everything in the cache that can be served, by name and revision."""
+    models = [
+        model
+        for repo in _scan()
+        for revision in sorted(repo.revisions, key=lambda revision: revision.commit_hash)
+        for model in _served(repo, revision)
+    ]
+    return sorted(models, key=lambda model: (model.source.lower(), model.commit))
+
+
+def plan_removal(source: HubSource) -> DeleteCacheStrategy:
+    """What `remove` would delete: a file, a revision or a whole repository.
+
+    Raises:
+        ArtifactNotFoundError: it is not in the cache.
+    """
+    info = _cache()
+    repo = next((repo for repo in _scan(info) if repo.repo_id == source.repo), None)
+    if info is None or repo is None:
+        raise ArtifactNotFoundError("not in the cache; `lockstep list` shows what is", path=str(source))
+    named = [r for r in repo.revisions if source.revision in (r.commit_hash, *r.refs)]
+    if source.revision != DEFAULT_REVISION and not named:
+        raise ArtifactNotFoundError(f"revision {source.revision!r} is not in the cache", path=str(source))
+    if source.file is None:
+        every = repo.revisions if source.revision == DEFAULT_REVISION else named
+        return info.delete_revisions(*sorted(revision.commit_hash for revision in every))
+    files = [file for revision in named for file in revision.files]
+    names = {file.file_path: _name_in(revision, file.file_path) for revision in named for file in revision.files}
+    chosen = cached_gguf(source, sorted(name for name in names.values() if name.endswith(".gguf")))
+    if chosen is None:
+        raise ArtifactNotFoundError(f"no one file {source.file!r} is in the cache", path=str(source))
+    return info.delete_files(*(file for file in files if names[file.file_path] == chosen))
+
+
+def remove_leftovers(source: HubSource) -> int:
+    """After a removal: delete what downloads of the repository left half done, unless models remain; returns bytes."""
+    repo = CachedRepo.of(source.repo)
+    if any((repo.path / "snapshots").glob("*/*")):
+        return 0
+    freed = sum(path.lstat().st_size for path in repo.path.glob("blobs/*"))
+    shutil.rmtree(repo.path, ignore_errors=True)
+    shutil.rmtree(repo.lock("").parent, ignore_errors=True)
+    return freed
+
+
+def _is_whole(snapshot: Path) -> bool:
+    from lockstep.artifacts.huggingface import weight_files
+
+    if not (snapshot / "config.json").is_file() or not (snapshot / "tokenizer.json").is_file():
+        return False
+    try:
+        return all((snapshot / name).is_file() for name in weight_files(snapshot))
+    except ArtifactError:
+        return False
+
+
+def _gguf_names(snapshot: Path) -> list[str]:
+    names = (path.relative_to(snapshot).as_posix() for path in sorted(snapshot.rglob("*.gguf")) if path.is_file())
+    return [name for name in names if is_served_gguf(name)]
+
+
+def _cache() -> HFCacheInfo | None:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return scan_cache_dir(cache_directory())
+    except (CacheNotFound, ValueError):  # absent, or a file: nothing was pulled here
+        return None
+
+
+def _scan(info: HFCacheInfo | None = None) -> list[CachedRepoInfo]:
+    info = _cache() if info is None else info
+    repos = [] if info is None else [repo for repo in info.repos if repo.repo_type == "model"]
+    return sorted(repos, key=lambda repo: repo.repo_id)
+
+
+def _served(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> Iterator[CachedModel]:
+    main = DEFAULT_REVISION in revision.refs
+    names = ", ".join(sorted(revision.refs)) or revision.commit_hash[:_SHORT_COMMIT]
+    source = HubSource(repo.repo_id, DEFAULT_REVISION if main else min(revision.refs, default=revision.commit_hash))
+    if _is_whole(revision.snapshot_path) and _is_known(revision.snapshot_path):
+        used = max((file.blob_last_accessed for file in revision.files), default=0.0)
+        size = sum(file.size_on_disk for file in revision.files if not file.file_name.endswith(".gguf"))
+        yield CachedModel(str(source), names, revision.commit_hash, "safetensors", size, used)
+    for file in sorted(revision.files, key=lambda file: str(file.file_path)):
+        name = _name_in(revision, file.file_path)
+        if is_served_gguf(name):
+            yield CachedModel(
+                str(source.with_file(name)),
+                names,
+                revision.commit_hash,
+                "gguf",
+                file.size_on_disk,
+                file.blob_last_accessed,
+            )
+
+
+def _name_in(revision: CachedRevisionInfo, path: Path) -> str:
+    return path.relative_to(revision.snapshot_path).as_posix()
+
+
+def _is_known(snapshot: Path) -> bool:
+    """Whether the configuration is of a kind that can be served; the weights are not looked at."""
+    from lockstep.artifacts.huggingface import read_config
+    from lockstep.artifacts.json_file import read_json
+
+    try:
+        read_config(read_json(snapshot / "config.json"))
+    except ArtifactError:
+        return False
+    return True

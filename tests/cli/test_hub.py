@@ -1,0 +1,112 @@
+"""`lockstep pull`, `list`, `rm` and `run hf://…` as a user types them: real processes against a hub on 127.0.0.1."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tools.random_models import write_gguf, write_huggingface
+
+from tests.artifacts.hub.stand_in import StandIn
+
+Lockstep = Callable[..., subprocess.CompletedProcess[str]]
+SHORT = ("-p", "hello", "--max-tokens", "4", "--temperature", "0", "--ignore-eos", "--json", "--no-probe")
+
+
+@pytest.fixture
+def hub() -> Iterator[StandIn]:
+    with StandIn() as stand_in:
+        yield stand_in
+
+
+def environment(hub: StandIn, home: Path) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return inherited | hub.environment(home) | {"LOCKSTEP_CACHE_DIR": str(home / "lockstep")}
+
+
+@pytest.fixture
+def lockstep(hub: StandIn, tmp_path: Path) -> Lockstep:
+    def call(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "error", "-m", "lockstep", *arguments]
+        env = environment(hub, tmp_path) | more
+        return subprocess.run(command, input="", env=env, capture_output=True, text=True, timeout=60, check=False)
+
+    return call
+
+
+def test_a_model_is_pulled_listed_run_without_the_hub_and_removed(
+    hub: StandIn, lockstep: Lockstep, tmp_path: Path
+) -> None:
+    hub.add_directory("acme/tiny", write_huggingface(tmp_path / "tiny", "tiny-llama", "BF16"))
+    pulled = lockstep("pull", "acme/tiny")
+    assert (pulled.returncode, pulled.stderr) == (0, "")
+    path = Path(pulled.stdout.strip())
+    assert (path / "model.safetensors").is_file()
+
+    [listed] = json.loads(lockstep("list", "--json").stdout)
+    assert (listed["source"], listed["revision"], listed["format"]) == ("hf://acme/tiny", "main", "safetensors")
+    assert listed["commit"] == path.name
+    table = lockstep("list").stdout
+    assert "hf://acme/tiny" in table
+    assert "today" in table
+
+    hub.status = 500
+    answers = [lockstep("run", "hf://acme/tiny", *SHORT), lockstep("run", str(tmp_path / "tiny"), *SHORT)]
+    assert [(answer.returncode, answer.stderr) for answer in answers] == [(0, ""), (0, "")]
+    one, other = (json.loads(answer.stdout) for answer in answers)
+    assert (one["text"], one["artifact"]) == (other["text"], other["artifact"])
+
+    refused = lockstep("rm", "hf://acme/tiny")
+    assert (refused.returncode, "add --yes" in refused.stderr) == (2, True)
+    removed = lockstep("rm", "hf://acme/tiny", "--yes", "--json")
+    assert json.loads(removed.stdout)["freed_bytes"] == listed["num_bytes"]
+    assert not path.exists()
+    assert "No models in" in lockstep("list").stderr
+
+
+def test_a_killed_download_goes_on_where_it_stopped(hub: StandIn, lockstep: Lockstep, tmp_path: Path) -> None:
+    gguf = write_gguf(tmp_path / "tiny-q8_0.gguf", "tiny-llama", "Q8_0")
+    data = gguf.read_bytes()
+    hub.add_directory("acme/q", tmp_path)
+    hub.bytes_per_s = len(data) // 3
+    command = [sys.executable, "-m", "lockstep", "pull", "hf://acme/q#Q8_0"]
+    process = subprocess.Popen(command, env=environment(hub, tmp_path), stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 30
+    while hub.sent_bytes < len(data) // 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    [partial] = (tmp_path / "hub").rglob("*.incomplete")
+    have = partial.stat().st_size
+    assert 0 < have < len(data)
+
+    hub.bytes_per_s = None
+    pulled = lockstep("pull", "hf://acme/q#Q8_0")
+    assert (pulled.returncode, pulled.stderr) == (0, "")
+    assert Path(pulled.stdout.strip()).read_bytes() == data
+    assert [span for _, span, _ in hub.store_requests] == [None, f"bytes={have}-"]
+
+
+@pytest.mark.parametrize("verb", ["pull", "run"])
+def test_no_network_is_one_line_at_once(hub: StandIn, lockstep: Lockstep, verb: str) -> None:
+    start = time.monotonic()
+    result = lockstep(verb, "hf://acme/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+    assert time.monotonic() - start < 20
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("lockstep: error: hf://acme/tiny: the hub cannot be reached")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_refusal_is_one_line(hub: StandIn, lockstep: Lockstep, tmp_path: Path) -> None:
+    hub.repos["acme/x"] = hub.add_directory("acme/x", tmp_path, token="right", gated=True)
+    result = lockstep("models", "info", "hf://acme/x", HF_TOKEN="wrong")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "gated" in result.stderr
+    assert result.stderr.count("\n") == 1
