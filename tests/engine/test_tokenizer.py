@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine.chat_messages import MAX_MESSAGES
-from lockstep.engine.chat_template import MAX_RENDERED_CHARS
+from lockstep.engine.template_budget import MAX_RENDERED_CHARS
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
 from tests.engine.chat_templates import CHATML, FAMILIES, LLAMA3, QWEN3
@@ -146,8 +146,8 @@ FAILING = {
         "{% for i in range(99999) %}{% for j in range(999) %}{{ messages }}{% endfor %}{% endfor %}",
         "wrote more",
     ),
-    "repeated": ("{{ 'a' * 10**9 }}", "OverflowError"),
-    "power": ("{{ 9 ** 99999999 }}", "OverflowError"),
+    "repeated": ("{{ 'a' * 10**9 }}", "by more than 100000"),
+    "power": ("{{ 9 ** 99999999 }}", "a number of more than"),
 }
 
 

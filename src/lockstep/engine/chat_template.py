@@ -1,7 +1,7 @@
 """Chat templates: Jinja in a sandbox, with what Hugging Face templates expect and nothing that could decide by itself.
 
 Source of the expectations: "Chat templates" in the documentation of transformers. No clock and no randomness: a
-template sees the date only when the caller passes one.
+template sees the date only when the caller passes one. What a template may cost is `template_budget`'s.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.engine.chat_messages import checked_messages
+from lockstep.engine.template_budget import (
+    MAX_RENDERED_CHARS,
+    MAX_SOURCE_CHARS,
+    Budget,
+    TooMuchWork,
+    add_gates,
+    check_format,
+    check_operation,
+    checked_arguments,
+    limit_environment,
+)
 from lockstep.errors import ChatTemplateError, InvalidParameterError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-MAX_RENDERED_CHARS = 16_000_000
-"""No context is as long; more is a template that runs away."""
-MAX_REPEATED = 100_000
-"""The largest factor of ``*`` and exponent of ``**`` in a template, as Jinja's own bound of ``range``."""
 
 RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now")
 
@@ -46,7 +52,7 @@ class ChatTemplate:
     """One compiled template.
 
     Raises:
-        ChatTemplateError: the source is not Jinja.
+        ChatTemplateError: the source is not Jinja, or too long.
     """
 
     def __init__(self, source: str, bos_token: str | None, eos_token: str | None) -> None:
@@ -54,10 +60,16 @@ class ChatTemplate:
 
         self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
-        self._environment = _environment()
+        self._budget = Budget()
+        self._environment = _environment(self._budget)
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ChatTemplateError(
+                f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are read"
+            )
         try:
-            self._template = self._environment.from_string(source)
-        except (TemplateSyntaxError, RecursionError) as error:
+            with self._budget.opened():
+                self._template = self._environment.from_string(add_gates(self._environment.parse(source)))
+        except (TemplateSyntaxError, RecursionError, TooMuchWork) as error:
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
             raise ChatTemplateError(f"the model's chat template cannot be read: {error}{line}") from None
 
@@ -120,11 +132,16 @@ class ChatTemplate:
         pieces: list[str] = []
         room = MAX_RENDERED_CHARS
         try:
-            for piece in self._template.generate(variables):
-                room -= len(piece)
-                if room < 0:
-                    break
-                pieces.append(piece)
+            with self._budget.opened():
+                for piece in self._template.generate(variables):
+                    room -= len(piece)
+                    if room < 0:
+                        break
+                    pieces.append(piece)
+        except (TooMuchWork, MemoryError) as error:
+            raise ChatTemplateError(
+                f"the chat template was stopped: {error or 'out of memory'}; give another with --chat-template FILE"
+            ) from None
         except _Refusal as refusal:
             raise ChatTemplateError(f"the chat template refused the messages: {refusal}", param="messages") from None
         except Exception as error:
@@ -156,7 +173,7 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> Environment:
+def _environment(budget: Budget) -> Environment:
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
@@ -172,18 +189,37 @@ def _environment() -> Environment:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class Bounded(ImmutableSandboxedEnvironment):
-        """The sandbox, with bounds on what one expression can build."""
+        """The sandbox, with a budget of work."""
 
-        intercepted_binops = frozenset(("*", "**"))
+        intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            factors = (right,) if operator == "**" else (left, right)
-            repeats = operator == "**" or isinstance(left, (str, list, tuple)) or isinstance(right, (str, list, tuple))
-            if repeats and any(isinstance(factor, (int, float)) and factor > MAX_REPEATED for factor in factors):
-                raise OverflowError(f"{operator} by more than {MAX_REPEATED}")
+            check_operation(operator, left, right, budget)
             return super().call_binop(context, operator, left, right)
 
-    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - Jinja's
+            return super().call(__context, __obj, *checked_arguments(__obj, args, kwargs, budget), **kwargs)
+
+        def wrap_str_format(self, value: Any) -> Any:
+            wrapped = super().wrap_str_format(value)
+            if wrapped is None:
+                return None
+
+            def checked(*args: Any, **kwargs: Any) -> str:
+                check_format(value.__self__, args, kwargs)
+                return wrapped(*args, **kwargs)
+
+            return checked
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            if type(argument) not in (int, str):
+                budget.charge(argument, obj if isinstance(argument, slice) else None)
+            return super().getitem(obj, argument)
+
+    environment = Bounded(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation], finalize=budget.materialise
+    )
     environment.filters["tojson"] = _tojson
+    limit_environment(environment, budget)
     environment.globals["raise_exception"] = _refuse
     return environment
