@@ -17,18 +17,27 @@ DOUBLED_LIST = "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns
 DOUBLED_TUPLE = DOUBLED_LIST.replace("[ns.a, ns.a]", "(ns.a, ns.a)").replace("[1]", "(1, 2)")
 LONG = "{% set s = 'x' * 100000 %}{% set s = s * 100 %}"
 
+
+def doubled(step: str) -> str:
+    return "{% set ns = namespace(s='x') %}{% for i in range(60) %}" + step + "{% endfor %}"
+
+
+def forever_in(inner: str) -> str:
+    return f"{{% for a in {FOREVER} %}}{inner}{{% endfor %}}"
+
+
 HOSTILE = {
-    "nested loops": f"{{% for a in {FOREVER} %}}{{% for b in {FOREVER} %}}{{% endfor %}}{{% endfor %}}",
+    "nested loops": forever_in(forever_in("")),
     "a huge range": "{% for i in range(10**9) %}{{ i }}{% endfor %}",
-    "loops over what loops made": f"{{% for a in {FOREVER}|map('string') %}}{{% for b in {FOREVER}|list %}}{{% endfor %}}{{% endfor %}}",
-    "loops that filter all away": f"{{% for a in {FOREVER} %}}{{% for b in {FOREVER} if b < 0 %}}{{% endfor %}}{{% endfor %}}",
+    "loops over what loops made": forever_in(f"{{% for b in {FOREVER}|map('string')|list %}}{{% endfor %}}"),
+    "loops that filter all away": forever_in(f"{{% for b in {FOREVER} if b < 0 %}}{{% endfor %}}"),
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "branching recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "a recursive loop": "{% set x = [1, 2] %}{% for i in x recursive %}{{ loop(x) }}{% endfor %}",
-    "doubled text by ~": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "doubled text by +": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "doubled text by join": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s]|join %}{% endfor %}",
-    "doubled text by a block": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = s %}{% endfor %}",
+    "doubled text by ~": doubled("{% set ns.s = ns.s ~ ns.s %}"),
+    "doubled text by +": doubled("{% set ns.s = ns.s + ns.s %}"),
+    "doubled text by join": doubled("{% set ns.s = [ns.s, ns.s]|join %}"),
+    "doubled text by a block": doubled("{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = s %}"),
     "a doubled list, printed": DOUBLED_LIST + "{{ ns.a }}",
     "a doubled list as JSON": DOUBLED_LIST + "{{ ns.a|tojson }}",
     "a doubled list, compared": DOUBLED_LIST + "{% set a = ns.a %}" + DOUBLED_LIST + "{{ a == ns.a }}",
@@ -71,7 +80,7 @@ def tokenizer(template: str) -> Tokenizer:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_stopped(name: str) -> None:
-    """Thread time, so that a busy machine fails nobody; the bound is a hundred times below what the attack would take."""
+    """Thread time, so that a busy machine fails nobody."""
     start = time.thread_time()
     with pytest.raises(ChatTemplateError) as caught:
         tokenizer(HOSTILE[name]).encode_chat([{"role": "user", "content": "hi"}])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sizing import EngineOptions
+from lockstep.errors import UsageError
 from lockstep.executors.openvino.options import OpenVINOOptions
 
 Model = Annotated[
@@ -27,6 +29,17 @@ CacheDir = Annotated[
     typer.Option(envvar="LOCKSTEP_CACHE_DIR", help="Where built graphs are kept.", show_default="the user's cache"),
 ]
 Probe = Annotated[bool, typer.Option(help="Check at load that batching does not change a bit.")]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option("--chat-template", metavar="FILE", help="A Jinja file in the place of the model's template."),
+]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help="Variables for the chat template, e.g. '{\"enable_thinking\": false}'."),
+]
+Reasoning = Annotated[
+    Literal["auto", "off"], typer.Option(help="auto keeps thoughts apart from the answer; off leaves them in it.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -41,6 +54,7 @@ def load_options(
     cache_dir: Path | None,
     probe: bool,
     max_num_seqs: int,
+    chat_template: Path | None = None,
 ) -> LoadOptions:
     """The flags as the values that loading takes."""
     return LoadOptions(
@@ -52,7 +66,30 @@ def load_options(
         openvino=OpenVINOOptions(device=device, threads=threads, kv_cache_precision=kv_cache_dtype),
         cache_dir=cache_dir,
         probe=probe,
+        chat_template=None if chat_template is None else _read_template(chat_template),
     )
+
+
+def template_kwargs(text: str | None) -> dict[str, Any]:
+    """The value of --chat-template-kwargs; UsageError where it is not a JSON object."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UsageError(
+            f'--chat-template-kwargs is {text!r}; it must be a JSON object, e.g. {{"enable_thinking": false}}'
+        )
+    return value
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--chat-template {path} cannot be read ({error}); a Jinja file in UTF-8 is expected"
+        ) from error
 
 
 def show_help_without_command(context: typer.Context) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from lockstep.cli import options as flags
+from lockstep.cli.answers import AnswerWriter
 from lockstep.cli.progress import loading_progress
+from lockstep.engine.chat import chat_request
 from lockstep.engine.llm import LLM
 from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
 from lockstep.errors import UsageError
@@ -44,6 +47,9 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
+    chat_template: flags.ChatTemplate = None,
+    chat_template_kwargs: flags.ChatTemplateKwargs = None,
+    reasoning: flags.Reasoning = "auto",
     max_model_len: flags.MaxModelLen = None,
     kv_cache_memory_bytes: flags.KvBytes = None,
     threads: flags.Threads = None,
@@ -71,6 +77,7 @@ def run(
         ignore_eos=ignore_eos,
     )
     params.validate(_ANY_VOCABULARY)  # what is wrong whatever the model is said before it is loaded
+    ask = _Ask(params, system, raw, flags.template_kwargs(chat_template_kwargs), reasoning)
     load = flags.load_options(
         max_model_len=max_model_len,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
@@ -80,31 +87,38 @@ def run(
         cache_dir=cache_dir,
         probe=probe,
         max_num_seqs=1,
+        chat_template=chat_template,
     )
     if prompt is None and as_json:
         raise UsageError("--json needs a prompt: add -p TEXT (or -p - for standard input)")
-    text = sys.stdin.read() if prompt == "-" else prompt
     with loading_progress(model) as progress:
         llm = LLM(model, load, progress=progress)
     with llm:
-        session = _Session(llm, params, system, raw)
-        if text is None:
-            _chat(session, verbose)
-        else:
-            output = session.answer(text, None if as_json else _write)
-            _report(llm, output, as_json, verbose)
+        _talk(_Session(llm, ask), prompt, as_json, verbose)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """How every answer of this run is asked for."""
+
+    params: SamplingParams
+    system: str | None
+    raw: bool
+    """Prompts are completed as they are."""
+    template_kwargs: Mapping[str, Any]
+    reasoning: str
 
 
 class _Session:
     """A conversation with its history; one answer at a time."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, raw: bool) -> None:
-        self._llm = llm
-        self._params = params
-        self._plain = raw or not llm.model.tokenizer.has_chat_template
-        if self._plain and system is not None:
+    def __init__(self, llm: LLM, ask: _Ask) -> None:
+        self.llm = llm
+        self._ask = ask
+        self._plain = ask.raw or not llm.model.tokenizer.has_chat_template
+        if self._plain and ask.system is not None:
             raise UsageError("--system needs a chat template: the model has none, or --raw turned it off")
-        self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._start: list[Message] = [] if ask.system is None else [{"role": "system", "content": ask.system}]
         self._messages = list(self._start)
 
     @property
@@ -114,32 +128,41 @@ class _Session:
     def clear(self) -> None:
         self._messages = list(self._start)
 
-    def answer(self, text: str, write: Callable[[str], None] | None) -> RequestOutput:
-        """Stream the answer through ``write``; Ctrl-C ends it early and keeps what came."""
+    def answer(self, text: str, writer: AnswerWriter | None) -> RequestOutput:
+        """Stream the answer through ``writer``; Ctrl-C ends it early and keeps what came."""
         self._messages.append({"role": "user", "content": text})
         try:
-            output = self._generate(self._prompt(text), write)
+            output = self._generate(self._request(text), writer)
         except BaseException:
             self._messages.pop()
             raise
         self._messages.append({"role": "assistant", "content": output.text})
         return output
 
-    def _prompt(self, text: str) -> str | Sequence[int]:
-        return text if self._plain else self._llm.model.tokenizer.encode_chat(self._messages)
+    def _request(self, text: str) -> GenerationRequest:
+        ask = self._ask
+        if self._plain:
+            return GenerationRequest(text, ask.params)
+        return chat_request(
+            self.llm.model.tokenizer,
+            self._messages,
+            ask.params,
+            template_kwargs=ask.template_kwargs,
+            reasoning=ask.reasoning,
+        )
 
-    def _generate(self, prompt: str | Sequence[int], write: Callable[[str], None] | None) -> RequestOutput:
-        engine = self._llm.engine
+    def _generate(self, request: GenerationRequest, writer: AnswerWriter | None) -> RequestOutput:
+        engine = self.llm.engine
         outputs: list[TokenOutput] = []
-        request_id = engine.submit(GenerationRequest(prompt, self._params), outputs.append)
+        request_id = engine.submit(request, outputs.append)
         written = 0
         while not engine.is_complete(request_id):
             try:
                 engine.step()
                 for output in outputs[written:]:
                     written += 1
-                    if write is not None and output.text:
-                        write(output.text)
+                    if writer is not None:
+                        writer.write(output)
             except KeyboardInterrupt:
                 engine.abort(request_id)
         last = outputs[-1]
@@ -169,20 +192,19 @@ def _chat(session: _Session, verbose: bool) -> None:
         if line == "/clear":
             session.clear()
         elif line:
-            output = session.answer(line, _write)
+            output = session.answer(line, AnswerWriter())
             print(flush=True)
             if verbose:
                 print(_figures(output), file=sys.stderr)
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _report(llm: LLM, output: RequestOutput, as_json: bool, verbose: bool) -> None:
+def _talk(session: _Session, prompt: str | None, as_json: bool, verbose: bool) -> None:
+    if prompt is None:
+        _chat(session, verbose)
+        return
+    output = session.answer(sys.stdin.read() if prompt == "-" else prompt, None if as_json else AnswerWriter())
     if as_json:
-        print(json.dumps(_as_json(llm, output), ensure_ascii=False))
+        print(json.dumps(_as_json(session.llm, output), ensure_ascii=False))
         return
     print(flush=True)
     if verbose:
@@ -213,6 +235,7 @@ def _as_json(llm: LLM, output: RequestOutput) -> dict[str, Any]:
     return {
         "model": llm.model.name,
         "text": completion.text,
+        "reasoning_content": completion.reasoning or None,
         "finish_reason": completion.finish_reason.value,
         "stop_reason": completion.stop_reason,
         "usage": {

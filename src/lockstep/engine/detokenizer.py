@@ -37,6 +37,10 @@ class Detokenizer:
         self._read = len(self._window)
         """How much of the window is only context, its text already shown."""
 
+    def special_text(self, token_id: int) -> str:
+        """How a special token, whose text `append` leaves out, is written; empty for any other."""
+        return self._tokenizer.special_text(token_id)
+
     def append(self, token_id: int) -> str:
         """The text that is complete now; empty when a character is still open or the token is special."""
         table = self._table

@@ -9,6 +9,7 @@ from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.intake import Prepared
 from lockstep.engine.metrics import SequenceSpan
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
+from lockstep.engine.reasoning import ReasoningSplitter
 from lockstep.engine.stops import StopStrings
 from lockstep.errors import LockstepError
 from lockstep.executors.sampling import SamplerState, TokenLogprobs
@@ -22,6 +23,7 @@ class Generation:
     __slots__ = (
         "delta_ids",
         "delta_logprobs",
+        "delta_reasoning",
         "delta_text",
         "detokenizer",
         "ends",
@@ -35,10 +37,12 @@ class Generation:
         "prompt_len",
         "sampler",
         "seq_id",
+        "splitter",
         "stop_reason",
         "stops",
         "suppressed",
         "texts",
+        "thoughts",
         "tokens",
     )
 
@@ -63,10 +67,14 @@ class Generation:
         self.stops = StopStrings(params.stop) if params.stop else None
         self.ends = frozenset(prepared.end_ids)
         self.suppressed = prepared.end_ids
+        reasoning = prepared.request.reasoning
+        self.splitter = None if reasoning is None else ReasoningSplitter(reasoning)
         self.texts: list[str] = []
+        self.thoughts: list[str] = []
         self.logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
         self.delta_ids: tuple[int, ...] = ()
         self.delta_text = ""
+        self.delta_reasoning = ""
         self.delta_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
@@ -86,6 +94,8 @@ class Generation:
             self.end(FinishReason.STOP)
             return
         text = self.detokenizer.append(token_id)
+        if self.splitter is not None:
+            text = self._content(text or self.splitter.tag(self.detokenizer.special_text(token_id)))
         if self.stops is not None and len(self.tokens) >= self.min_len:
             text, hit = self.stops.append(text)
             if hit is not None:
@@ -100,6 +110,11 @@ class Generation:
             return
         self.finish_reason = reason
         text = self.detokenizer.flush()
+        if self.splitter is not None:
+            text = self._content(text)
+            thoughts, held = self.splitter.flush()
+            self._think(thoughts)
+            text += held
         if self.stops is not None:
             text, hit = self.stops.append(text)
             if hit is None:
@@ -109,6 +124,18 @@ class Generation:
         if text:
             self.texts.append(text)
             self.delta_text += text
+
+    def _content(self, text: str) -> str:
+        """The part of new text that is content; thoughts go their own way."""
+        assert self.splitter is not None
+        thoughts, content = self.splitter.append(text)
+        self._think(thoughts)
+        return content
+
+    def _think(self, thoughts: str) -> None:
+        if thoughts:
+            self.thoughts.append(thoughts)
+            self.delta_reasoning += thoughts
 
     def take_output(self, now_s: float) -> TokenOutput:
         """What happened since the last call, as a value."""
@@ -124,8 +151,9 @@ class Generation:
             self.delta_logprobs,
             live.error if ended else None,
             live.output(now_s) if ended and live.num_open == 0 else None,
+            self.delta_reasoning,
         )
-        self.delta_ids, self.delta_text, self.delta_logprobs = (), "", None
+        self.delta_ids, self.delta_text, self.delta_logprobs, self.delta_reasoning = (), "", None, ""
         return output
 
     def span(self) -> SequenceSpan:
@@ -148,6 +176,7 @@ class Generation:
             self.finish_reason,
             self.stop_reason,
             None if self.logprobs is None else tuple(self.logprobs),
+            "".join(self.thoughts),
         )
 
 

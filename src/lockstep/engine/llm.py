@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep.engine.chat import chat_request
 from lockstep.engine.engine import Engine, Observer
 from lockstep.engine.generation import Sink
 from lockstep.engine.loading import LoadOptions, Progress, load_model
@@ -28,7 +29,7 @@ class LLM:
     """A model that answers in the caller's thread. Several prompts share one continuous batch.
 
     Args:
-        model: a path, ``pocket://`` or ``stub://NAME``.
+        model: a path, ``hf://org/name``, ``pocket://`` or ``stub://NAME``.
         options: how to load it and within what limits.
         progress: told about the stages of loading.
         observer: called after each step with its plan, result and events.
@@ -67,13 +68,18 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
+        reasoning: str = "auto",
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; the model's chat template renders them."""
+        """Answer one conversation or several; the arguments are those of `chat_request`."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         tokenizer = self.model.tokenizer
-        prompts = [tokenizer.encode_chat(messages, template_kwargs=template_kwargs) for messages in conversations]
-        return self._run([GenerationRequest(prompt, params or SamplingParams()) for prompt in prompts])
+        return self._run(
+            [
+                chat_request(tokenizer, messages, params, template_kwargs=template_kwargs, reasoning=reasoning)
+                for messages in conversations
+            ]
+        )
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
@@ -137,13 +143,27 @@ class AsyncEngine:
         """``async for`` over the answer as it comes; leaving the loop aborts the request."""
         return self.engine.stream(self._request(prompt, params))
 
-    async def chat(self, messages: Conversation, params: SamplingParams | None = None) -> RequestOutput:
-        """Answer a conversation."""
-        return await self.generate(self.model.tokenizer.encode_chat(messages), params)
+    async def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        reasoning: str = "auto",
+    ) -> RequestOutput:
+        """Answer a conversation; the arguments are those of `chat_request`."""
+        return await self.engine.submit_async(self._chat_request(messages, params, template_kwargs, reasoning))
 
-    def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> OutputStream:
-        """Answer a conversation as it comes."""
-        return self.stream(self.model.tokenizer.encode_chat(messages), params)
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        reasoning: str = "auto",
+    ) -> OutputStream:
+        """Answer a conversation as it comes; the arguments are those of `chat_request`."""
+        return self.engine.stream(self._chat_request(messages, params, template_kwargs, reasoning))
 
     def submit(self, request: GenerationRequest, callback: Sink | None = None) -> int:
         """Queue a request from any thread; see `Engine.submit`."""
@@ -180,6 +200,18 @@ class AsyncEngine:
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> GenerationRequest:
         return self._checked(GenerationRequest(prompt, params or SamplingParams()))
+
+    def _chat_request(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None,
+        template_kwargs: Mapping[str, Any] | None,
+        reasoning: str,
+    ) -> GenerationRequest:
+        tokenizer = self.model.tokenizer
+        return self._checked(
+            chat_request(tokenizer, messages, params, template_kwargs=template_kwargs, reasoning=reasoning)
+        )
 
     def _checked(self, request: GenerationRequest) -> GenerationRequest:
         if self._stopping.is_set():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lockstep.core.request import FinishReason, Priority
+from lockstep.engine.reasoning import Reasoning
 from lockstep.errors import LockstepError
 from lockstep.executors.sampling import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
@@ -31,6 +32,8 @@ class GenerationRequest:
     """Requests share prefix-cache blocks only with requests of the same salt."""
     deadline_s: float | None = None
     """Seconds from submission after which the request ends with ``deadline``."""
+    reasoning: Reasoning | None = None
+    """How thoughts are told from content; None: everything is content. Stop strings look at content only."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -42,6 +45,8 @@ class Completion(msgspec.Struct, frozen=True):
     finish_reason: FinishReason
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprobs, ...] | None
+    reasoning: str = ""
+    """Thoughts before the text; empty where the request did not ask to keep them apart."""
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -72,6 +77,11 @@ class RequestOutput(msgspec.Struct, frozen=True):
         return self.completions[0].text if self.completions else ""
 
     @property
+    def reasoning(self) -> str:
+        """Thoughts of the first completion."""
+        return self.completions[0].reasoning if self.completions else ""
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
 
@@ -92,6 +102,8 @@ class TokenOutput(msgspec.Struct, frozen=True):
     error: LockstepError | None = None
     request: RequestOutput | None = None
     """On a request's very last output: the whole answer."""
+    reasoning: str = ""
+    """New thoughts; never half a tag."""
 
     @property
     def is_final(self) -> bool:

@@ -37,23 +37,11 @@ GATE, LOOP, CONCAT = "lockstep gate", "lockstep loop", "lockstep concat"
 """Names that no template can write."""
 _CALL_UNITS, _MACRO_UNITS = 1, 3
 """Of a call beside its arguments and the unit of the gate."""
-_CONSTANT_TIME = frozenset(
-    [
-        "attr",
-        "boolean",
-        "callable",
-        "count",
-        "d",
-        "default",
-        "defined",
-        "false",
-        "first",
-        "float",
-        "integer",
-        "iterable",
-    ]
-    + ["last", "length", "mapping", "none", "number", "sameas", "sequence", "string", "true", "undefined"]
-)
+_CONSTANT_TIME = (
+    "attr", "boolean", "callable", "count", "d", "default", "defined", "false", "first", "float", "integer",
+    "iterable", "last", "length", "mapping", "none", "number", "sameas", "sequence", "string", "true",
+    "undefined",
+)  # fmt: skip
 """Filters and tests that look at no more than one element; as a filter, ``string`` looks at all."""
 _NEVER_NEEDED_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
 _REFUSED_METHODS = frozenset(["expandtabs", "format_map", "maketrans", "translate"])

@@ -9,8 +9,12 @@ from threading import Lock
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.chat_borders import BorderGuard
 from lockstep.engine.chat_template import ChatTemplate
+from lockstep.engine.reasoning import Reasoning, tags_of_template
 from lockstep.engine.token_bytes import TokenBytes, decoder_rules
 from lockstep.errors import ChatTemplateError
+
+_TAIL_TOKENS = 32
+"""Enough for a tag, spelled letter by letter, and the blanks after it."""
 
 
 class Tokenizer:
@@ -112,6 +116,18 @@ class Tokenizer:
         if prompt.is_plain:
             return self.encode(prompt.text, add_special_tokens=False)
         return self._guard.encode(prompt, self.encode_plain)
+
+    def reasoning_after(self, prompt: Sequence[int]) -> Reasoning | None:
+        """How the answer to a prompt of `encode_chat` tells its thoughts from its content; None: it has none."""
+        tags = None if self._parts.chat_template is None else tags_of_template(self._parts.chat_template)
+        if tags is None:
+            return None
+        tail = self.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        return Reasoning(tags, is_open=tail.endswith(tags.begin))
+
+    def special_text(self, token_id: int) -> str:
+        """What a special token, which `decode` may skip, is written as; empty for any other."""
+        return (self._tokenizer.id_to_token(token_id) or "") if token_id in self.special_token_ids else ""
 
     def check_chat_template(self) -> None:
         """Compile the template; ChatTemplateError where it cannot be read."""

@@ -1,0 +1,81 @@
+"""Templates, their variables and thoughts on the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.answers import AnswerWriter
+from lockstep.cli.main import invoke
+from lockstep.core.request import FinishReason
+from lockstep.engine.outputs import TokenOutput
+
+THINKING = "stub://a?field=%3Cthink%3Ewhy%3C/think%3Eroute"
+TEMPLATE = "{% for m in messages %}<|user|>{{ greeting }}{{ m.content.split('</think>')[-1] }}{% endfor %}<|assistant|>"
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> str:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+def test_thoughts_are_apart_in_json_and_absent_in_a_pipe(template: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", THINKING, "-p", "hello", "--chat-template", template]
+    assert invoke([*arguments, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["text"], answer["reasoning_content"]) == ("route=none", "why")
+    assert invoke(arguments) == 0
+    assert capsys.readouterr().out == "route=none\n"
+    assert invoke([*arguments, "--reasoning", "off"]) == 0
+    assert capsys.readouterr().out == "<think>why</think>route=none\n"
+
+
+def test_variables_reach_the_template(template: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "stub://a", "-p", "hello", "--chat-template", template, "--json"]
+    assert invoke([*arguments, "--chat-template-kwargs", '{"greeting": "12345"}']) == 0
+    assert "len=10 " in json.loads(capsys.readouterr().out)["text"]
+
+
+def test_thoughts_are_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    writer = AnswerWriter()
+    for reasoning, text in (("why", ""), (" not", ""), ("", "so"), ("", " be it")):
+        writer.write(TokenOutput(1, 0, (7,), text, reasoning=reasoning))
+    writer.write(TokenOutput(1, 0, (7,), "", FinishReason.STOP))
+    assert capsys.readouterr().out == "\x1b[2mwhy not\x1b[0m\n\nso be it"
+    unfinished = AnswerWriter()
+    unfinished.write(TokenOutput(1, 0, (7,), "", FinishReason.LENGTH, reasoning="why"))
+    assert capsys.readouterr().out == "\x1b[2mwhy\x1b[0m", "the terminal is left as it was"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--chat-template", "absent.jinja"), "--chat-template absent.jinja cannot be read"),
+        (("--chat-template-kwargs", "[1]"), "it must be a JSON object"),
+        (("--chat-template-kwargs", "{"), "it must be a JSON object"),
+        (("--chat-template-kwargs", '{"messages": []}'), "cannot set 'messages'"),
+        (("--reasoning", "maybe"), "'auto', 'off'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["run", "stub://a", "-p", "x", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_template_that_cannot_be_read_is_told_at_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.jinja"
+    path.write_text("{% for m in messages %}\n{{ m.content }}\n{% endif %}")
+    assert invoke(["run", "stub://a", "--raw", "-p", "x", "--chat-template", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "chat template cannot be read" in error
+    assert "(line 3)" in error
