@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tools.random_models import write_gguf, write_huggingface
 
 from tests.artifacts.hub.stand_in import StandIn
+from tools.random_models import write_gguf, write_huggingface
 
 Lockstep = Callable[..., subprocess.CompletedProcess[str]]
 SHORT = ("-p", "hello", "--max-tokens", "4", "--temperature", "0", "--ignore-eos", "--json", "--no-probe")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools.random_models import SHAPES, write_gguf, write_huggingface
 
 from lockstep.cli.main import invoke
+from tools.random_models import SHAPES, write_gguf, write_huggingface
 
 Run = Callable[..., tuple[int, str, str]]
 SHORT = ("--max-tokens", "6", "--temperature", "0", "--ignore-eos")

@@ -189,12 +189,12 @@ class _Store(_Handler):
         step = 1 << 16
         for begin in range(0, len(data) if limit is None else min(limit, len(data)), step):
             piece = data[begin : min(begin + step, limit or len(data))]
+            self.state.sent_bytes += len(piece)  # before the client can see them
             try:
                 self.wfile.write(piece)
                 self.wfile.flush()
             except OSError:
                 return
-            self.state.sent_bytes += len(piece)
             if self.state.bytes_per_s is not None:
                 time.sleep(len(piece) / self.state.bytes_per_s)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools.random_models import write_gguf, write_huggingface
 
 from lockstep.artifacts.hub.cache import CachedRepo, cached_models, find_cached, plan_removal, remove_leftovers
 from lockstep.artifacts.hub.opening import pull
 from lockstep.artifacts.hub.source import HubSource, parse_hub_source
 from lockstep.errors import ArtifactNotFoundError
 from tests.artifacts.hub.stand_in import Repo, StandIn
+from tools.random_models import write_gguf, write_huggingface
 
 
 def silent(name: str, have: int, total: int) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tools.random_models import write_gguf, write_huggingface
 
 from lockstep.artifacts.hub.download import MAX_ATTEMPTS
 from lockstep.artifacts.hub.opening import local_path, pull
@@ -20,9 +19,11 @@ from lockstep.errors import (
     CorruptArtifactError,
     DownloadError,
     HubUnreachableError,
+    MissingTokenizerError,
     UnsupportedArtifactError,
 )
 from tests.artifacts.hub.stand_in import Repo, StandIn
+from tools.random_models import write_gguf, write_huggingface
 
 TINY = HubSource("acme/tiny")
 
@@ -204,6 +205,7 @@ REFUSALS: list[tuple[str, Repo, type[ArtifactError], str]] = [
     ("hf://acme/x", Repo({}, token="t", gated=True), DownloadError, "gated: http.*/acme/x asks for consent.*HF_TOKEN"),
     ("hf://acme/x", Repo({"a.bin": b""}), ArtifactNotFoundError, "holds no model.*a.bin is a pickle"),
     ("hf://acme/x", Repo({"adapter_config.json": b""}), UnsupportedArtifactError, "an adapter"),
+    ("hf://acme/x", Repo({"config.json": b"", "m.safetensors": b""}), MissingTokenizerError, "no tokenizer.json"),
     ("hf://acme/x#a.gguf", Repo({"config.json": b""}), ArtifactNotFoundError, "no .gguf file; give it without '#'"),
     ("hf://acme/x#config.json", Repo({"config.json": b""}), ArtifactNotFoundError, "is not a GGUF file"),
     ("hf://acme/x#Q8", Repo({"a-Q8.gguf": b"", "b-Q8.gguf": b""}), ArtifactNotFoundError, "#Q8 means 2 files"),

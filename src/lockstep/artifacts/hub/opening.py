@@ -9,7 +9,7 @@ from lockstep.artifacts.hub.choice import INDEX, gguf_file, is_gguf, text_files,
 from lockstep.artifacts.hub.download import Revision, Told, look_up
 from lockstep.artifacts.hub.reports import reported
 from lockstep.artifacts.hub.source import HubSource
-from lockstep.errors import HubUnreachableError
+from lockstep.errors import HubUnreachableError, MissingTokenizerError
 
 
 def local_path(source: HubSource, told: Told) -> Path:
@@ -36,7 +36,7 @@ def pull(source: HubSource, told: Told) -> Path:
 
     Raises:
         ArtifactNotFoundError: no such repository, revision or file.
-        UnsupportedArtifactError: of a kind that cannot be served; known before its weights are fetched.
+        UnsupportedArtifactError, MissingTokenizerError: cannot be served; known before its weights are fetched.
         CorruptArtifactError: what came is not what the hub describes.
         DownloadError: the hub cannot be reached or refuses.
     """
@@ -57,6 +57,11 @@ def _fetch_directory(revision: Revision, told: Told) -> None:
     from lockstep.artifacts.huggingface import read_config, weight_files
     from lockstep.artifacts.json_file import read_json
 
+    if "tokenizer.json" not in revision.listing:
+        raise MissingTokenizerError(
+            "the repository has no tokenizer.json; one that was saved with a fast tokenizer is needed",
+            path=str(revision.source),
+        )
     small = text_files(revision.listing)
     revision.fetch(small, lambda name, have, total: None)  # kilobytes: the bar is for the weights
     read_config(read_json(revision.snapshot / "config.json"))

@@ -28,8 +28,7 @@ def reported(source: HubSource) -> Iterator[None]:
         yield
     except OfflineModeIsEnabled:
         raise HubUnreachableError(
-            "HF_HUB_OFFLINE is set, so the hub is not asked, and the cache holds no whole copy; unset it, or pull the "
-            "model where there is a network",
+            "HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or run what was pulled before",
             path=str(source),
         ) from None
     except HfHubHTTPError as error:
@@ -37,8 +36,8 @@ def reported(source: HubSource) -> Iterator[None]:
     except (HTTPError, InvalidURL) as error:
         reason = str(error) or type(error).__name__
         raise HubUnreachableError(
-            f"the hub cannot be reached ({reason}), and the cache holds no whole copy; a network, or HF_ENDPOINT set "
-            "to a mirror, is needed once",
+            f"the hub cannot be reached ({reason}); what was pulled before runs without it, anything else needs a "
+            "network, or HF_ENDPOINT set to a mirror",
             path=str(source),
         ) from error
     except OSError as error:
