@@ -13,44 +13,24 @@ import argparse
 import itertools
 import json
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from tools.random_configs import INTERLEAVED, add_gguf_metadata, gguf_architecture, huggingface_config
+from tools.random_shapes import POST_NORM
+from tools.random_shapes import SHAPES as SHAPES
+from tools.random_shapes import Shape as Shape
+from tools.random_shapes import tensor_shapes as tensor_shapes
 
 Array = npt.NDArray[np.generic]
 
 ENCODINGS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 FLOATS = ("F32", "F16", "BF16")
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a dense decoder, under the names of `lockstep.artifacts.model.ModelConfig`."""
-
-    architecture: str = "llama"
-    num_layers: int = 2
-    hidden_size: int = 128
-    intermediate_size: int = 256
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    vocab_size: int = 512
-    max_model_len: int = 2048
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
-    tied_embeddings: bool = False
-
-
-SHAPES: Mapping[str, Shape] = {
-    "tiny-llama": Shape(),
-    "tiny-qwen3": Shape("qwen3", head_dim=64, rope_theta=1e6, tied_embeddings=True),
-    "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, tied_embeddings=True),
-    "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, 1e-6, tied_embeddings=True),
-    "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
-}
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 0, 1 and 2 of every random vocabulary; the last one ends a turn."""
@@ -78,43 +58,27 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+_POST_NORM_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
-def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Every tensor under its Hugging Face name."""
-    hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    if shape.architecture == "qwen3":
-        layer |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
-    for index in range(shape.num_layers):
-        shapes |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not shape.tied_embeddings:
-        shapes["lm_head.weight"] = (shape.vocab_size, hidden)
-    return shapes
-
-
 def random_tensor(name: str, size: tuple[int, ...], encoding: str, seed: int) -> Array:
-    """Stored bytes or numbers of one tensor, zero mean and variance 1 / fan-in; vectors are norms, around one, float32.
+    """Stored bytes or numbers of one tensor, zero mean and variance 1 / fan-in.
+
+    Vectors are float32: norms, around one, and biases, around zero.
 
     F32 and F16 arrays, BF16 as uint16, blocks as uint8 ``[rows, row bytes]``, drawn directly: quantising is slow.
     """
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     if len(size) == 1:
-        return 1 + 0.1 * rng.standard_normal(size, np.float32)
+        drawn = 1 + 0.1 * rng.standard_normal(size, np.float32)
+        return drawn - np.float32(1) if name.endswith(".bias") else drawn
     deviation = size[1] ** -0.5
     if encoding in FLOATS:
         return as_float(rng.standard_normal(size, np.float32) * np.float32(deviation), encoding)
@@ -133,6 +97,13 @@ def as_float(values: npt.NDArray[np.float32], encoding: str) -> Array:
         return values.astype({"F32": "<f4", "F16": "<f2"}[encoding])
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def as_stored(shape: Shape, name: str, tensor: Array) -> Array:
+    """What a Hugging Face file holds of a tensor: Gemma's norms are distances from one."""
+    if shape.architecture == "gemma3" and name.endswith("norm.weight"):
+        return tensor.astype(np.float32) - np.float32(1)
+    return tensor
 
 
 def interleaved_rows(rows: Array, num_heads: int) -> Array:
@@ -161,35 +132,35 @@ def vocabulary(size: int) -> tuple[list[str], list[str]]:
     return tokens[:size], merges
 
 
-def write_gguf(path: Path | str, shape: Shape | str, encoding: str = "Q8_0", *, seed: int = 0) -> Path:
-    """Write a GGUF file; in the block encodings the embedding and the head are Q8_0, as llama.cpp makes them."""
+def write_gguf(
+    path: Path | str,
+    shape: Shape | str,
+    encoding: str = "Q8_0",
+    *,
+    seed: int = 0,
+    extra: Callable[[Any], None] = lambda writer: None,
+) -> Path:
+    """Write a GGUF file; in the block encodings the embedding and the head are Q8_0, as llama.cpp makes them.
+
+    Args:
+        extra: adds to a `gguf.GGUFWriter` what a shape does not say.
+    """
     import gguf
 
     shape = SHAPES[shape] if isinstance(shape, str) else shape
-    writer = gguf.GGUFWriter(path, shape.architecture)
-    writer.add_name(f"random {shape.architecture}")
-    writer.add_context_length(shape.max_model_len)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_block_count(shape.num_layers)
-    writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_vocab_size(shape.vocab_size)
+    writer = gguf.GGUFWriter(path, gguf_architecture(shape))
+    add_gguf_metadata(writer, shape)
     _add_vocabulary(writer, shape.vocab_size)
+    extra(writer)
     for name, size in tensor_shapes(shape).items():
         whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding not in FLOATS
         stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
         data = random_tensor(name, size, stored, seed)
-        if shape.architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if shape.architecture in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             data = interleaved_rows(data, shape.num_heads if "q_proj" in name else shape.num_kv_heads)
         raw_type = None if stored in ("F32", "F16") else gguf.GGMLQuantizationType[stored]
         data = data.view(np.uint8) if stored == "BF16" else data
-        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(data), raw_dtype=raw_type)
+        writer.add_tensor(_gguf_name(name, shape), np.ascontiguousarray(data), raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -209,7 +180,11 @@ def write_huggingface(
     names = ["model.safetensors"] if num_shards == 1 else names
     files = {name: names[index * num_shards // len(sizes)] for index, name in enumerate(sizes)}
     for file in names:
-        tensors = ((name, random_tensor(name, sizes[name], encoding, seed)) for name in sizes if files[name] == file)
+        tensors = (
+            (name, as_stored(shape, name, random_tensor(name, sizes[name], encoding, seed)))
+            for name in sizes
+            if files[name] == file
+        )
         rounded = {n: as_float(t, encoding) if t.dtype == np.float32 else t for n, t in tensors}  # type: ignore[arg-type]
         write_safetensors(directory / file, rounded)
     if num_shards > 1:
@@ -237,11 +212,13 @@ def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
             file.write(np.ascontiguousarray(tensor).data)
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, shape: Shape) -> str:
     whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     if name.startswith("model.layers."):
         index, rest = name.removeprefix("model.layers.").split(".", 1)
-        return f"blk.{index}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+        module, _, kind = rest.rpartition(".")
+        names = _LAYER_NAMES | (_POST_NORM_NAMES if shape.architecture in ("gemma3", *POST_NORM) else {})
+        return f"blk.{index}.{names[module]}.{kind}"
     return whole.get(name, "output.weight")
 
 
@@ -262,21 +239,8 @@ def _add_vocabulary(writer, size: int) -> None:  # type: ignore[no-untyped-def] 
 
 
 def _huggingface_json(shape: Shape, encoding: str) -> dict[str, object]:
-    sizes = asdict(shape)
-    config = {
-        "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[shape.architecture]],
-        "model_type": shape.architecture,
-        "hidden_act": "silu",
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "max_position_embeddings": shape.max_model_len,
-        "tie_word_embeddings": shape.tied_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[encoding],
-    } | {key: sizes[key] for key in ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "rms_norm_eps")}
     return {
-        "config.json": config,
+        "config.json": huggingface_config(shape, encoding),
         "generation_config.json": {"bos_token_id": 0, "eos_token_id": [2, 0], "do_sample": True, "temperature": 0.6},
         "tokenizer_config.json": {"bos_token": None, "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE},
     }

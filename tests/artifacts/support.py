@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.source import open_artifact
@@ -109,6 +110,11 @@ LLAMA_TENSORS: Mapping[str, tuple[tuple[int, ...], int]] = {
     "blk.0.ffn_down.weight": ((32, 48), F32),
     "output_norm.weight": ((32,), F32),
 }
+
+
+def approximately(fields: Mapping[str, object]) -> dict[str, object]:
+    """To compare with: floats, which GGUF stores in 32 bits, nearly; everything else exactly."""
+    return {key: pytest.approx(value) if isinstance(value, float) else value for key, value in fields.items()}
 
 
 def edit_json(path: Path, change: Callable[[dict[str, object]], object]) -> None:

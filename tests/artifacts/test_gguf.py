@@ -12,26 +12,29 @@ from lockstep.artifacts.model import RopeScaling
 from lockstep.artifacts.quantisation import dequantise
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
-from tests.artifacts.support import F32, LLAMA, LLAMA_TENSORS, HandMadeGguf, f32, floats, text, u32
+from tests.artifacts.support import F32, LLAMA, LLAMA_TENSORS, HandMadeGguf, approximately, f32, floats, text, u32
 from tools.random_models import ENCODINGS, SHAPES, Shape, interleaved_rows, random_tensor, tensor_shapes, write_gguf
 
+OWN_NAMES = ("llama", "qwen2", "qwen3", "gemma3", "granite", "olmo2", "smollm3")
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
+
+@pytest.mark.parametrize("name", [f"tiny-{name}" for name in OWN_NAMES])
 def test_the_configuration_is_the_shape_that_was_written(name: str, tmp_path: Path) -> None:
     artifact = open_artifact(str(write_gguf(tmp_path / "small.gguf", name, "Q4_0")), cache_dir=tmp_path)
     found = asdict(artifact.config)
     shape = asdict(SHAPES[name])
-    assert {key: found[key] for key in shape} == pytest.approx(shape)
-    assert artifact.config.qk_norm == (name == "tiny-qwen3")
+    assert {key: found[key] for key in shape} == approximately(shape)
+    assert artifact.config.qk_norm == (name in ("tiny-qwen3", "tiny-gemma3", "tiny-olmo2"))
     assert (artifact.name, artifact.format) == ("small", "gguf")
     assert artifact.num_bytes == (tmp_path / "small.gguf").stat().st_size
     assert artifact.weights.names() == tuple(tensor_shapes(SHAPES[name]))
+    assert artifact.config.norm_offset == 0, "converters have added it"
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-granite", "tiny-smollm3", "tiny-qwen2"])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_rows_come_back_in_rotate_half_order_in_every_encoding(name: str, encoding: str, tmp_path: Path) -> None:
-    """The llama file is permuted as converters do; what is read is what was drawn, block for block."""
+    """Files of the llama family are permuted as converters do; what is read is what was drawn, block for block."""
     artifact = open_artifact(str(write_gguf(tmp_path / "m.gguf", name, encoding, seed=4)), cache_dir=tmp_path)
     for tensor_name, size in tensor_shapes(SHAPES[name]).items():
         tensor = artifact.weights[tensor_name]
@@ -150,11 +153,14 @@ def test_an_inconsistent_model_is_corrupt(case: str, tmp_path: Path) -> None:
 
 
 UNSUPPORTED = {
-    "architecture": (changed(general__architecture=text("mamba")), "'mamba'; the known ones are llama, qwen3"),
+    "architecture": (
+        changed(general__architecture=text("mamba")),
+        "'mamba'; the known ones are llama, qwen2, qwen3, gemma3",
+    ),
     "experts": (changed(llama__expert_count=u32(8)), "mixture of experts"),
     "split": (changed(split__count=u32(3)), "split GGUF"),
     "heads by layer": (changed(llama__attention__head_count_kv=floats([1.0])), "differ by layer"),
-    "yarn": (changed(llama__rope__scaling__type=text("yarn")), "rope scaling 'yarn'"),
+    "rope scaling": (changed(llama__rope__scaling__type=text("spiral")), "scaling 'spiral'; the known ones are none"),
     "partial rope": (changed(llama__rope__dimension_count=u32(8)), "dimension_count is 8"),
     "unknown tensor": (reshaped("blk.0.attn_sub_norm.weight", 32), "attn_sub_norm.weight' is not part of"),
     "layer beyond the last": (reshaped("blk.1.attn_norm.weight", 32), "not part of a plain llama"),

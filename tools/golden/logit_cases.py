@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes
+from tools.random_models import SHAPES, Shape, as_stored, random_tensor, tensor_shapes
 
 Floats = npt.NDArray[np.float32]
 
@@ -21,6 +21,7 @@ POSITIONS = (0, 1, 2, 31, 32, 33, 63, 64, 98, 99)
 """Positions whose logits are kept: block borders, and far enough for rope scaling to matter."""
 SEED = 20260401
 _SHARPNESS = 2.0
+_ATTENTION = tuple(f"{name}_proj.weight" for name in "qkvo")
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,25 @@ def token_ids(vocab_size: int) -> npt.NDArray[np.int64]:
 
 def tensors(case: LogitCase) -> dict[str, Floats]:
     """Every tensor in float32 under its Hugging Face name."""
-    drawn = {}
-    for name, size in tensor_shapes(case.shape).items():
-        tensor = np.asarray(random_tensor(name, size, "F32", SEED), np.float32)
-        sharp = (
-            ("q_norm.weight", "k_norm.weight")
-            if case.shape.architecture == "qwen3"
-            else ("q_proj.weight", "k_proj.weight")
-        )
-        drawn[name] = tensor * np.float32(_SHARPNESS) if name.endswith(sharp) else tensor
-        if case.attention_bias and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):
+    drawn = sharpened(case.shape)
+    if case.attention_bias:
+        for name in [name for name in drawn if name.endswith(_ATTENTION)]:
             bias = name.replace(".weight", ".bias")
-            drawn[bias] = np.asarray(random_tensor(bias, size[:1], "F32", SEED), np.float32) - np.float32(1)
+            drawn[bias] = np.asarray(random_tensor(bias, drawn[name].shape[:1], "F32", SEED), np.float32)
+    return drawn
+
+
+def sharpened(shape: Shape) -> dict[str, Floats]:
+    """The tensors of a shape, with queries and keys enlarged: by their norms where there are some."""
+    sizes = tensor_shapes(shape)
+    normed = any(name.endswith("q_norm.weight") for name in sizes)
+    sharp = ("q_norm.weight", "k_norm.weight") if normed else ("q_proj.weight", "k_proj.weight")
+    drawn = {}
+    for name, size in sizes.items():
+        tensor = np.asarray(random_tensor(name, size, "F32", SEED), np.float32)
+        if name.endswith(sharp):
+            tensor = tensor * np.float32(_SHARPNESS)
+        if name.endswith("qkv_proj.weight"):
+            tensor[: (shape.num_heads + shape.num_kv_heads) * shape.head_dim] *= np.float32(_SHARPNESS)
+        drawn[name] = np.asarray(as_stored(shape, name, tensor), np.float32)
     return drawn

@@ -1,8 +1,10 @@
 """Logits of tiny random GGUF files in every encoding, computed by llama.cpp through llama-cpp-python.
 
     python -m tools.golden.logits_llama_cpp tests/golden/logits_llama_cpp.npz
+    python -m tools.golden.logits_llama_cpp tests/golden/logits_architectures_llama_cpp.npz --architectures
 
-Needs the ``golden`` extra. The files are written from a seed by ``tools.random_models``, so only logits are stored.
+The first file holds llama and qwen3 in every encoding, the second the other architectures in two. Needs the
+``golden`` extra. The files are written from a seed by ``tools.random_models``, so only logits are stored.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tools.golden.architecture_cases import GGUF_CASES, GgufCase
 from tools.golden.logit_cases import GGUF_SHAPES, POSITIONS, SEED, Floats, token_ids
 from tools.random_models import ENCODINGS, Shape, write_gguf
 
@@ -57,13 +60,19 @@ def llama_cpp_logits(path: Path, shape: Shape) -> Floats:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
+    parser.add_argument("--architectures", action="store_true")
+    args = parser.parse_args()
+    out = args.out
+    cases = {name: GgufCase(shape, encodings=ENCODINGS) for name, shape in GGUF_SHAPES.items()}
+    if args.architectures:
+        cases = dict(GGUF_CASES)
     golden = {}
     with tempfile.TemporaryDirectory() as directory:
-        for name, shape in GGUF_SHAPES.items():
-            for encoding in ENCODINGS:
-                path = write_gguf(Path(directory) / f"{name}-{encoding}.gguf", shape, encoding, seed=SEED)
-                golden[f"{name}.{encoding}"] = llama_cpp_logits(path, shape)
+        for name, case in cases.items():
+            for encoding in case.encodings:
+                path = Path(directory) / f"{name}-{encoding}.gguf"
+                write_gguf(path, case.shape, encoding, seed=SEED, extra=case.extra)
+                golden[f"{name}.{encoding}"] = llama_cpp_logits(path, case.shape)
     np.savez_compressed(out, **golden)  # type: ignore[arg-type]  # numpy's stub takes the names for its own flag
     for key, logits in golden.items():
         print(f"{key}: {logits.shape}, deviation {logits.std():.3f}")

@@ -1,23 +1,27 @@
-"""Logits of tiny random llama and qwen3 checkpoints, computed by Hugging Face transformers in float32 on the CPU.
+"""Logits of tiny random checkpoints, computed by Hugging Face transformers in float32 on the CPU.
 
     python -m tools.golden.logits_transformers tests/golden/logits_transformers.npz
+    python -m tools.golden.logits_transformers tests/golden/logits_architectures.npz --architectures
 
-Needs the ``golden`` extra. The weights are drawn from a seed (logit_cases.py), so only prompts and logits are stored.
+The first file holds llama and qwen3, the second the other architectures (architecture_cases.py). Needs the ``golden``
+extra. The weights are drawn from a seed (logit_cases.py), so only prompts and logits are stored.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tools.golden.logit_cases import CASES, POSITIONS, Floats, LogitCase, tensors, token_ids
+from tools.golden.architecture_cases import HUGGINGFACE_CASES, ArchitectureCase
+from tools.golden.logit_cases import CASES, POSITIONS, Floats, LogitCase, sharpened, tensors, token_ids
+from tools.random_shapes import Shape
 
 
 def transformers_logits(case: LogitCase) -> Floats:
     """Logits [len(POSITIONS), vocab]."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = case.shape
@@ -40,23 +44,48 @@ def transformers_logits(case: LogitCase) -> Floats:
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta, **case.rope_scaling},
         attn_implementation="eager",
     )
-    model = model_type(config).to(torch.float32).eval()
-    state = {name: torch.from_numpy(tensor) for name, tensor in tensors(case).items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    return _logits_of(model_type(config), tensors(case), shape)
+
+
+def architecture_logits(case: ArchitectureCase) -> Floats:
+    """Logits [len(POSITIONS), vocab] of the model that transformers makes of a config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    declared = case.config()
+    config = AutoConfig.for_model(**declared)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert type(model).__name__ == declared["architectures"][0]
+    return _logits_of(model, sharpened(case.shape), case.shape)
+
+
+def _logits_of(model: Any, state: dict[str, Floats], shape: Shape) -> Floats:
+    import torch
+
+    model = model.to(torch.float32).eval()
+    missing, unexpected = model.load_state_dict(
+        {name: torch.from_numpy(tensor) for name, tensor in state.items()}, strict=False
+    )
     absent = set(missing) - ({"lm_head.weight"} if shape.tied_embeddings else set())
     assert not absent, absent
     assert not unexpected, unexpected
     with torch.no_grad():
-        logits = model(torch.from_numpy(token_ids(shape.vocab_size))[None]).logits[0]
+        logits = model(torch.from_numpy(token_ids(shape.vocab_size))[None], use_cache=False).logits[0]
     return np.asarray(logits.numpy()[list(POSITIONS)], np.float32)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
-    golden = {name: transformers_logits(case) for name, case in CASES.items()}
-    prompts = {f"{name}.token_ids": token_ids(case.shape.vocab_size) for name, case in CASES.items()}
+    parser.add_argument("--architectures", action="store_true")
+    args = parser.parse_args()
+    out = args.out
+    golden: dict[str, Floats] = {}
+    prompts = {}
+    if args.architectures:
+        golden |= {name: architecture_logits(case) for name, case in HUGGINGFACE_CASES.items()}
+    else:
+        golden |= {name: transformers_logits(case) for name, case in CASES.items()}
+        prompts = {f"{name}.token_ids": token_ids(case.shape.vocab_size) for name, case in CASES.items()}
     np.savez_compressed(out, **golden, **prompts)  # type: ignore[arg-type]  # the stub takes the names for its own flag
     for name, logits in golden.items():
         print(f"{name}: {logits.shape}, deviation {logits.std():.3f}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.artifacts.model import ModelConfig, Tensor
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
-KNOWN_ARCHITECTURES = ("llama", "qwen3")
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
@@ -40,27 +40,72 @@ def check_config(config: ModelConfig, path: Path) -> None:
         )
     if config.head_dim % 2:
         raise CorruptArtifactError(f"a head size of {config.head_dim}; rope needs an even one", path=path)
-    reals = {"rms norm epsilon": config.rms_norm_eps, "rope theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        reals["rope scaling factor"] = config.rope_scaling.factor
-        reals |= {f"rope scaling {key}": value for key, value in config.rope_scaling.parameters.items()}
-        reals |= {f"rope factor {index}": value for index, value in enumerate(config.rope_scaling.factors)}
-    for what, value in reals.items():
+    rotary_dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    if rotary_dim % 2 or not 2 <= rotary_dim <= config.head_dim:
+        raise CorruptArtifactError(
+            f"rope over {rotary_dim} dimensions; an even number up to {config.head_dim} is expected", path=path
+        )
+    if len(config.windows) not in (0, config.num_layers) or any(not 0 <= size <= _MAX_SIZE for size in config.windows):
+        raise CorruptArtifactError(
+            f"sliding windows {list(config.windows)[:8]}; one of at least 0 tokens per layer is expected", path=path
+        )
+    for what, value in _positive_numbers(config).items():
         if not (math.isfinite(value) and value > 0):
             raise CorruptArtifactError(f"{what} is {value}; a positive number is expected", path=path)
+
+
+def _positive_numbers(config: ModelConfig) -> dict[str, float]:
+    numbers = {
+        "rms norm epsilon": config.rms_norm_eps,
+        "rope theta": config.rope_theta,
+        "local rope theta": 1.0 if config.local_rope_theta is None else config.local_rope_theta,
+        "attention scale": 1.0 if config.attention_scale is None else config.attention_scale,
+        "embedding scale": config.embedding_scale,
+        "residual scale": config.residual_scale,
+        "logits divisor": config.logits_divisor,
+    }
+    scaling = config.rope_scaling
+    if scaling is not None:
+        numbers |= {"rope scaling factor": scaling.factor, "rope attention factor": scaling.attention_factor}
+        numbers |= {f"rope scaling {key}": value for key, value in scaling.parameters.items() if key != "truncate"}
+        numbers |= {f"rope factor {index}": value for index, value in enumerate(scaling.factors)}
+    return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Canonical names of one layer's norms, without ``.weight``; None where it has none."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
+def layer_norms(config: ModelConfig) -> LayerNorms:
+    """Hugging Face's names; in most models the norm before the feed-forward is ``post_attention_layernorm``."""
+    if not config.post_norm:
+        return LayerNorms("input_layernorm", None, "post_attention_layernorm", None)
+    return LayerNorms(
+        "input_layernorm" if config.pre_norm else None,
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm" if config.pre_norm else None,
+        "post_feedforward_layernorm",
+    )
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical names and shapes of everything that the forward pass needs."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
+    norms = layer_norms(config)
+    names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
+    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in names if name is not None}
+    layer |= {
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
-        "post_attention_layernorm.weight": (hidden,),
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
@@ -72,7 +117,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             "self_attn.v_proj.bias": (keys,),
         }
     if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+        sizes = (queries, keys) if config.qk_norm_whole else (config.head_dim, config.head_dim)
+        layer |= {"self_attn.q_norm.weight": sizes[:1], "self_attn.k_norm.weight": sizes[1:]}
     expected: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for index in range(config.num_layers):
         expected |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}

@@ -57,6 +57,14 @@ class Metadata:
             self._wrong(key, "a list of strings")
         return value
 
+    def reals(self, key: str) -> tuple[float, ...]:
+        """Finite numbers of a list in JSON."""
+        value = self.values.get(key)
+        if not isinstance(value, list):
+            self._wrong(key, "a list of numbers")
+        items = Metadata(self.path, {f"{key}[{index}]": item for index, item in enumerate(value)})
+        return tuple(items.real(name) for name in items.values)
+
     def numbers(self, key: str) -> npt.NDArray[np.generic]:
         value = self.values.get(key)
         if not isinstance(value, np.ndarray):

@@ -57,12 +57,15 @@ class RopeScaling:
     """Scaling of rotary frequencies, as data."""
 
     kind: str
-    """``linear``, ``llama3`` or ``factors`` (yarn and others come with their architectures)."""
+    """``linear``, ``llama3``, ``yarn`` or ``factors``."""
     factor: float
     parameters: Mapping[str, float] = field(default_factory=dict)
-    """``llama3``: low_freq_factor, high_freq_factor, original_max_position_embeddings."""
+    """``llama3``: low_freq_factor, high_freq_factor, original_max_position_embeddings.
+    ``yarn``: original_max_position_embeddings, beta_fast, beta_slow, truncate (1 or 0)."""
     factors: tuple[float, ...] = ()
-    """``factors``: head_dim / 2 explicit divisors of the frequencies, as GGUF stores llama3 scaling."""
+    """``factors``: rotary_dim / 2 divisors of the frequencies: llama3 scaling as GGUF stores it, and longrope."""
+    attention_factor: float = 1.0
+    """Cosines and sines are multiplied by it (``yarn``, longrope), and so attention scores by its square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class ModelConfig:
     """A dense decoder as data: differences between architectures are fields here, not subclasses."""
 
     architecture: str
-    """``llama`` or ``qwen3``."""
+    """A name of `layout.KNOWN_ARCHITECTURES`."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -87,6 +90,31 @@ class ModelConfig:
     attention_bias: bool = False
     """q, k and v have biases; o_proj has one where the weights hold ``self_attn.o_proj.bias``."""
     qk_norm: bool = False
+    """Queries and keys are normalised before they are rotated."""
+    qk_norm_whole: bool = False
+    """Their norm is over all heads together, not over each one."""
+    pre_norm: bool = True
+    """Attention and feed-forward see normalised inputs."""
+    post_norm: bool = False
+    """Their outputs are normalised before they are added to the residual."""
+    norm_offset: float = 0.0
+    """Added to every norm weight: some files hold the distance from one."""
+    activation: str = "silu"
+    """Of the feed-forward gate: ``silu`` or ``gelu_tanh``."""
+    attention_scale: float | None = None
+    """Factor of the attention scores; None: head_dim ** -0.5."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of what attention and feed-forward add to the residual."""
+    logits_divisor: float = 1.0
+    rotary_dim: int | None = None
+    """Leading dimensions of each head that are rotated; None: all."""
+    windows: tuple[int, ...] = ()
+    """Per layer, how many tokens a query sees, itself included; 0: every earlier one. Empty: no layer has a window."""
+    local_rope_theta: float | None = None
+    """Base in layers with a window, whose rope is never scaled; None: all layers are rotated alike."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers without rotary embedding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.artifacts.model import Tensor
+from lockstep.artifacts.architectures import ARCHITECTURES
+from lockstep.artifacts.model import ModelConfig, Tensor
 from lockstep.errors import CorruptArtifactError
 
 _NO_HEADS: Mapping[str, int] = {}
@@ -49,3 +50,34 @@ def rotate_half_rows(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArr
     """
     half = len(rows) // num_heads // 2
     return rows.reshape(num_heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def split_fused(config: ModelConfig, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Name the parts of fused projections as if each were a tensor of its own, in views; whole rows, so any encoding.
+
+    Raises:
+        CorruptArtifactError: a fused tensor has another number of rows than its parts.
+    """
+    if not ARCHITECTURES[config.architecture].fused:
+        return dict(tensors)
+    queries, keys, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
+    parts = {
+        "qkv_proj": {name: heads * config.head_dim for name, heads in zip("qkv", (queries, keys, keys), strict=True)},
+        "gate_up_proj": {"gate": inner, "up": inner},
+    }
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        prefix, _, last = module.rpartition(".")
+        if last not in parts or kind != "weight" or len(tensor.shape) != 2:
+            split[name] = tensor
+            continue
+        begin, rows = 0, sum(parts[last].values())
+        if tensor.shape[0] != rows:
+            raise CorruptArtifactError(f"tensor {name!r} has {tensor.shape[0]} rows; {rows} are expected", path=path)
+        for part, size in parts[last].items():
+            own = f"{prefix}.{part}_proj.weight"
+            data = tensor.data[begin : begin + size]
+            split[own] = replace(tensor, name=own, shape=(size, tensor.shape[1]), data=data)
+            begin += size
+    return split

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, Tensor
 from lockstep.artifacts.quantisation import dequantise
+from lockstep.artifacts.weights import split_fused
 from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch
@@ -19,6 +22,8 @@ from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes
 
 Floats = npt.NDArray[np.float64]
 TINY_LLAMA, TINY_QWEN3 = SHAPES["tiny-llama"], SHAPES["tiny-qwen3"]
+TINY = {name: shape for name, shape in SHAPES.items() if name.startswith("tiny-")}
+"""One of each architecture."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +43,8 @@ class MemoryWeights:
 
 
 def config_of(shape: Shape) -> ModelConfig:
-    return ModelConfig(
-        architecture=shape.architecture,
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        max_model_len=shape.max_model_len,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_theta=shape.rope_theta,
-        tied_embeddings=shape.tied_embeddings,
-        qk_norm=shape.architecture == "qwen3",
-    )
+    traits: Mapping[str, Any] = ARCHITECTURES[shape.architecture].traits
+    return ModelConfig(**asdict(shape), **traits)
 
 
 def random_artifact(shape: Shape = TINY_LLAMA, encoding: str = "F32", seed: int = 0) -> Artifact:
@@ -62,7 +54,8 @@ def random_artifact(shape: Shape = TINY_LLAMA, encoding: str = "F32", seed: int 
         whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding in ("Q8_0", "Q4_0")
         stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
         tensors[name] = Tensor(name, Encoding(stored), size, random_tensor(name, size, stored, seed))
-    return artifact_of(config_of(shape), tensors, f"{shape}-{encoding}-{seed}")
+    config = config_of(shape)
+    return artifact_of(config, split_fused(config, tensors, Path("memory")), f"{shape}-{encoding}-{seed}")
 
 
 def artifact_of(config: ModelConfig, tensors: Mapping[str, Tensor], fingerprint: str) -> Artifact:

@@ -14,7 +14,7 @@ from lockstep.executors.openvino.inputs import Limits, build_inputs
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.probe import quick_probe, thorough_probe
 from lockstep.executors.probe_play import Scenario, play
-from tests.executors.openvino.support import TINY_LLAMA, TINY_QWEN3, batch_of, random_artifact, run
+from tests.executors.openvino.support import TINY, TINY_LLAMA, TINY_QWEN3, batch_of, random_artifact, run
 from tools.random_models import Shape
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 120, 20
@@ -36,6 +36,23 @@ def loaded(
 def test_logits_are_bitwise_the_same_alone_batched_and_chunked(shape: Shape, encoding: str) -> None:
     with loaded(shape, encoding) as executor:
         report = quick_probe(executor, NUM_BLOCKS)
+    assert report.deterministic, [case for case in report.cases if not case.passed]
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name not in ("tiny-llama", "tiny-qwen3")])
+def test_they_are_so_in_every_architecture(name: str) -> None:
+    with loaded(TINY[name]) as executor:
+        report = quick_probe(executor, NUM_BLOCKS)
+    assert report.deterministic, [case for case in report.cases if not case.passed]
+
+
+@pytest.mark.parametrize("name", ["tiny-mistral", "tiny-gemma3"])
+def test_chunks_that_end_anywhere_in_a_sliding_window_change_nothing(name: str) -> None:
+    """Chunks of every size against windows of 16 tokens, contexts of 75 and of 600."""
+    shape = replace(TINY[name], num_layers=2, windows=(16, 16 if name == "tiny-mistral" else 0))
+    with loaded(shape) as executor:
+        report = thorough_probe(executor, NUM_BLOCKS, NUM_HOST_BLOCKS)
+    assert len(report.cases) > 100
     assert report.deterministic, [case for case in report.cases if not case.passed]
 
 

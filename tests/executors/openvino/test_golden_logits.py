@@ -108,7 +108,7 @@ def test_so_are_the_logits_as_served(encoding: str, bound: float, directory: Pat
 
 
 @dataclass(frozen=True)
-class _StillInterleaved:
+class StillInterleaved:
     """Weights whose reader forgot to undo llama.cpp's rope permutation."""
 
     inner: Weights
@@ -131,6 +131,6 @@ class _StillInterleaved:
 def test_a_rope_permutation_that_was_not_undone_would_be_seen(encoding: str, directory: Path) -> None:
     artifact = open_case(directory, "llama", encoding)
     config = artifact.config
-    wrong = replace(artifact, weights=_StillInterleaved(artifact.weights, config.num_heads, config.num_kv_heads))
+    wrong = replace(artifact, weights=StillInterleaved(artifact.weights, config.num_heads, config.num_kv_heads))
     golden = np.load(GOLDEN / "logits_llama_cpp.npz")[f"llama.{encoding}"]
     assert relative_error(golden_prompt_logits(wrong, EXACT), golden) > 5 * MAX_RELATIVE_ERROR["Q4_0"]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lockstep.artifacts.huggingface_config import read_config
+from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import ModelConfig, RopeScaling
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
-from lockstep.executors.openvino.rope import inverse_frequencies
+from lockstep.executors.openvino.rope import inverse_frequencies, local_frequencies
 
+GOLDEN: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).resolve().parents[2] / "golden" / "rope.json").read_text()
+)
+"""Written by tools/golden/rope.py."""
 CONFIG = ModelConfig("llama", 1, 64, 64, 1, 1, 64, 10, 131072, 1e-5, 500000.0)
 LLAMA3 = RopeScaling(
     "llama3",
@@ -49,6 +58,21 @@ def test_factors_of_a_gguf_give_what_the_formula_gives() -> None:
 def test_factors_that_are_not_one_positive_number_per_pair_are_refused(factors: tuple[float, ...]) -> None:
     with pytest.raises(CorruptArtifactError, match="rope factor"):
         inverse_frequencies(replace(CONFIG, rope_scaling=RopeScaling("factors", 1.0, factors=factors)))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_what_a_config_declares_gives_the_frequencies_of_transformers(name: str) -> None:
+    golden = GOLDEN[name]
+    config = read_config(Metadata(Path("config.json"), golden["config"]))
+    np.testing.assert_allclose(inverse_frequencies(config), golden["frequencies"], rtol=2e-6)
+    factor = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+    assert factor == pytest.approx(golden["attention_factor"], rel=1e-9)
+
+
+def test_layers_with_a_window_have_frequencies_of_their_own() -> None:
+    config = replace(CONFIG, rope_scaling=LLAMA3, local_rope_theta=10000.0, windows=(16,))
+    plain = replace(CONFIG, rope_theta=10000.0)
+    np.testing.assert_array_equal(local_frequencies(config), inverse_frequencies(plain))
 
 
 def test_an_unknown_scaling_is_refused_by_name() -> None:

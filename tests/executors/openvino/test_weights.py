@@ -87,7 +87,7 @@ def test_a_missing_tensor_or_bias_is_named() -> None:
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     config = replace(config_of(SHAPES["tiny-llama"]), architecture="mamba")
-    with pytest.raises(UnsupportedArtifactError, match="'mamba' is not known; known are: llama, qwen3"):
+    with pytest.raises(UnsupportedArtifactError, match="'mamba' is not known; known are: llama, mistral, qwen2"):
         build_decoder(config, random_artifact().weights)
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
+from lockstep.artifacts.architectures import ARCHITECTURES
+from lockstep.artifacts.layout import layer_norms
 from lockstep.artifacts.model import ModelConfig, Tensor, Weights
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
-from lockstep.executors.openvino.rope import inverse_frequencies
+from lockstep.executors.openvino.rope import inverse_frequencies, local_frequencies
 from lockstep.executors.openvino.runtime import Model, Node, op, ov
 from lockstep.executors.openvino.weights import matrix, vector
 
-ARCHITECTURES = ("llama", "qwen3")
 MASKED = np.float32(-65504)
 
 
@@ -50,7 +52,11 @@ class _DecoderBuilder:
         self.mask = _parameter("attention_mask", [-1, -1], np.int64)
         self.positions = _parameter("position_ids", [-1, -1], np.int64)
         self.beams = _parameter("beam_idx", [-1], np.int32)
-        self.cos, self.sin = self._rotary_tables()
+        factor = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+        self.rotary = self._rotary_tables(inverse_frequencies(config), factor)
+        self.local_rotary = self.rotary
+        if config.local_rope_theta is not None:
+            self.local_rotary = self._rotary_tables(local_frequencies(config), 1.0)
         self.causal_mask = self._causal_mask()
         batch = op.gather(op.shape_of(self.ids), _ints(0), _int(0))
         self.empty_past_shape = op.concat([batch, _ints(config.num_kv_heads, 0, config.head_dim)], 0)
@@ -58,7 +64,7 @@ class _DecoderBuilder:
     def build(self, progress: Callable[[float], None]) -> Model:
         config = self.config
         embeddings = self._matrix("model.embed_tokens", (config.vocab_size, config.hidden_size))
-        hidden = op.gather(embeddings, self.ids, _int(0))
+        hidden = _scaled(op.gather(embeddings, self.ids, _int(0)), config.embedding_scale)
         for layer in range(config.num_layers):
             hidden = self._layer(hidden, layer)
             progress((layer + 1) / config.num_layers)
@@ -67,39 +73,54 @@ class _DecoderBuilder:
             head = embeddings
         else:
             head = self._matrix("lm_head", (config.vocab_size, config.hidden_size))
-        logits = op.result(op.matmul(hidden, head, False, True), name="logits")
+        logits = op.matmul(hidden, head, False, True)
+        if config.logits_divisor != 1.0:
+            logits = op.divide(logits, _float(config.logits_divisor))
+        logits = op.result(logits, name="logits")
         logits.output(0).tensor.set_names({"logits"})
         return ov.Model([logits], self.sinks, [self.ids, self.mask, self.positions, self.beams], "decoder")
 
     def _layer(self, hidden: Node, layer: int) -> Node:
         config, prefix = self.config, f"model.layers.{layer}."
-        normed = self._norm(hidden, prefix + "input_layernorm", config.hidden_size)
-        hidden = op.add(hidden, self._attention(normed, layer, prefix + "self_attn."))
-        normed = self._norm(hidden, prefix + "post_attention_layernorm", config.hidden_size)
-        return op.add(hidden, self._mlp(normed, prefix + "mlp."))
+        norms = layer_norms(config)
+
+        def norm(x: Node, name: str | None) -> Node:
+            return x if name is None else self._norm(x, prefix + name, config.hidden_size)
+
+        added = self._attention(norm(hidden, norms.before_attention), layer, prefix + "self_attn.")
+        hidden = op.add(hidden, _scaled(norm(added, norms.after_attention), config.residual_scale))
+        added = self._mlp(norm(hidden, norms.before_mlp), prefix + "mlp.")
+        return op.add(hidden, _scaled(norm(added, norms.after_mlp), config.residual_scale))
 
     def _mlp(self, x: Node, prefix: str) -> Node:
         inner, outer = self.config.intermediate_size, self.config.hidden_size
         gate = self._linear(x, prefix + "gate_proj", inner, outer)
+        gate = op.swish(gate) if self.config.activation == "silu" else op.gelu(gate, "TANH")
         up = self._linear(x, prefix + "up_proj", inner, outer)
-        return self._linear(op.multiply(op.swish(gate), up), prefix + "down_proj", outer, inner)
+        return self._linear(op.multiply(gate, up), prefix + "down_proj", outer, inner)
 
     def _attention(self, x: Node, layer: int, prefix: str) -> Node:
         config = self.config
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-        query = self._split_heads(self._linear(x, prefix + "q_proj", heads * size, config.hidden_size), heads)
-        key = self._split_heads(self._linear(x, prefix + "k_proj", kv_heads * size, config.hidden_size), kv_heads)
+        query = self._rotate(self._query_or_key(x, prefix + "q", heads), layer)
+        key = self._rotate(self._query_or_key(x, prefix + "k", kv_heads), layer)
         value = self._split_heads(self._linear(x, prefix + "v_proj", kv_heads * size, config.hidden_size), kv_heads)
-        if config.qk_norm:
-            query = self._norm(query, prefix + "q_norm", size)
-            key = self._norm(key, prefix + "k_norm", size)
-        keys = self._remember(self._rotate(key), layer, "key")
-        values = self._remember(value, layer, "value")
-        mixed = op.scaled_dot_product_attention(
-            self._rotate(query), self._share_heads(keys), self._share_heads(values), self.causal_mask, causal=False
-        )
+        keys = self._share_heads(self._remember(key, layer, "key"))
+        values = self._share_heads(self._remember(value, layer, "value"))
+        scale = () if config.attention_scale is None else (_float(config.attention_scale),)
+        mixed = op.scaled_dot_product_attention(query, keys, values, self.causal_mask, *scale, causal=False)
         mixed = op.reshape(op.transpose(mixed, _ints(0, 2, 1, 3)), _ints(0, 0, heads * size), True)
         return self._linear(mixed, prefix + "o_proj", config.hidden_size, heads * size)
+
+    def _query_or_key(self, x: Node, name: str, heads: int) -> Node:
+        """[B, heads, S, head_dim], normalised where the model does that, not yet rotated."""
+        config = self.config
+        y = self._linear(x, name + "_proj", heads * config.head_dim, config.hidden_size)
+        if not config.qk_norm:
+            return self._split_heads(y, heads)
+        if config.qk_norm_whole:
+            return self._split_heads(self._norm(y, name + "_norm", heads * config.head_dim), heads)
+        return self._norm(self._split_heads(y, heads), name + "_norm", config.head_dim)
 
     def _linear(self, x: Node, name: str, out_features: int, in_features: int) -> Node:
         """x @ W.T, plus the bias where the artifact has one."""
@@ -112,7 +133,7 @@ class _DecoderBuilder:
 
     def _norm(self, x: Node, name: str, size: int) -> Node:
         """RMS norm over the last axis."""
-        weight = vector(self._tensor(f"{name}.weight"), size)
+        weight = vector(self._tensor(f"{name}.weight"), size) + np.float32(self.config.norm_offset)
         mean = op.reduce_mean(op.power(x, _float(2)), _ints(-1), True)
         scale = op.divide(_float(1), op.sqrt(op.add(mean, _float(self.config.rms_norm_eps))))
         rank = len(x.get_output_partial_shape(0))
@@ -151,20 +172,25 @@ class _DecoderBuilder:
         self.sinks.append(op.assign(together, variable))
         return together
 
-    def _rotary_tables(self) -> tuple[Node, Node]:
-        """Cosines and sines [B, 1, S, head_dim] of this step's positions."""
-        frequencies = op.constant(inverse_frequencies(self.config).reshape(1, 1, -1))
-        angles = op.multiply(op.convert(op.unsqueeze(self.positions, _int(2)), np.float32), frequencies)
+    def _rotary_tables(self, frequencies: npt.NDArray[np.float32], factor: float) -> tuple[Node, Node]:
+        """Cosines and sines [B, 1, S, rotary_dim] of this step's positions, times the factor."""
+        constant = op.constant(frequencies.reshape(1, 1, -1))
+        angles = op.multiply(op.convert(op.unsqueeze(self.positions, _int(2)), np.float32), constant)
         angles = op.concat([angles, angles], -1)
-        return op.unsqueeze(op.cos(angles), _int(1)), op.unsqueeze(op.sin(angles), _int(1))
+        cos, sin = _scaled(op.cos(angles), factor), _scaled(op.sin(angles), factor)
+        return op.unsqueeze(cos, _int(1)), op.unsqueeze(sin, _int(1))
 
-    def _rotate(self, x: Node) -> Node:
-        """Rotate pairs (i, i + head_dim / 2): GPT-NeoX order, the one of Hugging Face checkpoints."""
-        size = self.config.head_dim
-        first = op.slice(x, _ints(0), _ints(size // 2), _ints(1), _ints(3))
-        second = op.slice(x, _ints(size // 2), _ints(size), _ints(1), _ints(3))
-        turned = op.concat([op.multiply(second, _float(-1)), first], -1)
-        return op.add(op.multiply(x, self.cos), op.multiply(turned, self.sin))
+    def _rotate(self, x: Node, layer: int) -> Node:
+        """Rotate pairs (i, i + rotary_dim / 2): GPT-NeoX order, the one of Hugging Face checkpoints."""
+        config = self.config
+        if layer in config.unrotated_layers:
+            return x
+        cos, sin = self.local_rotary if config.windows and config.windows[layer] else self.rotary
+        size = config.head_dim if config.rotary_dim is None else config.rotary_dim
+        part = x if size == config.head_dim else _columns(x, 0, size)
+        turned = op.concat([op.multiply(_columns(part, size // 2, size), _float(-1)), _columns(part, 0, size // 2)], -1)
+        rotated = op.add(op.multiply(part, cos), op.multiply(turned, sin))
+        return rotated if size == config.head_dim else op.concat([rotated, _columns(x, size, config.head_dim)], -1)
 
     def _causal_mask(self) -> Node:
         """[1, 1, S, total]: 0 where a query may look, a large negative number elsewhere."""
@@ -189,6 +215,15 @@ def _parameter(name: str, shape: list[int], dtype: type) -> Node:
     node = op.parameter(ov.PartialShape(shape), dtype, name=name)
     node.output(0).tensor.set_names({name})
     return node
+
+
+def _scaled(x: Node, factor: float) -> Node:
+    return x if factor == 1.0 else op.multiply(x, _float(factor))
+
+
+def _columns(x: Node, begin: int, end: int) -> Node:
+    """Part of the last axis of a tensor with four."""
+    return op.slice(x, _ints(begin), _ints(end), _ints(1), _ints(3))
 
 
 def _int(value: int) -> Node:

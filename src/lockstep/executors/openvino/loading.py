@@ -24,7 +24,7 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
     model = _stateful_model(core, artifact, options, report)
     report("compile", 0.0)
     try:
-        to_paged(model)
+        to_paged(model, artifact.config.windows)
         compiled = core.compile_model(model, device, compile_properties(options))
     except RuntimeError as error:
         raise ExecutorError(f"OpenVINO cannot compile {artifact.name}: {error}") from error

@@ -7,8 +7,11 @@ release moves this interface, this is the file to mend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from lockstep.errors import ExecutorError
 from lockstep.executors.openvino.runtime import Model, Node, op, ov
 
 TOKEN_IDS = "input_ids"
@@ -23,18 +26,51 @@ HIDDEN_ROWS = "hidden_rows"
 LOGITS = "logits"
 HIDDEN = "hidden_states"
 
+_ATTENTION = "PagedAttentionExtension"
+_KEY_CACHE_INPUT = 3
+_WINDOW_INPUT = 10
+
 
 def cache_inputs(num_layers: int) -> tuple[str, ...]:
     """Names of the KV inputs: keys and values of layer 0, then of layer 1, and so on."""
     return tuple(f"{kind}_cache.{layer}" for layer in range(num_layers) for kind in ("key", "value"))
 
 
-def to_paged(model: Model) -> None:
-    """Replace the state of ``model`` (a stateful ``ov.Model``) by block inputs, in place, and add the row gather."""
+def to_paged(model: Model, windows: Sequence[int] = ()) -> None:
+    """Replace the state of ``model`` (a stateful ``ov.Model``) by block inputs, in place, and add the row gather.
+
+    Args:
+        windows: per layer, how many tokens a query sees, itself included; 0: all. Empty: all, in every layer.
+
+    Raises:
+        ExecutorError: the attention operator does not take its window where we know it to.
+    """
     from openvino._offline_transformations import paged_attention_transformation  # internal: kept here
 
     paged_attention_transformation(model)
+    if any(windows):
+        _set_windows(model, windows)
     _gather_rows(model)
+
+
+def _set_windows(model: Model, windows: Sequence[int]) -> None:
+    """Write each layer's window where the transformation has put a zero.
+
+    It recognises windows in the masks of a few exporters, by patterns that differ from release to release; our mask
+    says nothing of windows, so that there is one place for them.
+    """
+    remaining = dict(zip(cache_inputs(len(windows))[::2], windows, strict=True))
+    for node in model.get_ops():
+        if node.get_type_name() != _ATTENTION:
+            continue
+        window = remaining.pop(node.input_value(_KEY_CACHE_INPUT).get_node().get_friendly_name(), None)
+        port = node.input(_WINDOW_INPUT)
+        before = port.get_source_output().get_node()
+        if window is None or before.get_type_name() != "Constant" or before.data.shape != () or before.data != 0:
+            raise ExecutorError(f"OpenVINO's {_ATTENTION} has changed: its input {_WINDOW_INPUT} is not a window")
+        port.replace_source_output(op.constant(np.array(window, np.int32)).output(0))
+    if remaining:
+        raise ExecutorError(f"OpenVINO's transformation left no {_ATTENTION} for {', '.join(remaining)}")
 
 
 def _gather_rows(model: Model) -> None:

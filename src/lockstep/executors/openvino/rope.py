@@ -10,18 +10,17 @@ import numpy.typing as npt
 from lockstep.artifacts.model import ModelConfig, RopeScaling
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
-KNOWN_SCALINGS = ("linear", "llama3", "factors")
+KNOWN_SCALINGS = ("linear", "llama3", "yarn", "factors")
 
 
 def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
-    """[head_dim / 2]: angle per position of each pair (i, i + head_dim / 2).
+    """[rotary_dim / 2]: angle per position of each pair (i, i + rotary_dim / 2).
 
     Raises:
         UnsupportedArtifactError: a scaling that is not known.
         CorruptArtifactError: explicit factors that are too few, too many, or not positive numbers.
     """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = (np.float32(1.0) / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+    frequencies = _plain(config, config.rope_theta)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
@@ -29,10 +28,24 @@ def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
         return (frequencies / np.float32(scaling.factor)).astype(np.float32)
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling)
+    if scaling.kind == "yarn":
+        return _yarn(frequencies, scaling, config.rope_theta)
     if scaling.kind == "factors":
         return _divided(frequencies, scaling)
     known = ", ".join(KNOWN_SCALINGS)
     raise UnsupportedArtifactError(f"rope scaling {scaling.kind!r} is not known; known are: {known}")
+
+
+def local_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
+    """As `inverse_frequencies`, in layers with a window of a model that rotates those apart."""
+    assert config.local_rope_theta is not None, "all layers are rotated alike"
+    return _plain(config, config.local_rope_theta)
+
+
+def _plain(config: ModelConfig, theta: float) -> npt.NDArray[np.float32]:
+    rotary_dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    return (np.float32(1.0) / np.float32(theta) ** exponents).astype(np.float32)
 
 
 def _llama3(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray[np.float32]:
@@ -59,3 +72,25 @@ def _divided(frequencies: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.
     if not (np.isfinite(factors) & (factors > 0)).all():
         raise CorruptArtifactError("a rope factor is not a positive number")
     return (frequencies / factors).astype(np.float32)
+
+
+def _yarn(frequencies: npt.NDArray[np.float32], scaling: RopeScaling, theta: float) -> npt.NDArray[np.float32]:
+    """YaRN (arXiv 2309.00071): pairs that turn often within the trained context are kept, slow ones are stretched.
+
+    Between ``beta_fast`` and ``beta_slow`` turns the share rises linearly with the index of the pair. Source of the
+    details: transformers, modeling_rope_utils.py, ``_compute_yarn_parameters``.
+    """
+    trained, num_pairs = scaling.parameters["original_max_position_embeddings"], len(frequencies)
+
+    def pair_that_turns(times: float) -> float:
+        return num_pairs * math.log(trained / (times * 2 * math.pi)) / math.log(theta)
+
+    low, high = (pair_that_turns(scaling.parameters[key]) for key in ("beta_fast", "beta_slow"))
+    if scaling.parameters["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    span = high - low if high != low else 0.001
+    stretched = np.clip((np.arange(num_pairs, dtype=np.float32) - np.float32(low)) / np.float32(span), 0, 1)
+    slow = frequencies / np.float32(scaling.factor)
+    mixed: npt.NDArray[np.float32] = (slow * stretched + frequencies * (1 - stretched)).astype(np.float32)
+    return mixed

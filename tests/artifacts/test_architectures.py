@@ -1,0 +1,276 @@
+"""What each architecture's files say is read as data, in the spelling of every generation, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.artifacts.architectures import ARCHITECTURES
+from lockstep.artifacts.huggingface_config import read_config
+from lockstep.artifacts.layout import check_config
+from lockstep.artifacts.metadata import Metadata, without_nulls
+from lockstep.artifacts.model import ModelConfig, RopeScaling
+from lockstep.artifacts.source import open_artifact
+from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
+from tests.artifacts.support import LLAMA, HandMadeGguf, edit_json, text
+from tools.random_configs import huggingface_config
+from tools.random_models import SHAPES, random_tensor, write_gguf, write_huggingface
+
+CONFIG_JSON = Path("config.json")
+ROPE = {"rope_theta": 10000.0}
+
+
+def config_of(name: str, **changes: object) -> ModelConfig:
+    """What is read of a tiny model's config.json; None takes a key out."""
+    declared = without_nulls(json.loads(json.dumps(huggingface_config(SHAPES[f"tiny-{name}"]) | changes)))
+    config = read_config(Metadata(CONFIG_JSON, declared))
+    check_config(config, CONFIG_JSON)
+    return config
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_is_known_by_its_type_as_well(name: str) -> None:
+    assert config_of(name, architectures=None) == config_of(name)
+    assert config_of(name).architecture == name
+
+
+def test_gemma3_in_its_older_spelling() -> None:
+    older = config_of(
+        "gemma3",
+        rope_parameters=None,
+        layer_types=None,
+        sliding_window_pattern=3,
+        rope_theta=2e6,
+        rope_local_base_freq=5e3,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        tie_word_embeddings=None,
+    )
+    assert older.windows == (16, 16, 0, 16, 16, 0)
+    assert (older.rope_theta, older.local_rope_theta) == (2e6, 5e3)
+    assert older.rope_scaling == RopeScaling("linear", 8.0)
+    assert older.tied_embeddings
+
+
+def test_gemma3_has_defaults_of_its_own() -> None:
+    names = ("rope_parameters", "layer_types", "sliding_window", "head_dim", "query_pre_attn_scalar")
+    config = config_of("gemma3", **dict.fromkeys(names))
+    assert config.windows == (4096,) * 5 + (0,)
+    assert (config.rope_theta, config.local_rope_theta, config.head_dim) == (1e6, 1e4, 256)
+    assert config.attention_scale == 1 / 16
+
+
+def test_olmo3_scales_the_rope_of_full_attention_only() -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    config = config_of("olmo3", rope_parameters=None, rope_theta=5e5, rope_scaling=yarn, layer_types=None)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.kind == "yarn"
+    assert (config.local_rope_theta, config.windows) == (5e5, (16, 16, 16, 0))
+
+
+def test_windows_that_a_file_does_not_switch_on_do_not_exist() -> None:
+    assert config_of("qwen2", sliding_window=16).windows == ()
+    assert config_of("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1).windows == (0, 16)
+    assert config_of("qwen3", sliding_window=16, use_sliding_window=True).windows == ()
+    kinds = ["sliding_attention", "full_attention"]
+    assert config_of("qwen3", sliding_window=8, use_sliding_window=True, layer_types=kinds).windows == (8, 0)
+    assert config_of("mistral", sliding_window=None).windows == ()
+    assert config_of("smollm3", sliding_window=8).windows == ()
+    assert config_of("smollm3", sliding_window=8, use_sliding_window=True).windows == (0, 0, 0, 8)
+
+
+def test_every_fourth_layer_of_smollm3_is_not_rotated_unless_the_file_lists_others() -> None:
+    assert config_of("smollm3", no_rope_layers=None).unrotated_layers == (3,)
+    assert config_of("smollm3", no_rope_layers=None, no_rope_layer_interval=2).unrotated_layers == (1, 3)
+    assert config_of("smollm3", no_rope_layers=[1, 0, 1, 1]).unrotated_layers == (1,)
+
+
+def test_yarn_reaches_as_far_as_it_says() -> None:
+    """Files that state the trained context often repeat it as the whole one."""
+    yarn = {**ROPE, "rope_type": "yarn", "factor": 4.0}
+    assert config_of("qwen2", rope_parameters=yarn).max_model_len == 2048
+    stated = yarn | {"original_max_position_embeddings": 2048}
+    assert config_of("qwen2", rope_parameters=stated).max_model_len == 8192
+
+
+def test_longrope_ends_where_its_short_factors_end() -> None:
+    for kind in ("longrope", "su", "yarn"):
+        rope = {**ROPE, "rope_type": kind, "short_factor": [1.5] * 16, "long_factor": [4.0] * 16}
+        config = config_of("phi3", rope_parameters=rope, original_max_position_embeddings=1024)
+        assert config.max_model_len == 1024
+        assert config.rope_scaling is not None
+        assert config.rope_scaling.factors == (1.5,) * 16
+        assert config.rope_scaling.attention_factor == pytest.approx((1 + np.log(2) / np.log(1024)) ** 0.5)
+
+
+SLIDING = ["sliding_attention"] * 2
+UNSUPPORTED: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "capped scores": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "capped logits": ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    "not causal": ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "another activation": ("gemma3", {"hidden_activation": "gelu"}, "'gelu'; gelu_pytorch_tanh"),
+    "rope without layers": ("gemma3", {"rope_parameters": {"rope_theta": 1.0}}, "without 'full_attention'"),
+    "scaled local rope": (
+        "gemma3",
+        {"rope_parameters": {"full_attention": ROPE, "sliding_attention": {"rope_type": "linear"}}},
+        "'linear' in layers with a sliding window",
+    ),
+    "sliding layers of llama": ("llama", {"layer_types": SLIDING}, "not part of a plain llama model"),
+    "not switched on": ("qwen3", {"layer_types": SLIDING}, "does not switch on"),
+    "another kind of layer": ("qwen3", {"layer_types": ["linear_attention"]}, "type 'linear_attention'"),
+    "partial rope": ("qwen2", {"partial_rotary_factor": 0.5}, "a part of each head"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_what_is_not_computed_is_refused_by_name(case: str) -> None:
+    name, changes, message = UNSUPPORTED[case]
+    with pytest.raises(UnsupportedArtifactError, match=message):
+        config_of(name, **changes)
+
+
+YARN = {**ROPE, "rope_type": "yarn"}
+CORRUPT: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "a window of nothing": ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+    "a negative window": ("gemma3", {"sliding_window": -1}, "sliding_window is -1"),
+    "windows without a size": (
+        "qwen3",
+        {"use_sliding_window": True, "layer_types": SLIDING, "sliding_window": None},
+        "sliding_window is 0",
+    ),
+    "too few layer types": ("gemma3", {"layer_types": ["full_attention"]}, "1 entries; 6 are"),
+    "too few rotated layers": ("smollm3", {"no_rope_layers": [1]}, "1 entries; 4 are"),
+    "no scalar": ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+    "no embeddings": ("granite", {"embedding_multiplier": 0.0}, "embedding scale is 0"),
+    "no logits": ("granite", {"logits_scaling": -1.0}, "logits divisor is -1"),
+    "no rotation": ("phi3", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.01}}, "rope over 0 dimensions"),
+    "odd rotation": ("phi3", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.1}}, "rope over 3 dimensions"),
+    "too much rotation": ("phi3", {"rope_parameters": {**ROPE, "partial_rotary_factor": 2.0}}, "over 64 dimensions"),
+    "yarn without a factor": ("qwen2", {"rope_parameters": YARN}, "'factor' is missing"),
+    "yarn of nothing": ("qwen2", {"rope_parameters": {**YARN, "factor": 0.0}}, "factor is 0.0"),
+    "trained on nothing": (
+        "qwen2",
+        {"rope_parameters": {**YARN, "factor": 2.0, "original_max_position_embeddings": 0}},
+        "original_max_position_embeddings is 0.0",
+    ),
+    "longrope without factors": ("phi3", {"rope_parameters": {**ROPE, "rope_type": "longrope"}}, "'short_factor'"),
+    "too few factors": (
+        "phi3",
+        {"rope_parameters": {**ROPE, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "1 short rope factors; 16",
+    ),
+    "factors that are words": (
+        "phi3",
+        {"rope_parameters": {**ROPE, "rope_type": "longrope", "short_factor": ["a"] * 16}},
+        r"short_factor\[0\]' is of type str",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CORRUPT)
+def test_what_contradicts_itself_is_corrupt(case: str) -> None:
+    name, changes, message = CORRUPT[case]
+    with pytest.raises(CorruptArtifactError, match=message):
+        config_of(name, **changes)
+
+
+@pytest.mark.parametrize("encoding", ["F32", "Q8_0", "Q4_0"])
+def test_fused_projections_are_read_in_parts(encoding: str, tmp_path: Path) -> None:
+    artifact = open_artifact(str(write_gguf(tmp_path / "m.gguf", "tiny-phi3", encoding, seed=3)), cache_dir=tmp_path)
+    for module, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+        prefix, _, fused = f"model.layers.1.{module}.weight".partition(module.split(".")[1])
+        tensors = [artifact.weights[f"{prefix}{part}_proj{fused}"] for part in parts]
+        rows = sum(tensor.shape[0] for tensor in tensors)
+        name = f"model.layers.1.{module}.weight"
+        whole = random_tensor(name, (rows, 128), encoding, seed=3)
+        assert np.concatenate([tensor.data for tensor in tensors]).tobytes() == whole.tobytes()
+        assert name not in artifact.weights
+
+
+def test_a_fused_projection_of_another_height_is_corrupt(tmp_path: Path) -> None:
+    path = write_huggingface(tmp_path / "m", "tiny-phi3", "F32")
+    edit_json(path / "config.json", lambda config: config.update(num_key_value_heads=1))
+    with pytest.raises(CorruptArtifactError, match=r"qkv_proj.weight' has 256 rows; 192 are expected"):
+        open_artifact(str(path), cache_dir=tmp_path)
+
+
+def test_windows_of_a_phi3_gguf_are_left_out_as_llama_cpp_does(tmp_path: Path) -> None:
+    artifact = open_artifact(str(write_gguf(tmp_path / "m.gguf", "tiny-phi3", "F32")), cache_dir=tmp_path)
+    assert artifact.config.windows == ()
+
+
+def open_gguf(tmp_path: Path, name: str, **keys: object) -> ModelConfig:
+    """A tiny model whose file has further keys, under its architecture's prefix."""
+    shape = replace(SHAPES[f"tiny-{name}"], windows=()) if name == "phi3" else SHAPES[f"tiny-{name}"]
+
+    def extra(writer: Any) -> None:
+        for key, value in keys.items():
+            full = f"{name}.{key.replace('__', '.')}"
+            if isinstance(value, np.ndarray):
+                writer.add_tensor(f"{key}.weight", value)
+            elif isinstance(value, str):
+                writer.add_string(full, value)
+            elif isinstance(value, bool):
+                writer.add_bool(full, value)
+            elif isinstance(value, int):
+                writer.add_uint32(full, value)
+            else:
+                writer.add_float32(full, value)
+
+    path = write_gguf(tmp_path / "m.gguf", shape, "F32", extra=extra)
+    return open_artifact(str(path), cache_dir=tmp_path).config
+
+
+def test_scalings_of_a_gguf_are_data(tmp_path: Path) -> None:
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 512}
+    scaling = open_gguf(tmp_path, "qwen2", **yarn).rope_scaling
+    assert scaling is not None
+    assert (scaling.kind, scaling.factor) == ("yarn", 4.0)
+    assert scaling.parameters["original_max_position_embeddings"] == 512
+    assert scaling.attention_factor == pytest.approx(1 + 0.1 * np.log(4))
+    local = open_gguf(tmp_path, "gemma3", rope__freq_base_swa=5e3, attention__sliding_window_pattern=2)
+    assert local.local_rope_theta == 5e3
+    assert local.windows == (16, 0, 16, 0, 16, 0)
+
+
+REFUSED: Mapping[str, tuple[str, dict[str, object], type[Exception], str]] = {
+    "capped logits": ("gemma3", {"final_logit_softcapping": 30.0}, UnsupportedArtifactError, "final_logit_softcapping"),
+    "no rope at all": ("granite", {"rope__scaling__finetuned": False}, UnsupportedArtifactError, "without rope"),
+    "yarn beside factors": (
+        "qwen2",
+        {"rope__scaling__type": "yarn", "rope_freqs": np.ones(16, np.float32)},
+        UnsupportedArtifactError,
+        "yarn rope scaling beside rope_freqs.weight",
+    ),
+    "longrope without factors": (
+        "phi3",
+        {"rope__scaling__type": "longrope"},
+        CorruptArtifactError,
+        "longrope without rope_factors_short.weight",
+    ),
+    "too few factors": (
+        "phi3",
+        {"rope_factors_short": np.ones(8, np.float32), "rope_factors_long": np.ones(8, np.float32)},
+        CorruptArtifactError,
+        r"F32 \[8\]; F32 \[16\] is expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_gguf_says_beyond_that_is_refused(case: str, tmp_path: Path) -> None:
+    name, keys, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=message):
+        open_gguf(tmp_path, name, **keys)
+
+
+@pytest.mark.parametrize("name", ["mistral", "olmo3"])
+def test_names_that_no_converter_writes_are_not_known(name: str, tmp_path: Path) -> None:
+    values = {**LLAMA, "general.architecture": text(name)}
+    with pytest.raises(UnsupportedArtifactError, match=f"architecture '{name}'; the known ones are llama"):
+        HandMadeGguf(values).open(tmp_path)

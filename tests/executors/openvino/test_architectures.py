@@ -1,0 +1,114 @@
+"""Every architecture, read from files as people have them, computes what transformers and llama.cpp compute.
+
+tools/golden/ holds the scripts that asked them, and the tiny random models that both sides read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.artifacts.model import Artifact
+from lockstep.artifacts.source import open_artifact
+from lockstep.executors.base import Logits
+from tests.executors.openvino.test_golden_logits import (
+    EXACT,
+    GOLDEN,
+    MAX_RELATIVE_ERROR,
+    StillInterleaved,
+    golden_prompt_logits,
+    relative_error,
+)
+from tools.golden.architecture_cases import GGUF_CASES, HUGGINGFACE_CASES
+from tools.golden.logit_cases import SEED, sharpened
+from tools.random_models import write_gguf, write_safetensors
+
+GELU_TABLE = 2e-3
+"""Relative error beside F32 weights where llama.cpp looks its GELU up in a table of float16; 5e-4 was seen."""
+
+
+def open_huggingface_case(name: str, directory: Path) -> Artifact:
+    case = HUGGINGFACE_CASES[name]
+    (directory / "config.json").write_text(json.dumps(case.config()))
+    write_safetensors(directory / "model.safetensors", sharpened(case.shape))
+    return open_artifact(str(directory), cache_dir=directory / "cache")
+
+
+def transformers_logits(name: str) -> Logits:
+    logits: Logits = np.load(GOLDEN / "logits_architectures.npz")[name]
+    return logits
+
+
+@pytest.mark.parametrize("name", HUGGINGFACE_CASES)
+def test_float32_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    logits = golden_prompt_logits(open_huggingface_case(name, tmp_path), EXACT)
+    assert np.abs(logits - transformers_logits(name)).max() <= 1e-3
+
+
+def open_gguf_case(name: str, encoding: str, directory: Path) -> Artifact:
+    case = GGUF_CASES[name]
+    path = write_gguf(directory / "m.gguf", case.shape, encoding, seed=SEED, extra=case.extra)
+    return open_artifact(str(path), cache_dir=directory / "cache")
+
+
+def llama_cpp_logits(name: str, encoding: str) -> Logits:
+    logits: Logits = np.load(GOLDEN / "logits_architectures_llama_cpp.npz")[f"{name}.{encoding}"]
+    return logits
+
+
+@pytest.mark.parametrize(("name", "encoding"), [(n, e) for n, case in GGUF_CASES.items() for e in case.encodings])
+def test_logits_are_near_those_of_llama_cpp(name: str, encoding: str, tmp_path: Path) -> None:
+    logits = golden_prompt_logits(open_gguf_case(name, encoding, tmp_path), EXACT)
+    bound = GELU_TABLE if name.startswith("gemma3") and encoding == "F32" else MAX_RELATIVE_ERROR[encoding]
+    assert relative_error(logits, llama_cpp_logits(name, encoding)) <= bound
+
+
+@pytest.mark.parametrize("name", ["granite", "smollm3", "qwen2"])
+def test_the_other_order_of_rows_would_be_seen(name: str, tmp_path: Path) -> None:
+    """Converters permute queries and keys for some architectures and not for others."""
+    artifact = open_gguf_case(name, "F32", tmp_path)
+    config = artifact.config
+    wrong = replace(artifact, weights=StillInterleaved(artifact.weights, config.num_heads, config.num_kv_heads))
+    assert relative_error(golden_prompt_logits(wrong, EXACT), llama_cpp_logits(name, "F32")) > 0.1
+
+
+FORGOTTEN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen2-window: the window": ("qwen2-window", {"windows": ()}),
+    "qwen2-window: which layer has it": ("qwen2-window", {"windows": (16, 0)}),
+    "qwen2-yarn: the scaling": ("qwen2-yarn", {"rope_scaling": None}),
+    "mistral: the window": ("mistral", {"windows": ()}),
+    "mistral: one token less": ("mistral", {"windows": (15, 15)}),
+    "mistral: one token more": ("mistral", {"windows": (17, 17)}),
+    "gemma3: the windows": ("gemma3", {"windows": ()}),
+    "gemma3: which layer sees all": ("gemma3", {"windows": (16, 16, 16, 16, 0, 16)}),
+    "gemma3: the local base": ("gemma3", {"local_rope_theta": 1e6}),
+    "gemma3: that norms lack one": ("gemma3", {"norm_offset": 0.0}),
+    "gemma3: the scale of scores": ("gemma3", {"attention_scale": None}),
+    "gemma3: the scale of embeddings": ("gemma3", {"embedding_scale": 1.0}),
+    "gemma3: the activation": ("gemma3", {"activation": "silu"}),
+    "gemma3-linear: the scaling": ("gemma3-linear", {"rope_scaling": None}),
+    "phi3: the window": ("phi3", {"windows": ()}),
+    "phi3-longrope: the scaling": ("phi3-longrope", {"rope_scaling": None}),
+    "granite: the scale of scores": ("granite", {"attention_scale": None}),
+    "granite: the scale of embeddings": ("granite", {"embedding_scale": 1.0}),
+    "granite: the scale of the residual": ("granite", {"residual_scale": 1.0}),
+    "granite: the divisor of logits": ("granite", {"logits_divisor": 1.0}),
+    "olmo3: the windows": ("olmo3", {"windows": ()}),
+    "olmo3: that local layers are not scaled": ("olmo3", {"local_rope_theta": None}),
+    "smollm3: layers without rope": ("smollm3", {"unrotated_layers": ()}),
+    "smollm3: which layers": ("smollm3-other-layers", {"unrotated_layers": (3,)}),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_what_an_architecture_adds_would_be_missed(what: str, tmp_path: Path) -> None:
+    name, changes = FORGOTTEN[what]
+    artifact = open_huggingface_case(name, tmp_path)
+    wrong = replace(artifact, config=replace(artifact.config, **changes))
+    assert np.abs(golden_prompt_logits(wrong, EXACT) - transformers_logits(name)).max() > 0.5

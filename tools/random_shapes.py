@@ -1,0 +1,125 @@
+"""Sizes of models, small ones of each architecture and some that people run, and which tensors such a model has.
+
+Knows nothing of `lockstep`, so that it can test it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+BIASED = ("qwen2",)
+HEAD_NORMS = ("qwen3", "gemma3")
+POST_NORM = ("olmo2", "olmo3")
+FUSED = ("phi3",)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a dense decoder, under the names of `lockstep.artifacts.model.ModelConfig`."""
+
+    architecture: str = "llama"
+    num_layers: int = 2
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = 512
+    max_model_len: int = 2048
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    rotary_dim: int | None = None
+    windows: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    unrotated_layers: tuple[int, ...] = ()
+
+
+_SMALL = Shape(intermediate_size=192, vocab_size=320)
+SHAPES: Mapping[str, Shape] = {
+    "tiny-llama": Shape(),
+    "tiny-qwen3": Shape("qwen3", head_dim=64, rope_theta=1e6, tied_embeddings=True),
+    "tiny-qwen2": replace(_SMALL, architecture="qwen2", rope_theta=1e6, tied_embeddings=True),
+    "tiny-mistral": replace(_SMALL, architecture="mistral", windows=(16, 16)),
+    "tiny-gemma3": replace(
+        _SMALL,
+        architecture="gemma3",
+        num_layers=6,
+        hidden_size=96,
+        rope_theta=1e6,
+        tied_embeddings=True,
+        attention_scale=32**-0.5,
+        embedding_scale=96**0.5,
+        windows=(16, 16, 16, 16, 16, 0),
+        local_rope_theta=1e4,
+    ),
+    "tiny-phi3": replace(_SMALL, architecture="phi3", windows=(16, 16)),
+    "tiny-granite": replace(
+        _SMALL,
+        architecture="granite",
+        attention_scale=0.1,
+        embedding_scale=6.0,
+        residual_scale=0.5,
+        logits_divisor=0.25,
+        tied_embeddings=True,
+    ),
+    "tiny-olmo2": replace(_SMALL, architecture="olmo2", rope_theta=5e5),
+    "tiny-olmo3": replace(
+        _SMALL,
+        architecture="olmo3",
+        num_layers=4,
+        rope_theta=5e5,
+        windows=(16, 16, 16, 0),
+        local_rope_theta=5e5,
+    ),
+    "tiny-smollm3": replace(
+        _SMALL, architecture="smollm3", num_layers=4, rope_theta=2e6, tied_embeddings=True, unrotated_layers=(3,)
+    ),
+    "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, tied_embeddings=True),
+    "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, 1e-6, tied_embeddings=True),
+    "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
+}
+
+
+def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Every tensor under its Hugging Face name."""
+    hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+    layer: dict[str, tuple[int, ...]] = {}
+    if shape.architecture not in POST_NORM:
+        layer["input_layernorm"] = (hidden,)
+    if shape.architecture in FUSED:
+        layer |= {"self_attn.qkv_proj": (queries + 2 * keys, hidden)}
+    else:
+        layer |= {
+            f"self_attn.{name}_proj": (rows, hidden) for name, rows in zip("qkv", (queries, keys, keys), strict=True)
+        }
+    layer |= {"self_attn.o_proj": (hidden, queries), "post_attention_layernorm": (hidden,)}
+    if shape.architecture in FUSED:
+        layer |= {"mlp.gate_up_proj": (2 * inner, hidden)}
+    else:
+        layer |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    layer |= {"mlp.down_proj": (hidden, inner)}
+    if shape.architecture in HEAD_NORMS:
+        layer |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
+    if shape.architecture in POST_NORM:
+        layer |= {"self_attn.q_norm": (queries,), "self_attn.k_norm": (keys,)}
+    if shape.architecture == "gemma3":
+        layer |= {"pre_feedforward_layernorm": (hidden,)}
+    if shape.architecture in ("gemma3", *POST_NORM):
+        layer |= {"post_feedforward_layernorm": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
+    for index in range(shape.num_layers):
+        shapes |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
+        if shape.architecture in BIASED:
+            sizes = zip("qkv", (queries, keys, keys), strict=True)
+            shapes |= {f"model.layers.{index}.self_attn.{name}_proj.bias": (size,) for name, size in sizes}
+    shapes["model.norm.weight"] = (hidden,)
+    if not shape.tied_embeddings:
+        shapes["lm_head.weight"] = (shape.vocab_size, hidden)
+    return shapes
