@@ -41,6 +41,7 @@ HUGGINGFACE_CASES: Mapping[str, ArchitectureCase] = {
     ),
     "qwen2-yarn": ArchitectureCase(_QWEN2, {"rope_parameters": {**_ROPE, **_YARN}}),
     "mistral": ArchitectureCase(SHAPES["tiny-mistral"]),
+    "mistral-window-40": ArchitectureCase(replace(SHAPES["tiny-mistral"], windows=(40, 40))),
     "mistral-full": ArchitectureCase(replace(SHAPES["tiny-mistral"], windows=())),
     "gemma3": ArchitectureCase(_GEMMA3, {"query_pre_attn_scalar": 20}),
     "gemma3-linear": ArchitectureCase(

@@ -16,7 +16,10 @@ import pytest
 
 from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.source import open_artifact
+from lockstep.errors import ExecutorError
 from lockstep.executors.base import Logits
+from lockstep.executors.openvino.graph import build_decoder
+from lockstep.executors.openvino.paged import to_paged
 from tests.executors.openvino.test_golden_logits import (
     EXACT,
     GOLDEN,
@@ -76,6 +79,24 @@ def test_the_other_order_of_rows_would_be_seen(name: str, tmp_path: Path) -> Non
     config = artifact.config
     wrong = replace(artifact, weights=StillInterleaved(artifact.weights, config.num_heads, config.num_kv_heads))
     assert relative_error(golden_prompt_logits(wrong, EXACT), llama_cpp_logits(name, "F32")) > 0.1
+
+
+def test_windows_are_there_when_the_graph_comes_from_the_cache(tmp_path: Path) -> None:
+    """What is cached is the graph before its windows are written."""
+    artifact = open_huggingface_case("gemma3", tmp_path)
+    options = replace(EXACT, cache_dir=tmp_path / "graphs")
+    for _ in ("built", "read"):
+        logits = golden_prompt_logits(artifact, options)
+        assert np.abs(logits - transformers_logits("gemma3")).max() <= 1e-3
+
+
+def test_a_model_of_a_declared_window_and_another_number_of_layers_is_an_error(tmp_path: Path) -> None:
+    artifact = open_huggingface_case("mistral", tmp_path)
+    for windows, message in (((16,), "is not a window"), ((16,) * 3, "left no PagedAttentionExtension")):
+        wrong = replace(artifact, config=replace(artifact.config, windows=windows + (0,) * (2 - len(windows))))
+        model = build_decoder(wrong.config, wrong.weights)
+        with pytest.raises(ExecutorError, match=message):
+            to_paged(model, windows)
 
 
 FORGOTTEN: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from lockstep.executors.openvino.loading import compile_artifact
 from lockstep.executors.openvino.options import OpenVINOOptions
-from tests.executors.openvino.support import TINY_LLAMA, TINY_QWEN3, random_artifact
-from tools.random_models import Shape
+from tests.executors.openvino.support import TINY, random_artifact
+from tools.random_models import tensor_shapes
+
+SHAPES = {**TINY, "partial rope": replace(TINY["tiny-phi3"], rotary_dim=24)}
 
 
-@pytest.mark.parametrize("shape", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
-@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0"])
-def test_norms_rotations_attention_and_compressed_weights_are_fused(shape: Shape, encoding: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "encoding"), [*((name, "Q8_0") for name in SHAPES), ("tiny-llama", "Q4_0"), ("tiny-qwen3", "Q4_0")]
+)
+def test_norms_rotations_attention_and_compressed_weights_are_fused(name: str, encoding: str) -> None:
+    shape = SHAPES[name]
     compiled = compile_artifact(random_artifact(shape, encoding), OpenVINOOptions(), lambda stage, fraction: None)
     kinds: Counter[str] = Counter()
     weight_types = set()
@@ -23,10 +28,11 @@ def test_norms_rotations_attention_and_compressed_weights_are_fused(shape: Shape
         kinds[kind] += 1
         if kind == "FullyConnected":
             weight_types.add(node.input(1).get_element_type().get_type_name())
-    layers, head_norms = shape.num_layers, 2 * shape.num_layers if shape.architecture == "qwen3" else 0
+    layers, rotated = shape.num_layers, shape.num_layers - len(shape.unrotated_layers)
+    norms = sum("norm" in tensor for tensor in tensor_shapes(shape))
     assert kinds["PagedAttention"] == layers
-    assert kinds["RoPE"] == 2 * layers
-    assert kinds["RMS"] == 2 * layers + 1 + head_norms
+    assert kinds["RoPE"] == 2 * rotated
+    assert kinds["RMS"] == norms
     assert kinds["FullyConnected"] == 7 * layers + 1
     assert kinds["Gather"] == 3, (
         "the embedding, read from compressed weights, the rows before the head, and hidden states"
