@@ -22,7 +22,7 @@ from tools.golden.tricky_text import TRAINING, tricky_strings
 
 OUT = Path(__file__).resolve().parents[2] / "tests" / "golden" / "tokenisations.json.gz"
 CONTROL, USER_DEFINED, NORMAL, UNKNOWN, UNUSED, BYTE = 3, 4, 1, 2, 5, 6
-FAMILIES = ("gpt-2", "default", "llama-bpe", "qwen2", "smollm")
+FAMILIES = ("gpt-2", "default", "llama-bpe", "qwen2", "smollm", "olmo", "dbrx", "smaug-bpe", "gpt-4o", "tekken")
 
 Metadata = dict[str, object]
 

@@ -33,6 +33,16 @@ def _llama3(digits: str) -> str:
     )
 
 
+def _cased(contractions: str, digits: str) -> str:
+    """Words are cut where small letters are followed by capitals; only a to z are told apart, as llama.cpp does."""
+    capital, small = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{start}{capital}*{small}+{contractions}|{start}{capital}+{small}*{contractions}|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Splitter:
     """A pre-tokenizer family: expressions applied one after the other, each piece on its own."""
@@ -48,12 +58,18 @@ _DEFAULT = Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9
 _GPT2_SPLITTER = Splitter((_GPT2,))
 _LLAMA3 = Splitter((_llama3(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
 _QWEN2 = Splitter((_llama3(r"\p{N}"),))
+_CL100K = Splitter((_llama3(r"\p{N}{1,3}"),))
 _SMOLLM = Splitter((r"\p{N}", _GPT2))
 
 SPLITTERS: Mapping[str, Splitter] = {
     "default": _DEFAULT,
     "gpt-2": _GPT2_SPLITTER,
     "phi-2": _GPT2_SPLITTER,
+    "olmo": _GPT2_SPLITTER,
+    "dbrx": _CL100K,
+    "smaug-bpe": _CL100K,
+    "gpt-4o": Splitter((_cased(rf"(?:{_ANY_CASE_CONTRACTIONS})?", r"\p{N}{1,3}"),)),
+    "tekken": Splitter((_cased("", r"\p{N}"),), ignore_merges=True, add_bos=True),
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
