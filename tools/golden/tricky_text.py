@@ -26,6 +26,11 @@ Emoji 😀 😀 😂 👍 🎉 ❤️ and flags 🇩🇪 🇫🇷 with families 
 Numbers 0 1 2 3 10 42 99 100 123 1000 1234 12345 2024 2025 3.14159 1e10 0x1F 1/2 50% 12:30 1,000,000.
 """
 
+CASED = """fooBar fooBar MiXeD cAsE getValue XMLHttpRequest they've THEY'VE I'M he's a/b //
+/c ÉcoleÉtat ПриветМир 1234567 a1b2 =>/
+"""
+"""Text for a vocabulary whose tokens cross the borders at which families differ."""
+
 FRAGMENTS = (
     "hello", "Hello", " world", "the", " the", "don't", "I'M", "we'LL", "they've", "'s", "'S", " 's", "'",
     "''", "\"", "123", "1234567", " 42", "3.14", "1,000", "٣٤", "½", "²", "Ⅷ", "x²", "12ab34", " ", "  ",
