@@ -17,7 +17,7 @@ from lockstep.artifacts.layout import check_config
 from lockstep.artifacts.metadata import Metadata, without_nulls
 from lockstep.artifacts.model import ModelConfig, RopeScaling
 from lockstep.artifacts.source import open_artifact
-from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
+from lockstep.errors import ArtifactError, CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import LLAMA, HandMadeGguf, edit_json, text
 from tools.random_configs import huggingface_config
 from tools.random_models import SHAPES, random_tensor, write_gguf, write_huggingface
@@ -274,3 +274,43 @@ def test_names_that_no_converter_writes_are_not_known(name: str, tmp_path: Path)
     values = {**LLAMA, "general.architecture": text(name)}
     with pytest.raises(UnsupportedArtifactError, match=f"architecture '{name}'; the known ones are llama"):
         HandMadeGguf(values).open(tmp_path)
+
+
+SPELLINGS = (
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "sliding_window_pattern",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "no_rope_layer_interval",
+    "layer_types",
+    "attention_bias",
+)
+ROPE_KEYS = ("rope_theta", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
+ODD_VALUES = (None, -1, 0, 1, 3, 10**400, -(10**400), 4_000_000_000, 1e308, -1e308, 1e-308, "x", [], [1], {}, True)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_any_value_in_any_place_is_read_or_refused(name: str) -> None:
+    declared = {"rope_theta": 10000.0, **huggingface_config(SHAPES[f"tiny-{name}"])}
+    scalings = (
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 16},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "linear", "factor": 2.0},
+    )
+    keys = (*declared, *SPELLINGS)
+    places = [(key, {**declared, key: value}) for key in keys for value in ODD_VALUES]
+    for scaling in scalings:
+        plain = {key: value for key, value in declared.items() if key != "rope_parameters"}
+        for key in (*scaling, *ROPE_KEYS):
+            places += [(key, {**plain, "rope_scaling": {**scaling, key: value}}) for value in ODD_VALUES]
+        places += [(key, {**plain, "rope_scaling": scaling, key: value}) for key in SPELLINGS for value in ODD_VALUES]
+    for _, changed in places:
+        try:
+            config = read_config(Metadata(CONFIG_JSON, without_nulls(changed)))
+            check_config(config, CONFIG_JSON)
+        except ArtifactError:
+            continue

@@ -29,7 +29,9 @@ Metadata = dict[str, object]
 
 
 def byte_level(whole_lines: bool = False) -> Metadata:
-    """Trained on the text, word by word or with merges across words, which show every cut; with control and user-defined tokens, a token that no merge reaches, and one unused.
+    """Trained on the text, word by word or with merges across words, which show every cut.
+
+    With control and user-defined tokens, a token that no merge reaches, and one unused.
 
     No control token is called `<|start|>`: llama.cpp matches that one (and a few of its siblings) in plain text too,
     for the sake of one model family.

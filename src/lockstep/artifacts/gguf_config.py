@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.gguf_file import GgufFile
 from lockstep.artifacts.huggingface_rope import yarn_attention
-from lockstep.artifacts.layout import EMBEDDING, LM_HEAD
+from lockstep.artifacts.layout import EMBEDDING, LM_HEAD, check_num_layers
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import Encoding, ModelConfig, RopeScaling, Tensor
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
@@ -47,6 +47,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
         raise CorruptArtifactError("has no tensor 'token_embd.weight'", path=file.path)
     hidden_size = metadata.integer(f"{prefix}.embedding_length")
     num_layers = metadata.integer(f"{prefix}.block_count")
+    check_num_layers(num_layers, file.path)
     num_heads = metadata.integer(f"{prefix}.attention.head_count")
     head_dim = metadata.integer(f"{prefix}.attention.key_length", hidden_size // max(num_heads, 1))
     rotary_dim = _rotary_dim(metadata, architecture, head_dim)
@@ -145,7 +146,7 @@ def _windows(metadata: Metadata, architecture: Architecture, num_layers: int) ->
     if architecture.name not in periods or size == 0:
         return ()
     period = metadata.integer(f"{architecture.name}.attention.sliding_window_pattern", periods[architecture.name])
-    return tuple(size if period > 0 and (layer + 1) % period else 0 for layer in range(max(num_layers, 0)))
+    return tuple(size if period > 0 and (layer + 1) % period else 0 for layer in range(num_layers))
 
 
 def _local_theta(metadata: Metadata, architecture: Architecture, theta: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.huggingface_rope import read_rope
+from lockstep.artifacts.layout import check_num_layers
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import ModelConfig
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
@@ -27,6 +28,7 @@ def read_config(declared: Metadata) -> ModelConfig:
     _refuse_variants(declared, architecture)
     hidden_size = declared.integer("hidden_size")
     num_layers = declared.integer("num_hidden_layers")
+    check_num_layers(num_layers, declared.path)
     num_heads = declared.integer("num_attention_heads")
     head_dim = architecture.head_dim or hidden_size // max(num_heads, 1)
     head_dim = declared.integer("head_dim", head_dim)
@@ -153,7 +155,7 @@ def _local_layers(
     declared: Metadata, architecture: Architecture, num_layers: int, unrotated: tuple[int, ...]
 ) -> list[bool]:
     """Which layers have a window: as config.json lists them, else by the rule of the architecture."""
-    layers = range(max(num_layers, 0))
+    layers = range(num_layers)
     listed = _listed_layers(declared, num_layers)
     if architecture.windows in ("none", "all"):
         if listed is not None and any(listed):

@@ -69,7 +69,7 @@ def _rotary_dim(rope: Metadata, declared: Metadata, architecture: Architecture, 
         return None
     if not architecture.partial_rope:
         raise UnsupportedArtifactError("rope on a part of each head; on the whole is supported", path=rope.path)
-    return int(head_dim * share)
+    return _whole(head_dim * share)
 
 
 def _scaling(
@@ -101,7 +101,7 @@ def _scaling(
         scaling = _yarn(rope, trained)
         # Files that name the trained context often still declare it as the whole one.
         stated = any("original_max_position_embeddings" in section.values for section in (rope, declared))
-        return scaling, max(context, int(scaling.factor * trained)) if stated else context
+        return scaling, max(context, _whole(scaling.factor * trained)) if stated else context
     return _longrope(rope, trained, context, rotary_dim)
 
 
@@ -145,13 +145,18 @@ def _longrope(rope: Metadata, trained: float, context: int, rotary_dim: int) -> 
     attention = longrope_attention(stretch, trained) if trained > 1 else 1.0
     return (
         RopeScaling("factors", 1.0, factors=factors, attention_factor=rope.real("attention_factor", attention)),
-        min(context, int(trained)),
+        min(context, _whole(trained)),
     )
 
 
 def longrope_attention(stretch: float, trained: float) -> float:
     """Phi-3's factor of queries and keys for a context stretched that many times."""
     return 1.0 if stretch <= 1.0 else math.sqrt(1 + math.log(stretch) / math.log(trained))
+
+
+def _whole(value: float) -> int:
+    """Rounded down, and not beyond what any check accepts."""
+    return int(min(max(value, -1.0), 2.0**62))
 
 
 def _positive(rope: Metadata, key: str) -> float:

@@ -32,8 +32,7 @@ def check_config(config: ModelConfig, path: Path) -> None:
     for what, size in sizes.items():
         if not 1 <= size <= _MAX_SIZE:
             raise CorruptArtifactError(f"the {what} is {size}; 1 to {_MAX_SIZE} is expected", path=path)
-    if not 1 <= config.num_layers <= _MAX_LAYERS:
-        raise CorruptArtifactError(f"{config.num_layers} layers; 1 to {_MAX_LAYERS} are expected", path=path)
+    check_num_layers(config.num_layers, path)
     if config.num_heads % config.num_kv_heads:
         raise CorruptArtifactError(
             f"{config.num_heads} heads cannot share {config.num_kv_heads} key-value heads evenly", path=path
@@ -52,6 +51,12 @@ def check_config(config: ModelConfig, path: Path) -> None:
     for what, value in _positive_numbers(config).items():
         if not (math.isfinite(value) and value > 0):
             raise CorruptArtifactError(f"{what} is {value}; a positive number is expected", path=path)
+
+
+def check_num_layers(num_layers: int, path: Path) -> None:
+    """For readers that list layers, before they do."""
+    if not 1 <= num_layers <= _MAX_LAYERS:
+        raise CorruptArtifactError(f"{num_layers} layers; 1 to {_MAX_LAYERS} are expected", path=path)
 
 
 def _positive_numbers(config: ModelConfig) -> dict[str, float]:

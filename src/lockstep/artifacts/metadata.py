@@ -26,6 +26,10 @@ class Metadata:
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             self._wrong(key, "an integer")
+        if value.bit_length() > 64:
+            raise CorruptArtifactError(
+                f"{key!r} has {value.bit_length()} bits; at most 64 are expected", path=self.path
+            )
         return value
 
     def real(self, key: str, default: float | None = None) -> float:

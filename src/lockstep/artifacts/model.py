@@ -73,7 +73,7 @@ class ModelConfig:
     """A dense decoder as data: differences between architectures are fields here, not subclasses."""
 
     architecture: str
-    """A name of `layout.KNOWN_ARCHITECTURES`."""
+    """A name of `architectures.ARCHITECTURES`."""
     num_layers: int
     hidden_size: int
     intermediate_size: int

@@ -69,6 +69,12 @@ def test_what_a_config_declares_gives_the_frequencies_of_transformers(name: str)
     assert factor == pytest.approx(golden["attention_factor"], rel=1e-9)
 
 
+def test_yarn_on_waves_that_do_not_differ_is_refused() -> None:
+    config = read_config(Metadata(Path("config.json"), GOLDEN["yarn"]["config"]))
+    with pytest.raises(CorruptArtifactError, match="yarn needs one above 1"):
+        inverse_frequencies(replace(config, rope_theta=1.0))
+
+
 def test_layers_with_a_window_have_frequencies_of_their_own() -> None:
     config = replace(CONFIG, rope_scaling=LLAMA3, local_rope_theta=10000.0, windows=(16,))
     plain = replace(CONFIG, rope_theta=10000.0)

@@ -200,7 +200,7 @@ def _name_in(revision: CachedRevisionInfo, path: Path) -> str:
 
 def _is_known(snapshot: Path) -> bool:
     """Whether the configuration is of a kind that can be served; the weights are not looked at."""
-    from lockstep.artifacts.huggingface import read_config
+    from lockstep.artifacts.huggingface_config import read_config
     from lockstep.artifacts.json_file import read_json
 
     try:

@@ -54,7 +54,8 @@ def pull(source: HubSource, told: Told) -> Path:
 
 
 def _fetch_directory(revision: Revision, told: Told) -> None:
-    from lockstep.artifacts.huggingface import read_config, weight_files
+    from lockstep.artifacts.huggingface import weight_files
+    from lockstep.artifacts.huggingface_config import read_config
     from lockstep.artifacts.json_file import read_json
 
     if "tokenizer.json" not in revision.listing:

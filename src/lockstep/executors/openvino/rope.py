@@ -80,6 +80,8 @@ def _yarn(frequencies: npt.NDArray[np.float32], scaling: RopeScaling, theta: flo
     Between ``beta_fast`` and ``beta_slow`` turns the share rises linearly with the index of the pair. Source of the
     details: transformers, modeling_rope_utils.py, ``_compute_yarn_parameters``.
     """
+    if theta <= 1:
+        raise CorruptArtifactError(f"rope theta is {theta}; yarn needs one above 1")
     trained, num_pairs = scaling.parameters["original_max_position_embeddings"], len(frequencies)
 
     def pair_that_turns(times: float) -> float:
