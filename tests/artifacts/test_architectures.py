@@ -289,7 +289,24 @@ SPELLINGS = (
     "attention_bias",
 )
 ROPE_KEYS = ("rope_theta", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
-ODD_VALUES = (None, -1, 0, 1, 3, 10**400, -(10**400), 4_000_000_000, 1e308, -1e308, 1e-308, "x", [], [1], {}, True)
+ODD_VALUES: tuple[Any, ...] = (
+    None,
+    -1,
+    0,
+    1,
+    3,
+    10**400,
+    -(10**400),
+    4_000_000_000,
+    1e308,
+    -1e308,
+    1e-308,
+    "x",
+    [],
+    [1],
+    {},
+    True,
+)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
