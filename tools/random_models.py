@@ -20,10 +20,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tools.random_blocks import BLOCKS, encoding_in_mix, random_blocks
+
 Array = npt.NDArray[np.generic]
 
-ENCODINGS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 FLOATS = ("F32", "F16", "BF16")
+ENCODINGS = (*FLOATS, *BLOCKS)
+MIXES = ("Q4_K_M", "Q5_K_M")
+"""Files whose tensors are in several encodings, as llama.cpp's quantiser makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,16 @@ class Shape:
 SHAPES: Mapping[str, Shape] = {
     "tiny-llama": Shape(),
     "tiny-qwen3": Shape("qwen3", head_dim=64, rope_theta=1e6, tied_embeddings=True),
+    "small-llama": Shape("llama", 2, 256, 512, 4, 2, 64),
+    "small-qwen3": Shape("qwen3", 2, 256, 512, 4, 2, 64, rope_theta=1e6, tied_embeddings=True),
     "smollm2-135m": Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, tied_embeddings=True),
+    "llama-138m": Shape("llama", 16, 768, 2048, 12, 4, 64, 49152, 8192, 100000.0, tied_embeddings=True),
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, 1e-6, tied_embeddings=True),
     "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 64, 32000, 2048),
 }
+
+"""Rows of the tiny shapes are whole blocks of 32; those of the small ones, and of llama-138m (of the size of
+smollm2-135m), whole blocks of 256, as the _K encodings need."""
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 0, 1 and 2 of every random vocabulary; the last one ends a turn."""
@@ -118,13 +128,7 @@ def random_tensor(name: str, size: tuple[int, ...], encoding: str, seed: int) ->
     deviation = size[1] ** -0.5
     if encoding in FLOATS:
         return as_float(rng.standard_normal(size, np.float32) * np.float32(deviation), encoding)
-    groups = (size[0], size[1] // 32)
-    body_bytes, spread = {"Q8_0": (32, 73.9), "Q4_0": (16, 4.6)}[encoding]
-    blocks = np.empty((*groups, 2 + body_bytes), np.uint8)
-    scales = rng.uniform(0.5, 1.5, groups) * (deviation / spread)
-    blocks[..., :2] = scales.astype("<f2")[..., None].view(np.uint8)
-    blocks[..., 2:] = np.frombuffer(rng.bytes(groups[0] * groups[1] * body_bytes), np.uint8).reshape(*groups, -1)
-    return blocks.reshape(size[0], -1)
+    return random_blocks(rng, size, encoding, deviation)
 
 
 def as_float(values: npt.NDArray[np.float32], encoding: str) -> Array:
@@ -162,7 +166,7 @@ def vocabulary(size: int) -> tuple[list[str], list[str]]:
 
 
 def write_gguf(path: Path | str, shape: Shape | str, encoding: str = "Q8_0", *, seed: int = 0) -> Path:
-    """Write a GGUF file; in the block encodings the embedding and the head are Q8_0, as llama.cpp makes them."""
+    """Write a GGUF file in one encoding or mix; in the block encodings the embedding and the head are Q8_0."""
     import gguf
 
     shape = SHAPES[shape] if isinstance(shape, str) else shape
@@ -182,8 +186,7 @@ def write_gguf(path: Path | str, shape: Shape | str, encoding: str = "Q8_0", *, 
     writer.add_vocab_size(shape.vocab_size)
     _add_vocabulary(writer, shape.vocab_size)
     for name, size in tensor_shapes(shape).items():
-        whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding not in FLOATS
-        stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
+        stored = stored_encoding(shape, name, size, encoding)
         data = random_tensor(name, size, stored, seed)
         if shape.architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             data = interleaved_rows(data, shape.num_heads if "q_proj" in name else shape.num_kv_heads)
@@ -195,6 +198,16 @@ def write_gguf(path: Path | str, shape: Shape | str, encoding: str = "Q8_0", *, 
     writer.write_tensors_to_file()
     writer.close()
     return Path(path)
+
+
+def stored_encoding(shape: Shape, name: str, size: tuple[int, ...], encoding: str) -> str:
+    """The encoding of one tensor in a file that is written in an encoding or mix."""
+    if len(size) == 1:
+        return "F32"
+    if encoding in MIXES:
+        return encoding_in_mix(encoding, name, size, shape.num_layers, shape.tied_embeddings)
+    whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding not in FLOATS
+    return "Q8_0" if whole else encoding
 
 
 def write_huggingface(
@@ -298,7 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a model with random weights.")
     parser.add_argument("format", choices=("gguf", "huggingface"))
     parser.add_argument("shape", choices=tuple(SHAPES))
-    parser.add_argument("encoding", choices=ENCODINGS)
+    parser.add_argument("encoding", choices=(*ENCODINGS, *MIXES))
     parser.add_argument("path", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -13,7 +13,16 @@ from lockstep.artifacts.quantisation import dequantise
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import F32, LLAMA, LLAMA_TENSORS, HandMadeGguf, f32, floats, text, u32
-from tools.random_models import ENCODINGS, SHAPES, Shape, interleaved_rows, random_tensor, tensor_shapes, write_gguf
+from tools.random_models import (
+    ENCODINGS,
+    MIXES,
+    SHAPES,
+    Shape,
+    interleaved_rows,
+    random_tensor,
+    tensor_shapes,
+    write_gguf,
+)
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
@@ -28,10 +37,13 @@ def test_the_configuration_is_the_shape_that_was_written(name: str, tmp_path: Pa
     assert artifact.weights.names() == tuple(tensor_shapes(SHAPES[name]))
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_rows_come_back_in_rotate_half_order_in_every_encoding(name: str, encoding: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("encoding", [*ENCODINGS, *MIXES])
+def test_rows_come_back_in_rotate_half_order_in_every_encoding(
+    architecture: str, encoding: str, tmp_path: Path
+) -> None:
     """The llama file is permuted as converters do; what is read is what was drawn, block for block."""
+    name = f"{'small' if '_K' in encoding else 'tiny'}-{architecture}"
     artifact = open_artifact(str(write_gguf(tmp_path / "m.gguf", name, encoding, seed=4)), cache_dir=tmp_path)
     for tensor_name, size in tensor_shapes(SHAPES[name]).items():
         tensor = artifact.weights[tensor_name]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.golden.logit_cases import GGUF_SHAPES, POSITIONS, SEED, Floats, token_ids
-from tools.random_models import ENCODINGS, Shape, write_gguf
+from tools.golden.logit_cases import GGUF_ARCHITECTURES, GGUF_ENCODINGS, POSITIONS, SEED, Floats, gguf_shape, token_ids
+from tools.random_models import Shape, write_gguf
 
 _F32 = 0
 """ggml's number for float32, here of the KV cache."""
@@ -60,8 +60,9 @@ def main() -> None:
     out = parser.parse_args().out
     golden = {}
     with tempfile.TemporaryDirectory() as directory:
-        for name, shape in GGUF_SHAPES.items():
-            for encoding in ENCODINGS:
+        for name in GGUF_ARCHITECTURES:
+            for encoding in GGUF_ENCODINGS:
+                shape = gguf_shape(name, encoding)
                 path = write_gguf(Path(directory) / f"{name}-{encoding}.gguf", shape, encoding, seed=SEED)
                 golden[f"{name}.{encoding}"] = llama_cpp_logits(path, shape)
     np.savez_compressed(out, **golden)  # type: ignore[arg-type]  # numpy's stub takes the names for its own flag

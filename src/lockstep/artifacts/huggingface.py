@@ -23,7 +23,7 @@ from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, Unsuppo
 ARCHITECTURES: Mapping[str, str] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 """Class name in config.json: our architecture."""
 _INDEX = "model.safetensors.index.json"
-_SMALL_FILES = (
+SMALL_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -48,7 +48,7 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     files = weight_files(path)
     tensors = _read_all(path, files)
     check_tensors(config, tensors, path)
-    small = [name for name in _SMALL_FILES if (path / name).is_file()]
+    small = [name for name in SMALL_FILES if (path / name).is_file()]
     return Artifact(
         source=source,
         name=path.absolute().name,
@@ -58,7 +58,7 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         num_bytes=sum((path / name).stat().st_size for name in files),
         config=config,
         weights=MappedWeights(path, tensors),
-        load_tokenizer=functools.partial(_load_tokenizer, path, config.vocab_size, (declared, generation)),
+        load_tokenizer=functools.partial(load_tokenizer, path, config.vocab_size, (declared, generation)),
         sampling_defaults=defaults,
     )
 
@@ -191,7 +191,8 @@ def _rope_scaling(rope: Metadata, declared: Metadata) -> RopeScaling | None:
     return RopeScaling(kind, rope.real("factor"), parameters)
 
 
-def _load_tokenizer(path: Path, vocab_size: int, declared: tuple[Metadata, ...]) -> TokenizerParts:
+def load_tokenizer(path: Path, vocab_size: int, declared: tuple[Metadata, ...]) -> TokenizerParts:
+    """The tokenizer of a directory; its library is imported here and not before."""
     from lockstep.artifacts.tokenizer_json import read_tokenizer
 
     return read_tokenizer(path, vocab_size, declared)

@@ -15,10 +15,11 @@ from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch
 from lockstep.executors.openvino.rope import inverse_frequencies
-from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes
+from tools.random_models import SHAPES, Shape, random_tensor, stored_encoding, tensor_shapes
 
 Floats = npt.NDArray[np.float64]
 TINY_LLAMA, TINY_QWEN3 = SHAPES["tiny-llama"], SHAPES["tiny-qwen3"]
+SMALL_LLAMA, SMALL_QWEN3 = SHAPES["small-llama"], SHAPES["small-qwen3"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ def random_artifact(shape: Shape = TINY_LLAMA, encoding: str = "F32", seed: int 
     """An opened artifact whose tensors live in memory; in block encodings the embedding and the head are Q8_0."""
     tensors = {}
     for name, size in tensor_shapes(shape).items():
-        whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding in ("Q8_0", "Q4_0")
-        stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
+        stored = stored_encoding(shape, name, size, encoding)
         tensors[name] = Tensor(name, Encoding(stored), size, random_tensor(name, size, stored, seed))
     return artifact_of(config_of(shape), tensors, f"{shape}-{encoding}-{seed}")
 
