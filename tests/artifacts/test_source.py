@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.artifacts.source import open_artifact
-from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError
 from tools.random_models import write_gguf, write_huggingface
 
 

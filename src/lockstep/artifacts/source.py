@@ -13,12 +13,12 @@ from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub
 from lockstep.artifacts.huggingface import open_huggingface
 from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.openvino_ir import GRAPH, open_openvino
-from lockstep.errors import ArtifactNotFoundError, UnsupportedArtifactError
+from lockstep.errors import ArtifactNotFoundError
 
 _POCKET = "pocket://"
 _MAX_LISTED = 8
 _WHAT_WOULD_BE_RIGHT = (
-    "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json), an OpenVINO directory "
+    "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json), an OpenVINO one "
     "(openvino_model.xml), hf://org/name or pocket://"
 )
 

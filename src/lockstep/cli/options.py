@@ -16,7 +16,7 @@ from lockstep.executors.openvino.options import OpenVINOOptions
 Model = Annotated[
     str,
     typer.Argument(
-        help="A .gguf file, a Hugging Face directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
+        help="A .gguf file, a Hugging Face or OpenVINO directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
     ),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Prompt + output in tokens; by default what the model declares.")]
