@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tools.random_blocks import BLOCKS, encoding_in_mix, random_blocks
 from tools.random_configs import INTERLEAVED, add_gguf_metadata, gguf_architecture, huggingface_config
 from tools.random_shapes import POST_NORM
 from tools.random_shapes import SHAPES as SHAPES
@@ -28,8 +29,10 @@ from tools.random_shapes import tensor_shapes as tensor_shapes
 
 Array = npt.NDArray[np.generic]
 
-ENCODINGS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 FLOATS = ("F32", "F16", "BF16")
+ENCODINGS = (*FLOATS, *BLOCKS)
+MIXES = ("Q4_K_M", "Q5_K_M")
+"""Files whose tensors are in several encodings, as llama.cpp's quantiser makes them."""
 
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -82,13 +85,7 @@ def random_tensor(name: str, size: tuple[int, ...], encoding: str, seed: int) ->
     deviation = size[1] ** -0.5
     if encoding in FLOATS:
         return as_float(rng.standard_normal(size, np.float32) * np.float32(deviation), encoding)
-    groups = (size[0], size[1] // 32)
-    body_bytes, spread = {"Q8_0": (32, 73.9), "Q4_0": (16, 4.6)}[encoding]
-    blocks = np.empty((*groups, 2 + body_bytes), np.uint8)
-    scales = rng.uniform(0.5, 1.5, groups) * (deviation / spread)
-    blocks[..., :2] = scales.astype("<f2")[..., None].view(np.uint8)
-    blocks[..., 2:] = np.frombuffer(rng.bytes(groups[0] * groups[1] * body_bytes), np.uint8).reshape(*groups, -1)
-    return blocks.reshape(size[0], -1)
+    return random_blocks(rng, size, encoding, deviation)
 
 
 def as_float(values: npt.NDArray[np.float32], encoding: str) -> Array:
@@ -140,7 +137,7 @@ def write_gguf(
     seed: int = 0,
     extra: Callable[[Any], None] = lambda writer: None,
 ) -> Path:
-    """Write a GGUF file; in the block encodings the embedding and the head are Q8_0, as llama.cpp makes them.
+    """Write a GGUF file in one encoding or mix; in the block encodings the embedding and the head are Q8_0.
 
     Args:
         extra: adds to a `gguf.GGUFWriter` what a shape does not say.
@@ -153,8 +150,7 @@ def write_gguf(
     _add_vocabulary(writer, shape.vocab_size)
     extra(writer)
     for name, size in tensor_shapes(shape).items():
-        whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding not in FLOATS
-        stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
+        stored = stored_encoding(shape, name, size, encoding)
         data = random_tensor(name, size, stored, seed)
         if shape.architecture in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             data = interleaved_rows(data, shape.num_heads if "q_proj" in name else shape.num_kv_heads)
@@ -166,6 +162,16 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return Path(path)
+
+
+def stored_encoding(shape: Shape, name: str, size: tuple[int, ...], encoding: str) -> str:
+    """The encoding of one tensor in a file that is written in an encoding or mix."""
+    if len(size) == 1:
+        return "F32"
+    if encoding in MIXES:
+        return encoding_in_mix(encoding, name, size, shape.num_layers, shape.tied_embeddings)
+    whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding not in FLOATS
+    return "Q8_0" if whole else encoding
 
 
 def write_huggingface(
@@ -262,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a model with random weights.")
     parser.add_argument("format", choices=("gguf", "huggingface"))
     parser.add_argument("shape", choices=tuple(SHAPES))
-    parser.add_argument("encoding", choices=ENCODINGS)
+    parser.add_argument("encoding", choices=(*ENCODINGS, *MIXES))
     parser.add_argument("path", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,3 +51,22 @@ def test_the_command_writes_both_formats(tmp_path: Path) -> None:
         path = tmp_path / arguments[0]
         subprocess.run([sys.executable, "-m", "tools.random_models", *arguments, str(path)], check=True)
         assert open_artifact(str(path), cache_dir=tmp_path).config.num_layers == 2
+
+
+def test_a_mix_is_made_as_llama_cpp_makes_it(tmp_path: Path) -> None:
+    """The head and some of the values and ways down are Q6_K, the rest Q4_K; rows that do not fit fall back."""
+    shape = replace(SHAPES["small-llama"], num_layers=8)
+    weights = open_artifact(str(write_gguf(tmp_path / "m.gguf", shape, "Q4_K_M")), cache_dir=tmp_path).weights
+    finer = [
+        f"model.layers.{layer}.{name}.weight"
+        for layer in (0, 3, 6, 7)
+        for name in ("self_attn.v_proj", "mlp.down_proj")
+    ]
+    for name in weights.names():
+        if len(weights[name].shape) == 2:
+            expected = Encoding.Q6_K if name in ("lm_head.weight", *finer) else Encoding.Q4_K
+            assert weights[name].encoding is expected, name
+    narrow = replace(SHAPES["tiny-llama"], hidden_size=64, intermediate_size=256)
+    weights = open_artifact(str(write_gguf(tmp_path / "n.gguf", narrow, "Q4_K_M")), cache_dir=tmp_path).weights
+    assert weights["lm_head.weight"].encoding is Encoding.Q8_0
+    assert weights["model.layers.0.self_attn.q_proj.weight"].encoding is Encoding.Q5_0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.artifacts.source import open_artifact
-from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+from lockstep.errors import ArtifactError, ArtifactNotFoundError, CorruptArtifactError
 from tools.random_models import write_gguf, write_huggingface
 
 
@@ -52,7 +52,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         (["notes.txt"], ArtifactNotFoundError, "no config.json there, but notes.txt"),
         (["b.gguf", "a.gguf"], ArtifactNotFoundError, "give one of them: a.gguf, b.gguf"),
         ([f"{i}.txt" for i in range(9)], ArtifactNotFoundError, "7.txt, …"),
-        (["openvino_model.xml", "openvino_model.bin"], UnsupportedArtifactError, "OpenVINO IR directory"),
+        (["openvino_model.xml", "openvino_model.bin"], ArtifactNotFoundError, r"but no config\.json; copy the whole"),
     ],
 )
 def test_a_directory_that_is_no_model_says_what_it_holds(

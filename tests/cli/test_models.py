@@ -60,6 +60,30 @@ def test_info_tells_what_it_is(run: Run, models: Path) -> None:
     assert "<|end|>" in text
 
 
+def test_info_tells_what_a_load_makes_of_the_weights(run: Run, models: Path, tmp_path: Path) -> None:
+    mixed = write_gguf(tmp_path / "mixed.gguf", "small-llama", "Q4_K_M")
+    assert json.loads(run("models", "info", str(mixed), "--json")[1])["loaded_as"] == {
+        "Q4_K -> int4 in groups of 32 with offsets": 12,
+        "Q4_K -> int8 in groups of 32 (requantised)": 1,
+        "Q6_K -> int8 in groups of 32 (requantised)": 3,
+    }
+    facts = json.loads(run("models", "info", str(models / "tiny-llama"), "--quantize", "int4", "--json")[1])
+    assert facts["loaded_as"].keys() == {
+        "BF16 -> int4 in groups of 32 (requantised)",
+        "BF16 -> int8 per channel (requantised)",
+    }
+
+
+def test_run_quantises_float_weights_and_refuses_others(run: Run, models: Path) -> None:
+    for quantize in ("int8", "int4"):
+        code, out, _ = run("run", str(models / "tiny-llama"), "-p", "hi", "--quantize", quantize, "--json", *SHORT)
+        assert (code, json.loads(out)["deterministic"]) == (0, True)
+    code, _, err = run("run", str(models / "tiny-llama.gguf"), "-p", "hi", "--quantize", "int8")
+    assert code == 2
+    assert "no float weights to quantise" in err
+    assert "must be one of int8, int4" in run("run", str(models / "tiny-llama"), "-p", "hi", "--quantize", "q3")[2]
+
+
 def test_verify_prints_a_table_and_a_verdict(run: Run, models: Path) -> None:
     code, out, _ = run("models", "verify", str(models / "tiny-llama.gguf"))
     assert code == 0

@@ -12,24 +12,32 @@ import llama_cpp
 import numpy as np
 
 OUT = Path(__file__).resolve().parents[2] / "tests" / "golden" / "dequantised.npz"
-ROWS, COLUMNS = 6, 64
-# Encoding: ggml's function, bytes of a row.
-FUNCTIONS = {
-    "F16": ("ggml_fp16_to_fp32_row", COLUMNS * 2),
-    "BF16": ("ggml_bf16_to_fp32_row", COLUMNS * 2),
-    "Q8_0": ("dequantize_row_q8_0", COLUMNS // 32 * 34),
-    "Q4_0": ("dequantize_row_q4_0", COLUMNS // 32 * 18),
+ROWS = 6
+# Encoding: ggml's function, values of a row (two blocks), bytes of a row, where in a block a float16 lies.
+FUNCTIONS: dict[str, tuple[str, int, int, tuple[int, ...]]] = {
+    "F16": ("ggml_fp16_to_fp32_row", 64, 128, ()),
+    "BF16": ("ggml_bf16_to_fp32_row", 64, 128, ()),
+    "Q8_0": ("dequantize_row_q8_0", 64, 2 * 34, (0,)),
+    "Q4_0": ("dequantize_row_q4_0", 64, 2 * 18, (0,)),
+    "Q4_1": ("dequantize_row_q4_1", 64, 2 * 20, (0, 2)),
+    "Q5_0": ("dequantize_row_q5_0", 64, 2 * 22, (0,)),
+    "Q5_1": ("dequantize_row_q5_1", 64, 2 * 24, (0, 2)),
+    "Q4_K": ("dequantize_row_q4_K", 512, 2 * 144, (0, 2)),
+    "Q5_K": ("dequantize_row_q5_K", 512, 2 * 176, (0, 2)),
+    "Q6_K": ("dequantize_row_q6_K", 512, 2 * 210, (208,)),
 }
 # float16 scales that arithmetic treats apart: zeros, the smallest and largest numbers, a subnormal, a negative one.
 SCALES = np.array([0x0000, 0x8000, 0x0001, 0x03FF, 0x7BFF, 0xB5A1], "<u2")
 
 
-def stored(encoding: str, row_bytes: int, rng: np.random.Generator) -> np.ndarray:
+def stored(encoding: str, row_bytes: int, halves: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Finite random numbers, with a special scale in the first block of each row."""
     raw = rng.integers(0, 256, (ROWS, row_bytes), np.uint8)
     if encoding.startswith("Q"):
-        raw[:, :2] = SCALES[:, None].view(np.uint8)
-        raw[:, row_bytes // 2 : row_bytes // 2 + 2] = rng.uniform(-2, 2, (ROWS, 1)).astype("<f2").view(np.uint8)
+        for index, at in enumerate(halves):
+            raw[:, at : at + 2] = np.roll(SCALES, index)[:, None].view(np.uint8)
+            other = row_bytes // 2 + at
+            raw[:, other : other + 2] = rng.uniform(-2, 2, (ROWS, 1)).astype("<f2").view(np.uint8)
         return raw
     words = raw.view("<u2")
     exponents = 0x7C00 if encoding == "F16" else 0x7F80
@@ -41,11 +49,11 @@ def stored(encoding: str, row_bytes: int, rng: np.random.Generator) -> np.ndarra
 def main() -> None:
     (library,) = sorted((Path(llama_cpp.__file__).parent / "lib").glob("libggml-base.so"))
     ggml = ctypes.CDLL(str(library))
-    rng = np.random.default_rng(3)
     arrays: dict[str, np.ndarray] = {}
-    for encoding, (function, row_bytes) in FUNCTIONS.items():
-        raw = stored(encoding, row_bytes, rng)
-        values = np.empty((ROWS, COLUMNS), np.float32)
+    rng = np.random.default_rng(3)
+    for encoding, (function, columns, row_bytes, halves) in FUNCTIONS.items():
+        raw = stored(encoding, row_bytes, halves, rng)
+        values = np.empty((ROWS, columns), np.float32)
         getattr(ggml, function)(
             ctypes.c_void_p(raw.ctypes.data), ctypes.c_void_p(values.ctypes.data), ctypes.c_int64(values.size)
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from tools.random_models import SHAPES, Shape, as_stored, random_tensor, tensor_shapes
+from tools.random_models import ENCODINGS, SHAPES, Shape, as_stored, random_tensor, tensor_shapes
 
 Floats = npt.NDArray[np.float32]
 
@@ -55,8 +55,14 @@ CASES: Mapping[str, LogitCase] = {
     "qwen3-untied": LogitCase(replace(_QWEN3, tied_embeddings=False)),
 }
 """Compared with transformers, in float32."""
-GGUF_SHAPES: Mapping[str, Shape] = {"llama": _LLAMA, "qwen3": _QWEN3}
-"""Compared with llama.cpp, in every encoding, on files that `tools.random_models` writes with `SEED`."""
+GGUF_ARCHITECTURES = ("llama", "qwen3")
+GGUF_ENCODINGS = (*ENCODINGS, "Q4_K_M")
+"""Compared with llama.cpp, on files that `tools.random_models` writes with `SEED`."""
+
+
+def gguf_shape(architecture: str, encoding: str) -> Shape:
+    """The tiny shape, or for the _K encodings the small one, whose rows are whole blocks of 256."""
+    return SHAPES[f"{'small' if '_K' in encoding else 'tiny'}-{architecture}"]
 
 
 def token_ids(vocab_size: int) -> npt.NDArray[np.int64]:

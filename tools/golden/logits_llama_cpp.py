@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.golden.architecture_cases import GGUF_CASES, GgufCase
-from tools.golden.logit_cases import GGUF_SHAPES, POSITIONS, SEED, Floats, token_ids
-from tools.random_models import ENCODINGS, Shape, write_gguf
+from tools.golden.architecture_cases import GGUF_CASES
+from tools.golden.logit_cases import GGUF_ARCHITECTURES, GGUF_ENCODINGS, POSITIONS, SEED, Floats, gguf_shape, token_ids
+from tools.random_models import Shape, write_gguf
 
 _F32 = 0
 """ggml's number for float32, here of the KV cache."""
@@ -63,16 +63,20 @@ def main() -> None:
     parser.add_argument("--architectures", action="store_true")
     args = parser.parse_args()
     out = args.out
-    cases = {name: GgufCase(shape, encodings=ENCODINGS) for name, shape in GGUF_SHAPES.items()}
-    if args.architectures:
-        cases = dict(GGUF_CASES)
     golden = {}
     with tempfile.TemporaryDirectory() as directory:
-        for name, case in cases.items():
-            for encoding in case.encodings:
-                path = Path(directory) / f"{name}-{encoding}.gguf"
-                write_gguf(path, case.shape, encoding, seed=SEED, extra=case.extra)
-                golden[f"{name}.{encoding}"] = llama_cpp_logits(path, case.shape)
+        if args.architectures:
+            for name, case in GGUF_CASES.items():
+                for encoding in case.encodings:
+                    path = Path(directory) / f"{name}-{encoding}.gguf"
+                    write_gguf(path, case.shape, encoding, seed=SEED, extra=case.extra)
+                    golden[f"{name}.{encoding}"] = llama_cpp_logits(path, case.shape)
+        else:
+            for name in GGUF_ARCHITECTURES:
+                for encoding in GGUF_ENCODINGS:
+                    shape = gguf_shape(name, encoding)
+                    path = write_gguf(Path(directory) / f"{name}-{encoding}.gguf", shape, encoding, seed=SEED)
+                    golden[f"{name}.{encoding}"] = llama_cpp_logits(path, shape)
     np.savez_compressed(out, **golden)  # type: ignore[arg-type]  # numpy's stub takes the names for its own flag
     for key, logits in golden.items():
         print(f"{key}: {logits.shape}, deviation {logits.std():.3f}")

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import Encoding, Tensor
+from lockstep.artifacts.quantisation import BLOCKS
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 
 Value = bool | int | float | str | Callable[[], list[str]] | npt.NDArray[np.generic]
@@ -48,13 +49,19 @@ _SCALARS: Mapping[int, np.dtype[np.generic]] = {
     12: np.dtype("<f8"),
 }
 
-# ggml's type number: our encoding, values per block, bytes per block.
-_ENCODINGS: Mapping[int, tuple[Encoding, int, int]] = {
-    0: (Encoding.F32, 1, 4),
-    1: (Encoding.F16, 1, 2),
-    30: (Encoding.BF16, 1, 2),
-    8: (Encoding.Q8_0, 32, 34),
-    2: (Encoding.Q4_0, 32, 18),
+# ggml's type number: our encoding.
+_ENCODINGS: Mapping[int, Encoding] = {
+    0: Encoding.F32,
+    1: Encoding.F16,
+    30: Encoding.BF16,
+    8: Encoding.Q8_0,
+    2: Encoding.Q4_0,
+    3: Encoding.Q4_1,
+    6: Encoding.Q5_0,
+    7: Encoding.Q5_1,
+    12: Encoding.Q4_K,
+    13: Encoding.Q5_K,
+    14: Encoding.Q6_K,
 }
 _ARRAY_TYPES: Mapping[Encoding, np.dtype[np.generic]] = {
     Encoding.F32: np.dtype("<f4"),
@@ -64,7 +71,7 @@ _ARRAY_TYPES: Mapping[Encoding, np.dtype[np.generic]] = {
 
 # What else ggml writes, so that a refusal can name it.
 _OTHER_TYPES: Mapping[int, str] = {
-    3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K",
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
@@ -201,7 +208,9 @@ class _Reader:
         for name, kind, shape, offset in infos:
             if name in tensors:
                 self._corrupt(f"tensor {name!r} appears twice")
-            encoding, block_values, block_bytes = self._encoding(name, kind)
+            encoding = self._encoding(name, kind)
+            dtype = _ARRAY_TYPES.get(encoding, np.dtype(np.uint8))
+            block_values, block_bytes = BLOCKS.get(encoding, (1, dtype.itemsize))
             if 0 in shape or shape[-1] % block_values:
                 self._corrupt(f"tensor {name!r} has shape {list(shape)}; rows of {block_values}n values are expected")
             row_bytes = shape[-1] // block_values * block_bytes
@@ -216,7 +225,6 @@ class _Reader:
                 )
             extents.append((start, start + num_bytes, name))
             raw = np.frombuffer(self._buffer, np.uint8, num_bytes, start)
-            dtype = _ARRAY_TYPES.get(encoding, raw.dtype)
             data = raw.view(dtype).reshape(*shape[:-1], row_bytes // dtype.itemsize)
             tensors[name] = Tensor(name, encoding, shape, data)
         extents.sort()
@@ -225,11 +233,11 @@ class _Reader:
                 self._corrupt(f"tensors {first!r} and {second!r} overlap")
         return tensors
 
-    def _encoding(self, name: str, kind: int) -> tuple[Encoding, int, int]:
+    def _encoding(self, name: str, kind: int) -> Encoding:
         known = _ENCODINGS.get(kind)
         if known is None:
             found = _OTHER_TYPES.get(kind, f"of ggml type {kind}")
-            names = ", ".join(encoding.value for encoding, _, _ in _ENCODINGS.values())
+            names = ", ".join(encoding.value for encoding in _ENCODINGS.values())
             raise UnsupportedArtifactError(
                 f"tensor {name!r} is {found}; the types that are read are {names}", path=self._path
             )

@@ -20,7 +20,7 @@ from lockstep.artifacts.weights import MappedWeights, split_fused
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError
 
 _INDEX = "model.safetensors.index.json"
-_SMALL_FILES = (
+SMALL_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -44,7 +44,7 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
     files = weight_files(path)
     tensors = split_fused(config, _read_all(path, files), path)
     check_tensors(config, tensors, path)
-    small = [name for name in _SMALL_FILES if (path / name).is_file()]
+    small = [name for name in SMALL_FILES if (path / name).is_file()]
     return Artifact(
         source=source,
         name=path.absolute().name,
@@ -54,7 +54,7 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         num_bytes=sum((path / name).stat().st_size for name in files),
         config=config,
         weights=MappedWeights(path, tensors),
-        load_tokenizer=functools.partial(_load_tokenizer, path, config.vocab_size, (declared, generation)),
+        load_tokenizer=functools.partial(load_tokenizer, path, config.vocab_size, (declared, generation)),
         sampling_defaults=defaults,
     )
 
@@ -97,7 +97,8 @@ def _read_all(path: Path, files: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_tokenizer(path: Path, vocab_size: int, declared: tuple[Metadata, ...]) -> TokenizerParts:
+def load_tokenizer(path: Path, vocab_size: int, declared: tuple[Metadata, ...]) -> TokenizerParts:
+    """The tokenizer of a directory; its library is imported here and not before."""
     from lockstep.artifacts.tokenizer_json import read_tokenizer
 
     return read_tokenizer(path, vocab_size, declared)

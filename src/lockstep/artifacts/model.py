@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 
 
 class Encoding(Enum):
-    """How a tensor's numbers are stored. Block formats are ggml's (32 values per block along the last axis)."""
+    """How a tensor's numbers are stored. Block formats are ggml's: 32 or 256 (_K) values along the last axis."""
 
     F32 = "F32"
     F16 = "F16"
     BF16 = "BF16"
     Q8_0 = "Q8_0"
     Q4_0 = "Q4_0"
+    Q4_1 = "Q4_1"
+    Q5_0 = "Q5_0"
+    Q5_1 = "Q5_1"
+    Q4_K = "Q4_K"
+    Q5_K = "Q5_K"
+    Q6_K = "Q6_K"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class Tensor:
     shape: tuple[int, ...]
     """Logical shape, row-major, output features first."""
     data: npt.NDArray[np.generic]
-    """F32/F16: the array in ``shape``. BF16: uint16 in ``shape``. Q8_0/Q4_0: uint8 ``[*shape[:-1], row_bytes]``."""
+    """F32/F16: the array in ``shape``. BF16: uint16 in ``shape``. Blocks: uint8 ``[*shape[:-1], row_bytes]``."""
 
 
 class Weights(Protocol):
@@ -73,7 +79,7 @@ class ModelConfig:
     """A dense decoder as data: differences between architectures are fields here, not subclasses."""
 
     architecture: str
-    """A name of `architectures.ARCHITECTURES`."""
+    """A name of `architectures.ARCHITECTURES`; of an exported OpenVINO model, its model type."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -140,13 +146,14 @@ class Artifact:
     name: str
     path: Path
     format: str
-    """``gguf`` or ``safetensors``."""
+    """``gguf``, ``safetensors`` or ``openvino``."""
     fingerprint: str
     """32 hex digits over the content; the path does not matter."""
     num_bytes: int
     """Size of the weight files."""
     config: ModelConfig
     weights: Weights
+    """Empty for an exported OpenVINO model, whose graph holds them."""
     load_tokenizer: Callable[[], TokenizerParts]
     """Reads the tokenizer; MissingTokenizerError when there is none."""
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)

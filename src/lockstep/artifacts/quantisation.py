@@ -1,67 +1,173 @@
 """Exact unpacking of the stored encodings. Formats: ggml's `ggml-common.h`; bfloat16 is the upper half of a float32.
 
-Nothing here rounds: every stored number has one float32 value, and `dequantise` returns it.
+Nothing here rounds more than the format's own definition: every stored number has one float32 value, and `dequantise`
+returns it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.model import Encoding, Tensor
 
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
 GROUP_SIZE = 32
-"""Values that share one scale, in both block formats, along the last axis."""
-Q4_0_ZERO_POINT = 8
+"""Values that share one scale, along the last axis, in every block format but Q6_K (16)."""
+BLOCKS: Mapping[Encoding, tuple[int, int]] = {
+    Encoding.Q8_0: (32, 34),
+    Encoding.Q4_0: (32, 18),
+    Encoding.Q4_1: (32, 20),
+    Encoding.Q5_0: (32, 22),
+    Encoding.Q5_1: (32, 24),
+    Encoding.Q4_K: (256, 144),
+    Encoding.Q5_K: (256, 176),
+    Encoding.Q6_K: (256, 210),
+}
+"""Values and bytes of one block."""
 
 
-def unpack_q8_0(tensor: Tensor) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
-    """Values int8 ``[*rows, groups, 32]`` and scales float16 ``[*rows, groups]``; a weight is value * scale."""
-    blocks = _blocks(tensor, Encoding.Q8_0, 2 + GROUP_SIZE)
-    return np.ascontiguousarray(blocks[..., 2:]).view(np.int8), _scales(blocks)
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Integers in element order with what turns them into weights: (value - zero_point) * scale + offset."""
+
+    values: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
+    """``[*rows, groups, size]``; int8 where the format is signed, else uint8."""
+    scales: Floats
+    """``[*rows, groups]``; exact products of the stored ones."""
+    zero_point: int = 0
+    offsets: Floats | None = None
+    """``[*rows, groups]``, or None where the format has none."""
 
 
-def unpack_q4_0(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
-    """Values 0..15 as uint8 ``[*rows, groups, 32]`` in element order and scales float16 ``[*rows, groups]``.
-
-    A weight is (value - 8) * scale. In the file, byte i of a block holds element i below and element i + 16 above.
-    """
-    blocks = _blocks(tensor, Encoding.Q4_0, 2 + GROUP_SIZE // 2)
-    packed = blocks[..., 2:]
-    return np.concatenate((packed & 0x0F, packed >> 4), axis=-1), _scales(blocks)
+def unpack(tensor: Tensor) -> Groups:
+    """The integers and scales of a tensor in a block encoding."""
+    num_values, num_bytes = BLOCKS[tensor.encoding]
+    num_blocks = tensor.shape[-1] // num_values
+    blocks = tensor.data.view(np.uint8).reshape(*tensor.shape[:-1], num_blocks, num_bytes)
+    return _UNPACKERS[tensor.encoding](blocks)
 
 
-def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> Floats:
     """Widen bfloat16 bit patterns; exact."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def dequantise(tensor: Tensor) -> npt.NDArray[np.float32]:
-    """The tensor's numbers as float32 in its logical shape; a view when they are stored so."""
-    match tensor.encoding:
-        case Encoding.F32 | Encoding.F16:
-            return tensor.data.astype(np.float32, copy=False)
-        case Encoding.BF16:
-            return bfloat16_to_float32(tensor.data.view(np.uint16))
-        case Encoding.Q8_0:
-            values, scales = unpack_q8_0(tensor)
-            return _scaled(values.astype(np.float32), scales).reshape(tensor.shape)
-        case Encoding.Q4_0:
-            nibbles, scales = unpack_q4_0(tensor)
-            return _scaled(nibbles.astype(np.float32) - np.float32(Q4_0_ZERO_POINT), scales).reshape(tensor.shape)
+def dequantise(tensor: Tensor) -> Floats:
+    """The tensor's numbers as float32 in its logical shape; a view when they are stored so.
 
-
-def _scaled(values: npt.NDArray[np.float32], scales: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
-    """A scale that is not finite makes values that are not: what a damaged file says is not judged here."""
+    A scale that is not finite makes values that are not: what a damaged file says is not judged here.
+    """
+    if tensor.encoding in (Encoding.F32, Encoding.F16):
+        return tensor.data.astype(np.float32, copy=False)
+    if tensor.encoding is Encoding.BF16:
+        return bfloat16_to_float32(tensor.data.view(np.uint16))
+    groups = unpack(tensor)
+    values = groups.values.astype(np.float32)
     with np.errstate(invalid="ignore"):
-        return values * scales[..., None].astype(np.float32)
+        if groups.zero_point:
+            values -= np.float32(groups.zero_point)
+        values *= groups.scales[..., None]
+        if groups.offsets is not None:
+            values += groups.offsets[..., None]
+    return values.reshape(tensor.shape)
 
 
-def _blocks(tensor: Tensor, encoding: Encoding, block_bytes: int) -> npt.NDArray[np.uint8]:
-    assert tensor.encoding is encoding, f"{tensor.name} is {tensor.encoding.value}, not {encoding.value}"
-    groups = tensor.shape[-1] // GROUP_SIZE
-    return tensor.data.view(np.uint8).reshape(*tensor.shape[:-1], groups, block_bytes)
+def _q8_0(blocks: Bytes) -> Groups:
+    return Groups(np.ascontiguousarray(blocks[..., 2:]).view(np.int8), _half(blocks, 0))
 
 
-def _scales(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
-    return np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
+def _q4_0(blocks: Bytes) -> Groups:
+    return Groups(_nibbles(blocks[..., 2:]), _half(blocks, 0), zero_point=8)
+
+
+def _q4_1(blocks: Bytes) -> Groups:
+    return Groups(_nibbles(blocks[..., 4:]), _half(blocks, 0), offsets=_half(blocks, 2))
+
+
+def _q5_0(blocks: Bytes) -> Groups:
+    return Groups(_nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6]), _half(blocks, 0), zero_point=16)
+
+
+def _q5_1(blocks: Bytes) -> Groups:
+    values = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return Groups(values, _half(blocks, 0), offsets=_half(blocks, 2))
+
+
+def _q4_k(blocks: Bytes) -> Groups:
+    return _grouped(blocks, _nibble_chunks(blocks[..., 16:]))
+
+
+def _q5_k(blocks: Bytes) -> Groups:
+    """Bit g of the 32 high bytes belongs to group g: byte i to its element i."""
+    high = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
+    return _grouped(blocks, _nibble_chunks(blocks[..., 48:]) | (high << np.uint8(4)))
+
+
+def _q6_k(blocks: Bytes) -> Groups:
+    """Two halves of 128 values: four runs of 32 share 64 low bytes (nibbles) and 32 high bytes (pairs of bits)."""
+    rows, num_blocks = blocks.shape[:-2], blocks.shape[-2]
+    low = blocks[..., :128].reshape(*rows, num_blocks, 2, 64)
+    low = np.concatenate((low & np.uint8(15), low >> np.uint8(4)), axis=-1).reshape(*rows, num_blocks, 2, 4, 32)
+    high = blocks[..., 128:192].reshape(*rows, num_blocks, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
+    values = low | ((high & np.uint8(3)) << np.uint8(4))
+    scales = blocks[..., 192:208].view(np.int8).astype(np.float32) * _half(blocks, 208)[..., None]
+    return Groups(values.reshape(*rows, num_blocks * 16, 16), scales.reshape(*rows, -1), zero_point=32)
+
+
+_UNPACKERS: Mapping[Encoding, Callable[[Bytes], Groups]] = {
+    Encoding.Q8_0: _q8_0,
+    Encoding.Q4_0: _q4_0,
+    Encoding.Q4_1: _q4_1,
+    Encoding.Q5_0: _q5_0,
+    Encoding.Q5_1: _q5_1,
+    Encoding.Q4_K: _q4_k,
+    Encoding.Q5_K: _q5_k,
+    Encoding.Q6_K: _q6_k,
+}
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The float16 at a byte of each block."""
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0].astype(np.float32)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """Byte i of a block holds element i below and element i + 16 above."""
+    return np.concatenate((packed & np.uint8(15), packed >> np.uint8(4)), axis=-1)
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    """Bit i of four little-endian bytes as 16 or 0 for element i."""
+    return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
+
+
+def _nibble_chunks(packed: Bytes) -> Bytes:
+    """128 bytes as 8 groups: each 32 bytes hold one group below and the next one above."""
+    chunks = packed.reshape(*packed.shape[:-1], 4, 1, 32)
+    both = np.concatenate((chunks & np.uint8(15), chunks >> np.uint8(4)), axis=-2)
+    return both.reshape(*packed.shape[:-1], 8, 32)
+
+
+def _grouped(blocks: Bytes, values: Bytes) -> Groups:
+    """Q4_K and Q5_K: per group a 6-bit scale of `d` and a 6-bit minimum of `dmin`, packed in 12 bytes.
+
+    Bytes 0..3 and 4..7 hold scales and minima of groups 0..3 in their low six bits; groups 4..7 have their low four
+    bits in bytes 8..11 (scale below, minimum above) and their upper two bits on top of bytes 0..7.
+    """
+    rows, num_groups = blocks.shape[:-2], blocks.shape[-2] * 8
+    first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    low, high, top = np.uint8(63), np.uint8(15), np.uint8(6)
+    scales = np.concatenate((first & low, (third & high) | ((first >> top) << np.uint8(4))), axis=-1)
+    minima = np.concatenate((second & low, (third >> np.uint8(4)) | ((second >> top) << np.uint8(4))), axis=-1)
+    with np.errstate(invalid="ignore"):
+        return Groups(
+            values.reshape(*rows, num_groups, 32),
+            (_half(blocks, 0)[..., None] * scales.astype(np.float32)).reshape(*rows, num_groups),
+            offsets=-(_half(blocks, 2)[..., None] * minima.astype(np.float32)).reshape(*rows, num_groups),
+        )

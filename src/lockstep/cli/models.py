@@ -13,6 +13,8 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.cli import options as flags
 from lockstep.cli.progress import loading_progress
 from lockstep.errors import MissingTokenizerError
+from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.openvino.precision import summary
 
 if TYPE_CHECKING:
     from lockstep.executors.probe import ProbeReport
@@ -28,14 +30,19 @@ def _models(context: typer.Context) -> None:
 
 @models_app.command()
 def info(
-    model: flags.Model, cache_dir: flags.CacheDir = None, as_json: flags.Json = False, debug: flags.Debug = False
+    model: flags.Model,
+    quantize: flags.Quantize = None,
+    cache_dir: flags.CacheDir = None,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> None:
-    """What a model on disk is; reads no weights."""
+    """What a model on disk is, and as what it would be loaded; reads no weights."""
+    chosen = OpenVINOOptions(quantize=quantize).quantize
     with loading_progress(model) as progress:
         artifact = open_artifact(
             model, cache_dir=cache_dir, progress=lambda name, have, total: progress(name, have / max(total, 1))
         )
-    facts = _facts(artifact)
+    facts = _facts(artifact, chosen)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False, indent=2))
         return
@@ -50,6 +57,7 @@ def verify(
     threads: flags.Threads = None,
     device: flags.Device = "auto",
     kv_cache_dtype: flags.KvDtype = "f16",
+    quantize: flags.Quantize = None,
     cache_dir: flags.CacheDir = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
@@ -63,6 +71,7 @@ def verify(
         threads=threads,
         device=device,
         kv_cache_dtype=kv_cache_dtype,
+        quantize=quantize,
         cache_dir=cache_dir,
         probe=False,
         max_num_seqs=1,
@@ -77,7 +86,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _facts(artifact: Artifact) -> dict[str, Any]:
+def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
     config = artifact.config
     tensors = [artifact.weights[name] for name in artifact.weights.names()]
     num_parameters = sum(_size(tensor.shape) for tensor in tensors)
@@ -86,9 +95,10 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
         "path": str(artifact.path),
         "format": artifact.format,
         "architecture": config.architecture,
-        "parameters": num_parameters,
+        "parameters": num_parameters or None,
         "bytes": artifact.num_bytes,
         "encodings": dict(sorted(Counter(tensor.encoding.value for tensor in tensors).items())),
+        "loaded_as": summary(artifact.weights, quantize) or "exported",
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "heads": f"{config.num_heads} ({config.num_kv_heads} key-value)",

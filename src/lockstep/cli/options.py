@@ -16,7 +16,7 @@ from lockstep.executors.openvino.options import OpenVINOOptions
 Model = Annotated[
     str,
     typer.Argument(
-        help="A .gguf file, a Hugging Face directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
+        help="A .gguf file, a Hugging Face or OpenVINO directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
     ),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Prompt + output in tokens; by default what the model declares.")]
@@ -24,6 +24,9 @@ KvBytes = Annotated[int | None, typer.Option(help="Size of the KV pool in bytes.
 Threads = Annotated[int | None, typer.Option(help="Threads of a forward pass; by default the cores of the cgroup.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or gpu.")]
 KvDtype = Annotated[str, typer.Option(help="f16, f32, or u8 (half the memory, but bytes then depend on the batch).")]
+Quantize = Annotated[
+    str | None, typer.Option(help="int8 or int4: round float weights at load.", show_default="weights as they are")
+]
 CacheDir = Annotated[
     Path | None,
     typer.Option(envvar="LOCKSTEP_CACHE_DIR", help="Where built graphs are kept.", show_default="the user's cache"),
@@ -51,6 +54,7 @@ def load_options(
     threads: int | None,
     device: str,
     kv_cache_dtype: str,
+    quantize: str | None,
     cache_dir: Path | None,
     probe: bool,
     max_num_seqs: int,
@@ -63,7 +67,7 @@ def load_options(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             scheduler={"max_num_seqs": max_num_seqs},
         ),
-        openvino=OpenVINOOptions(device=device, threads=threads, kv_cache_precision=kv_cache_dtype),
+        openvino=OpenVINOOptions(device=device, threads=threads, kv_cache_precision=kv_cache_dtype, quantize=quantize),
         cache_dir=cache_dir,
         probe=probe,
         chat_template=None if chat_template is None else _read_template(chat_template),

@@ -32,9 +32,7 @@ def run(
         str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt without the chat template.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
     min_tokens: Annotated[int, typer.Option(help="No end before so many new tokens.")] = 0,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -55,6 +53,7 @@ def run(
     threads: flags.Threads = None,
     device: flags.Device = "auto",
     kv_cache_dtype: flags.KvDtype = "f16",
+    quantize: flags.Quantize = None,
     cache_dir: flags.CacheDir = None,
     probe: flags.Probe = True,
     as_json: flags.Json = False,
@@ -84,6 +83,7 @@ def run(
         threads=threads,
         device=device,
         kv_cache_dtype=kv_cache_dtype,
+        quantize=quantize,
         cache_dir=cache_dir,
         probe=probe,
         max_num_seqs=1,

@@ -18,12 +18,13 @@ from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch
 from lockstep.executors.openvino.rope import inverse_frequencies
-from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes
+from tools.random_models import SHAPES, Shape, random_tensor, stored_encoding, tensor_shapes
 
 Floats = npt.NDArray[np.float64]
 TINY_LLAMA, TINY_QWEN3 = SHAPES["tiny-llama"], SHAPES["tiny-qwen3"]
 TINY = {name: shape for name, shape in SHAPES.items() if name.startswith("tiny-")}
 """One of each architecture."""
+SMALL_LLAMA, SMALL_QWEN3 = SHAPES["small-llama"], SHAPES["small-qwen3"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ def random_artifact(shape: Shape = TINY_LLAMA, encoding: str = "F32", seed: int 
     """An opened artifact whose tensors live in memory; in block encodings the embedding and the head are Q8_0."""
     tensors = {}
     for name, size in tensor_shapes(shape).items():
-        whole = name.startswith(("model.embed_tokens", "lm_head")) and encoding in ("Q8_0", "Q4_0")
-        stored = "F32" if len(size) == 1 else "Q8_0" if whole else encoding
+        stored = stored_encoding(shape, name, size, encoding)
         tensors[name] = Tensor(name, Encoding(stored), size, random_tensor(name, size, stored, seed))
     config = config_of(shape)
     return artifact_of(config, split_fused(config, tensors, Path("memory")), f"{shape}-{encoding}-{seed}")

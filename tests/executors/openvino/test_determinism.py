@@ -14,8 +14,17 @@ from lockstep.executors.openvino.inputs import Limits, build_inputs
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.probe import quick_probe, thorough_probe
 from lockstep.executors.probe_play import Scenario, play
-from tests.executors.openvino.support import TINY, TINY_LLAMA, TINY_QWEN3, batch_of, random_artifact, run
-from tools.random_models import Shape
+from tests.executors.openvino.support import (
+    SMALL_LLAMA,
+    SMALL_QWEN3,
+    TINY,
+    TINY_LLAMA,
+    TINY_QWEN3,
+    batch_of,
+    random_artifact,
+    run,
+)
+from tools.random_models import ENCODINGS, MIXES, Shape
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 120, 20
 ALONE = Scenario((45,))
@@ -59,8 +68,8 @@ def test_chunks_that_end_anywhere_in_a_sliding_window_change_nothing(name: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_precision", ["f16", "f32"])
 @pytest.mark.parametrize("group_size", [32, 0])
-@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("shape", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("encoding", [*ENCODINGS, *MIXES])
+@pytest.mark.parametrize("shape", [SMALL_LLAMA, SMALL_QWEN3], ids=["llama", "qwen3"])
 def test_they_are_so_in_every_circumstance(
     shape: Shape, encoding: str, group_size: int, kv_cache_precision: str
 ) -> None:

@@ -15,7 +15,16 @@ from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.rope import inverse_frequencies
 from tests.executors.openvino.support import artifact_of, config_of, run
-from tools.golden.logit_cases import CASES, GGUF_SHAPES, POSITIONS, SEED, LogitCase, tensors, token_ids
+from tools.golden.logit_cases import (
+    CASES,
+    GGUF_ARCHITECTURES,
+    POSITIONS,
+    SEED,
+    LogitCase,
+    gguf_shape,
+    tensors,
+    token_ids,
+)
 from tools.random_models import interleaved_rows, write_gguf
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
@@ -26,7 +35,13 @@ SERVED = OpenVINOOptions()
 # (EXACT); llama.cpp rounds the activations too: to F16 and BF16 beside such weights, to int8 in groups of 32 beside
 # Q8_0 and Q4_0. The same distance separates it from a float64 reference, so these bounds are its rounding, seen 1.1e-6,
 # 1.1e-3, 7.4e-3, 2.7e-2 and 2.4e-2, with room for another machine's kernels. A wrong rope is off by about 1.
-MAX_RELATIVE_ERROR = {"F32": 2e-5, "F16": 4e-3, "BF16": 2e-2, "Q8_0": 8e-2, "Q4_0": 8e-2}
+# Beside the _K encodings it rounds activations in groups of 256, so it is further from the exact result (4.4e-2, and
+# 5.0e-2 from ours). test_precisions.py holds ours against that result itself.
+MAX_RELATIVE_ERROR = {
+    "F32": 2e-5, "F16": 4e-3, "BF16": 2e-2,
+    "Q8_0": 8e-2, "Q4_0": 8e-2, "Q4_1": 8e-2, "Q5_0": 8e-2, "Q5_1": 8e-2,
+    "Q4_K": 0.1, "Q5_K": 0.1, "Q6_K": 0.1, "Q4_K_M": 0.1,
+}  # fmt: skip
 
 
 def golden_prompt_logits(artifact: Artifact, options: OpenVINOOptions) -> Logits:
@@ -88,11 +103,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_case(directory: Path, architecture: str, encoding: str) -> Artifact:
     path = directory / f"{architecture}-{encoding}.gguf"
     if not path.exists():
-        write_gguf(path, GGUF_SHAPES[architecture], encoding, seed=SEED)
+        write_gguf(path, gguf_shape(architecture, encoding), encoding, seed=SEED)
     return open_artifact(str(path), cache_dir=directory)
 
 
-@pytest.mark.parametrize("architecture", GGUF_SHAPES)
+@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 @pytest.mark.parametrize("encoding", MAX_RELATIVE_ERROR)
 def test_logits_are_near_those_of_llama_cpp(architecture: str, encoding: str, directory: Path) -> None:
     golden = np.load(GOLDEN / "logits_llama_cpp.npz")[f"{architecture}.{encoding}"]
@@ -100,7 +115,10 @@ def test_logits_are_near_those_of_llama_cpp(architecture: str, encoding: str, di
     assert relative_error(logits, golden) <= MAX_RELATIVE_ERROR[encoding]
 
 
-@pytest.mark.parametrize(("encoding", "bound"), [("F32", 2e-3), ("Q8_0", 8e-2), ("Q4_0", 8e-2)])
+SERVED_BOUNDS = {"F32": 2e-3} | {name: MAX_RELATIVE_ERROR[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q4_K_M")}
+
+
+@pytest.mark.parametrize(("encoding", "bound"), SERVED_BOUNDS.items())
 def test_so_are_the_logits_as_served(encoding: str, bound: float, directory: Path) -> None:
     """With keys and values in f16 and, beside block encodings, activations in int8 as llama.cpp has them."""
     golden = np.load(GOLDEN / "logits_llama_cpp.npz")[f"llama.{encoding}"]

@@ -26,6 +26,7 @@ from tests.executors.openvino.support import random_artifact
         lambda: OpenVINOOptions(inference_precision="bf16"),
         lambda: OpenVINOOptions(dynamic_quantization_group_size=64),
         lambda: OpenVINOOptions(max_cache_bytes=-1),
+        lambda: OpenVINOOptions(quantize="int2"),
     ],
 )
 def test_an_option_with_a_wrong_value_says_what_would_be_right(wrong: object) -> None:
@@ -73,8 +74,9 @@ def test_the_environment_changes_with_whatever_the_bits_depend_on() -> None:
         environment_of(artifact, replace(options, threads=1)),
         environment_of(artifact, replace(options, kv_cache_precision="f32")),
         environment_of(artifact, replace(options, dynamic_quantization_group_size=0)),
+        environment_of(artifact, replace(options, quantize="int8")),
     ]
-    assert len({digest(environment) for environment in (base, *others)}) == 5
+    assert len({digest(environment) for environment in (base, *others)}) == 6
     moved = environment_of(artifact, replace(options, cache_dir=Path("elsewhere"), max_cache_bytes=0))
     assert digest(moved) == digest(base)
     assert {"openvino", "instruction_set", "threads", "device", "artifact", "builder"} <= base.keys()

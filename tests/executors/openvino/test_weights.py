@@ -13,8 +13,8 @@ from lockstep.artifacts.quantisation import dequantise
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from lockstep.executors.openvino.graph import build_decoder
 from lockstep.executors.openvino.weights import vector
-from tests.executors.openvino.support import MemoryWeights, config_of, random_artifact, with_tensor
-from tools.random_models import SHAPES, random_tensor
+from tests.executors.openvino.support import SMALL_LLAMA, MemoryWeights, config_of, random_artifact, with_tensor
+from tools.random_models import ENCODINGS, FLOATS, SHAPES, random_tensor
 
 NAME = "model.layers.1.self_attn.k_proj.weight"
 
@@ -25,26 +25,38 @@ def spoilt(tensor: Tensor, spoil: Callable[[np.ndarray[tuple[int, ...], np.dtype
     return replace(tensor, data=data)
 
 
-@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_weight_or_scale_that_is_not_finite_is_named(encoding: str, value: float) -> None:
     def spoil(data: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> None:
         if encoding == "BF16":
             data[3, 5] = np.array(value, np.float32).view(np.uint32) >> 16
-        elif encoding in ("Q8_0", "Q4_0"):
+        elif encoding == "Q6_K":
+            data[3, 208:210] = np.array([value], np.float16).view(np.uint8)
+        elif encoding not in FLOATS:
             data[3, :2] = np.array([value], np.float16).view(np.uint8)
         else:
             data[3, 5] = value
 
-    artifact = random_artifact(encoding=encoding)
+    artifact = random_artifact(SMALL_LLAMA, encoding)
     wrong = with_tensor(artifact, spoilt(artifact.weights[NAME], spoil))
     with pytest.raises(CorruptArtifactError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight .* NaN or infinity"):
         build_decoder(wrong.config, wrong.weights)
 
 
-@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
-def test_a_buffer_shorter_than_its_shape_is_named(encoding: str) -> None:
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("encoding", FLOATS)
+def test_so_is_one_that_would_be_quantised(encoding: str, quantize: str) -> None:
     artifact = random_artifact(encoding=encoding)
+    nan = np.array(0x7FC0, np.uint16) if encoding == "BF16" else np.nan
+    wrong = with_tensor(artifact, spoilt(artifact.weights[NAME], lambda data: data.__setitem__((3, 5), nan)))
+    with pytest.raises(CorruptArtifactError, match="NaN or infinity"):
+        build_decoder(wrong.config, wrong.weights, quantize=quantize)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_buffer_shorter_than_its_shape_is_named(encoding: str) -> None:
+    artifact = random_artifact(SMALL_LLAMA, encoding)
     tensor = artifact.weights[NAME]
     for data in (tensor.data[:-1], tensor.data[:, :-2], tensor.data.reshape(-1), tensor.data.astype(np.int64)):
         wrong = with_tensor(artifact, replace(tensor, data=data))

@@ -16,20 +16,25 @@ from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.layout import layer_norms
 from lockstep.artifacts.model import ModelConfig, Tensor, Weights
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
+from lockstep.executors.openvino.precision import Precision, choose
 from lockstep.executors.openvino.rope import inverse_frequencies, local_frequencies
 from lockstep.executors.openvino.runtime import Model, Node, op, ov
-from lockstep.executors.openvino.weights import matrix, vector
+from lockstep.executors.openvino.weights import GroupSums, matrix, product, vector
 
 MASKED = np.float32(-65504)
 
 
 def build_decoder(
-    config: ModelConfig, weights: Weights, progress: Callable[[float], None] = lambda fraction: None
+    config: ModelConfig,
+    weights: Weights,
+    progress: Callable[[float], None] = lambda fraction: None,
+    quantize: str | None = None,
 ) -> Model:
     """The stateful ``ov.Model``: inputs input_ids, attention_mask, position_ids [B, S] and beam_idx [B]; output logits.
 
     Args:
         progress: told the share of layers built.
+        quantize: ``int8`` or ``int4``: what float matrices are made of.
 
     Raises:
         UnsupportedArtifactError: an architecture or rope scaling that is not known.
@@ -38,15 +43,17 @@ def build_decoder(
     if config.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedArtifactError(f"architecture {config.architecture!r} is not known; known are: {known}")
-    return _DecoderBuilder(config, weights).build(progress)
+    return _DecoderBuilder(config, weights, quantize).build(progress)
 
 
 class _DecoderBuilder:
     """Holds what the layers share while one graph is built."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, quantize: str | None) -> None:
         self.config = config
         self.weights = weights
+        self.quantize = quantize
+        self.group_sums = GroupSums()
         self.sinks: list[Node] = []
         self.ids = _parameter("input_ids", [-1, -1], np.int64)
         self.mask = _parameter("attention_mask", [-1, -1], np.int64)
@@ -124,7 +131,8 @@ class _DecoderBuilder:
 
     def _linear(self, x: Node, name: str, out_features: int, in_features: int) -> Node:
         """x @ W.T, plus the bias where the artifact has one."""
-        y = op.matmul(x, self._matrix(name, (out_features, in_features)), False, True)
+        tensor = self._tensor(f"{name}.weight")
+        y = product(x, tensor, (out_features, in_features), self._precision(tensor), self.group_sums)
         if f"{name}.bias" in self.weights:
             y = op.add(y, op.constant(vector(self._tensor(f"{name}.bias"), out_features).reshape(1, 1, -1)))
         elif self.config.attention_bias and name.endswith(("q_proj", "k_proj", "v_proj")):
@@ -203,7 +211,12 @@ class _DecoderBuilder:
         return op.select(visible, _float(0), op.constant(MASKED))
 
     def _matrix(self, name: str, shape: tuple[int, int]) -> Node:
-        return matrix(self._tensor(f"{name}.weight"), shape)
+        """An embedding or a head."""
+        tensor = self._tensor(f"{name}.weight")
+        return matrix(tensor, shape, self._precision(tensor))
+
+    def _precision(self, tensor: Tensor) -> Precision:
+        return choose(tensor.name, tensor.encoding, tensor.shape[-1], self.quantize).precision
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self.weights:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.artifacts.model import Artifact
-from lockstep.errors import ExecutorError, UsageError
+from lockstep.artifacts.openvino_ir import FORMAT as EXPORTED
+from lockstep.artifacts.openvino_ir import GRAPH
+from lockstep.errors import CorruptArtifactError, ExecutorError, UnsupportedArtifactError, UsageError
 from lockstep.executors.openvino.environment import BUILDER_VERSION, instruction_set
 from lockstep.executors.openvino.graph import build_decoder
 from lockstep.executors.openvino.ir_cache import IRCache
 from lockstep.executors.openvino.options import OpenVINOOptions, available_cores
-from lockstep.executors.openvino.paged import to_paged
+from lockstep.executors.openvino.paged import LOGITS, to_paged
+from lockstep.executors.openvino.precision import has_floats, summary
 from lockstep.executors.openvino.runtime import CompiledModel, Core, Model, ov
 
+log = logging.getLogger(__name__)
 Report = Callable[[str, float], None]
 
 
@@ -21,6 +26,7 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
     """A compiled paged model: with a cache the weights live in it (and in the page cache) and nowhere else."""
     core = ov.Core()
     device = choose_device(options.device, tuple(core.available_devices))
+    _check_quantize(artifact, options)
     model = _stateful_model(core, artifact, options, report)
     report("compile", 0.0)
     try:
@@ -33,11 +39,16 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
 
 
 def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, report: Report) -> Model:
-    """Read from the cache (mapped), else built, stored and read back, so that the built constants can go."""
+    """Read from the cache (mapped), else built, stored and read back, so that the built constants can go.
+
+    An exported model is its own cache: its graph is read where it lies.
+    """
+    if artifact.format == EXPORTED:
+        return _exported(core, artifact, report)
     if options.cache_dir is None:
-        return _build(artifact, report)
+        return _build(artifact, options, report)
     cache = IRCache(Path(options.cache_dir) / "ir", options.max_cache_bytes)
-    key = graph_key(artifact)
+    key = graph_key(artifact, options)
     path = cache.find(key)
     if path is not None:
         report("read", 0.0)
@@ -48,7 +59,7 @@ def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, re
         else:
             report("read", 1.0)
             return model
-    model = _build(artifact, report)
+    model = _build(artifact, options, report)
     report("save", 0.0)
     try:
         path = cache.store(key, lambda file: ov.save_model(model, str(file), compress_to_fp16=False))
@@ -61,13 +72,53 @@ def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, re
     return stored
 
 
-def _build(artifact: Artifact, report: Report) -> Model:
-    return build_decoder(artifact.config, artifact.weights, lambda fraction: report("build", fraction))
+def _exported(core: Core, artifact: Artifact, report: Report) -> Model:
+    report("read", 0.0)
+    try:
+        model = core.read_model(str(artifact.path / GRAPH))
+    except RuntimeError as error:
+        raise CorruptArtifactError(f"OpenVINO cannot read it: {_last_line(error)}", path=artifact.path) from error
+    if not any(LOGITS in port.get_names() for port in model.outputs):
+        raise UnsupportedArtifactError(f"the exported graph has no output {LOGITS!r}", path=artifact.path)
+    size = model.output(LOGITS).get_partial_shape()[-1]
+    if size.is_static and size.get_length() != artifact.config.vocab_size:
+        raise CorruptArtifactError(
+            f"the graph has {size.get_length()} logits and config.json a vocabulary of {artifact.config.vocab_size}",
+            path=artifact.path,
+        )
+    report("read", 1.0)
+    return model
 
 
-def graph_key(artifact: Artifact) -> dict[str, str]:
-    """What a stateful graph depends on; threads, device and precisions come in when it is compiled."""
-    return {"artifact": artifact.fingerprint, "builder": BUILDER_VERSION, "openvino": str(ov.get_version())}
+def _last_line(error: RuntimeError) -> str:
+    """The line of one of OpenVINO's messages that says something; the ones before name its source files."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"
+
+
+def _build(artifact: Artifact, options: OpenVINOOptions, report: Report) -> Model:
+    for change, count in summary(artifact.weights, options.quantize).items():
+        log.info("%s: %d matrices %s", artifact.name, count, change)
+    return build_decoder(
+        artifact.config, artifact.weights, lambda fraction: report("build", fraction), options.quantize
+    )
+
+
+def _check_quantize(artifact: Artifact, options: OpenVINOOptions) -> None:
+    if options.quantize is not None and not has_floats(artifact.weights):
+        raise UsageError(
+            f"quantize is {options.quantize!r} and {artifact.name} has no float weights to quantise; leave it out"
+        )
+
+
+def graph_key(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
+    """What a stateful graph depends on; threads, device and other precisions come in when it is compiled."""
+    return {
+        "artifact": artifact.fingerprint,
+        "builder": BUILDER_VERSION,
+        "openvino": str(ov.get_version()),
+        "quantize": options.quantize or "none",
+    }
 
 
 def compile_properties(options: OpenVINOOptions) -> dict[str, str]:
@@ -105,6 +156,7 @@ def environment_of(artifact: Artifact, options: OpenVINOOptions) -> dict[str, st
         "kv_cache_precision": options.kv_cache_precision,
         "inference_precision": options.inference_precision,
         "dynamic_quantization_group_size": str(options.dynamic_quantization_group_size),
+        "quantize": options.quantize or "none",
         "artifact": artifact.fingerprint,
         "builder": BUILDER_VERSION,
     }

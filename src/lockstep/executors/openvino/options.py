@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UsageError
+from lockstep.executors.openvino.precision import QUANTIZE
 
 DEVICES = ("auto", "cpu", "gpu")
 KV_CACHE_PRECISIONS = ("f16", "f32", "u8")
@@ -31,6 +32,9 @@ class OpenVINOOptions:
     dynamic_quantization_group_size: int = 32
     """Activations are quantised to int8 in groups of this many before int8 and int4 weights: 32, the group of the
     weights' own scales (OpenVINO silently quantises nothing in larger ones), or 0, not at all (about half as fast)."""
+    quantize: str | None = None
+    """What float weights are rounded to at load: ``int8`` (one scale per row), ``int4`` (one per 32 values; embedding
+    and head int8), or None, not at all. Weights in block encodings stay what they are."""
     cache_dir: Path | None = None
     """Where built graphs are kept (in ``ir/``); None: every load builds its graph in memory."""
     max_cache_bytes: int = DEFAULT_MAX_CACHE_BYTES
@@ -40,6 +44,8 @@ class OpenVINOOptions:
         _one_of("device", self.device, DEVICES)
         _one_of("kv_cache_precision", self.kv_cache_precision, KV_CACHE_PRECISIONS)
         _one_of("inference_precision", self.inference_precision, INFERENCE_PRECISIONS)
+        if self.quantize is not None:
+            _one_of("quantize", self.quantize, QUANTIZE)
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"threads is {self.threads}; it must be at least 1")
         if self.dynamic_quantization_group_size not in DYNAMIC_QUANTIZATION_GROUP_SIZES:

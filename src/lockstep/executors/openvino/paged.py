@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.errors import ExecutorError
+from lockstep.errors import ExecutorError, UnsupportedArtifactError
 from lockstep.executors.openvino.runtime import Model, Node, op, ov
 
 TOKEN_IDS = "input_ids"
@@ -25,6 +25,11 @@ ROWS = "sampled_rows"
 HIDDEN_ROWS = "hidden_rows"
 LOGITS = "logits"
 HIDDEN = "hidden_states"
+_STEP_INPUTS = (
+    TOKEN_IDS, POSITIONS, PAST_LENS, SUBSEQUENCE_BEGINS, BLOCK_INDICES, BLOCK_INDICES_BEGINS, MAX_CONTEXT_LEN, ROWS,
+    HIDDEN_ROWS
+)  # fmt: skip
+_ROW_WISE = frozenset({"Add", "Clamp", "Convert", "Divide", "Multiply", "Subtract", "Tanh"})
 
 _ATTENTION = "PagedAttentionExtension"
 _KEY_CACHE_INPUT = 3
@@ -44,6 +49,7 @@ def to_paged(model: Model, windows: Sequence[int] = ()) -> None:
 
     Raises:
         ExecutorError: the attention operator does not take its window where we know it to.
+        UnsupportedArtifactError: an exported graph that is not built like a decoder with one head.
     """
     from openvino._offline_transformations import paged_attention_transformation  # internal: kept here
 
@@ -51,6 +57,7 @@ def to_paged(model: Model, windows: Sequence[int] = ()) -> None:
     if any(windows):
         _set_windows(model, windows)
     _gather_rows(model)
+    _check_inputs(model)
 
 
 def _set_windows(model: Model, windows: Sequence[int]) -> None:
@@ -78,9 +85,7 @@ def _gather_rows(model: Model) -> None:
 
     Hidden states are what the LM head is given: [R, 1, hidden_size].
     """
-    head = model.get_results()[0].input_value(0).get_node()
-    while head.get_type_name() != "MatMul":
-        head = head.input_value(0).get_node()
+    head = _head(model)
     states = head.input_value(0)
     rows, hidden_rows = _rows_parameter(ROWS), _rows_parameter(HIDDEN_ROWS)
     gathered = op.gather(states, rows, op.constant(np.int64(0)))
@@ -96,3 +101,31 @@ def _rows_parameter(name: str) -> Node:
     parameter = op.parameter(ov.PartialShape([-1]), np.int64, name=name)
     parameter.output(0).tensor.set_names({name})
     return parameter
+
+
+def _head(model: Model) -> Node:
+    """The last MatMul before the logits; what lies between works on each row for itself (scales, caps, precisions)."""
+    node = model.output(LOGITS).get_node().input_value(0).get_node()
+    while node.get_type_name() != "MatMul":
+        computed = [value.get_node() for value in node.input_values() if not _is_constant(value.get_node())]
+        if node.get_type_name() not in _ROW_WISE or len(computed) != 1:
+            raise UnsupportedArtifactError(
+                f"operator {node.get_type_name()} between head and logits; a MatMul with at most "
+                f"{', '.join(sorted(_ROW_WISE))} after it is expected"
+            )
+        node = computed[0]
+    return node
+
+
+def _is_constant(node: Node) -> bool:
+    while node.get_type_name() == "Convert":
+        node = node.input_value(0).get_node()
+    return bool(node.get_type_name() == "Constant")
+
+
+def _check_inputs(model: Model) -> None:
+    num_layers = sum(port.get_any_name().startswith("key_cache.") for port in model.inputs)
+    found = {port.get_any_name() for port in model.inputs}
+    unknown = sorted(found - {*_STEP_INPUTS, *cache_inputs(num_layers)})
+    if unknown:
+        raise UnsupportedArtifactError(f"the paged graph has inputs that nobody feeds: {', '.join(unknown)}")
