@@ -41,6 +41,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._parts.chat_template is not None
 
+    def to_json(self) -> str:
+        """The text of a ``tokenizer.json`` that says the same."""
+        with self._lock:
+            text: str = self._tokenizer.to_str()
+        return text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text. Special tokens that are written in it are recognised: not for a stranger's message.
 
