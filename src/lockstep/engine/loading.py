@@ -131,7 +131,7 @@ def _loaded(
         fingerprint=fingerprint,
         executor=executor,
         tokenizer=tokenizer,
-        grammars=GrammarCompiler(tokenizer.to_json, executor.geometry.vocab_size, tokenizer.end_token_ids),
+        grammars=GrammarCompiler(tokenizer.vocabulary, executor.geometry.vocab_size, tokenizer.end_token_ids),
         sampling_defaults={} if artifact is None else artifact.sampling_defaults,
         num_blocks=config.num_blocks,
         num_host_blocks=config.num_host_blocks,

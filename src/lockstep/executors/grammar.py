@@ -24,6 +24,7 @@ from lockstep.errors import InvalidParameterError, LockstepError, RequestFailedE
 from lockstep.executors.constraint import PARAM, Constraint
 from lockstep.executors.deep_stack import DeepStack
 from lockstep.executors.grammar_source import grammar_source
+from lockstep.executors.grammar_vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -42,7 +43,7 @@ STEP_LEXER_FUEL = 100_000
 MAX_LEXER_STATES = 20_000
 NUM_REHEARSED_TOKENS = 16
 """How far a new constraint is tried, so that one that explodes is refused instead of stopping the engine."""
-MAX_MESSAGE_CHARS = 400
+MAX_MESSAGE_CHARS, MAX_WORD_CHARS = 400, 60
 
 
 class Grammar:
@@ -139,13 +140,15 @@ class GrammarCompiler:
     """Builds grammars for one model's vocabulary. May be shared by threads.
 
     Args:
-        tokenizer_json: gives the model's ``tokenizer.json``; called once, when the first constraint comes.
+        load_vocabulary: gives the model's tokens; called once, when the first constraint comes. None: it has no table.
         vocab_size: rows of the model's output, at least as many as the tokenizer has tokens.
         end_token_ids: tokens that may come exactly where a grammar lets the text end.
     """
 
-    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        self._tokenizer_json = tokenizer_json
+    def __init__(
+        self, load_vocabulary: Callable[[], Vocabulary | None], vocab_size: int, end_token_ids: Sequence[int]
+    ) -> None:
+        self._load_vocabulary = load_vocabulary
         self._vocab_size = vocab_size
         self._end_token_ids = list(end_token_ids)
         self._lock = threading.Lock()
@@ -215,10 +218,14 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 if not self._end_token_ids:
                     raise _refused(constraint, "this model has no end token, so that no grammar could end")
+                vocabulary = self._load_vocabulary()
+                if vocabulary is None:
+                    raise _refused(constraint, "this model's tokens cannot spell every text byte by byte")
                 try:
-                    self._tokenizer = LLTokenizer(self._tokenizer_json(), self._vocab_size, self._end_token_ids)
+                    vocabulary = vocabulary.padded(self._vocab_size)
+                    self._tokenizer = LLTokenizer(vocabulary, self._vocab_size, self._end_token_ids)  # type: ignore[arg-type]  # as good as its wrapper
                 except ValueError as error:
-                    raise _refused(constraint, f"this model's tokenizer is of an unknown kind: {error}") from None
+                    raise _refused(constraint, f"this model's tokenizer cannot be used: {error}") from None
             return self._tokenizer
 
 
@@ -266,7 +273,8 @@ def _refused(constraint: Constraint, message: str) -> InvalidParameterError:
 
 def _short(message: Any) -> str:
     """Messages may quote the whole source."""
-    text = " ".join(str(message).replace("<non-verbose/>", "").split())
+    words = str(message).replace("<non-verbose/>", "").split()
+    text = " ".join(word if len(word) <= MAX_WORD_CHARS else f"{word[:MAX_WORD_CHARS]}..." for word in words)
     if text == "NoExtensionBias":
         return "nothing that this model can write satisfies it (NoExtensionBias)"
-    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[: MAX_MESSAGE_CHARS - 3]}..."
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."

@@ -27,6 +27,9 @@ def grammar_source(constraint: Constraint) -> str:
     if kind is ConstraintKind.LARK:
         return LLMatcher.grammar_from_lark(source)
     schema = '{"type":"object"}' if kind is ConstraintKind.JSON_OBJECT else source
+    if schema.strip() == "false":  # options need an object
+        return LLMatcher.grammar_from_json_schema(schema)
+    schema = "{}" if schema.strip() == "true" else schema
     return LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT)  # type: ignore[arg-type]  # total=False
 
 
