@@ -1,4 +1,4 @@
-"""Constrained requests in the step loop: forced tokens ride along, ends are ends, and a fault stays where it happened."""
+"""Constrained requests in the step loop: forced tokens ride along, ends are ends, a fault stays where it happened."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -174,12 +175,13 @@ def test_a_sequence_that_uses_up_its_budget_takes_nothing_from_the_others() -> N
     lengths = []
     for grammar in grammars:
         rng, tokens = random.Random(3), []
-        with pytest.raises(RequestFailedError, match="too many expressions"):
-            for _ in range(300):
+        with contextlib.suppress(RequestFailedError):
+            while len(tokens) < 300:
                 tokens.append(rng.choice([token for token in ids_of(grammar.allowed(ends)) if token not in ends]))
                 grammar.accept(tokens[-1], 0)
         lengths.append(len(tokens))
-    assert lengths[0] == lengths[1] > 2
+    assert lengths[0] == lengths[1]
+    assert 2 < lengths[0] < 300
 
 
 def test_a_checked_constraint_is_remembered_and_so_is_a_refused_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,11 @@ def chain(length: int, link: Mapping[str, object] | None = None) -> Mapping[str,
     }
 
 
+def submit(compiler: GrammarCompiler, constraint: Constraint) -> None:
+    constraint.validate()
+    compiler.build(constraint)
+
+
 _regex, _schema, _lark = Constraint.regex, Constraint.json_schema, Constraint.lark
 HOSTILE: Mapping[str, tuple[Constraint, str]] = {
     "repetition of a repetition": (_regex("(a{1000}){1000}"), "too many expressions"),
@@ -72,8 +77,7 @@ HOSTILE: Mapping[str, tuple[Constraint, str]] = {
 def test_it_ends_in_a_clear_error(compiler: GrammarCompiler, name: str) -> None:
     constraint, words = HOSTILE[name]
     with pytest.raises(InvalidParameterError, match=words) as caught:
-        constraint.validate()
-        compiler.build(constraint)
+        submit(compiler, constraint)
     assert caught.value.param == "constraint"
     assert len(str(caught.value)) < 600
 
