@@ -174,7 +174,8 @@ def test_a_sequence_that_uses_up_its_budget_takes_nothing_from_the_others() -> N
     ends = tokenizer_of("byte level").end_token_ids
     lengths = []
     for grammar in grammars:
-        rng, tokens = random.Random(3), []
+        rng = random.Random(3)
+        tokens: list[int] = []
         with contextlib.suppress(RequestFailedError):
             while len(tokens) < 300:
                 tokens.append(rng.choice([token for token in ids_of(grammar.allowed(ends)) if token not in ends]))
