@@ -31,6 +31,7 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.sampling
+	$(BIN)/python -m benchmarks.grammar
 	$(BIN)/python -m benchmarks.engine
 
 # Plain requirement files with hashes and no download addresses.

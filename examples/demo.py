@@ -18,13 +18,14 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from lockstep import LLM, GenerationRequest, RequestOutput, SamplingParams, TokenOutput
+from lockstep import LLM, Constraint, GenerationRequest, RequestOutput, SamplingParams, TokenOutput
 from lockstep.core.step import StepEvents, StepPlan, StepResult
-from lockstep.pocket import DEMO_MESSAGES, PERSONAS
+from lockstep.pocket import DEMO_MESSAGES, INTENTS, PERSONAS
 
 Message = dict[str, str]
 FOLLOW_UP = "Thank you. What should I do first?"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+ROUTE = SamplingParams(temperature=0.0, max_tokens=4, constraint=Constraint.choice(INTENTS))
+"""One of the labels, whatever the model would rather say."""
 ANSWER = SamplingParams(temperature=0.7, top_p=0.9, seed=7, max_tokens=96)
 
 
@@ -109,8 +110,8 @@ def main() -> None:
 
 def converse(llm: LLM, console: Console, conversations: Sequence[list[Message]]) -> list[list[RequestOutput]]:
     """One turn of every conversation, two hops in two batches: the router's word, then the specialist's answer."""
-    routed = answer_together(llm, [[*turn, persona("router")] for turn in conversations], GREEDY, [], None)
-    intents = [output.text.strip() for output in routed]
+    routed = answer_together(llm, [[*turn, persona("router")] for turn in conversations], ROUTE, [], None)
+    intents = [output.text for output in routed]
     roles = [intent if intent in PERSONAS else "general" for intent in intents]
     titles = [
         f"{turn[-1]['content']} -> router: {intent} -> {role}"

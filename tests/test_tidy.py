@@ -50,6 +50,7 @@ PURE_MAY_IMPORT = {
 # Native or internal interfaces that only one place may touch.
 CONFINED = {
     "huggingface_hub": "artifacts/hub",
+    "llguidance": "executors/grammar",
     "openvino": "executors/openvino",
     "openvino._offline_transformations": "executors/openvino/paged.py",
 }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.engine.outputs import Completion, GenerationRequest, RequestOutput, TokenOutput
     from lockstep.engine.sizing import EngineOptions
     from lockstep.errors import LockstepError
+    from lockstep.executors.constraint import Constraint
     from lockstep.executors.openvino.options import OpenVINOOptions
     from lockstep.executors.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "Completion",
+    "Constraint",
     "Engine",
     "EngineOptions",
     "FinishReason",
@@ -48,6 +50,7 @@ _HOMES = {
     "LLM": "lockstep.engine.llm",
     "AsyncEngine": "lockstep.engine.llm",
     "Completion": "lockstep.engine.outputs",
+    "Constraint": "lockstep.executors.constraint",
     "Engine": "lockstep.engine.engine",
     "EngineOptions": "lockstep.engine.sizing",
     "FinishReason": "lockstep.core.request",

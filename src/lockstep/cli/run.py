@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lockstep.cli import constraints
 from lockstep.cli import options as flags
 from lockstep.cli.answers import AnswerWriter
 from lockstep.cli.progress import loading_progress
@@ -22,17 +23,19 @@ from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
 
 Message = dict[str, str]
+Prompt = Annotated[
+    str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")]
 _ANY_VOCABULARY = 1 << 31
 CHAT_HELP = "Type a message. /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
 def run(
     model: flags.Model,
-    prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
-    ] = None,
+    prompt: Prompt = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt without the chat template.")] = False,
+    raw: Raw = False,
     max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
     min_tokens: Annotated[int, typer.Option(help="No end before so many new tokens.")] = 0,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -45,6 +48,10 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
+    json_schema: constraints.JsonSchema = None,
+    regex: constraints.Regex = None,
+    choice: constraints.Choice = None,
+    grammar: constraints.Grammar = None,
     chat_template: flags.ChatTemplate = None,
     chat_template_kwargs: flags.ChatTemplateKwargs = None,
     reasoning: flags.Reasoning = "auto",
@@ -74,6 +81,7 @@ def run(
         min_tokens=min_tokens,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
+        constraint=constraints.constraint_of(json_schema, regex, choice, grammar),
     )
     params.validate(_ANY_VOCABULARY)  # what is wrong whatever the model is said before it is loaded
     ask = _Ask(params, system, raw, flags.template_kwargs(chat_template_kwargs), reasoning)

@@ -19,17 +19,17 @@ class Detokenizer:
 
     Args:
         after: the token before the first one, usually the prompt's last. None or a special token: a new text begins,
-            and
-            SentencePiece models drop its leading space; otherwise the text goes on, and the space stays.
+            and SentencePiece models drop its leading space; otherwise the text goes on, and the space stays.
+        verbatim: the space stays in either case, because a constraint asked for it.
     """
 
     __slots__ = ("_append", "_decoder", "_first", "_read", "_strip", "_table", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, *, after: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, after: int | None = None, verbatim: bool = False) -> None:
         self._tokenizer = tokenizer
         self._table = tokenizer.token_bytes
         self._decoder = _utf8("replace")
-        begins = after is None or after in tokenizer.special_token_ids
+        begins = not verbatim and (after is None or after in tokenizer.special_token_ids)
         rules = None if self._table is None else self._table.rules
         self._first = begins
         self._strip = rules.strip_first if rules is not None and begins else ""

@@ -239,9 +239,8 @@ class Engine:
                 return
             first = seq_id if first is None else first
             sampler = SamplerState(prepared.sampling, prepared.seed + index, prepared.prompt_ids, model.vocab_size)
-            generation = Generation(
-                live, index, seq_id, sampler, Detokenizer(model.tokenizer, after=prepared.prompt_ids[-1])
-            )
+            detokenizer = Detokenizer(model.tokenizer, after=prepared.prompt_ids[-1], verbatim=bool(prepared.grammars))
+            generation = Generation(live, index, seq_id, sampler, detokenizer, self.config.max_forced_tokens)
             live.generations.append(generation)
             self._publisher.open(generation)
         deadline_s = prepared.request.deadline_s

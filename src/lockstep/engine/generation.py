@@ -11,7 +11,8 @@ from lockstep.engine.metrics import SequenceSpan
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.engine.reasoning import ReasoningSplitter
 from lockstep.engine.stops import StopStrings
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RequestFailedError
+from lockstep.executors.grammar import TokenBits
 from lockstep.executors.sampling import SamplerState, TokenLogprobs
 
 Sink = Callable[[TokenOutput], None]
@@ -27,12 +28,17 @@ class Generation:
         "delta_text",
         "detokenizer",
         "ends",
+        "fault",
         "finish_reason",
         "first_token_s",
+        "grammar",
+        "ignored_ends",
         "index",
         "last_token_s",
         "live",
         "logprobs",
+        "max_forced",
+        "max_len",
         "min_len",
         "prompt_len",
         "sampler",
@@ -53,6 +59,7 @@ class Generation:
         seq_id: int,
         sampler: SamplerState,
         detokenizer: Detokenizer,
+        max_step_tokens: int,
     ) -> None:
         prepared = live.prepared
         params = prepared.request.params
@@ -62,6 +69,13 @@ class Generation:
         self.tokens = list(prepared.prompt_ids)
         self.prompt_len = len(self.tokens)
         self.min_len = self.prompt_len + params.min_tokens
+        self.max_len = self.prompt_len + prepared.max_output_tokens
+        self.grammar = prepared.grammars[index] if prepared.grammars else None
+        self.max_forced = max_step_tokens - 1 if prepared.core_request.allows_forced else 0
+        """Tokens that may ride with a sampled one."""
+        self.ignored_ends = prepared.ignored_end_ids
+        self.fault: LockstepError | None = None
+        """Why its next token cannot be chosen."""
         self.sampler = sampler
         self.detokenizer = detokenizer
         self.stops = StopStrings(params.stop) if params.stop else None
@@ -81,18 +95,54 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
-    def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Take a sampled token; sets ``finish_reason`` where the token ends the sequence."""
+    def allowed(self) -> TokenBits | None:
+        """The tokens that the grammar allows next; None, with ``fault`` set, when it cannot go on."""
+        assert self.grammar is not None, "only a constrained sequence is asked"
+        avoided = self.ignored_ends
+        if len(self.tokens) < self.min_len:
+            avoided += self.suppressed
+        try:
+            return self.grammar.allowed(avoided)
+        except RequestFailedError as error:
+            self.fault = error
+            return None
+
+    def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> int:
+        """Take a sampled token and those that it forces; sets ``finish_reason`` where they end the sequence.
+
+        Returns:
+            How many tokens that were.
+        """
+        known = len(self.tokens)
+        self.delta_ids, self.delta_text = (token_id,), ""
+        if self._take(token_id, logprobs) or self.grammar is None:
+            return 1
+        try:
+            forced = self.grammar.accept(token_id, min(self.max_forced, self.max_len - known - 1))
+        except RequestFailedError as error:
+            self.live.error = self.fault = error
+            self.end(FinishReason.ERROR)
+            return 1
+        for token in forced:
+            self.delta_ids += (token,)
+            if self._take(token, None):
+                break
+        else:
+            if self.grammar.is_complete:
+                self.end(FinishReason.STOP)
+        return len(self.tokens) - known
+
+    def _take(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """Append one token; whether the sequence ends with it."""
         self.tokens.append(token_id)
         self.sampler.append(token_id)
-        self.delta_ids = (token_id,)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
             self.delta_logprobs = (logprobs,)
         if token_id in self.ends and len(self.tokens) > self.min_len:
             self.stop_reason = token_id
             self.end(FinishReason.STOP)
-            return
+            return True
         text = self.detokenizer.append(token_id)
         if self.splitter is not None:
             text = self._content(text or self.splitter.tag(self.detokenizer.special_text(token_id)))
@@ -102,7 +152,8 @@ class Generation:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, hit
         if text:
             self.texts.append(text)
-        self.delta_text = text
+        self.delta_text += text
+        return self.finish_reason is not None
 
     def end(self, reason: FinishReason) -> None:
         """Close it and release the text that was still held back; an ended one stays as it is."""

@@ -11,6 +11,7 @@ from lockstep.core.request import Request
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest
 from lockstep.errors import InvalidParameterError
+from lockstep.executors.grammar import Grammar
 from lockstep.executors.sampling_params import ResolvedSampling
 
 
@@ -24,6 +25,10 @@ class Prepared:
     max_output_tokens: int
     end_ids: tuple[int, ...]
     """Tokens that end a sequence, in a fixed order."""
+    ignored_end_ids: tuple[int, ...]
+    """The model's end tokens where the request goes on after them."""
+    grammars: tuple[Grammar, ...]
+    """One per sequence of a constrained request; else empty."""
     sampling: ResolvedSampling
     seed: int
     """Of the first sequence; sibling ``i`` draws with ``seed + i``."""
@@ -54,13 +59,16 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         request.tenant,
         allows_forced=params.logprobs is None,
     )
-    end_ids = () if params.ignore_eos else model.tokenizer.end_token_ids
+    model_ends = model.tokenizer.end_token_ids
+    end_ids, ignored_end_ids = ((), model_ends) if params.ignore_eos else (model_ends, ())
     return Prepared(
         request=request,
         prompt_ids=prompt_ids,
         core_request=core_request,
         max_output_tokens=output_limit(config, core_request),
         end_ids=tuple(dict.fromkeys((*end_ids, *params.stop_token_ids))),
+        ignored_end_ids=ignored_end_ids,
+        grammars=() if params.constraint is None else model.grammars.build(params.constraint, params.n),
         sampling=params.resolve(model.sampling_defaults),
         seed=secrets.randbits(63) if params.seed is None else params.seed,
     )

@@ -14,6 +14,7 @@ from lockstep.engine.model import LoadedModel
 from lockstep.engine.sizing import EngineOptions, available_memory_bytes, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.base import Executor
+from lockstep.executors.grammar import GrammarCompiler
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
@@ -130,6 +131,7 @@ def _loaded(
         fingerprint=fingerprint,
         executor=executor,
         tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer.vocabulary, executor.geometry.vocab_size, tokenizer.end_token_ids),
         sampling_defaults={} if artifact is None else artifact.sampling_defaults,
         num_blocks=config.num_blocks,
         num_host_blocks=config.num_host_blocks,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.base import Executor
+from lockstep.executors.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
     from lockstep.executors.probe import ProbeReport
@@ -23,6 +24,8 @@ class LoadedModel:
     """Of the artifact's content."""
     executor: Executor
     tokenizer: Tokenizer
+    grammars: GrammarCompiler
+    """Puts constraints to work for this model's vocabulary."""
     sampling_defaults: Mapping[str, float | int]
     num_blocks: int
     """Device blocks that were allocated."""

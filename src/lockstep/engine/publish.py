@@ -15,6 +15,7 @@ from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import NumericsError
 from lockstep.executors.base import SequenceObserver, StepBatch
+from lockstep.executors.grammar import TokenBits
 from lockstep.executors.sampling import SamplerState, Samples, sample
 
 log = logging.getLogger(__name__)
@@ -80,44 +81,56 @@ class Publisher:
         positions: list[int] = []
         suppressed: list[tuple[int, ...]] = []
         any_suppressed = False
+        allowed: dict[int, TokenBits] = {}
         for generation in self._sampling(plan):
             known = len(generation.tokens)
             states.append(generation.sampler)
             positions.append(known)
+            if generation.grammar is not None:
+                bits = generation.allowed()
+                if bits is not None:
+                    allowed[len(suppressed)] = bits
+                suppressed.append(())
+                continue
             early = known < generation.min_len
             any_suppressed |= early
             suppressed.append(generation.suppressed if early else ())
-        return sample(logits, states, positions, suppressed if any_suppressed else None)
+        return sample(logits, states, positions, suppressed if any_suppressed else None, allowed or None)
 
     def accept(self, plan: StepPlan, samples: Samples, now_s: float) -> tuple[StepResult, list[Generation]]:
         """Append what was sampled; returns the result for the scheduler and the sequences that it touched."""
         metrics = self._metrics
         touched = self._sampling(plan)
         finishes: list[FinishReason | None] = []
+        counts = [1] * len(touched)
         num_tokens = 0
-        for generation, token, logprobs, finite in zip(
-            touched, samples.token_ids, samples.logprobs, samples.finite, strict=True
+        for row, (generation, token, logprobs, finite) in enumerate(
+            zip(touched, samples.token_ids, samples.logprobs, samples.finite, strict=True)
         ):
-            if not finite:
-                generation.live.error = NumericsError(
+            if not finite or generation.fault is not None:
+                generation.live.error = generation.fault or NumericsError(
                     f"model {self._name!r} produced NaN or infinity at position {len(generation.tokens)}; "
                     "its weights or its precision are at fault"
                 )
                 generation.end(FinishReason.ERROR)
                 finishes.append(FinishReason.ERROR)
                 continue
-            generation.accept(token, logprobs)
+            got = generation.accept(token, logprobs)
             finishes.append(generation.finish_reason)
             if generation.first_token_s is None:
                 self._first_token(generation, now_s)
             else:
                 metrics.observe_itl_s(now_s - generation.last_token_s)
+            if got > 1:
+                counts[row] = got
+                for _ in range(got - 1):  # forced tokens come with the sampled one
+                    metrics.observe_itl_s(0.0)
             generation.last_token_s = now_s
-            num_tokens += 1
+            num_tokens += got
         metrics.num_steps += 1
         metrics.generation_tokens += num_tokens
         metrics.observe_step_tokens(num_tokens + self._step_prompt_tokens)
-        return StepResult((1,) * len(touched), tuple(finishes)), touched
+        return StepResult(tuple(counts), tuple(finishes)), touched
 
     def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
         """Give every sink its output; returns the requests whose sink raised."""

@@ -12,6 +12,7 @@ from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.reasoning import Reasoning, tags_of_template
 from lockstep.engine.token_bytes import TokenBytes, decoder_rules
 from lockstep.errors import ChatTemplateError
+from lockstep.executors.grammar_vocabulary import Vocabulary
 
 _TAIL_TOKENS = 32
 """Enough for a tag, spelled letter by letter, and the blanks after it."""
@@ -40,6 +41,23 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._parts.chat_template is not None
+
+    def vocabulary(self) -> Vocabulary | None:
+        """All tokens, for grammars; None: they cannot spell every text byte by byte, or nothing ends a text."""
+        table = self.token_bytes
+        if table is None or not self.end_token_ids:
+            return None
+        added = self._tokenizer.get_added_tokens_decoder()
+        markers = {i: token.content for i, token in added.items() if token.special or _is_marker(token.content)}
+        tokens = [markers[i].encode() if i in markers else table.of(i) for i in range(self.vocab_size)]
+        if not {bytes([byte]) for byte in range(0x80)} <= set(tokens):
+            return None
+        return Vocabulary(
+            tokens=tokens,
+            special_token_ids=sorted(markers),
+            eos_token_id=self.end_token_ids[0],
+            encode=lambda text: self.encode_plain([text])[0],
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text. Special tokens that are written in it are recognised: not for a stranger's message.
@@ -145,3 +163,8 @@ class Tokenizer:
             self._guard = BorderGuard(parts.tokenizer, template, parts.end_token_ids)
             self._template = template
         return self._template
+
+
+def _is_marker(content: str) -> bool:
+    """Whether an added token that is not special is a marker all the same, like ``<think>``."""
+    return content.startswith("<") and content.endswith(">")

@@ -4,7 +4,8 @@ A row's result depends on its logits, its state and its position, never on the o
 one row (or is a maximum, which does not round), and randomness is a function of seed and position. So a request's
 tokens and log-probabilities are bitwise the same alone or in any batch.
 
-The order of the rules is vLLM's: logit bias, suppressed tokens, penalties, temperature, min-p, top-k, top-p.
+The order of the rules is vLLM's: what a constraint allows, logit bias, suppressed tokens, penalties, temperature,
+min-p, top-k, top-p.
 Penalties: repetition divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al.,
 "CTRL", 2019; as Hugging Face and vLLM); frequency and presence subtract `count * frequency + presence` for tokens of
 the output (OpenAI's API reference). Log-probabilities are those of the model itself, before any of these rules (vLLM's
@@ -15,12 +16,13 @@ A logit of -inf is a token that cannot come. NaN, +inf or a row of -inf is a fau
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.executors.grammar import TokenBits
 from lockstep.executors.sampling_draw import draw
 from lockstep.executors.sampling_params import ResolvedSampling
 from lockstep.executors.sampling_random import TokenRandom
@@ -118,6 +120,7 @@ def sample(
     states: Sequence[SamplerState],
     positions: Sequence[int],
     suppressed: Sequence[tuple[int, ...]] | None = None,
+    allowed: Mapping[int, TokenBits] | None = None,
 ) -> Samples:
     """Choose one token per row.
 
@@ -126,6 +129,7 @@ def sample(
         states: one per row.
         positions: index in its sequence of the token to be chosen.
         suppressed: per row, ids that may not be chosen now; None: none at all.
+        allowed: for rows that are constrained, which tokens may come; other rows never look.
     """
     num_rows = len(states)
     assert logits.ndim == 2
@@ -139,12 +143,16 @@ def sample(
     for index, state in enumerate(states):
         row = logits[index]
         banned = suppressed[index] if suppressed is not None else ()
+        bits = allowed.get(index) if allowed is not None else None
+        if bits is not None and not np.isfinite(row.max()):  # a fault counts also where the constraint hides it
+            samples.finite[index] = False
+            continue
         token: int | None = tokens[index]
-        if token == -1 or token in banned:
+        if token == -1 or token in banned or (bits is not None and not _has(bits, token)):
             edited = row
-            if state.edits or banned:
+            if state.edits or banned or bits is not None:
                 scratch = np.empty_like(row) if scratch is None else scratch
-                edited = _edited(row, scratch, state, banned)
+                edited = _edited(row, scratch, state, banned, bits)
             token = draw(edited, state.sampling, state.random_at(positions[index]))
             samples.finite[index] = token is not None
             samples.token_ids[index] = 0 if token is None else token
@@ -159,9 +167,19 @@ def _likeliest(logits: Floats) -> tuple[list[int], list[bool]]:
     return best.tolist(), np.isfinite(logits[np.arange(len(logits)), best]).tolist()
 
 
-def _edited(row: Floats, scratch: Floats, state: SamplerState, banned: tuple[int, ...]) -> Floats:
-    """The row under bias, suppression and penalties, in the scratch space."""
-    np.copyto(scratch, row)
+def _has(bits: TokenBits, token: int | None) -> bool:
+    return token is not None and bool(bits[token >> 3] >> (token & 7) & 1)
+
+
+def _edited(
+    row: Floats, scratch: Floats, state: SamplerState, banned: tuple[int, ...], bits: TokenBits | None
+) -> Floats:
+    """The row under constraint, bias, suppression and penalties, in the scratch space."""
+    if bits is None:
+        np.copyto(scratch, row)
+    else:
+        scratch.fill(-np.inf)
+        np.copyto(scratch, row, where=np.unpackbits(bits, count=len(row), bitorder="little").view(np.bool_))
     if state.edits:
         state.edit(scratch)
     if banned:

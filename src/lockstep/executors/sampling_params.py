@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lockstep.errors import InvalidParameterError
+from lockstep.executors.constraint import Constraint
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 256
@@ -88,6 +89,8 @@ class SamplingParams:
     """Choices to generate."""
     logprobs: int | None = None
     """None: none. k: the sampled token's log-probability and the k most likely."""
+    constraint: Constraint | None = None
+    """What the text must be. Where it allows no more text the sequence ends, also before `min_tokens`."""
 
     def validate(self, vocab_size: int) -> None:
         """Check every field against its range and the vocabulary.
@@ -113,6 +116,7 @@ class SamplingParams:
         _flag("ignore_eos", self.ignore_eos)
         _whole("n", self.n, 1, MAX_CHOICES)
         _whole("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size), optional=True)
+        _constraint(self.constraint)
 
     def resolve(self, defaults: Mapping[str, float | int]) -> ResolvedSampling:
         """Fill the gaps: the request's value, else the artifact's default, else the neutral one. Call `validate` first.
@@ -189,6 +193,14 @@ def _whole(name: str, value: object, low: int, high: int | None, *, optional: bo
     right = f"an integer, at least {low}" if high is None else f"an integer of {low}..{high}"
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         raise _wrong(name, value, right)
+
+
+def _constraint(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Constraint):
+        raise _wrong("constraint", value, "a Constraint, e.g. Constraint.json_schema({...})")
+    value.validate()
 
 
 def _flag(name: str, value: object) -> None:

@@ -1,0 +1,126 @@
+"""What the text of an answer must be: a frozen value that a request carries.
+
+Knows no grammar engine and no tokenizer; `grammar.py` puts it to work. Being hashable, it is also the key under which
+a checked grammar is remembered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lockstep.errors import InvalidParameterError
+
+PARAM = "constraint"
+MAX_SOURCE_BYTES = 65_536
+"""Of a schema, pattern or grammar, and of all choices together, in UTF-8."""
+MAX_CHOICES = 1_000
+
+JsonSchema = Mapping[str, object] | bool | str
+
+
+class ConstraintKind(StrEnum):
+    """In which language the constraint is written."""
+
+    CHOICE = "choice"
+    REGEX = "regex"
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The language that an answer is a word of. Make one with `choice`, `regex`, `json_schema` and the others."""
+
+    kind: ConstraintKind
+    source: str | tuple[str, ...] = ""
+    """The texts of a choice; the pattern, schema or grammar; empty for ``json_object``."""
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Constraint:
+        """Exactly one of these texts."""
+        return cls(ConstraintKind.CHOICE, (texts,) if isinstance(texts, str) else tuple(texts))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that the whole pattern matches; Rust's syntax, without look-around and back-references."""
+        return cls(ConstraintKind.REGEX, pattern)
+
+    @classmethod
+    def json_schema(cls, schema: JsonSchema) -> Constraint:
+        """A JSON document that a schema (draft 2020-12) accepts, on one line and without spaces between its parts.
+
+        Properties come in the schema's order. ``{"x-guidance": {"whitespace_flexible": true}}`` in the schema lets the
+        model lay it out.
+
+        Args:
+            schema: a mapping, true, or JSON text.
+
+        Raises:
+            InvalidParameterError: the mapping holds what JSON cannot say.
+        """
+        if isinstance(schema, str):
+            return cls(ConstraintKind.JSON_SCHEMA, schema)
+        try:
+            text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidParameterError(f"the JSON schema is not JSON: {error}", param=PARAM) from None
+        return cls(ConstraintKind.JSON_SCHEMA, text)
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls(ConstraintKind.JSON_OBJECT)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """A word of a context-free grammar in llguidance's dialect of Lark; its rule ``start`` begins."""
+        return cls(ConstraintKind.LARK, grammar)
+
+    def validate(self) -> None:
+        """Check the shape and size; what the grammar says is checked when it is built for a model.
+
+        Raises:
+            InvalidParameterError: ``param`` is ``constraint``.
+        """
+        kind: object = self.kind
+        if not isinstance(kind, ConstraintKind):
+            known = ", ".join(ConstraintKind)
+            raise InvalidParameterError(f"the constraint's kind is {kind!r}; it must be one of {known}", param=PARAM)
+        if self.kind is ConstraintKind.CHOICE:
+            self._validate_choices()
+        elif not isinstance(self.source, str):
+            raise InvalidParameterError(
+                f"the source of a {self.kind} constraint is of type {type(self.source).__name__}; it must be text",
+                param=PARAM,
+            )
+        elif not self.source and self.kind is not ConstraintKind.JSON_OBJECT:
+            raise InvalidParameterError(f"the {self.kind} constraint is empty; it must say something", param=PARAM)
+        texts = (self.source,) if isinstance(self.source, str) else self.source
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError as error:
+            raise InvalidParameterError(
+                f"the {self.kind} constraint is not Unicode text: {error}", param=PARAM
+            ) from None
+        if num_bytes > MAX_SOURCE_BYTES:
+            raise InvalidParameterError(
+                f"the {self.kind} constraint has {num_bytes} bytes; it must have at most {MAX_SOURCE_BYTES}",
+                param=PARAM,
+            )
+
+    def _validate_choices(self) -> None:
+        texts = self.source
+        if not isinstance(texts, tuple) or not 1 <= len(texts) <= MAX_CHOICES:
+            count = len(texts) if isinstance(texts, tuple) else 0
+            raise InvalidParameterError(
+                f"the choice has {count} texts; it must be a list of 1..{MAX_CHOICES} texts", param=PARAM
+            )
+        for index, text in enumerate(texts):
+            if not isinstance(text, str) or not text:
+                raise InvalidParameterError(
+                    f"text {index} of the choice is {text!r}; it must be a string that is not empty", param=PARAM
+                )

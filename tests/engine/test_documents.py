@@ -1,0 +1,71 @@
+"""Documents from the embedded model at temperature 1: every one obeys its schema and comes to its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import jsonschema
+import pytest
+
+from lockstep import LLM, Constraint, EngineOptions, FinishReason, LoadOptions, SamplingParams
+from lockstep.pocket import DEMO_MESSAGES, INTENTS, ROUTER_PERSONA
+from tests.engine.schemas import SCHEMAS
+
+MAX_TOKENS = 400
+"""More than the longest document that the schemas allow this model to write."""
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    options = LoadOptions(
+        EngineOptions(num_blocks=1_200, scheduler={"max_num_seqs": 64}),
+        cache_dir=tmp_path_factory.mktemp("cache"),
+        probe=False,
+    )
+    with LLM("pocket://", options) as model:
+        yield model
+
+
+def check_documents(llm: LLM, num_per_schema: int) -> None:
+    jobs = [(name, index) for index in range(num_per_schema) for name in SCHEMAS]
+    params = [
+        SamplingParams(
+            temperature=1.0, seed=index, max_tokens=MAX_TOKENS, constraint=Constraint.json_schema(SCHEMAS[name])
+        )
+        for name, index in jobs
+    ]
+    outputs = llm.generate([f"Write a JSON document: {name}, number {index}.\n" for name, index in jobs], params)
+    for (name, index), output in zip(jobs, outputs, strict=True):
+        validator = jsonschema.Draft202012Validator(SCHEMAS[name], format_checker=jsonschema.FormatChecker())
+        validator.validate(json.loads(output.text))
+        assert output.completions[0].finish_reason is FinishReason.STOP, (name, index, output.text)
+    assert len({output.text for output in outputs}) > len(SCHEMAS), "the documents differ"
+
+
+def test_there_are_fifty_schemas() -> None:
+    assert len(SCHEMAS) == 50
+    for schema in SCHEMAS.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_a_thousand_documents_obey_their_schemas(llm: LLM) -> None:
+    check_documents(llm, 20)
+
+
+@pytest.mark.slow
+def test_ten_thousand_documents_obey_their_schemas(llm: LLM) -> None:
+    check_documents(llm, 200)
+
+
+def test_a_router_answers_with_one_of_its_labels(llm: LLM) -> None:
+    """At any temperature; the greedy answer is the right one for the demo's messages."""
+    labels = SamplingParams(temperature=0.0, max_tokens=8, constraint=Constraint.choice(INTENTS))
+    wild = SamplingParams(temperature=8.0, seed=3, n=8, max_tokens=8, constraint=Constraint.choice(INTENTS))
+    conversations = [
+        [{"role": "user", "content": text}, {"role": "system", "content": ROUTER_PERSONA}] for text in DEMO_MESSAGES
+    ]
+    assert [output.text for output in llm.chat(conversations, labels)] == list(DEMO_MESSAGES.values())
+    texts = [completion.text for output in llm.chat(conversations, wild) for completion in output.completions]
+    assert set(texts) <= set(INTENTS)
+    assert len(set(texts)) > 1

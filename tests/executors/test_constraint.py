@@ -1,0 +1,66 @@
+"""A constraint says what is wrong with its shape before any model is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.constraint import MAX_CHOICES, MAX_SOURCE_BYTES, Constraint, ConstraintKind
+from lockstep.executors.sampling_params import SamplingParams
+
+GOOD = (
+    Constraint.choice(["a", "b"]),
+    Constraint.regex("[0-9]+"),
+    Constraint.json_schema({"type": "object"}),
+    Constraint.json_schema('{"type": "object"}'),
+    Constraint.json_schema(True),
+    Constraint.json_object(),
+    Constraint.lark('start: "x"'),
+)
+
+
+@pytest.mark.parametrize("constraint", GOOD, ids=lambda constraint: constraint.kind)
+def test_what_is_well_formed_is_accepted_and_can_be_a_key(constraint: Constraint) -> None:
+    SamplingParams(constraint=constraint).validate(1000)
+    assert {constraint: 1}[Constraint(constraint.kind, constraint.source)] == 1
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (Constraint.choice([]), "the choice has 0 texts; it must be a list of 1..1000 texts"),
+        (Constraint.choice(["x"] * (MAX_CHOICES + 1)), "the choice has 1001 texts"),
+        (Constraint.choice(["a", ""]), "text 1 of the choice is ''; it must be a string that is not empty"),
+        (Constraint.choice(["a", 7]), "text 1 of the choice is 7"),  # type: ignore[list-item]  # what a client may send
+        (Constraint.regex(""), "the regex constraint is empty"),
+        (Constraint.regex(7), "the source of a regex constraint is of type int; it must be text"),  # type: ignore[arg-type]  # same
+        (Constraint.regex("\ud800"), "not Unicode text"),
+        (Constraint("regex", "a"), "kind is 'regex'; it must be one of choice, regex"),  # type: ignore[arg-type]  # same
+        (Constraint.lark("x" * (MAX_SOURCE_BYTES + 1)), f"has 65537 bytes; it must have at most {MAX_SOURCE_BYTES}"),
+        (Constraint.choice(["é" * 20_000, "x" * 30_000]), "has 70000 bytes"),
+    ],
+)
+def test_what_is_not_is_refused_by_name(constraint: Constraint, words: str) -> None:
+    with pytest.raises(InvalidParameterError, match=words.replace("(", r"\(")) as caught:
+        SamplingParams(constraint=constraint).validate(1000)
+    assert caught.value.param == "constraint"
+
+
+def test_something_else_than_a_constraint_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match=r"it must be a Constraint, e\.g\."):
+        SamplingParams(constraint="[0-9]").validate(1000)  # type: ignore[arg-type]  # what a user may write
+
+
+def test_a_schema_that_json_cannot_say_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match="the JSON schema is not JSON"):
+        Constraint.json_schema({"enum": [{1, 2}]})
+    deep: dict[str, object] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(InvalidParameterError, match="the JSON schema is not JSON"):
+        Constraint.json_schema(deep)
+
+
+def test_a_text_alone_is_a_choice_of_one() -> None:
+    assert Constraint.choice("yes").source == ("yes",)
+    assert Constraint.choice("yes").kind is ConstraintKind.CHOICE
