@@ -18,6 +18,7 @@ from lockstep.cli.answers import AnswerWriter
 from lockstep.cli.progress import loading_progress
 from lockstep.engine.chat import chat_request
 from lockstep.engine.llm import LLM
+from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
@@ -99,10 +100,13 @@ def run(
     )
     if prompt is None and as_json:
         raise UsageError("--json needs a prompt: add -p TEXT (or -p - for standard input)")
-    with loading_progress(model) as progress:
-        llm = LLM(model, load, progress=progress)
-    with llm:
+    with _load(model, load) as llm:
         _talk(_Session(llm, ask), prompt, as_json, verbose)
+
+
+def _load(model: str, options: LoadOptions) -> LLM:
+    with loading_progress(model) as progress:
+        return LLM(model, options, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from lockstep.core.request import FinishReason
 from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.intake import Prepared
 from lockstep.engine.metrics import SequenceSpan
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
+from lockstep.engine.pooling import Pooler
 from lockstep.engine.reasoning import ReasoningSplitter
 from lockstep.engine.stops import StopStrings
 from lockstep.errors import LockstepError, RequestFailedError
@@ -40,6 +44,7 @@ class Generation:
         "max_forced",
         "max_len",
         "min_len",
+        "pooler",
         "prompt_len",
         "sampler",
         "seq_id",
@@ -76,6 +81,8 @@ class Generation:
         self.ignored_ends = prepared.ignored_end_ids
         self.fault: LockstepError | None = None
         """Why its next token cannot be chosen."""
+        pooling = prepared.request.pooling
+        self.pooler = None if pooling is None else Pooler(pooling, self.prompt_len)
         self.sampler = sampler
         self.detokenizer = detokenizer
         self.stops = StopStrings(params.stop) if params.stop else None
@@ -106,6 +113,10 @@ class Generation:
         except RequestFailedError as error:
             self.fault = error
             return None
+
+    def embedding(self) -> npt.NDArray[np.float32] | None:
+        """The pooled vector of a request that asked for one and came to its end."""
+        return self.pooler.vector() if self.pooler is not None and self.finish_reason is FinishReason.STOP else None
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> int:
         """Take a sampled token and those that it forces; sets ``finish_reason`` where they end the sequence.
@@ -274,4 +285,5 @@ class LiveRequest:
             self.num_preemptions,
             Timings(scheduled - arrival, ttft, now_s - arrival),
             self.error,
+            self.generations[0].embedding() if self.generations else None,
         )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import Request
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.pooling import POOLINGS
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.grammar import Grammar
-from lockstep.executors.sampling_params import ResolvedSampling
+from lockstep.executors.sampling_params import ResolvedSampling, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     prompt = request.prompt
     prompt_ids = tuple(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     _check_ids(prompt_ids, model.vocab_size)
+    if request.pooling is not None:
+        return _prepare_pooling(model, config, request, prompt_ids)
     hashes: tuple[bytes, ...] = ()
     if config.enable_prefix_caching:
         hashes = block_hashes(model.namespace(request.cache_salt), prompt_ids, config.block_size)
@@ -71,6 +74,28 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         grammars=() if params.constraint is None else model.grammars.build(params.constraint, params.n),
         sampling=params.resolve(model.sampling_defaults),
         seed=secrets.randbits(63) if params.seed is None else params.seed,
+    )
+
+
+def _prepare_pooling(
+    model: LoadedModel, config: SchedulerConfig, request: GenerationRequest, prompt_ids: tuple[int, ...]
+) -> Prepared:
+    """A prompt that is computed whole and past the cache, since every position's hidden state is wanted."""
+    if not hasattr(type(model.executor), "hidden_states"):
+        raise InvalidParameterError(f"model {model.name!r} gives no hidden states to pool", param="pooling")
+    if request.pooling not in POOLINGS:
+        raise InvalidParameterError(f"pooling is {request.pooling!r}; it is mean or last", param="pooling")
+    core_request = Request(len(prompt_ids), 1, (), request.priority, request.tenant, reads_cache=False)
+    return Prepared(
+        request=replace(request, params=SamplingParams(temperature=0.0, max_tokens=1)),
+        prompt_ids=prompt_ids,
+        core_request=core_request,
+        max_output_tokens=output_limit(config, core_request),
+        end_ids=(),
+        ignored_end_ids=(),
+        grammars=(),
+        sampling=SamplingParams(temperature=0.0).resolve({}),
+        seed=0,
     )
 
 

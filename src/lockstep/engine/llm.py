@@ -7,12 +7,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from lockstep.engine.chat import chat_request
 from lockstep.engine.engine import Engine, Observer
 from lockstep.engine.generation import Sink
 from lockstep.engine.loading import LoadOptions, Progress, load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.pooling import Pooling, unit_vectors
 from lockstep.engine.stream import OutputStream
 from lockstep.errors import ConfigError, RequestFailedError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
@@ -81,6 +85,20 @@ class LLM:
             ]
         )
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "mean", normalize: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """[number of prompts, hidden_size]: the hidden states of each prompt as one vector.
+
+        Args:
+            pooling: ``mean`` over all positions, or the ``last`` one.
+            normalize: whether each vector is divided by its length.
+        """
+        batch: Any = [prompts] if _is_one_prompt(prompts) else prompts
+        outputs = self._run([GenerationRequest(prompt, pooling=pooling) for prompt in batch])
+        vectors = np.stack([_vector(output) for output in outputs])
+        return unit_vectors(vectors) if normalize else vectors
+
     def _run(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         ids: list[int] = []
@@ -142,6 +160,14 @@ class AsyncEngine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> OutputStream:
         """``async for`` over the answer as it comes; leaving the loop aborts the request."""
         return self.engine.stream(self._request(prompt, params))
+
+    async def embed(
+        self, prompt: Prompt, *, pooling: Pooling = "mean", normalize: bool = True
+    ) -> npt.NDArray[np.float32]:
+        """[hidden_size]: the hidden states of a prompt as one vector; see `LLM.embed`."""
+        request = self._checked(GenerationRequest(prompt, pooling=pooling))
+        vector = _vector(await self.engine.submit_async(request))
+        return unit_vectors(vector[None])[0] if normalize else vector
 
     async def chat(
         self,
@@ -229,6 +255,12 @@ class AsyncEngine:
             log.exception("the engine's thread broke")
             self._stopping.set()
             engine.abandon(RequestFailedError(f"the engine broke: {error!r}; load the model again"))
+
+
+def _vector(output: RequestOutput) -> npt.NDArray[np.float32]:
+    if output.embedding is None:
+        raise RequestFailedError("the request ended before its vector was complete")
+    return output.embedding
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

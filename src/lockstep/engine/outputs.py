@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from lockstep.core.request import FinishReason, Priority
+from lockstep.engine.pooling import Pooling
 from lockstep.engine.reasoning import Reasoning
 from lockstep.errors import LockstepError
 from lockstep.executors.sampling import TokenLogprobs
@@ -34,6 +37,8 @@ class GenerationRequest:
     """Seconds from submission after which the request ends with ``deadline``."""
     reasoning: Reasoning | None = None
     """How thoughts are told from content; None: everything is content. Stop strings look at content only."""
+    pooling: Pooling | None = None
+    """Not None: the answer is one vector made of the prompt's hidden states, and no text; ``params`` is unused."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -70,6 +75,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     num_preemptions: int
     timings: Timings
     error: LockstepError | None = None
+    embedding: npt.NDArray[np.float32] | None = None
+    """[hidden_size], not normalised, of a request with ``pooling``."""
 
     @property
     def text(self) -> str:

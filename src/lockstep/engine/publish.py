@@ -13,8 +13,9 @@ from lockstep.engine.generation import Generation, Sink
 from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.pooling import Pooler
 from lockstep.errors import NumericsError
-from lockstep.executors.base import SequenceObserver, StepBatch
+from lockstep.executors.base import HiddenStates, SequenceObserver, StepBatch
 from lockstep.executors.grammar import TokenBits
 from lockstep.executors.sampling import SamplerState, Samples, sample
 
@@ -41,6 +42,8 @@ class Publisher:
         self._metrics = metrics
         self.generations: dict[int, Generation] = {}
         self._step_prompt_tokens = 0
+        self._pooled: list[tuple[Pooler, int, range]] = []
+        """Who gets the step's hidden states: whose, from which position, which offsets of the chunk."""
 
     def open(self, generation: Generation) -> None:
         self.generations[generation.seq_id] = generation
@@ -58,9 +61,15 @@ class Publisher:
         generations = self.generations
         ids: list[int] = []
         rows: list[int] = []
+        hidden_rows: list[int] = []
         prompt_tokens = 0
+        self._pooled.clear()
         for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
             generation = generations[seq_id]
+            if generation.pooler is not None:
+                offsets = generation.pooler.rows_of(start, length)
+                self._pooled.append((generation.pooler, start, offsets))
+                hidden_rows.extend(len(ids) + offset for offset in offsets)
             if length == 1:
                 ids.append(generation.tokens[start])
             else:
@@ -72,11 +81,14 @@ class Publisher:
             if generation.live.first_scheduled_s is None:
                 generation.live.first_scheduled_s = now_s
         self._step_prompt_tokens = prompt_tokens
-        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64))
+        hidden = np.array(hidden_rows, np.int64) if hidden_rows else None
+        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden)
 
     def compute(self, plan: StepPlan, now_s: float) -> Samples:
         """Execute and sample; raises what the executor raises."""
         logits = self._executor.execute(self.batch(plan, now_s))
+        if self._pooled:
+            self._pool()
         states: list[SamplerState] = []
         positions: list[int] = []
         suppressed: list[tuple[int, ...]] = []
@@ -115,6 +127,11 @@ class Publisher:
                 generation.end(FinishReason.ERROR)
                 finishes.append(FinishReason.ERROR)
                 continue
+            if generation.pooler is not None:
+                generation.end(FinishReason.STOP)
+                finishes.append(FinishReason.STOP)
+                self._first_token(generation, now_s)
+                continue
             got = generation.accept(token, logprobs)
             finishes.append(generation.finish_reason)
             if generation.first_token_s is None:
@@ -139,6 +156,14 @@ class Publisher:
             for generation in touched
             if generation.live.sink is not None and not hand_over(generation.live.sink, generation.take_output(now_s))
         ]
+
+    def _pool(self) -> None:
+        executor = self._executor
+        assert isinstance(executor, HiddenStates), "a request for hidden states is refused when it is submitted"
+        states, at = executor.hidden_states, 0
+        for pooler, start, offsets in self._pooled:
+            pooler.add(start, offsets, states[at : at + len(offsets)])
+            at += len(offsets)
 
     def _sampling(self, plan: StepPlan) -> list[Generation]:
         generations = self.generations
