@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,13 @@ def test_one_prompt_or_several_text_or_ids() -> None:
         mixed: list[str | Sequence[int]] = ["a", [98, 98]]
         outputs = llm.generate(mixed, [SHORT, SamplingParams(max_tokens=3)])
     assert [output.text for output in outputs] == ["[stub:alpha] ok len=1 max=40", "[st"]
+
+
+def test_more_prompts_than_the_queue_holds_are_answered_in_order() -> None:
+    tight = LoadOptions(EngineOptions(num_blocks=256, scheduler={"max_num_queued_reqs": 5, "max_num_seqs": 3}))
+    with LLM("stub://alpha", tight) as llm:
+        outputs = llm.generate(["x" * length for length in range(1, 60)], replace(SHORT, n=2))
+    assert [output.text for output in outputs] == [f"[stub:alpha] ok len={n} max=40" for n in range(1, 60)]
 
 
 def test_chat_takes_one_conversation_or_several() -> None:

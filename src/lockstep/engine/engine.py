@@ -145,6 +145,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._inbox) or self.scheduler.has_unfinished
 
+    @property
+    def num_free_places(self) -> int:
+        """Sequences that the queue takes before it refuses; between steps, when the inbox is drained."""
+        return self.config.max_num_queued_reqs - self.scheduler.num_waiting
+
     def run(self) -> None:
         """Step until nothing is left to do."""
         while self.has_work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class LLM:
         """Complete one prompt or several, each text or token ids; one output per prompt, in order.
 
         Raises:
-            RequestError: a prompt or parameter is refused; nothing runs then.
+            RequestError: a prompt or parameter is refused; nothing runs on then.
             LockstepError: what ended a request that had been accepted.
         """
         batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
@@ -107,9 +108,14 @@ class LLM:
             if output.request is not None:
                 outputs[output.request_id] = output.request
 
+        waiting = deque(requests)
         try:
-            ids.extend(self.engine.submit(request, collect) for request in requests)
-            self.engine.run()
+            while waiting or self.engine.has_work:
+                room = self.engine.num_free_places
+                while waiting and (room >= waiting[0].params.n or not self.engine.has_work):
+                    room -= waiting[0].params.n
+                    ids.append(self.engine.submit(waiting.popleft(), collect))
+                self.engine.step()
         except BaseException:  # Ctrl-C or a refused prompt: what was queued must not run with the next call
             for request_id in ids:
                 self.engine.abort(request_id)
