@@ -1,0 +1,66 @@
+"""Every architecture in every encoding whose blocks its tiny rows can hold: right, and the same bytes in any batch.
+
+"Right" is what the same weights give as exact floats; those are compared with transformers and llama.cpp, one
+architecture after the other, in test_architectures.py. Rows of the tiny models are no whole blocks of 256, so the _K
+types are left to test_golden_logits.py and test_precisions.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lockstep.artifacts.model import Artifact, Encoding, Tensor
+from lockstep.artifacts.quantisation import dequantise
+from lockstep.executors.base import Logits
+from lockstep.executors.openvino.executor import load_executor
+from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.probe import quick_probe
+from tests.executors.openvino.support import TINY, MemoryWeights, random_artifact, run
+
+NUM_BLOCKS = 120
+PROMPT = [int(token) for token in np.random.default_rng(8).integers(0, 300, 50)]
+EXACT = OpenVINOOptions(kv_cache_precision="f32", dynamic_quantization_group_size=0)
+MAX_RELATIVE_ERROR = {"F16": 1e-5, "BF16": 1e-5, "Q8_0": 1e-5, "Q5_0": 1e-5, "Q4_0": 1e-5, "Q4_1": 1e-4, "Q5_1": 6e-2}
+"""Q4_1 sums its offsets apart; Q5_1 is requantised."""
+
+
+def as_floats(artifact: Artifact) -> Artifact:
+    """The same numbers, stored as F32."""
+    tensors = {}
+    for name in artifact.weights.names():
+        tensor = artifact.weights[name]
+        tensors[name] = Tensor(name, Encoding.F32, tensor.shape, dequantise(tensor))
+    return replace(artifact, weights=MemoryWeights(tensors), fingerprint=f"{artifact.fingerprint} as floats")
+
+
+def logits_of(artifact: Artifact) -> Logits:
+    executor = load_executor(artifact, EXACT)
+    try:
+        executor.allocate(8, 0)
+        return run(executor, (PROMPT, 0, (3, 1)), all_rows=True)
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("encoding", MAX_RELATIVE_ERROR)
+def test_logits_are_those_of_the_exact_weights(name: str, encoding: str) -> None:
+    artifact = random_artifact(TINY[name], encoding)
+    ours, exact = logits_of(artifact), logits_of(as_floats(artifact))
+    errors = np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)
+    assert errors.max() <= MAX_RELATIVE_ERROR[encoding]
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("encoding", ["BF16", "Q5_0", "Q4_0", "Q4_1", "Q5_1"])
+def test_the_bytes_are_the_same_in_any_batch(name: str, encoding: str) -> None:
+    executor = load_executor(random_artifact(TINY[name], encoding))
+    try:
+        executor.allocate(NUM_BLOCKS, 0)
+        report = quick_probe(executor, NUM_BLOCKS)
+    finally:
+        executor.close()
+    assert report.deterministic, [case for case in report.cases if not case.passed]
