@@ -82,11 +82,11 @@ def watch(engine: Engine, watch: Stopwatch) -> None:
     """Put the stopwatch around each part; the loop itself stays the product's."""
     publisher, executor = engine._publisher, engine.model.executor
     engine.scheduler.schedule = watch.wrap("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]  # a measurement from outside
-    engine.scheduler.commit = watch.wrap("commit", engine.scheduler.commit)  # type: ignore[method-assign]
-    publisher.batch = watch.wrap("build", publisher.batch)  # type: ignore[method-assign]
-    publisher.accept = watch.wrap("accept", publisher.accept)  # type: ignore[method-assign]
-    publisher.deliver = watch.wrap("deliver", publisher.deliver)  # type: ignore[method-assign]
-    executor.execute = watch.wrap("execute", executor.execute)  # type: ignore[method-assign]
+    engine.scheduler.commit = watch.wrap("commit", engine.scheduler.commit)  # type: ignore[method-assign]  # measured from outside
+    publisher.batch = watch.wrap("build", publisher.batch)  # type: ignore[method-assign]  # measured from outside
+    publisher.accept = watch.wrap("accept", publisher.accept)  # type: ignore[method-assign]  # measured from outside
+    publisher.deliver = watch.wrap("deliver", publisher.deliver)  # type: ignore[method-assign]  # measured from outside
+    executor.execute = watch.wrap("execute", executor.execute)  # type: ignore[method-assign]  # measured from outside
 
 
 def measure(

@@ -15,7 +15,7 @@ from tests.core.drive import commit, scheduler
 
 def plan_of(step: int, *chunks: tuple[int, int, int, tuple[int, ...], bool]) -> StepPlan:
     columns = list(zip(*chunks, strict=True)) or [()] * 5
-    return StepPlan(step, (), (), (), (), *columns)  # type: ignore[arg-type]
+    return StepPlan(step, (), (), (), (), *columns)  # type: ignore[arg-type]  # columns in order
 
 
 def events_of(plan: StepPlan, *finished: Finish, got: tuple[int, ...] | None = None) -> StepEvents:

@@ -23,7 +23,7 @@ HELLO = "[stub:alpha] ok len=5 max=100"
 
 
 def ask(prompt: str = "hello", **params: object) -> GenerationRequest:
-    return GenerationRequest(prompt, SamplingParams(**{"max_tokens": 100, **params}))  # type: ignore[arg-type]
+    return GenerationRequest(prompt, SamplingParams(**{"max_tokens": 100, **params}))  # type: ignore[arg-type]  # by name
 
 
 def one(result: RequestOutput | None) -> RequestOutput:

@@ -30,7 +30,7 @@ class Shape:
     norm_eps: float = 1e-5
 
 
-class Norm(nn.Module):  # type: ignore[misc]
+class Norm(nn.Module):  # type: ignore[misc]  # torch is not typed here
     """RMSNorm over the last dimension."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -48,7 +48,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
-class Layer(nn.Module):  # type: ignore[misc]
+class Layer(nn.Module):  # type: ignore[misc]  # torch is not typed here
     """Pre-norm attention with grouped queries, then a SwiGLU feed-forward."""
 
     def __init__(self, shape: Shape) -> None:
@@ -81,7 +81,7 @@ class Layer(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Pocket(nn.Module):  # type: ignore[misc]
+class Pocket(nn.Module):  # type: ignore[misc]  # torch is not typed here
     """Token ids [batch, tokens] in, hidden states or logits out."""
 
     def __init__(self, shape: Shape) -> None:

@@ -228,29 +228,29 @@ def add_gates(tree: Template) -> Template:
             node.iter = gated(node.iter, LOOP)
             return node
 
-        def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
+        def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802 - as above
             self.generic_visit(node)
             node.expr = gated(node.expr)
             for operand in node.ops:
                 operand.expr = gated(operand.expr)
             return node
 
-        def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
+        def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802 - as above
             self.generic_visit(node)
             return gated(nodes.List(node.nodes, lineno=node.lineno), CONCAT)
 
-        def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:  # noqa: N802
+        def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:  # noqa: N802 - as above
             self.generic_visit(node)
             if isinstance(node.arg, nodes.Slice):
                 node.node = gated(node.node)
             return node
 
-        def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:  # noqa: N802
+        def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:  # noqa: N802 - as above
             self.generic_visit(node)
             node.key = gated(node.key)
             return node
 
-        def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Expr:  # noqa: N802
+        def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Expr:  # noqa: N802 - as above
             if len(node.data) < CHARS_PER_UNIT:
                 return node
             return gated(nodes.Const(node.data, lineno=node.lineno))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -150,10 +151,7 @@ def _report(
         return ProbeReport.of([ProbeCase("alone", False, str(error))])
     finite = bool(np.isfinite(expected).all())
     first = ProbeCase("finite logits", finite, f"{len(expected)} rows" if finite else "NaN or infinity in a row")
-    cases = [
-        _compare(name, expected, lambda scenario=scenario: play(executor, num_blocks, scenario))  # type: ignore[misc]
-        for name, scenario in scenarios
-    ]
+    cases = [_compare(name, expected, partial(play, executor, num_blocks, scenario)) for name, scenario in scenarios]
     return ProbeReport.of((first, *cases))
 
 
