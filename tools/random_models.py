@@ -191,7 +191,10 @@ def write_huggingface(
             for name in sizes
             if files[name] == file
         )
-        rounded = {n: as_float(t, encoding) if t.dtype == np.float32 else t for n, t in tensors}  # type: ignore[arg-type]
+        rounded = {
+            name: as_float(tensor.astype(np.float32), encoding) if tensor.dtype == np.float32 else tensor
+            for name, tensor in tensors
+        }
         write_safetensors(directory / file, rounded)
     if num_shards > 1:
         index = {"metadata": {}, "weight_map": files}

@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.core.planner import StepPlanner
 from lockstep.core.request import Request
+from lockstep.core.sequence import Sequence
 from lockstep.errors import PromptTooLongError, QueueFullError
 from tests.core.drive import prompt, rows, run, scheduler, step
 from tests.core.oracle import Loop
@@ -117,9 +118,14 @@ def test_nobody_is_asked_again_until_something_is_free() -> None:
     core.add(prompt([1] * 20, 9))
     core.add(prompt([2] * 30, 2))
     step(core)
-    asked = []
+    asked: list[int] = []
     hits = core._kv.hits
-    core._kv.hits = lambda seq: asked.append(seq.seq_id) or hits(seq)  # type: ignore[method-assign, func-returns-value]
+
+    def asking(seq: Sequence) -> tuple[int, ...]:
+        asked.append(seq.seq_id)
+        return hits(seq)
+
+    core._kv.hits = asking  # type: ignore[method-assign]  # a look from outside
     for _ in range(5):
         step(core)
     assert asked == [1], "once after the first prompt was published"

@@ -30,7 +30,7 @@ DOCUMENT = Constraint.json_schema(
 
 def answer(engine: Engine, constraint: Constraint, **params: object) -> RequestOutput:
     values = {"max_tokens": 100, "temperature": 0.0, "constraint": constraint, **params}
-    request_id = engine.submit(GenerationRequest("hello", SamplingParams(**values)))  # type: ignore[arg-type]
+    request_id = engine.submit(GenerationRequest("hello", SamplingParams(**values)))  # type: ignore[arg-type]  # by name
     engine.run()
     engine.scheduler.check()
     output = engine.result(request_id)
