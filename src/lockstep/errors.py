@@ -6,7 +6,12 @@
     ├── RequestError               one request is refused or ended; the engine goes on
     │   ├── InvalidParameterError      a parameter has a wrong value (`param` names it)
     │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
+    │   ├── ModelNotFoundError         no model of that name is served
     │   ├── QueueFullError             the bounded queue is full; try again later
+    │   ├── UnavailableError           loading, draining or restarting; try again later (`retry_after_s`)
+    │   │   └── WorkerLostError            the process that computed the answer ended
+    │   ├── DeadlineError              time was up before the answer was complete
+    │   │   └── QueueDeadlineError         time was up before anything was computed
     │   ├── ChatTemplateError          no template, or it failed on these messages
     │   └── RequestFailedError         the request was accepted and then ended with an error
     ├── ArtifactError              something on disk cannot be served (`path` names it)
@@ -61,8 +66,37 @@ class PromptTooLongError(RequestError):
     """The prompt cannot fit the context or the KV pool."""
 
 
+class ModelNotFoundError(RequestError):
+    """No model of that name is served."""
+
+
 class QueueFullError(RequestError):
     """The bounded queue is full; the same request may be sent again later."""
+
+
+class UnavailableError(RequestError):
+    """Nobody can answer now: loading, draining or restarting. The same request may be sent again later.
+
+    Args:
+        message: why, and until when.
+        retry_after_s: seconds after which it is worth trying.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class WorkerLostError(UnavailableError):
+    """The process that computed the answer ended; another takes its place."""
+
+
+class DeadlineError(RequestError):
+    """Time was up before the answer was complete."""
+
+
+class QueueDeadlineError(DeadlineError):
+    """Time was up before anything was computed."""
 
 
 class ChatTemplateError(RequestError):

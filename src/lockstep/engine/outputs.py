@@ -35,10 +35,16 @@ class GenerationRequest:
     """Requests share prefix-cache blocks only with requests of the same salt."""
     deadline_s: float | None = None
     """Seconds from submission after which the request ends with ``deadline``."""
+    queue_deadline_s: float | None = None
+    """Seconds from submission after which it ends with ``deadline`` if none of its tokens was ever computed."""
     reasoning: Reasoning | None = None
     """How thoughts are told from content; None: everything is content. Stop strings look at content only."""
     pooling: Pooling | None = None
     """Not None: the answer is one vector made of the prompt's hidden states, and no text; ``params`` is unused."""
+    shown_specials: tuple[str, ...] = ()
+    """Special tokens whose text is part of the answer's text; others are skipped. Tool calls are written with some."""
+    prompt_logprobs: int | None = None
+    """Not None: log-probabilities of the prompt's tokens and of so many most likely ones; the cache is not read."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -77,6 +83,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     error: LockstepError | None = None
     embedding: npt.NDArray[np.float32] | None = None
     """[hidden_size], not normalised, of a request with ``pooling``."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One per prompt token where they were asked for; None for the first, which nothing precedes."""
 
     @property
     def text(self) -> str:

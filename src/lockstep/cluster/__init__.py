@@ -1,0 +1,1 @@
+"""Who answers: models behind one narrow interface."""

@@ -1,0 +1,153 @@
+"""What the server knows of those who answer: one narrow interface, whether one model stands behind it or many.
+
+A `Call` is one request as the server understood it. `Cluster.stream` answers it with events: first `Accepted`, then
+a `TokenOutput` for what each step brought to each of the ``n`` completions; the very last one carries the whole answer.
+A non-streaming answer is the collected stream, and leaving the stream is the abort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from lockstep.core.request import Priority
+from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.pooling import Pooling
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import LockstepError
+from lockstep.executors.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt that the model's chat template writes."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """OpenAI's shape, text only."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template: ``tools``, ``enable_thinking`` and the like."""
+    reasoning: str = "auto"
+    """``auto`` keeps thoughts apart where the template has tags for them, ``off`` never does."""
+
+
+Prompt = str | tuple[int, ...] | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, whoever answers it."""
+
+    model: str | None
+    """A served name; None: whoever takes requests without a name."""
+    prompt: Prompt
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = Priority.NORMAL
+    """Lower is served first, where the scheduling policy is by priority."""
+    tenant: str = ""
+    cache_salt: str = ""
+    session_id: str | None = None
+    queue_deadline_s: float | None = None
+    """Seconds until its first step; then it ends with `QueueDeadlineError`."""
+    deadline_s: float | None = None
+    """Seconds until its last token; then it ends with `DeadlineError`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens of the prompt; -1: as many as the context holds beside one token of output."""
+    prompt_logprobs: int | None = None
+    shown_specials: tuple[str, ...] = ()
+    pooling: Pooling | None = None
+    """Not None: the answer is one vector, in `RequestOutput.embedding` (not normalised)."""
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The first event of a call: it can be served and has its place in the queue."""
+
+    model: str
+    """The served name of who answers."""
+    prompt_token_ids: tuple[int, ...]
+
+
+Event = Accepted | TokenOutput
+EventStream = AsyncGenerator[Event, None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What can be said of a served model."""
+
+    name: str
+    """The name in requests."""
+    aliases: tuple[str, ...]
+    root: str
+    """Where it came from."""
+    created_s: int
+    """Unix time of its loading."""
+    tier: str
+    """``resident`` when it can answer at once; ``loading``, ``failed`` otherwise."""
+    max_model_len: int | None
+    """None until it is loaded; so are the following."""
+    deterministic: bool | None
+    """What the determinism probe found at load; None also where it was not run."""
+    has_chat_template: bool | None
+    parent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether requests will be answered. Known without asking the engine's thread."""
+
+    ready: bool
+    reason: str
+    """Why not, in one sentence; empty when ready."""
+
+
+class Cluster(Protocol):
+    """Who answers. Used from one event loop."""
+
+    def cards(self) -> tuple[ModelCard, ...]:
+        """Every model that is served, in order of definition."""
+        ...
+
+    def card(self, name: str | None) -> ModelCard:
+        """The model of a name or alias; ModelNotFoundError when there is none."""
+        ...
+
+    def tokenizer(self, name: str | None) -> Tokenizer:
+        """A model's text side; ModelNotFoundError, or UnavailableError until it is loaded."""
+        ...
+
+    def stream(self, call: Call) -> EventStream:
+        """Answer a call. Leaving the stream early aborts it within one step.
+
+        Raises (from the first ``anext``, as far as it is known by then):
+            ModelNotFoundError, InvalidParameterError, PromptTooLongError, ChatTemplateError: it can never be served.
+            QueueFullError, UnavailableError: not now.
+            QueueDeadlineError, DeadlineError, RequestFailedError, WorkerLostError: accepted, then ended.
+        """
+        ...
+
+    async def metrics(self) -> Mapping[str, MetricsSnapshot]:
+        """By model; answered also while a step is running."""
+        ...
+
+    def health(self) -> Health: ...
+
+    @property
+    def num_open(self) -> int:
+        """Calls that are being answered."""
+        ...
+
+    async def start(self) -> None:
+        """Load what is to be served; returns when it can answer. LockstepError: it cannot be loaded."""
+        ...
+
+    def abort_all(self, error: LockstepError) -> None:
+        """End every open call with this error."""
+        ...
+
+    async def close(self) -> None:
+        """End what is open, free the models and end the processes that were started."""
+        ...
