@@ -1,0 +1,49 @@
+"""What an operator may say about the server; the flags of `lockstep serve` become one of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Limits and manners of one server."""
+
+    host: str = "127.0.0.1"
+    port: int = 9000
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens the guarded endpoints; none: no key is asked for."""
+    allow_unauthenticated: bool = False
+    """Whether to listen beyond loopback without a key."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins that browsers may call from; ``*``: all. Empty: none."""
+    max_body_bytes: int = 8 * MIB
+    max_header_bytes: int = 32 << 10
+    max_concurrent_requests: int = 2_048
+    """Requests to models that are answered at once, streams and others."""
+    requests_per_minute: int | None = None
+    """Token bucket per key; None: no limit."""
+    tokens_per_minute: int | None = None
+    queue_timeout_s: float | None = None
+    """Seconds that a request may wait for its first step; the request's own deadline may be shorter."""
+    request_timeout_s: float | None = None
+    """Seconds that an answer may take."""
+    shutdown_timeout_s: float = 30.0
+    """Seconds that requests in flight have to finish after SIGTERM."""
+    ping_interval_s: float = 15.0
+    """Silence in a stream after which a comment is sent."""
+    max_pending_bytes: int = MIB
+    """Text that may wait for a slow reader before its stream is ended."""
+    metrics_prefix: str = "lockstep"
+    supports_priority: bool = False
+    """Whether the scheduling policy looks at ``priority``; if not, a priority other than 0 is refused."""
+    log_requests: bool = True
+    log_prompts: bool = False
+    enable_debug_endpoints: bool = False
+    """``POST /reset_prefix_cache`` and ``GET /debug/check``."""
+    otlp_traces_endpoint: str | None = None
+    responses_db: str | None = None
+    """SQLite file for stored responses; None: in memory."""
+    max_stored_responses: int = 4_096

@@ -1,0 +1,41 @@
+"""What is known of one HTTP request while it is served: filled by its handler, logged and traced when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from lockstep.engine.outputs import RequestOutput
+from lockstep.server.errors import HttpError
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Made by the outermost middleware, found by handlers with `record_of`."""
+
+    request_id: str
+    """The client's ``x-request-id``, or ours."""
+    endpoint: str
+    started_s: float
+    """On the monotonic clock."""
+    tenant: str = ""
+    """Name of the API key that was used; never the key."""
+    traceparent: str | None = None
+    model: str | None = None
+    is_stream: bool = False
+    outputs: list[RequestOutput] = field(default_factory=list)
+    """One per prompt that was answered: usage and timings are read from them."""
+    finish_reasons: list[str] = field(default_factory=list)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own labels."""
+    error: HttpError | None = None
+    status: int | None = None
+    """What the client was told; 499 when it left before."""
+
+
+def record_of(request: Request) -> RequestRecord:
+    """The record of a request that came through the server's middleware."""
+    record: RequestRecord = request.state.record
+    return record
