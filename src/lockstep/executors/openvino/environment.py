@@ -23,6 +23,15 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return " ".join([platform.machine(), *kept])
 
 
+def has_row_dependent_kernels(instructions: str) -> bool:
+    """Whether products of compressed weights must be split (narrow.py) for their bits not to depend on the batch.
+
+    So it is on x86-64 without AVX-512. With it the kernels were seen to keep the promise as they are.
+    """
+    machine, *flags = instructions.split()
+    return machine.lower() in ("x86_64", "amd64") and not any(flag.startswith("avx512") for flag in flags)
+
+
 def digest(environment: Mapping[str, str]) -> str:
     """32 hex digits over the mapping; the order of its entries does not matter."""
     state = hashlib.blake2b(digest_size=16)

@@ -10,9 +10,10 @@ from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.openvino_ir import FORMAT as EXPORTED
 from lockstep.artifacts.openvino_ir import GRAPH
 from lockstep.errors import CorruptArtifactError, ExecutorError, UnsupportedArtifactError, UsageError
-from lockstep.executors.openvino.environment import BUILDER_VERSION, instruction_set
+from lockstep.executors.openvino.environment import BUILDER_VERSION, has_row_dependent_kernels, instruction_set
 from lockstep.executors.openvino.graph import build_decoder
 from lockstep.executors.openvino.ir_cache import IRCache
+from lockstep.executors.openvino.narrow import split_products
 from lockstep.executors.openvino.options import OpenVINOOptions, available_cores
 from lockstep.executors.openvino.paged import LOGITS, to_paged
 from lockstep.executors.openvino.precision import has_floats, summary
@@ -86,6 +87,7 @@ def _exported(core: Core, artifact: Artifact, report: Report) -> Model:
             f"the graph has {size.get_length()} logits and config.json a vocabulary of {artifact.config.vocab_size}",
             path=artifact.path,
         )
+    _split_where_needed(model, artifact)
     report("read", 1.0)
     return model
 
@@ -99,9 +101,17 @@ def _last_line(error: RuntimeError) -> str:
 def _build(artifact: Artifact, options: OpenVINOOptions, report: Report) -> Model:
     for change, count in summary(artifact.weights, options.quantize).items():
         log.info("%s: %d matrices %s", artifact.name, count, change)
-    return build_decoder(
+    model = build_decoder(
         artifact.config, artifact.weights, lambda fraction: report("build", fraction), options.quantize
     )
+    _split_where_needed(model, artifact)
+    return model
+
+
+def _split_where_needed(model: Model, artifact: Artifact) -> None:
+    if has_row_dependent_kernels(instruction_set()):
+        num_split = split_products(model)
+        log.info("%s: %d products split for this processor's kernels", artifact.name, num_split)
 
 
 def _check_quantize(artifact: Artifact, options: OpenVINOOptions) -> None:
@@ -118,6 +128,7 @@ def graph_key(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
         "builder": BUILDER_VERSION,
         "openvino": str(ov.get_version()),
         "quantize": options.quantize or "none",
+        "products": "split" if has_row_dependent_kernels(instruction_set()) else "whole",
     }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import ExecutorError, UnsupportedArtifactError
+from lockstep.executors.openvino.narrow import split_below
 from lockstep.executors.openvino.runtime import Model, Node, op, ov
 
 TOKEN_IDS = "input_ids"
@@ -104,9 +105,15 @@ def _rows_parameter(name: str) -> Node:
 
 
 def _head(model: Model) -> Node:
-    """The last MatMul before the logits; what lies between works on each row for itself (scales, caps, precisions)."""
+    """What takes the last hidden states: the last MatMul before the logits, or the node that cuts them for its parts.
+
+    What lies between works on each row for itself (scales, caps, precisions).
+    """
     node = model.output(LOGITS).get_node().input_value(0).get_node()
     while node.get_type_name() != "MatMul":
+        split = split_below(node)
+        if split is not None:
+            return split
         computed = [value.get_node() for value in node.input_values() if not _is_constant(value.get_node())]
         if node.get_type_name() not in _ROW_WISE or len(computed) != 1:
             raise UnsupportedArtifactError(
