@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from threading import Lock
 
@@ -41,6 +41,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._parts.chat_template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, for those who ask what it knows."""
+        return self._parts.chat_template
 
     def vocabulary(self) -> Vocabulary | None:
         """All tokens, for grammars; None: they cannot spell every text byte by byte, or nothing ends a text."""
@@ -146,6 +151,11 @@ class Tokenizer:
     def special_text(self, token_id: int) -> str:
         """What a special token, which `decode` may skip, is written as; empty for any other."""
         return (self._tokenizer.id_to_token(token_id) or "") if token_id in self.special_token_ids else ""
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens that are written as one of these texts."""
+        ids = (self._tokenizer.token_to_id(text) for text in texts)
+        return frozenset(i for i in ids if i in self.special_token_ids)
 
     def check_chat_template(self) -> None:
         """Compile the template; ChatTemplateError where it cannot be read."""
