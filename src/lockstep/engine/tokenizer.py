@@ -47,13 +47,31 @@ class Tokenizer:
         """The template's source, for those who ask what it knows."""
         return self._parts.chat_template
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template looks up; ChatTemplateError where there is none or it cannot be read."""
+        return self._chat_template().variables
+
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether `vocabulary` can be expected to give one, without making it."""
+        return self.token_bytes is not None and bool(self.end_token_ids)
+
+    def marker_id(self, text: str) -> int | None:
+        """The token that is exactly this text and no text to grammars: a special one, or one like ``<tool_call>``."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id if token_id is not None and token_id in self._markers() else None
+
+    def _markers(self) -> dict[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if token.special or _is_marker(token.content)}
+
     def vocabulary(self) -> Vocabulary | None:
         """All tokens, for grammars; None: they cannot spell every text byte by byte, or nothing ends a text."""
         table = self.token_bytes
-        if table is None or not self.end_token_ids:
+        if table is None or not self.takes_grammars:
             return None
-        added = self._tokenizer.get_added_tokens_decoder()
-        markers = {i: token.content for i, token in added.items() if token.special or _is_marker(token.content)}
+        markers = self._markers()
         tokens = [markers[i].encode() if i in markers else table.of(i) for i in range(self.vocab_size)]
         if not {bytes([byte]) for byte in range(0x80)} <= set(tokens):
             return None
