@@ -169,3 +169,26 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(make_engine: Mak
 def test_a_faulty_row_fails_also_where_the_constraint_hides_the_fault(make_engine: MakeEngine) -> None:
     output = answer(make_engine("stub://alpha?nan_every=2"), Constraint.regex("[a-z]{9}"))
     assert "produced NaN or infinity" in str(output.error)
+
+
+def test_special_tokens_are_text_where_the_request_wants_them(make_engine: MakeEngine) -> None:
+    """An end token among them ends all the same, and its text is not the answer's."""
+    engine = make_engine()
+    constraint = Constraint.lark('start: "a" <|user|> "b" <|system|>? "c"*')
+    params = SamplingParams(max_tokens=50, temperature=0.0, constraint=constraint, logit_bias={END_ID: 100.0})
+    texts = []
+    for shown in ((), ("<|user|>", "<|end|>", "ordinary"), ("<|system|>",)):
+        request_id = engine.submit(GenerationRequest("hello", params, shown_specials=shown))
+        engine.run()
+        output = engine.result(request_id)
+        assert output is not None
+        assert output.completions[0].stop_reason == END_ID
+        texts.append(output.text)
+    assert texts == ["ab", "a<|user|>b", "ab"]
+
+
+@pytest.mark.parametrize("shown", [("",), ("x",) * 65, (5,)])
+def test_specials_that_are_no_texts_are_refused(make_engine: MakeEngine, shown: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidParameterError, match="at most 64 texts") as caught:
+        make_engine().submit(GenerationRequest("hello", shown_specials=shown))
+    assert caught.value.param == "shown_specials"

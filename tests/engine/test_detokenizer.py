@@ -115,3 +115,27 @@ def test_a_text_that_goes_on_keeps_its_context_without_a_byte_table() -> None:
     tokenizer = tokenizer_of("wordpiece")
     ids = tokenizer.encode("the quick dog", add_special_tokens=False)
     assert "".join(pieces_of(tokenizer, ids[1:], after=ids[0])) == FAMILIES["wordpiece"]().decode(ids)[len("the") :]
+
+
+@pytest.mark.parametrize("family", TABLED)
+def test_a_special_token_that_is_shown_is_text_and_others_are_not(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    shown = tokenizer.special_ids(["[INST]", "<think>", "no such token"])
+    assert [tokenizer.special_text(token) for token in shown] == ["[INST]"]
+    [inst], [user] = shown, tokenizer.special_ids(["<|user|>"])
+    detokenizer = Detokenizer(tokenizer, shown=shown)
+    words = tokenizer.encode("dog", add_special_tokens=False)
+    pieces = [detokenizer.append(token) for token in (user, *words, inst, user, *words)]
+    assert "".join(pieces).replace(" ", "") == "dog[INST]dog"
+    assert "[INST]" in pieces
+
+
+def test_a_shown_token_ends_a_character_that_was_open() -> None:
+    for family, open_id in (("byte level", byte_level().encode("😀").ids[0]), ("wordpiece", 5)):
+        tokenizer = tokenizer_of(family)
+        [mark] = tokenizer.special_ids(["[INST]" if family == "byte level" else "[UNK]"])
+        detokenizer = Detokenizer(tokenizer, shown=frozenset([mark]))
+        before = detokenizer.append(open_id)
+        piece = detokenizer.append(mark)
+        assert before + piece == tokenizer.decode([open_id]) + tokenizer.special_text(mark)
+        assert detokenizer.flush() == ""

@@ -101,6 +101,14 @@ class ChatTemplate:
             texts.union(const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str))
         )
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template looks up, its own included."""
+        from jinja2 import nodes
+
+        tree = self._environment.parse(self.source)
+        return frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+
     def context(
         self,
         messages: Sequence[Mapping[str, object]],

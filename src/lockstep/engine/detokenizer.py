@@ -21,13 +21,22 @@ class Detokenizer:
         after: the token before the first one, usually the prompt's last. None or a special token: a new text begins,
             and SentencePiece models drop its leading space; otherwise the text goes on, and the space stays.
         verbatim: the space stays in either case, because a constraint asked for it.
+        shown: special tokens that are text here.
     """
 
-    __slots__ = ("_append", "_decoder", "_first", "_read", "_strip", "_table", "_tokenizer", "_window")
+    __slots__ = ("_decoder", "_first", "_read", "_shown", "_strip", "_table", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, *, after: int | None = None, verbatim: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        after: int | None = None,
+        verbatim: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._table = tokenizer.token_bytes
+        self._shown = shown
         self._decoder = _utf8("replace")
         begins = not verbatim and (after is None or after in tokenizer.special_token_ids)
         rules = None if self._table is None else self._table.rules
@@ -42,8 +51,10 @@ class Detokenizer:
         return self._tokenizer.special_text(token_id)
 
     def append(self, token_id: int) -> str:
-        """The text that is complete now; empty when a character is still open or the token is special."""
+        """The text that is complete now; empty when a character is still open or the token special and not shown."""
         table = self._table
+        if token_id in self._shown:
+            return self._show(token_id)
         if table is None:
             return self._append_to_window(token_id)
         if token_id in table.skipped:
@@ -62,6 +73,13 @@ class Detokenizer:
             return text
         text = self._decoder.decode(b"", final=True)
         return self._stripped(text) if self._strip else text
+
+    def _show(self, token_id: int) -> str:
+        """The text of a special token, after what the tokens before it left open."""
+        text = self.flush() + self.special_text(token_id)
+        self._window, self._read = [], 0
+        self._strip, self._first = "", False
+        return text
 
     def _stripped(self, text: str) -> str:
         if not text:

@@ -6,7 +6,6 @@ knows no recorder and no HTTP; it takes an observer and hands outputs to sinks.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import threading
@@ -22,10 +21,11 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.clock import Clock, SystemClock
+from lockstep.engine.deadlines import Deadlines, Due
 from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.generation import Generation, LiveRequest, Sink
 from lockstep.engine.intake import prepare
-from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, snapshot
+from lockstep.engine.metrics import EngineMetrics, Inbox, MetricsSnapshot, cache_config_labels, snapshot
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
 from lockstep.engine.publish import Publisher, hand_over
@@ -71,11 +71,14 @@ class Engine:
         self._fingerprint = Fingerprint()
         self._publisher = Publisher(model, self._metrics)
         self._inbox: deque[LiveRequest | _Abort] = deque()
+        self._counting = threading.Lock()
+        self._num_rejected = 0
         self._wake = threading.Event()
         self._ids = itertools.count()
+        self._info = {"cache_config_info": cache_config_labels(config)}
         self._open: dict[int, LiveRequest] = {}
         self._results: OrderedDict[int, RequestOutput] = OrderedDict()
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines()
         self._mailboxes = LoopMailboxes()
 
     # -- any thread -----------------------------------------------------------------------------------------------
@@ -92,6 +95,8 @@ class Engine:
         """
         prepared = prepare(self.model, self.config, request)
         if len(self._inbox) >= MAX_INBOX:
+            with self._counting:
+                self._num_rejected += 1
             raise QueueFullError(f"{MAX_INBOX} commands already wait for the next step; try again later")
         live = LiveRequest(next(self._ids), prepared, self._clock.now_s(), callback)
         self._open[live.request_id] = live
@@ -122,8 +127,9 @@ class Engine:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until something is submitted, a deadline is due or the time is up."""
-        if self._deadlines:
-            timeout_s = min(timeout_s, max(0.0, self._deadlines[0][0] - self._clock.now_s()))
+        due_s = self._deadlines.next_s
+        if due_s is not None:
+            timeout_s = min(timeout_s, max(0.0, due_s - self._clock.now_s()))
         self._wake.wait(timeout_s)
 
     def wake(self) -> None:
@@ -132,7 +138,8 @@ class Engine:
 
     def metrics(self) -> MetricsSnapshot:
         """A consistent enough copy of all counters; may be called from any thread."""
-        return snapshot(self._metrics, self.scheduler.stats(), len(self._inbox))
+        num_waiting = sum(type(command) is LiveRequest for command in self._inbox.copy())
+        return snapshot(self._metrics, self.scheduler.stats(), Inbox(num_waiting, self._num_rejected), self._info)
 
     @property
     def fingerprint(self) -> str:
@@ -229,8 +236,14 @@ class Engine:
                 self._end(command.request_id, FinishReason.ABORT)
             else:
                 self._add(command)
-        while self._deadlines and self._deadlines[0][0] <= self._clock.now_s():
-            self._end(heapq.heappop(self._deadlines)[1], FinishReason.DEADLINE)
+        for due in self._deadlines.pop_due(self._clock.now_s()):
+            self._expire(due)
+        self._deadlines.forget_stale(self._open)
+
+    def _expire(self, due: Due) -> None:
+        live = self._open.get(due.request_id)
+        if live is not None and (due.while_running or live.first_scheduled_s is None):
+            self._end(due.request_id, FinishReason.DEADLINE, due.error())
 
     def _add(self, live: LiveRequest) -> None:
         """Hand the request's sequences to the scheduler; what it refuses ends with its reason."""
@@ -244,16 +257,20 @@ class Engine:
                 return
             first = seq_id if first is None else first
             sampler = SamplerState(prepared.sampling, prepared.seed + index, prepared.prompt_ids, model.vocab_size)
-            detokenizer = Detokenizer(model.tokenizer, after=prepared.prompt_ids[-1], verbatim=bool(prepared.grammars))
+            detokenizer = Detokenizer(
+                model.tokenizer,
+                after=prepared.prompt_ids[-1],
+                verbatim=bool(prepared.grammars),
+                shown=prepared.shown_ids,
+            )
             generation = Generation(live, index, seq_id, sampler, detokenizer, self.config.max_forced_tokens)
             live.generations.append(generation)
             self._publisher.open(generation)
-        deadline_s = prepared.request.deadline_s
-        if deadline_s is not None:
-            heapq.heappush(self._deadlines, (live.arrival_s + deadline_s, live.request_id))
+        self._deadlines.add(live.request_id, live.arrival_s, prepared.request)
 
     def _refuse(self, live: LiveRequest, error: LockstepError) -> None:
         """End a request that the scheduler would not take; siblings that it did take go too."""
+        self._metrics.admission_rejections += isinstance(error, QueueFullError)
         if live.generations:
             live.num_open = len(live.generations)
             self._end(live.request_id, FinishReason.ERROR, error)
@@ -305,6 +322,8 @@ class Engine:
 
     def _finish(self, live: LiveRequest, now_s: float) -> None:
         self._open.pop(live.request_id, None)
+        if live.generations:
+            self._metrics.observe_request([generation.num_output for generation in live.generations])
         if live.sink is None:
             self._results[live.request_id] = live.output(now_s)
             while len(self._results) > self.config.max_finished:

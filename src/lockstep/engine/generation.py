@@ -44,6 +44,7 @@ class Generation:
         "max_forced",
         "max_len",
         "min_len",
+        "num_cached_tokens",
         "pooler",
         "prompt_len",
         "sampler",
@@ -98,6 +99,8 @@ class Generation:
         self.delta_reasoning = ""
         self.delta_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.first_token_s: float | None = None
+        self.num_cached_tokens: int | None = None
+        """Where its first chunk began."""
         self.last_token_s = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -218,6 +221,11 @@ class Generation:
         self.delta_ids, self.delta_text, self.delta_logprobs, self.delta_reasoning = (), "", None, ""
         return output
 
+    @property
+    def num_output(self) -> int:
+        """Tokens that it generated."""
+        return len(self.tokens) - self.prompt_len
+
     def span(self) -> SequenceSpan:
         live = self.live
         return SequenceSpan(
@@ -226,7 +234,9 @@ class Generation:
             self.first_token_s,
             self.last_token_s,
             self.prompt_len,
-            len(self.tokens) - self.prompt_len,
+            self.num_output,
+            self.num_cached_tokens or 0,
+            self.max_len - self.prompt_len,
         )
 
     def completion(self) -> Completion:

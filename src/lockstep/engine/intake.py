@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import Request
+from lockstep.engine.deadlines import check_deadlines
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest
 from lockstep.engine.pooling import POOLINGS
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.grammar import Grammar
 from lockstep.executors.sampling_params import ResolvedSampling, SamplingParams
+
+MAX_SHOWN_SPECIALS = 64
+"""Special tokens that one request may want to see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class Prepared:
     """The model's end tokens where the request goes on after them."""
     grammars: tuple[Grammar, ...]
     """One per sequence of a constrained request; else empty."""
+    shown_ids: frozenset[int]
+    """Special tokens whose text is part of the answer's."""
     sampling: ResolvedSampling
     seed: int
     """Of the first sequence; sibling ``i`` draws with ``seed + i``."""
@@ -44,8 +50,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     """
     params = request.params
     params.validate(model.vocab_size)
-    if request.deadline_s is not None and not request.deadline_s > 0:
-        raise InvalidParameterError(f"deadline_s is {request.deadline_s}; it must be positive", param="deadline_s")
+    check_deadlines(request)
     prompt = request.prompt
     prompt_ids = tuple(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     _check_ids(prompt_ids, model.vocab_size)
@@ -72,6 +77,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         end_ids=tuple(dict.fromkeys((*end_ids, *params.stop_token_ids))),
         ignored_end_ids=ignored_end_ids,
         grammars=() if params.constraint is None else model.grammars.build(params.constraint, params.n),
+        shown_ids=_shown_ids(model, request.shown_specials),
         sampling=params.resolve(model.sampling_defaults),
         seed=secrets.randbits(63) if params.seed is None else params.seed,
     )
@@ -94,9 +100,19 @@ def _prepare_pooling(
         end_ids=(),
         ignored_end_ids=(),
         grammars=(),
+        shown_ids=frozenset(),
         sampling=SamplingParams(temperature=0.0).resolve({}),
         seed=0,
     )
+
+
+def _shown_ids(model: LoadedModel, texts: tuple[str, ...]) -> frozenset[int]:
+    """The special tokens among some texts; the others are ordinary text, which is shown anyway."""
+    if len(texts) > MAX_SHOWN_SPECIALS or not all(isinstance(text, str) and text for text in texts):
+        raise InvalidParameterError(
+            f"shown_specials must be at most {MAX_SHOWN_SPECIALS} texts that are not empty", param="shown_specials"
+        )
+    return model.tokenizer.special_ids(texts)
 
 
 def _check_ids(prompt_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason
 from lockstep.core.stats import SchedulerStats
 
@@ -24,6 +25,7 @@ _REQUEST_S = (
 )
 _STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 _REQUEST_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+_REQUEST_N = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,25 @@ HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "request_time_per_output_token_seconds": _ITL_S,
     "e2e_request_latency_seconds": _REQUEST_S,
     "request_queue_time_seconds": _REQUEST_S,
+    "request_inference_time_seconds": _REQUEST_S,
     "request_prefill_time_seconds": _REQUEST_S,
     "request_decode_time_seconds": _REQUEST_S,
     "iteration_tokens_total": _STEP_TOKENS,
     "request_prompt_tokens": _REQUEST_TOKENS,
     "request_generation_tokens": _REQUEST_TOKENS,
+    "request_max_num_generation_tokens": _REQUEST_TOKENS,
+    "request_params_max_tokens": _REQUEST_TOKENS,
+    "request_params_n": _REQUEST_N,
+    "request_prefill_kv_computed_tokens": _REQUEST_TOKENS,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """One metric with a value for each value of a label."""
+
+    label: str
+    values: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +93,14 @@ class MetricsSnapshot:
     finished: Mapping[str, int]
     """Finished requests by reason."""
     histograms: Mapping[str, HistogramSnapshot]
+    labelled_gauges: Mapping[str, Labelled] = field(default_factory=dict)
+    labelled_counters: Mapping[str, Labelled] = field(default_factory=dict)
+    info: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Facts that do not change, as the labels of a gauge that is 1."""
 
 
 class SequenceSpan(NamedTuple):
-    """When a sequence reached what, on the engine's clock."""
+    """When a sequence reached what, on the engine's clock, and how much that was."""
 
     arrival_s: float
     scheduled_s: float | None
@@ -89,6 +108,9 @@ class SequenceSpan(NamedTuple):
     last_token_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that were there before its first chunk."""
+    max_output_tokens: int
 
 
 class EngineMetrics:
@@ -98,7 +120,13 @@ class EngineMetrics:
         self.num_steps = 0
         self.num_failed_steps = 0
         self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
+        """Those of ``prompt_tokens`` that the prefix cache gave."""
         self.generation_tokens = 0
+        self.admission_rejections = 0
+        """Requests that a full queue refused, by the engine's thread."""
+        self.corrupted_requests = 0
+        """Sequences whose logits were not finite."""
         self.finished: dict[str, int] = {}
         histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
         self._histograms = histograms
@@ -116,41 +144,79 @@ class EngineMetrics:
         histograms["e2e_request_latency_seconds"].observe(now_s - span.arrival_s)
         histograms["request_prompt_tokens"].observe(span.num_prompt_tokens)
         histograms["request_generation_tokens"].observe(span.num_output_tokens)
+        histograms["request_params_max_tokens"].observe(span.max_output_tokens)
         if span.scheduled_s is not None:
             histograms["request_queue_time_seconds"].observe(span.scheduled_s - span.arrival_s)
         if span.scheduled_s is not None and span.first_token_s is not None:
             decode_s = span.last_token_s - span.first_token_s
+            histograms["request_inference_time_seconds"].observe(span.last_token_s - span.scheduled_s)
             histograms["request_prefill_time_seconds"].observe(span.first_token_s - span.scheduled_s)
             histograms["request_decode_time_seconds"].observe(decode_s)
+            histograms["request_prefill_kv_computed_tokens"].observe(span.num_prompt_tokens - span.num_cached_tokens)
             if span.num_output_tokens > 1:
                 histograms["request_time_per_output_token_seconds"].observe(decode_s / (span.num_output_tokens - 1))
+
+    def observe_request(self, num_output_tokens: Sequence[int]) -> None:
+        """A request ended, with so many tokens in each of its ``n`` sequences."""
+        self._histograms["request_params_n"].observe(len(num_output_tokens))
+        self._histograms["request_max_num_generation_tokens"].observe(max(num_output_tokens))
 
     def histograms(self) -> Mapping[str, HistogramSnapshot]:
         return {name: histogram.snapshot() for name, histogram in self._histograms.items()}
 
 
-def snapshot(metrics: EngineMetrics, stats: SchedulerStats, num_inbox: int) -> MetricsSnapshot:
+def cache_config_labels(config: SchedulerConfig) -> Mapping[str, str]:
+    """The settings of the KV cache, under vLLM's names where it has one."""
+    facts = {
+        "block_size": config.block_size,
+        "num_gpu_blocks": config.num_blocks,
+        "num_cpu_blocks": config.num_host_blocks,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "max_model_len": config.max_model_len,
+        "preemption": config.preemption,
+    }
+    return {name: str(value) for name, value in facts.items()}
+
+
+class Inbox(NamedTuple):
+    """What the engine knows of requests that its scheduler has not seen."""
+
+    num_waiting: int
+    num_rejected: int
+    """Since the start."""
+
+
+def snapshot(
+    metrics: EngineMetrics, stats: SchedulerStats, inbox: Inbox, info: Mapping[str, Mapping[str, str]]
+) -> MetricsSnapshot:
     """Put the engine's and the scheduler's counts side by side, under vLLM's names.
 
-    Args:
-        num_inbox: submitted, not yet seen by the scheduler: they wait too.
+    Who waits for blocks or a place does so for ``capacity``; ``deferred`` are those who came while a step was running.
     """
+    by_reason = {"capacity": stats.num_queued + stats.num_preempted, "deferred": inbox.num_waiting}
+    cached = metrics.cached_prompt_tokens
+    by_source = {"local_compute": metrics.prompt_tokens - cached, "local_cache_hit": cached}
     return MetricsSnapshot(
         gauges={
             "num_requests_running": stats.num_running,
-            "num_requests_waiting": stats.num_queued + stats.num_preempted + num_inbox,
+            "num_requests_waiting": sum(by_reason.values()),
             "kv_cache_usage_perc": stats.kv_usage,
         },
         counters={
             "prompt_tokens": metrics.prompt_tokens,
-            "prompt_tokens_cached": stats.prefix_hits_tokens,
+            "prompt_tokens_cached": cached,
             "generation_tokens": metrics.generation_tokens,
             "num_preemptions": stats.num_preemptions,
             "prefix_cache_queries": stats.prefix_queries_tokens,
             "prefix_cache_hits": stats.prefix_hits_tokens,
+            "admission_rejections": metrics.admission_rejections + inbox.num_rejected,
+            "corrupted_requests": metrics.corrupted_requests,
             "num_steps": metrics.num_steps,
             "num_failed_steps": metrics.num_failed_steps,
         },
         finished=dict(metrics.finished),
         histograms=metrics.histograms(),
+        labelled_gauges={"num_requests_waiting_by_reason": Labelled("reason", by_reason)},
+        labelled_counters={"prompt_tokens_by_source": Labelled("source", by_source)},
+        info=info,
     )

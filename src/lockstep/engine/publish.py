@@ -78,6 +78,8 @@ class Publisher:
                 rows.append(len(ids) - 1)
             if start < generation.prompt_len:
                 prompt_tokens += length
+                if generation.num_cached_tokens is None:
+                    generation.num_cached_tokens = start
             if generation.live.first_scheduled_s is None:
                 generation.live.first_scheduled_s = now_s
         self._step_prompt_tokens = prompt_tokens
@@ -120,6 +122,7 @@ class Publisher:
             zip(touched, samples.token_ids, samples.logprobs, samples.finite, strict=True)
         ):
             if not finite or generation.fault is not None:
+                metrics.corrupted_requests += not finite
                 generation.live.error = generation.fault or NumericsError(
                     f"model {self._name!r} produced NaN or infinity at position {len(generation.tokens)}; "
                     "its weights or its precision are at fault"
@@ -175,6 +178,7 @@ class Publisher:
         live = generation.live
         generation.first_token_s = now_s
         self._metrics.prompt_tokens += generation.prompt_len
+        self._metrics.cached_prompt_tokens += generation.num_cached_tokens or 0
         self._metrics.observe_ttft_s(now_s - live.arrival_s)
         if live.first_token_s is None:
             live.first_token_s = now_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from threading import Lock
 
@@ -42,13 +42,36 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._parts.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, for those who ask what it knows."""
+        return self._parts.chat_template
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template looks up; ChatTemplateError where there is none or it cannot be read."""
+        return self._chat_template().variables
+
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether `vocabulary` can be expected to give one, without making it."""
+        return self.token_bytes is not None and bool(self.end_token_ids)
+
+    def marker_id(self, text: str) -> int | None:
+        """The token that is exactly this text and no text to grammars: a special one, or one like ``<tool_call>``."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id if token_id is not None and token_id in self._markers() else None
+
+    def _markers(self) -> dict[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if token.special or _is_marker(token.content)}
+
     def vocabulary(self) -> Vocabulary | None:
         """All tokens, for grammars; None: they cannot spell every text byte by byte, or nothing ends a text."""
         table = self.token_bytes
-        if table is None or not self.end_token_ids:
+        if table is None or not self.takes_grammars:
             return None
-        added = self._tokenizer.get_added_tokens_decoder()
-        markers = {i: token.content for i, token in added.items() if token.special or _is_marker(token.content)}
+        markers = self._markers()
         tokens = [markers[i].encode() if i in markers else table.of(i) for i in range(self.vocab_size)]
         if not {bytes([byte]) for byte in range(0x80)} <= set(tokens):
             return None
@@ -146,6 +169,11 @@ class Tokenizer:
     def special_text(self, token_id: int) -> str:
         """What a special token, which `decode` may skip, is written as; empty for any other."""
         return (self._tokenizer.id_to_token(token_id) or "") if token_id in self.special_token_ids else ""
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens that are written as one of these texts."""
+        ids = (self._tokenizer.token_to_id(text) for text in texts)
+        return frozenset(i for i in ids if i in self.special_token_ids)
 
     def check_chat_template(self) -> None:
         """Compile the template; ChatTemplateError where it cannot be read."""

@@ -1,0 +1,80 @@
+"""Which request is due when, and with which error it ends. Engine thread only; the clock is the engine's.
+
+Both deadlines end a request with ``deadline`` and an error that tells them apart: `QueueDeadlineError` where none of
+its tokens was computed, `DeadlineError` where the answer was under way. Like any error of an accepted request it is on
+the output and in the whole answer, beside the text so far; a stream and `LLM` raise it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from lockstep.engine.outputs import GenerationRequest
+from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError
+
+MAX_STALE = 1_024
+"""Deadlines of requests that ended in time and may still be remembered, beyond four for each open request."""
+
+
+def check_deadlines(request: GenerationRequest) -> None:
+    """Refuse what no clock reaches; InvalidParameterError names the deadline."""
+    for name in ("deadline_s", "queue_deadline_s"):
+        value = getattr(request, name)
+        if value is not None and not value > 0:
+            raise InvalidParameterError(f"{name} is {value}; it must be positive", param=name)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Due:
+    """One deadline of one request."""
+
+    at_s: float
+    request_id: int
+    while_running: bool
+    """Also for a request that reached a step; False: the queue's deadline, which comes first of two at once."""
+    after_s: float
+    """As it was asked for."""
+
+    def error(self) -> DeadlineError:
+        """What its request ends with."""
+        if not self.while_running:
+            return QueueDeadlineError(
+                f"none of the request's tokens was computed within {self.after_s:g} s; send it again when there is "
+                "less to do, or allow more time",
+                param="queue_deadline_s",
+            )
+        return DeadlineError(
+            f"the answer was not complete after {self.after_s:g} s; allow more time or ask for fewer tokens",
+            param="deadline_s",
+        )
+
+
+class Deadlines:
+    """What is due, earliest first; of two at once, the request that came first."""
+
+    def __init__(self) -> None:
+        self._heap: list[Due] = []
+
+    def add(self, request_id: int, arrival_s: float, request: GenerationRequest) -> None:
+        """Remember the deadlines of a request that came at ``arrival_s``."""
+        for while_running, after_s in ((False, request.queue_deadline_s), (True, request.deadline_s)):
+            if after_s is not None:
+                heapq.heappush(self._heap, Due(arrival_s + after_s, request_id, while_running, after_s))
+
+    def pop_due(self, now_s: float) -> Iterator[Due]:
+        """Those that have passed. Their requests may have ended."""
+        while self._heap and self._heap[0].at_s <= now_s:
+            yield heapq.heappop(self._heap)
+
+    def forget_stale(self, open_ids: Collection[int]) -> None:
+        """Drop those of ended requests, once they are many."""
+        if len(self._heap) > 4 * len(open_ids) + MAX_STALE:
+            self._heap = [due for due in self._heap if due.request_id in open_ids]
+            heapq.heapify(self._heap)
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next one passes."""
+        return self._heap[0].at_s if self._heap else None

@@ -1,0 +1,278 @@
+"""Calls told from content, in a text that arrives in pieces.
+
+White space around calls belongs to them. Nothing is shown that may yet become a marker. A call is announced with its
+name and the first of its arguments, and whole when its own JSON is; what a model writes in place of a call that is
+none (no JSON, an unknown function, cut off) is content, all of it. Where the beginning of such a call was announced
+already, that cannot be unsaid: a stream then has a call that is never whole, and ``calls`` does not hold it.
+
+Everything but the sizes of the pieces depends on the text alone and not on where it was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from lockstep.engine.reasoning import MAX_HELD_BLANKS
+from lockstep.server.tools.call_reader import CallReader, reader_of
+from lockstep.server.tools.formats import CallFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """New text that is no call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """News of one call."""
+
+    index: int
+    """Of the call, in order of announcement."""
+    arguments: str
+    """A fragment; together they are the JSON text as the model wrote it."""
+    id: str | None = None
+    """On a call's first delta, as is `name`."""
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+Delta = ContentDelta | CallDelta
+
+
+class _Place(Enum):
+    START = auto()
+    """Nothing but blanks so far, and the answer may begin with a call."""
+    TEXT = auto()
+    OPENED = auto()
+    """After a marker, or what separates calls."""
+    CALL = auto()
+    TAIL = auto()
+    """After a call: what closes it, separates it from the next or begins another."""
+    AFTER = auto()
+    """After calls: blanks."""
+
+
+class ToolParser:
+    """Reads one answer.
+
+    Args:
+        call_format: how calls are written.
+        names: of the functions that may be called; none: everything is content.
+        new_id: gives a call its id, once for each that is announced.
+    """
+
+    def __init__(self, call_format: CallFormat, names: Collection[str], new_id: Callable[[], str]) -> None:
+        self._format = call_format
+        self._names = frozenset(names)
+        self._new_id = new_id
+        self._place = _Place.START if call_format.bare else _Place.TEXT
+        self._text = ""
+        """Not decided yet."""
+        self._raw: list[str] = []
+        """What becomes content if the call does not come about."""
+        self._is_list_open = False
+        self._reader: CallReader | None = None
+        self._announced: CallDelta | None = None
+        self._fragments: list[str] = []
+        self._num_announced = 0
+        self._content: list[str] = []
+        self._deltas: list[Delta] = []
+        self.calls: list[ToolCall] = []
+        """Whole calls so far."""
+
+    @property
+    def content(self) -> str:
+        """Content so far."""
+        return "".join(self._content)
+
+    def append(self, text: str) -> list[Delta]:
+        """What may be said now that more text came."""
+        if not self._names:
+            self._show(text)
+            return self._take()
+        self._text += text
+        while self._text and self._advance():
+            pass
+        return self._take()
+
+    def flush(self) -> list[Delta]:
+        """What was held back, when no more text comes."""
+        if self._place in (_Place.OPENED, _Place.CALL):
+            self._give_up()
+            while self._text and self._advance():
+                pass
+        if self._place in (_Place.OPENED, _Place.CALL):  # a marker within what was given up
+            return self.flush()
+        if self._place is not _Place.AFTER:
+            self._show(self._text)
+        self._text = ""
+        return self._take()
+
+    def _advance(self) -> bool:
+        """Decide about some of the text; False: more of it is needed."""
+        place = self._place
+        if place is _Place.START:
+            return self._at_start()
+        if place is _Place.TEXT:
+            return self._in_text()
+        if place is _Place.OPENED:
+            return self._opened()
+        if place is _Place.CALL:
+            return self._in_call()
+        if place is _Place.TAIL:
+            return self._in_tail()
+        self._text = self._text.lstrip()
+        self._place = _Place.AFTER if not self._text else _Place.TEXT
+        return bool(self._text)
+
+    def _at_start(self) -> bool:
+        seen = self._text.lstrip()
+        num_blanks = len(self._text) - len(seen)
+        if not seen and num_blanks <= MAX_HELD_BLANKS:
+            return False
+        if seen.startswith("{") and num_blanks <= MAX_HELD_BLANKS:
+            self._open(num_blanks)
+        else:
+            self._place = _Place.TEXT
+        return True
+
+    def _in_text(self) -> bool:
+        text, begin = self._text, self._format.begin
+        at = text.find(begin)
+        if at >= 0:
+            shown = _shown(text, at)
+            self._show(text[:shown])
+            self._text = text[shown:]
+            self._open(at - shown + len(begin))
+            return True
+        held = next((n for n in range(min(len(begin) - 1, len(text)), 0, -1) if text.endswith(begin[:n])), 0)
+        shown = _shown(text, len(text) - held)
+        self._show(text[:shown])
+        self._text = text[shown:]
+        return False
+
+    def _open(self, length: int) -> None:
+        """Calls begin after so much of the text."""
+        self._raw = [self._text[:length]]
+        self._text = self._text[length:]
+        self._is_list_open = not self._format.open
+        self._place = _Place.OPENED
+
+    def _opened(self) -> bool:
+        seen = self._text.lstrip()
+        self._raw.append(self._text[: len(self._text) - len(seen)])
+        self._text = seen
+        if not seen:
+            return False
+        if self._is_list_open:
+            self._reader = reader_of(self._format, self._names)
+            self._place = _Place.CALL
+        elif seen.startswith(self._format.open):
+            self._raw.append(self._format.open)
+            self._text = seen.removeprefix(self._format.open)
+            self._is_list_open = True
+        else:
+            self._give_up()
+        return True
+
+    def _in_call(self) -> bool:
+        reader = self._reader
+        assert reader is not None, "inside a call there is a reader"
+        end = reader.read(self._text, 0)
+        self._raw.append(self._text[:end])
+        self._text = self._text[end:]
+        news = reader.take()
+        if news is not None:
+            self._tell(*news)
+        if reader.is_broken:
+            self._give_up(reader.num_regretted)
+        elif reader.is_complete:
+            self._end_call()
+        else:
+            return False
+        return True
+
+    def _in_tail(self) -> bool:
+        text, form = self._text.lstrip(), self._format
+        self._text = text
+        if not text:
+            return False
+        marks = [mark for mark in (form.close, form.between, form.begin) if mark]
+        found = next((mark for mark in marks if text.startswith(mark)), None)
+        if found is None and any(mark.startswith(text) for mark in marks):
+            return False
+        if found is not None and found == form.close:
+            self._text = text.removeprefix(found)
+            self._place = _Place.AFTER
+        elif found is not None:
+            is_list_open = self._is_list_open
+            self._open(len(found))
+            self._is_list_open |= is_list_open and found == form.between
+        elif form.bare and text.startswith("{"):
+            self._open(0)
+        else:
+            self._place = _Place.TEXT
+        return True
+
+    def _tell(self, name: str, fragment: str) -> None:
+        self._fragments.append(fragment)
+        if self._announced is None:
+            delta = CallDelta(self._num_announced, fragment, self._new_id(), name)
+            self._announced = delta
+            self._num_announced += 1
+        else:
+            delta = CallDelta(self._announced.index, fragment)
+        self._deltas.append(delta)
+
+    def _end_call(self) -> None:
+        told = self._announced
+        assert told is not None, "a whole call has arguments"
+        assert told.id is not None, "the first delta of a call has its id"
+        assert told.name is not None, "the first delta of a call has its name"
+        self.calls.append(ToolCall(told.index, told.id, told.name, "".join(self._fragments)))
+        self._forget_call()
+        self._place = _Place.TAIL
+
+    def _give_up(self, num_regretted: int = 0) -> None:
+        """What was taken for a call is content, but for its last characters, which are looked at again."""
+        raw = "".join(self._raw)
+        kept = len(raw) - num_regretted
+        self._text = raw[kept:] + self._text
+        self._show(raw[:kept])
+        self._forget_call()
+        self._place = _Place.TEXT
+
+    def _forget_call(self) -> None:
+        self._reader, self._announced, self._raw, self._fragments = None, None, [], []
+
+    def _show(self, text: str) -> None:
+        if not text:
+            return
+        self._content.append(text)
+        if self._deltas and isinstance(last := self._deltas[-1], ContentDelta):
+            self._deltas[-1] = ContentDelta(last.text + text)
+        else:
+            self._deltas.append(ContentDelta(text))
+
+    def _take(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+
+def _shown(text: str, cut: int) -> int:
+    """How much of the text up to ``cut`` is shown whatever follows: all but its last blanks."""
+    return max(len(text[:cut].rstrip()), cut - MAX_HELD_BLANKS)

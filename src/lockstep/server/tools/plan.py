@@ -1,0 +1,153 @@
+"""What the functions of a request mean for one model: what its template is shown, what its answer must be, how calls
+are read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.engine.reasoning import Reasoning, tags_of_template
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.constraint import Constraint
+from lockstep.server.tools.conversation import (
+    Message,
+    calls_as_text,
+    takes_system_messages,
+    tools_as_text,
+    with_short_ids,
+    with_system_text,
+)
+from lockstep.server.tools.definitions import Choice, ChoiceMode, Tool, checked_choice, checked_tools
+from lockstep.server.tools.formats import CallFormat, format_of
+from lockstep.server.tools.grammar import MAX_FORCED_CALLS, AnswerShape, answer_grammar
+from lockstep.server.tools.parser import ToolParser
+
+_HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """How one request is put to a model and its answer read."""
+
+    call_format: CallFormat
+    choice: Choice
+    names: tuple[str, ...]
+    """Of the functions that may be called; none: there are no calls, only content."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the template."""
+    system_text: str | None = None
+    """Not None: the template knows no tools, and this tells the model of them."""
+    constraint: Constraint | None = None
+    """What the answer must be."""
+    shown_specials: tuple[str, ...] = ()
+    """Special tokens that calls are written with."""
+    knows_tools: bool = True
+    """Whether the template writes past calls and results."""
+    takes_system: bool = True
+
+    def messages(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The conversation for the template: with the functions, past calls and their results as text where it knows
+        none, with ids that it takes where it is particular.
+
+        Raises:
+            InvalidParameterError: a message is not what it should be; ``param`` names it.
+        """
+        if self.knows_tools:
+            return with_short_ids(messages) if self.call_format.has_short_ids else messages
+        told = calls_as_text(messages)
+        return (
+            told
+            if self.system_text is None
+            else with_system_text(told, self.system_text, takes_system=self.takes_system)
+        )
+
+    def parser(self, new_id: Callable[[], str]) -> ToolParser:
+        """What reads one answer; ``new_id`` gives a call its id."""
+        return ToolParser(self.call_format, self.names, new_id)
+
+    def finish_reason(self, reason: str, has_calls: bool) -> str:
+        """``tool_calls`` in place of ``stop`` where there is a whole call.
+
+        Not where the request named its function: OpenAI and vLLM say ``stop`` then, since the model chose nothing.
+        """
+        called = has_calls and reason == "stop" and self.choice.mode is not ChoiceMode.NAMED
+        return "tool_calls" if called else reason
+
+
+def plan_tools(
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]],
+    choice: str | Mapping[str, Any] | None,
+    parallel: bool,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> ToolPlan:
+    """Plan one request.
+
+    ``required``, a named function, a ``strict`` one and at most one call are promises, and kept by a constraint: what
+    the answer holds of calls parses and obeys the schemas. Otherwise the model writes what it wants.
+
+    Args:
+        tools: the functions; none is as good as the choice ``none``.
+        choice: ``none``, ``auto``, ``required``, an object that names a function, or None.
+        parallel: whether there may be several calls.
+        template_kwargs: what else the template will be given, which may decide whether the prompt opens thoughts.
+
+    Raises:
+        InvalidParameterError: the functions or the choice are wrong, or the model's answers cannot be constrained.
+        ChatTemplateError: the model has no template.
+    """
+    checked = checked_tools(tools)
+    chosen = checked_choice(choice, checked)
+    tokenizer.check_chat_template()
+    knows_tools = "tools" in tokenizer.template_variables
+    form = format_of(tokenizer.chat_template, knows_tools)
+    if chosen.mode is ChoiceMode.NONE:
+        return ToolPlan(form, chosen, (), knows_tools=knows_tools)
+    callable_ = [tool for tool in checked if chosen.name in (None, tool.name)]
+    return ToolPlan(
+        form,
+        chosen,
+        tuple(tool.name for tool in callable_),
+        template_kwargs={"tools": [tool.shown for tool in checked]} if knows_tools else {},
+        system_text=None if knows_tools else tools_as_text(checked),
+        constraint=_constraint(tokenizer, form, chosen, callable_, parallel, template_kwargs),
+        shown_specials=tuple(text for text in form.markers if tokenizer.special_ids([text])),
+        knows_tools=knows_tools,
+        takes_system=knows_tools or takes_system_messages(tokenizer),
+    )
+
+
+def _constraint(
+    tokenizer: Tokenizer,
+    form: CallFormat,
+    choice: Choice,
+    tools: Sequence[Tool],
+    parallel: bool,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Constraint | None:
+    may_talk = choice.mode is ChoiceMode.AUTO
+    if may_talk and parallel and not any(tool.strict for tool in tools):
+        return None
+    if not tokenizer.takes_grammars:
+        raise InvalidParameterError(
+            "this model's answers cannot be constrained, so that calls can be neither forced nor limited; "
+            "use tool_choice auto, without strict functions and with parallel_tool_calls",
+            param="tool_choice",
+        )
+    at_most = MAX_FORCED_CALLS if parallel and choice.mode is not ChoiceMode.NAMED else 1
+    shape = AnswerShape(form, tools, at_most, may_talk, _reasoning(tokenizer, template_kwargs))
+    constraint = Constraint.lark(answer_grammar(shape, tokenizer.marker_id))
+    try:
+        constraint.validate()
+    except InvalidParameterError as error:
+        raise InvalidParameterError(f"the tools' schemas cannot be enforced: {error}", param="tools") from None
+    return constraint
+
+
+def _reasoning(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None) -> Reasoning | None:
+    """The thoughts that a model's answers begin with."""
+    if tokenizer.chat_template is None or tags_of_template(tokenizer.chat_template) is None:
+        return None
+    return tokenizer.reasoning_after(tokenizer.encode_chat(_HELLO, template_kwargs=template_kwargs))

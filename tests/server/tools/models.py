@@ -1,0 +1,113 @@
+"""Tokenizers of the families that call functions: small vocabularies with their markers, templates with their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+
+from lockstep.artifacts.model import TokenizerParts
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.executors.stub import stub_tokenizer_parts
+from tests.engine import chat_templates, text_models
+
+LLAMA3 = (
+    "{%- if tools %}{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}"
+    '{{- \'Respond in the format {"name": function name, "parameters": dictionary of argument names to values}.\\n\' }}'
+    "{%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n\\n' }}{% endfor %}{{- '<|eot_id|>' }}{% endif %}"
+    + chat_templates.LLAMA3
+)
+
+MISTRAL_LIST = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools is defined and loop.last %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id is not defined or call.id | length != 9 %}
+                {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
+            {%- endif %}
+            {{- call.function | tojson }}{{- ', ' if not loop.last }}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}{{- ' ' + message.content + eos_token }}{% endif %}
+{%- endfor %}"""
+
+MISTRAL_NAMED = """\
+{{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}
+        {%- endfor %}{{- eos_token }}
+    {%- else %}{{- message.content + eos_token }}{% endif %}
+{%- endfor %}"""
+
+R1 = chat_templates.QWEN3 + "{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+"""A template that opens thoughts itself."""
+
+TEMPLATES = {
+    "qwen3": chat_templates.QWEN3,
+    "thoughts opened": R1,
+    "chatml": chat_templates.CHATML,
+    "llama3": LLAMA3,
+    "mistral list": MISTRAL_LIST,
+    "mistral named": MISTRAL_NAMED,
+    "gemma": chat_templates.GEMMA,
+}
+"""By family; `chatml` and `gemma` know no tools."""
+
+MARKERS = ("[TOOL_CALLS]", "[ARGS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "<|python_tag|>", "<|eom_id|>")
+
+
+@cache
+def library() -> Library:
+    copy = Library.from_str(text_models.byte_level().to_str())
+    copy.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in MARKERS])
+    return copy
+
+
+@cache
+def tokenizer_of(family: str, has_markers: bool = True) -> Tokenizer:
+    """A family's tokenizer; without markers the calls are spelled letter by letter."""
+    if family == "stub":
+        return Tokenizer(stub_tokenizer_parts())
+    if has_markers:
+        return Tokenizer(text_models.parts(library(), TEMPLATES[family]))
+    parts = stub_tokenizer_parts()
+    return Tokenizer(TokenizerParts(parts.tokenizer, TEMPLATES[family], None, None, parts.end_token_ids))
+
+
+def function(name: str, parameters: Mapping[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    """One entry of ``tools``."""
+    about = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **about, **fields}}
+
+
+WEATHER_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["city", "unit"],
+}
+WEATHER = function("get_weather", WEATHER_SCHEMA, description="The weather of a city.")
+TIME = function("get_weather_time", {"properties": {"zone": {"const": "UTC"}}, "required": ["zone"]})
+PING = function("ping")
+TOOLS: Sequence[Mapping[str, Any]] = (WEATHER, TIME, PING)
+STRICT_TOOLS = (
+    function("get_weather", {**WEATHER_SCHEMA, "additionalProperties": False}, strict=True),
+    function("ping", strict=True),
+)

@@ -1,0 +1,205 @@
+"""Calls and content are told apart by the text alone, wherever it is cut, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.engine.reasoning import MAX_HELD_BLANKS
+from lockstep.server.tools.formats import HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED, CallFormat
+from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
+
+NAMES = ("f", "get_weather")
+F = '{"name": "f", "arguments": {"a": 1}}'
+P = '{"name": "f", "parameters": {"a": 1}}'
+
+
+@dataclass
+class Seen:
+    """What a client of a stream knows."""
+
+    content: str = ""
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    """Index to id, name and arguments so far."""
+
+
+def read(call_format: CallFormat, pieces: Iterable[str]) -> tuple[ToolParser, Seen]:
+    ids = itertools.count()
+    parser = ToolParser(call_format, NAMES, lambda: f"call_{next(ids)}")
+    seen = Seen()
+    for delta in [*(delta for piece in pieces for delta in parser.append(piece)), *parser.flush()]:
+        if isinstance(delta, ContentDelta):
+            assert delta.text
+            seen.content += delta.text
+        elif delta.index not in seen.calls:
+            assert delta.id is not None and delta.name is not None and delta.arguments  # noqa: PT018 - one fact
+            seen.calls[delta.index] = [delta.id, delta.name, delta.arguments]
+        else:
+            assert delta.id is None and delta.name is None and delta.arguments  # noqa: PT018 - one fact
+            seen.calls[delta.index][2] += delta.arguments
+    assert seen.content == parser.content
+    for call in parser.calls:
+        assert seen.calls[call.index] == [call.id, call.name, call.arguments]
+        assert isinstance(json.loads(call.arguments), dict)
+    return parser, seen
+
+
+def outcome(call_format: CallFormat, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
+    parser, _ = read(call_format, pieces)
+    return parser.content, [(call.name, call.arguments) for call in parser.calls]
+
+
+ONE = [("f", '{"a": 1}')]
+CASES: list[tuple[CallFormat, str, str, list[tuple[str, str]]]] = [
+    (HERMES, "Hello", "Hello", []),
+    (HERMES, f"<tool_call>\n{F}\n</tool_call>", "", ONE),
+    (HERMES, f"Let me see.\n\n<tool_call>\n{F}\n</tool_call>\n", "Let me see.", ONE),
+    (HERMES, f"<tool_call>{F}</tool_call>\n<tool_call>\n{F}\n</tool_call>", "", ONE * 2),
+    (HERMES, f"<tool_call>{F}<tool_call>{F}", "", ONE * 2),
+    (HERMES, f"a <tool_call>{F}</tool_call> b", "ab", ONE),
+    (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", ONE),
+    (HERMES, '<tool_call>{"type": "function", "id": "x", "name": "f", "arguments": {}}', "", [("f", "{}")]),
+    (HERMES, f"<tool_call>{P}</tool_call>", "", ONE),
+    (
+        HERMES,
+        '<tool_call>{"name":"f","arguments":{"s":"</tool_call> } \\" é"}}',
+        "",
+        [("f", '{"s":"</tool_call> } \\" é"}')],
+    ),
+    (HERMES, '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>', None, []),
+    (HERMES, "<tool_call>\n{'name': 'f'}\n</tool_call>", None, []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"name": "f", "name": "f", "arguments": {}}', None, []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {}, "arguments": {}}', None, []),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}}', None, []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}, "why": "x"}', None, []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "cut o', None, []),
+    (HERMES, "<tool_call>", None, []),
+    (HERMES, " <tool_call> \n", None, []),
+    (HERMES, "a <tool", None, []),
+    (HERMES, f"<tool_call>\n<tool_call>{F}", "<tool_call>\n", ONE),
+    (HERMES, f"<tool_call>{F}\n</tool_c", "</tool_c", ONE),
+    (HERMES, f'<tool_call>{{"name": "g"}}</tool_call>\n<tool_call>{F}', '<tool_call>{"name": "g"}</tool_call>', ONE),
+    (HERMES, P, None, []),
+    (LLAMA3_JSON, P, "", ONE),
+    (LLAMA3_JSON, f" \n{P}; {P}", "", ONE * 2),
+    (LLAMA3_JSON, f"{P}\n{P}", "", ONE * 2),
+    (LLAMA3_JSON, f"<|python_tag|>{P}; {P}", "", ONE * 2),
+    (LLAMA3_JSON, f"I call. <|python_tag|>{P}", "I call.", ONE),
+    (LLAMA3_JSON, f"{P}; and so on", "; and so on", ONE),
+    (LLAMA3_JSON, f"I would write {P}", None, []),
+    (LLAMA3_JSON, '{"answer": 42}', None, []),
+    (LLAMA3_JSON, '{"name": "Bob", "age": 3}', None, []),
+    (LLAMA3_JSON, f"{' ' * (MAX_HELD_BLANKS + 1)}{P}", None, []),
+    (MISTRAL_LIST, f"[TOOL_CALLS] [{F}]", "", ONE),
+    (MISTRAL_LIST, f"[TOOL_CALLS][{F}, {F}]", "", ONE * 2),
+    (MISTRAL_LIST, f"Well [TOOL_CALLS] [ {F} , {F} ] done", "Welldone", ONE * 2),
+    (MISTRAL_LIST, f"[TOOL_CALLS] {F}", None, []),
+    (MISTRAL_LIST, f"[TOOL_CALLS] [{F}, oh", ", oh", ONE),
+    (MISTRAL_LIST, "see [1] and [TOOL_", None, []),
+    (MISTRAL_NAMED, '[TOOL_CALLS]f[ARGS]{"a": 1}', "", ONE),
+    (MISTRAL_NAMED, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[ARGS]{}', "", [*ONE, ("get_weather", "{}")]),
+    (MISTRAL_NAMED, "[TOOL_CALLS]g[ARGS]{}", None, []),
+    (MISTRAL_NAMED, "[TOOL_CALLS]f[ARGS]1", None, []),
+    (MISTRAL_NAMED, '[TOOL_CALLS]f[TOOL_CALLS]f[ARGS]{"a": 1}', "[TOOL_CALLS]f", ONE),
+    (MISTRAL_NAMED, "[TOOL_CALLS]f[AR", None, []),
+]  # type: ignore[list-item]  # None: the content is the text
+
+
+@pytest.mark.parametrize(("call_format", "text", "content", "calls"), CASES)
+def test_what_is_read(call_format: CallFormat, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    expected = (text if content is None else content, calls)
+    assert outcome(call_format, [text]) == expected
+    assert outcome(call_format, text) == expected
+
+
+FRAGMENTS = (
+    "<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", F, P, F[:-1], '{"name": "f"',
+    ', "arguments": ', "{}", "{", "}", "[", "]", ",", ";", "f", "g", "get_weather", " ", "\n", '"', "\\", "é", "1",
+    '{"name": "g", "arguments": {}}', '{"arguments": {"b": [1, ""]}, "name": "get_weather"}',
+)  # fmt: skip
+FORMATS = (HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED)
+
+
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda form: form.name)
+@settings(max_examples=500, deadline=None)
+@given(
+    text=st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join), cuts=st.lists(st.integers(0, 200), max_size=8)
+)
+def test_any_cut_gives_the_same_and_nothing_is_lost(call_format: CallFormat, text: str, cuts: list[int]) -> None:
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    parser, seen = read(call_format, [text[begin:end] for begin, end in pairwise(borders)])
+    whole, seen_whole = read(call_format, [text])
+    letters, seen_letters = read(call_format, text)
+    assert (parser.content, parser.calls) == (whole.content, whole.calls) == (letters.content, letters.calls)
+    assert seen == seen_whole == seen_letters, "also what was announced and came to nothing"
+    rest = text
+    for letter in "".join(parser.content.split()):
+        at = rest.find(letter)
+        assert at >= 0, "content comes from the text, in order"
+        rest = rest[at + 1 :]
+    if not parser.calls:
+        assert parser.content == text
+
+
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda form: form.name)
+@settings(max_examples=300, deadline=None)
+@given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join))
+def test_what_was_shown_is_never_taken_back(call_format: CallFormat, text: str) -> None:
+    final = read(call_format, [text])[0].content
+    parser = ToolParser(call_format, NAMES, lambda: "id")
+    content = ""
+    for letter in text:
+        content += "".join(delta.text for delta in parser.append(letter) if isinstance(delta, ContentDelta))
+        assert final.startswith(content)
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = ToolParser(HERMES, NAMES, lambda: "call_x")
+    assert parser.append('Hm.\n<tool_call>\n{"name": "f", "argum') == [ContentDelta("Hm.")]
+    assert parser.append('ents": {"a"') == [CallDelta(0, '{"a"', "call_x", "f")]
+    assert parser.append(": ") == [CallDelta(0, ": ")]
+    assert parser.calls == []
+    assert parser.append("1}") == [CallDelta(0, "1}")]
+    assert parser.append("}") == []
+    assert [call.arguments for call in parser.calls] == ['{"a": 1}']
+    assert parser.append("\n</tool_call>") == []
+    assert parser.flush() == []
+
+
+def test_a_call_that_breaks_off_is_given_back_whole_as_content() -> None:
+    parser, seen = read(HERMES, ['<tool_call>{"name": "f", "arguments": {"a": oops', f"}}}} <tool_call>{F}"])
+    assert seen.calls[0] == ["call_0", "f", '{"a": ']
+    assert parser.content == '<tool_call>{"name": "f", "arguments": {"a": oops}}'
+    assert [(call.index, call.id) for call in parser.calls] == [(1, "call_1")]
+
+
+def test_without_functions_everything_is_content() -> None:
+    parser = ToolParser(HERMES, (), lambda: "id")
+    assert parser.append(" <tool_call>") == [ContentDelta(" <tool_call>")]
+    assert parser.flush() == []
+
+
+def test_what_is_held_back_of_blanks_is_bounded() -> None:
+    parser = ToolParser(HERMES, NAMES, lambda: "id")
+    shown = sum(
+        len(delta.text) for _ in range(50) for delta in parser.append("\n" * 100) if isinstance(delta, ContentDelta)
+    )
+    assert shown == 5000 - MAX_HELD_BLANKS
+
+
+def test_a_name_may_be_written_in_escapes_but_not_without_end() -> None:
+    escaped = "".join(f"\\u{ord(char):04x}" for char in "get_weather")
+    assert outcome(HERMES, f'<tool_call>{{"name": "{escaped}"}}')[1] == [("get_weather", "{}")]
+    parser = ToolParser(HERMES, NAMES, lambda: "id")
+    deltas = parser.append('<tool_call>{"name": "' + "x" * 500)
+    assert deltas, "an endless name is no call"
