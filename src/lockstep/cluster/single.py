@@ -12,7 +12,7 @@ from lockstep.cluster.prompting import generation_request
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import InvalidParameterError, LockstepError, ModelNotFoundError, UnavailableError
+from lockstep.errors import InvalidParameterError, LockstepError, ModelNotFoundError
 from lockstep.worker.messages import Loaded
 from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
 
@@ -132,7 +132,7 @@ class SingleModel:
         """What was told by the worker that serves now; what an artifact is may change with a restart."""
         loaded = self.worker.loaded(REPLICA)
         if loaded is None or self._known is None:
-            raise UnavailableError(self.worker.trouble(REPLICA), retry_after_s=self.worker.retry_after_s())
+            raise self.worker.unavailable(REPLICA)
         if loaded is not self._known[0]:
             is_same = loaded.text == self._known[0].text
             self._known = loaded, self._known[1] if is_same else _tokenizer(loaded)

@@ -228,6 +228,8 @@ class DeviceWorker:
                 replica.engine.abandon(RequestFailedError(f"the device worker broke: {error!r}"))
             self._publish()
             self.stop()
+            for replica in self._replicas.values():
+                replica.close()
             raise
 
     def _turn(self) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError
+from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError, UsageError
 from lockstep.worker.link import Handler
 from lockstep.worker.messages import Command, Stop, Submit
 from lockstep.worker.trial import signal_name
@@ -48,8 +48,11 @@ class ProcessLink(asyncio.Protocol):
         To be called on a thread that lives as long as the worker shall: on Linux the child ends with it.
 
         Raises:
+            UsageError: this system cannot hand a socket to a process.
             ExecutorError: no process can be started.
         """
+        if sys.platform == "win32":
+            raise UsageError("worker processes need a Unix system; choose the worker thread here")
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
@@ -60,7 +63,13 @@ class ProcessLink(asyncio.Protocol):
                 ours.close()
                 raise ExecutorError(f"no worker process can be started: {error}") from error
         ours.setblocking(False)
-        _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(handler, process), sock=ours)
+        try:
+            _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(handler, process), sock=ours)
+        except BaseException:  # whoever opens it was cancelled: nobody would ever end it
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
         return link
 
     @property

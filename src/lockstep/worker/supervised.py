@@ -7,19 +7,19 @@ flight end with `WorkerLostError`, and until the next one serves, requests are r
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Literal, TypeVar
+from typing import Literal, NamedTuple
 
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import GenerationRequest
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
+from lockstep.worker.correspondence import Correspondence, resolve
 from lockstep.worker.health import HealthLimits, trouble
 from lockstep.worker.link import Link
 from lockstep.worker.mailbox import Mailbox
@@ -60,7 +60,6 @@ CHECK_LIMIT_S = 60.0
 MIN_RETRY_AFTER_S = 1.0
 PROCESS_START_S = 1.0
 """About what a worker needs before it can load."""
-_Answer = TypeVar("_Answer", MetricsReport, Checked, PrefixCacheReset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class WorkerOptions:
     """``process`` for servers: a native crash then ends requests, and not the server."""
     health: HealthLimits = field(default_factory=HealthLimits)
     trial: TrialOptions = field(default_factory=TrialOptions)
-    """Only a worker process tries what it does not know: a thread's user sees the crash anyway."""
+    """Only a worker process tries what it does not know: who chose threads has chosen to share their fate."""
     log_level: str = "WARNING"
     """Of the worker process, which logs to standard error."""
 
@@ -95,34 +94,40 @@ _MOVES = {
 }
 
 
+class _Pending(NamedTuple):
+    """A load that is under way."""
+
+    answer: asyncio.Future[Loaded | LockstepError]
+    progress: Progress
+
+
 class SupervisedWorker:
-    """One device worker and its successors."""
+    """One device worker and its successors; implements `lockstep.worker.link.Handler`."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self._state = WorkerState.NEW
         self._link: Link | None = None
-        self._ids = itertools.count()
-        self._mailboxes: dict[int, Mailbox] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._loads: dict[str, Load] = {}
+        self._open = Correspondence()
+        self._wanted: dict[str, Load] = {}
         """What is to be there, in order of loading."""
         self._loaded: dict[str, Loaded] = {}
         """What is there."""
-        self._loading: dict[str, tuple[asyncio.Future[Loaded], Progress]] = {}
-        self._unloading: dict[str, asyncio.Future[None]] = {}
+        self._load_s: dict[str, float] = {}
+        """How long what is wanted took to load."""
         self._failures: dict[str, LockstepError] = {}
-        """Why what was there could not be loaded again."""
+        """Why what is wanted could not be loaded again."""
+        self._loading: dict[str, _Pending] = {}
+        self._unloading: dict[str, asyncio.Future[None]] = {}
         self._restarts = Restarts()
         self._start_at_s = 0.0
         """When the next worker is started, after one was lost."""
         self._back_at_s = 0.0
         """When it will have loaded everything, as far as one can tell."""
-        self._load_s: dict[str, float] = {}
-        """How long each load took."""
         self._report: HealthReport | None = None
         self._report_s = 0.0
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -130,26 +135,23 @@ class SupervisedWorker:
         """Start the worker, with nothing loaded.
 
         Raises:
-            ExecutorError: no process can be started.
+            UsageError, ExecutorError: no process can be started.
         """
-        await self._open()
-        self._tasks["health"] = asyncio.get_running_loop().create_task(self._ask_health())
+        await self._start_link()
+        self._asking = asyncio.get_running_loop().create_task(self._ask_health())
 
     async def close(self) -> None:
         """End the worker and what is open; within a bounded time."""
         if self._state is WorkerState.CLOSED:
             return
         self._move_to(WorkerState.CLOSED)
-        for task in self._tasks.values():
+        tasks = [task for task in (self._asking, self._returning) if task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._end_everything(UnavailableError("the server is closing"))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._end(UnavailableError("the server is closing"))
         if self._link is not None:
             await self._link.close()
-
-    @property
-    def state(self) -> WorkerState:
-        return self._state
 
     @property
     def pid(self) -> int | None:
@@ -167,17 +169,19 @@ class SupervisedWorker:
         trial = self._options.trial if self._options.kind == "process" else TrialOptions(enabled=False)
         load = Load(replica, source, options, trial)
         loaded = await self._load(load, progress)
-        self._loads[replica] = load
+        self._wanted[replica] = load
         self._restarts.up(time.monotonic())
         return loaded
 
     async def unload(self, replica: str) -> None:
         """End a replica's requests with ``abort`` and free it; one that is not there is gone already."""
-        if self._loads.pop(replica, None) is None or self._loaded.pop(replica, None) is None:
-            return
-        future = self._unloading.setdefault(replica, asyncio.get_running_loop().create_future())
-        self._send(Unload(replica))
-        await future
+        for known in (self._wanted, self._load_s, self._failures):
+            known.pop(replica, None)
+        if self._loaded.pop(replica, None) is not None:
+            self._unloading[replica] = asyncio.get_running_loop().create_future()
+            self._send(Unload(replica))
+        if replica in self._unloading:
+            await self._unloading[replica]
 
     def loaded(self, replica: str) -> Loaded | None:
         """What loading measured; None: it is not there now."""
@@ -191,10 +195,17 @@ class SupervisedWorker:
 
     def trouble(self, replica: str) -> str:
         """Why requests to a replica would not be answered now, in one sentence; empty: they would."""
-        if replica not in self._loaded:
-            return self._absence(replica)
-        age_s = time.monotonic() - self._report_s
-        return trouble(self._options.health, self._report, age_s)
+        if replica in self._loaded:
+            return trouble(self._options.health, self._report, time.monotonic() - self._report_s)
+        if self._state is WorkerState.CLOSED:
+            return "the server is closing"
+        if replica in self._failures:
+            return f"the model could not be loaded again: {self._failures[replica]}"
+        return "the device worker is being restarted" if replica in self._wanted else "the model is loading"
+
+    def unavailable(self, replica: str) -> UnavailableError:
+        """The answer to requests to a replica that is not there, and when it is worth trying again."""
+        return UnavailableError(self.trouble(replica), retry_after_s=self._retry_after_s())
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -208,62 +219,61 @@ class SupervisedWorker:
         """
         link = self._link
         if link is None or replica not in self._loaded:
-            raise UnavailableError(self._absence(replica), retry_after_s=self.retry_after_s())
-        mailbox = Mailbox(next(self._ids), replica)
-        link.send(Submit(mailbox.request_id, replica, request))
-        self._mailboxes[mailbox.request_id] = mailbox
+            raise self.unavailable(replica)
+        mailbox = self._open.open(replica)
+        try:
+            link.send(Submit(mailbox.request_id, replica, request))
+        except LockstepError:
+            self._open.leave(mailbox)
+            raise
         return mailbox
 
     def leave(self, mailbox: Mailbox) -> None:
         """Nobody reads this mailbox any more: its request is aborted if it has not ended."""
-        if self._mailboxes.pop(mailbox.request_id, None) is not None and not mailbox.is_ended:
+        if self._open.leave(mailbox):
             self._send(Abort(mailbox.replica, (mailbox.request_id,)))
 
     def abort_all(self, error: LockstepError) -> None:
         """End every open request with this error."""
         by_replica: dict[str, list[int]] = {}
-        for mailbox in self._mailboxes.values():
-            if not mailbox.is_ended:
-                mailbox.fail(error)
-                by_replica.setdefault(mailbox.replica, []).append(mailbox.request_id)
+        for mailbox in self._open.unended():
+            mailbox.fail(error)
+            by_replica.setdefault(mailbox.replica, []).append(mailbox.request_id)
         for replica, request_ids in by_replica.items():
             self._send(Abort(replica, tuple(request_ids)))
+
+    @property
+    def num_open(self) -> int:
+        """Mailboxes that were not left."""
+        return self._open.num_requests
 
     # -- questions ------------------------------------------------------------------------------------------------
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
         """By replica; empty while there is no worker, or none that answers."""
-        report = await self._ask(AskMetrics, MetricsReport, ANSWER_LIMIT_S)
-        return {} if report is None else report.replicas
+        report = await self._ask(AskMetrics, ANSWER_LIMIT_S)
+        return report.replicas if isinstance(report, MetricsReport) else {}
 
     async def check(self) -> Checked | None:
-        """Whether blocks and sequences are conserved, between two steps; None: there is nobody to ask."""
-        return await self._ask(Check, Checked, CHECK_LIMIT_S)
+        """Whether blocks and sequences are conserved, between two steps; None: nobody answers."""
+        report = await self._ask(Check, CHECK_LIMIT_S)
+        return report if isinstance(report, Checked) else None
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached content; returns how many blocks that were."""
-        report = await self._ask(ResetPrefixCache, PrefixCacheReset, CHECK_LIMIT_S)
-        return 0 if report is None else report.num_blocks
+        report = await self._ask(ResetPrefixCache, CHECK_LIMIT_S)
+        return report.num_blocks if isinstance(report, PrefixCacheReset) else 0
 
-    async def _ask(self, question: Callable[[int], Command], answer: type[_Answer], limit_s: float) -> _Answer | None:
+    async def _ask(self, question: type[AskMetrics | Check | ResetPrefixCache], limit_s: float) -> object:
         if self._link is None:
             return None
-        ask_id = next(self._ids)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[ask_id] = future
+        ask_id = self._open.next_id()
         self._send(question(ask_id))
-        try:
-            report = await asyncio.wait_for(future, limit_s)
-        except (TimeoutError, LockstepError):
-            return None
-        finally:
-            self._asked.pop(ask_id, None)
-        assert isinstance(report, answer), f"{question} is answered by {answer}"
-        return report
+        return await self._open.answer(ask_id, limit_s)
 
     async def _ask_health(self) -> None:
         while True:
-            self._send(AskHealth(next(self._ids)))
+            self._send(AskHealth(self._open.next_id()))
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
     # -- link.Handler ---------------------------------------------------------------------------------------------
@@ -271,32 +281,24 @@ class SupervisedWorker:
     def received(self, event: Event) -> None:
         """Take over what the worker says: one call, and one wake-up of the loop, per step."""
         match event:
-            case Outputs(accepted, outputs):
-                mailboxes = self._mailboxes
-                for request_id in accepted:
-                    if (mailbox := mailboxes.get(request_id)) is not None:
-                        mailbox.accept()
-                for output in outputs:
-                    if (mailbox := mailboxes.get(output.request_id)) is not None:
-                        mailbox.put(output)
+            case Outputs():
+                self._open.outputs(event)
             case HealthReport():
                 self._report, self._report_s = event, time.monotonic()
-            case MetricsReport(ask_id) | Checked(ask_id) | PrefixCacheReset(ask_id):
-                _resolve(self._asked.get(ask_id), event)
-            case Refused(request_id, error):
-                if (mailbox := self._mailboxes.get(request_id)) is not None:
-                    mailbox.fail(error)
-            case Loading(replica, stage, fraction):
-                if replica in self._loading:
-                    self._loading[replica][1](stage, fraction)
-            case Loaded(replica):
+            case MetricsReport() | Checked() | PrefixCacheReset():
+                self._open.answered(event)
+            case Refused():
+                self._open.refused(event)
+            case Loading(replica, stage, fraction) if replica in self._loading:
+                self._loading[replica].progress(stage, fraction)
+            case Loaded(replica) if replica in self._loading:
                 self._loaded[replica] = event
                 self._load_s[replica] = event.load_s
-                _resolve(self._loading[replica][0], event)
-            case LoadFailed(replica, error):
-                _fail(self._loading[replica][0], error)
+                resolve(self._loading[replica].answer, event)
+            case LoadFailed(replica, error) if replica in self._loading:
+                resolve(self._loading[replica].answer, error)
             case Unloaded(replica):
-                _resolve(self._unloading.pop(replica, None), None)
+                resolve(self._unloading.pop(replica, None), None)
 
     def lost(self, reason: str) -> None:
         """The worker is gone: tell everybody who waits for it, and start the next."""
@@ -306,41 +308,43 @@ class SupervisedWorker:
         self._link = None
         self._move_to(WorkerState.LOST)
         self._loaded.clear()
-        if "return" not in self._tasks and self._loads:
-            self._await_return()
-            self._tasks["return"] = asyncio.get_running_loop().create_task(self._come_back())
+        if self._wanted and self._returning is None:
+            self._schedule_return()
+            self._returning = asyncio.get_running_loop().create_task(self._come_back())
         message = f"the device worker ended with {reason} while it was at work on this; send the request again"
-        self._end_everything(WorkerLostError(message, retry_after_s=self.retry_after_s()))
+        self._end(WorkerLostError(message, retry_after_s=self._retry_after_s()))
 
     # -- coming back ----------------------------------------------------------------------------------------------
 
     async def _come_back(self) -> None:
-        """Start workers until one has all that its predecessor had."""
-        try:
-            while missing := [load for key, load in self._loads.items() if key not in self._loaded]:
-                await asyncio.sleep(self._start_at_s - time.monotonic())
-                try:
-                    if self._link is None:
-                        await self._open()
-                    for load in missing:
-                        await self._load(load, None)
-                        self._failures.pop(load.replica, None)
-                except LockstepError as error:
-                    log.error("the device worker did not come back: %s", error)
-                    self._failures |= {load.replica: error for load in missing if load.replica not in self._loaded}
-                    self._await_return()
-            self._restarts.up(time.monotonic())
-            log.warning("the device worker is back")
-        finally:
-            del self._tasks["return"]
+        """Start workers until one has all that is wanted."""
+        while missing := [load for replica, load in self._wanted.items() if replica not in self._loaded]:
+            await asyncio.sleep(self._start_at_s - time.monotonic())
+            try:
+                if self._link is None:
+                    await self._start_link()
+                for load in missing:
+                    await self._load(load, None)
+                    self._failures.pop(load.replica, None)
+            except LockstepError as error:
+                log.error("the device worker did not come back: %s", error)
+                self._failures |= {load.replica: error for load in missing if load.replica not in self._loaded}
+                self._schedule_return()
+        self._restarts.up(time.monotonic())
+        self._returning = None
+        log.warning("the device worker is back")
 
-    def _await_return(self) -> None:
+    def _schedule_return(self) -> None:
         """Decide when the next start is, and guess when it will have loaded everything."""
         now_s = time.monotonic()
         self._start_at_s = now_s + self._restarts.delay_s(now_s)
         self._back_at_s = self._start_at_s + PROCESS_START_S + sum(self._load_s.values())
 
-    async def _open(self) -> None:
+    def _retry_after_s(self) -> float:
+        """Whole seconds until what is not there is likely to be."""
+        return max(MIN_RETRY_AFTER_S, math.ceil(self._back_at_s - time.monotonic()))
+
+    async def _start_link(self) -> None:
         if self._options.kind == "process":
             self._link = await ProcessLink.open(self, self._options.log_level)
         else:
@@ -350,14 +354,20 @@ class SupervisedWorker:
 
     async def _load(self, load: Load, progress: Progress | None) -> Loaded:
         if self._link is None:
-            raise UnavailableError(self._absence(load.replica), retry_after_s=self.retry_after_s())
-        future: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
-        self._loading[load.replica] = future, progress or (lambda stage, fraction: None)
+            raise self.unavailable(load.replica)
+        answer: asyncio.Future[Loaded | LockstepError] = asyncio.get_running_loop().create_future()
+        self._loading[load.replica] = _Pending(answer, progress or (lambda stage, fraction: None))
         self._send(load)
         try:
-            return await future
+            loaded = await answer
+        except asyncio.CancelledError:
+            self._send(Unload(load.replica))
+            raise
         finally:
-            self._loading.pop(load.replica, None)
+            del self._loading[load.replica]
+        if isinstance(loaded, LockstepError):
+            raise loaded
+        return loaded
 
     def _send(self, command: Command) -> None:
         if self._link is not None:
@@ -367,33 +377,11 @@ class SupervisedWorker:
         assert state in _MOVES[self._state], f"a worker does not go from {self._state} to {state}"
         self._state = state
 
-    def _end_everything(self, error: LockstepError) -> None:
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(error)
-        for future in [*self._asked.values(), *(future for future, _ in self._loading.values())]:
-            _fail(future, error)
+    def _end(self, error: LockstepError) -> None:
+        """Tell everybody who waits for this worker that it is gone."""
+        self._open.end(error)
+        for pending in self._loading.values():
+            resolve(pending.answer, error)
         for unloaded in self._unloading.values():
-            _resolve(unloaded, None)
+            resolve(unloaded, None)
         self._unloading.clear()
-
-    def _absence(self, replica: str) -> str:
-        if self._state is WorkerState.CLOSED:
-            return "the server is closing"
-        failure = self._failures.get(replica)
-        if failure is not None:
-            return f"the model could not be loaded again: {failure}"
-        return "the device worker is being restarted" if replica in self._loads else "the model is loading"
-
-    def retry_after_s(self) -> float:
-        """Whole seconds until what is not there is likely to be."""
-        return max(MIN_RETRY_AFTER_S, math.ceil(self._back_at_s - time.monotonic()))
-
-
-def _resolve(future: asyncio.Future[Any] | None, value: object) -> None:
-    if future is not None and not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[Any], error: LockstepError) -> None:
-    if not future.done():
-        future.set_exception(error)

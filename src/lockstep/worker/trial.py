@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.artifacts.source import open_artifact
-from lockstep.engine.loading import Progress, default_cache_dir
+from lockstep.engine.loading import Progress, default_cache_dir, download_stage
 from lockstep.errors import ArtifactError, LockstepError
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.version import __version__
@@ -40,7 +40,7 @@ def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND
     """
     if not load.trial.enabled or load.source.startswith(TRUSTED):
         return
-    record = _record(load)
+    record = _record(load, progress)
     if record.exists():
         return
     progress("trial", 0.0)
@@ -94,14 +94,14 @@ def _told(said: bytes, code: int, source: str) -> LockstepError:
     return event.error
 
 
-def _record(load: Load) -> Path:
+def _record(load: Load, progress: Progress) -> Path:
     """Where the success of this trial is remembered, whatever the artifact is called."""
     from lockstep.executors.openvino.environment import digest
     from lockstep.executors.openvino.loading import environment_of
 
     options = load.options
     cache_dir = options.cache_dir or default_cache_dir()
-    artifact = open_artifact(load.source, cache_dir=cache_dir)
+    artifact = open_artifact(load.source, cache_dir=cache_dir, progress=download_stage(progress))
     environment = environment_of(artifact, options.openvino)
     return cache_dir / "trials" / digest(environment | {"lockstep": __version__})
 
