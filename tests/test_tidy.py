@@ -152,6 +152,7 @@ def test_modules_say_what_they_are(path: Path) -> None:
 def test_no_dead_modules() -> None:
     imported = {name for path in MODULES for name, _ in imports_of(path)}
     entry_points = {"lockstep", "lockstep.cli.main", "lockstep.__main__"}
+    entry_points |= {"lockstep.worker.child", "lockstep.worker.trial_child"}
     for path in MODULES:
         name = module_name(path)
         if path.name != "__init__.py" and name not in entry_points:

@@ -7,13 +7,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lockstep.cluster.base import Accepted, Call, EventStream, Health, ModelCard
+from lockstep.cluster.base import Accepted, Call, Conversation, EventStream, Health, ModelCard, Prompt
 from lockstep.cluster.prompting import generation_request
-from lockstep.engine.llm import AsyncEngine
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import InvalidParameterError, LockstepError, ModelNotFoundError, UnavailableError
+from lockstep.errors import InvalidParameterError, LockstepError, ModelNotFoundError
+from lockstep.worker.messages import Loaded
+from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
+
+REPLICA = "model"
+"""The key of the only replica."""
+MAX_INLINE_CHARS = 4096
+"""Longer prompts are tokenised on another thread, so that they delay nobody's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,30 +30,38 @@ class SingleModelOptions:
     names: tuple[str, ...]
     """The served name, then aliases."""
     load: LoadOptions = field(default_factory=LoadOptions)
+    worker: WorkerOptions = field(default_factory=WorkerOptions)
 
 
 class SingleModel:
-    """Implements `lockstep.cluster.base.Cluster`."""
+    """Implements `lockstep.cluster.base.Cluster`.
 
-    def __init__(self, options: SingleModelOptions) -> None:
+    Args:
+        progress: told about the stages of the first loading.
+    """
+
+    def __init__(self, options: SingleModelOptions, progress: Progress | None = None) -> None:
         self._options = options
-        self._engine: AsyncEngine | None = None
+        self._progress = progress
+        self.worker = SupervisedWorker(options.worker)
         self._created_s = int(time.time())
         self._num_open = 0
+        self._known: tuple[Loaded, Tokenizer] | None = None
+        """The last loading, and the text side that it told."""
 
     def cards(self) -> tuple[ModelCard, ...]:
-        options, engine = self._options, self._engine
-        model = None if engine is None else engine.model
+        options, loaded = self._options, self.worker.loaded(REPLICA)
+        probe = None if loaded is None else loaded.probe
         return (
             ModelCard(
                 name=options.names[0],
                 aliases=options.names[1:],
                 root=options.source,
                 created_s=self._created_s,
-                tier="loading" if engine is None else "resident",
-                max_model_len=None if engine is None else engine.engine.config.max_model_len,
-                deterministic=None if model is None or model.probe is None else model.probe.deterministic,
-                has_chat_template=None if model is None else model.tokenizer.has_chat_template,
+                tier=self.worker.tier(REPLICA),
+                max_model_len=None if loaded is None else loaded.config.max_model_len,
+                deterministic=None if probe is None else probe.deterministic,
+                has_chat_template=None if loaded is None else loaded.text.chat_template is not None,
             ),
         )
 
@@ -58,45 +72,79 @@ class SingleModel:
 
     def tokenizer(self, name: str | None) -> Tokenizer:
         self.card(name)
-        return self._loaded().model.tokenizer
+        return self._text_side()[1]
 
     async def stream(self, call: Call) -> EventStream:
         card = self.card(call.model)
-        engine = self._loaded()
+        loaded, tokenizer = self._text_side()
         if call.session_id is not None:
             raise InvalidParameterError("session_id is not served here", param="session_id")
-        request = generation_request(engine.model.tokenizer, engine.engine.config.max_model_len, call)
         self._num_open += 1
+        mailbox = None
         try:
-            stream = engine.engine.stream(request)
+            max_model_len = loaded.config.max_model_len
+            if _is_long(call.prompt):
+                request = await asyncio.to_thread(generation_request, tokenizer, max_model_len, call)
+            else:
+                request = generation_request(tokenizer, max_model_len, call)
+            mailbox = self.worker.submit(REPLICA, request)
+            outputs = await mailbox.take()
             yield Accepted(card.name, tuple(request.prompt))  # type: ignore[arg-type]  # tokens by now
-            async for output in stream:
-                yield output
+            while True:
+                for output in outputs:
+                    yield output
+                    if output.request is not None:
+                        return
+                outputs = await mailbox.take()
         finally:
             self._num_open -= 1
+            if mailbox is not None:
+                self.worker.leave(mailbox)
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
-        return {} if self._engine is None else {self._options.names[0]: self._engine.metrics()}
+        replicas = await self.worker.metrics()
+        return {self._options.names[0]: replicas[REPLICA]} if REPLICA in replicas else {}
 
     def health(self) -> Health:
-        return Health(False, "the model is loading") if self._engine is None else Health(True, "")
+        reason = self.worker.trouble(REPLICA)
+        return Health(not reason, reason)
 
     @property
     def num_open(self) -> int:
         return self._num_open
 
     async def start(self) -> None:
-        self._engine = await asyncio.to_thread(AsyncEngine, self._options.source, self._options.load)
+        try:
+            await self.worker.start()
+            loaded = await self.worker.load(REPLICA, self._options.source, self._options.load, self._progress)
+            self._known = loaded, await asyncio.to_thread(_tokenizer, loaded)
+        except BaseException:
+            await self.worker.close()
+            raise
 
     def abort_all(self, error: LockstepError) -> None:
-        if self._engine is not None:
-            self._engine.engine.abandon(error)
+        self.worker.abort_all(error)
 
     async def close(self) -> None:
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
+        await self.worker.close()
 
-    def _loaded(self) -> AsyncEngine:
-        if self._engine is None:
-            raise UnavailableError("the model is loading", retry_after_s=2.0)
-        return self._engine
+    def _text_side(self) -> tuple[Loaded, Tokenizer]:
+        """What was told by the worker that serves now; what an artifact is may change with a restart."""
+        loaded = self.worker.loaded(REPLICA)
+        if loaded is None or self._known is None:
+            raise self.worker.unavailable(REPLICA)
+        if loaded is not self._known[0]:
+            is_same = loaded.text == self._known[0].text
+            self._known = loaded, self._known[1] if is_same else _tokenizer(loaded)
+        return self._known
+
+
+def _tokenizer(loaded: Loaded) -> Tokenizer:
+    return Tokenizer(loaded.text.parts())
+
+
+def _is_long(prompt: Prompt) -> bool:
+    """Whether tokenising it would be felt by others."""
+    if isinstance(prompt, Conversation):
+        return sum(len(str(message.get("content"))) for message in prompt.messages) > MAX_INLINE_CHARS
+    return isinstance(prompt, str) and len(prompt) > MAX_INLINE_CHARS

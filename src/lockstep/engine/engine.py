@@ -52,6 +52,7 @@ class Engine:
         config: limits and policy of the scheduler; ``lockstep.engine.sizing`` makes one from the geometry.
         clock: where durations and deadlines come from.
         observer: called after each commit with the plan, its result and its events.
+        on_added: called on the engine's thread with the id of each request that got its place in the queue.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class Engine:
         *,
         clock: Clock | None = None,
         observer: Observer | None = None,
+        on_added: Callable[[int], None] | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.scheduler = Scheduler(config)
         self._clock = clock or SystemClock()
         self._observer = observer
+        self._on_added = on_added
         self._metrics = EngineMetrics()
         self._fingerprint = Fingerprint()
         self._publisher = Publisher(model, self._metrics)
@@ -83,11 +86,14 @@ class Engine:
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, callback: Sink | None = None) -> int:
+    def submit(self, request: GenerationRequest, callback: Sink | None = None, *, request_id: int | None = None) -> int:
         """Queue a request; returns its id at once.
 
         Without a callback the whole answer is kept for ``result``; with one, every ``TokenOutput`` is handed to it on
         the engine's thread, and nothing is kept.
+
+        Args:
+            request_id: for a caller who counts requests over several engines, and then for all of this one's.
 
         Raises:
             InvalidParameterError, PromptTooLongError: the request can never be served as it is.
@@ -98,7 +104,8 @@ class Engine:
             with self._counting:
                 self._num_rejected += 1
             raise QueueFullError(f"{MAX_INBOX} commands already wait for the next step; try again later")
-        live = LiveRequest(next(self._ids), prepared, self._clock.now_s(), callback)
+        request_id = next(self._ids) if request_id is None else request_id
+        live = LiveRequest(request_id, prepared, self._clock.now_s(), callback)
         self._open[live.request_id] = live
         self._inbox.append(live)
         self._wake.set()
@@ -140,6 +147,11 @@ class Engine:
         """A consistent enough copy of all counters; may be called from any thread."""
         num_waiting = sum(type(command) is LiveRequest for command in self._inbox.copy())
         return snapshot(self._metrics, self.scheduler.stats(), Inbox(num_waiting, self._num_rejected), self._info)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._open)
 
     @property
     def fingerprint(self) -> str:
@@ -267,6 +279,8 @@ class Engine:
             live.generations.append(generation)
             self._publisher.open(generation)
         self._deadlines.add(live.request_id, live.arrival_s, prepared.request)
+        if self._on_added is not None:
+            self._on_added(live.request_id)
 
     def _refuse(self, live: LiveRequest, error: LockstepError) -> None:
         """End a request that the scheduler would not take; siblings that it did take go too."""

@@ -59,7 +59,7 @@ def load_model(
         return _load_stub(source, options)
     report("open", 0.0)
     cache_dir = options.cache_dir or default_cache_dir()
-    artifact = open_artifact(source, cache_dir=cache_dir, progress=_download_stage(report))
+    artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
     tokenizer = _tokenizer(artifact.load_tokenizer(), options)
     executor = _open_executor(artifact, replace(options.openvino, cache_dir=cache_dir), report)
     try:
@@ -74,7 +74,8 @@ def load_model(
     return _loaded(artifact.name, source, artifact.fingerprint, executor, tokenizer, artifact, config, probe), config
 
 
-def _download_stage(report: Progress) -> DownloadProgress:
+def download_stage(report: Progress) -> DownloadProgress:
+    """A download as a stage of loading."""
     return lambda name, have, total: report(f"download {name}", have / max(total, 1))
 
 

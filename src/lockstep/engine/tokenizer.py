@@ -39,6 +39,11 @@ class Tokenizer:
         self._guard: BorderGuard | None = None
 
     @property
+    def parts(self) -> TokenizerParts:
+        """What it was made of."""
+        return self._parts
+
+    @property
     def has_chat_template(self) -> bool:
         return self._parts.chat_template is not None
 

@@ -1,0 +1,90 @@
+"""The process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_LEVEL``.
+
+FD is one end of a socket pair. The process ends with its parent: at the end of the stream, and on Linux by a signal
+even where it is stuck in native code. Signals of the terminal are the parent's to decide on. What is heavy is imported
+only when all this is settled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from lockstep.worker.lifeline import die_with_parent
+
+if TYPE_CHECKING:
+    from lockstep.worker.device import DeviceWorker
+    from lockstep.worker.outbox import Outbox
+
+EXIT_BROKEN = 70
+"""A defect of ours ended the step loop; the log says which."""
+STOP_LIMIT_S = 4.0
+"""For the step under way to end and the models to be freed."""
+_READ_BYTES = 1 << 18
+_LOG_FORMAT = "%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
+
+
+def main(fd: int, parent_pid: int, log_level: str) -> None:
+    """Serve until told to stop or left alone; ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent(parent_pid)
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    logging.basicConfig(level=log_level, format=_LOG_FORMAT, stream=sys.stderr)
+    from lockstep.worker.device import DeviceWorker
+    from lockstep.worker.outbox import Outbox
+
+    outbox = Outbox(sock)
+    worker = DeviceWorker(outbox.post)
+    steps = threading.Thread(target=_run, args=(worker, outbox), name="lockstep-steps", daemon=True)
+    steps.start()
+    if _receive(sock, worker, outbox):
+        steps.join(STOP_LIMIT_S)
+        outbox.flush(STOP_LIMIT_S)
+    _exit(0)
+
+
+def _run(worker: DeviceWorker, outbox: Outbox) -> None:
+    try:
+        worker.run()
+    except Exception:  # it has been logged, and everybody was told
+        outbox.flush(STOP_LIMIT_S)
+        _exit(EXIT_BROKEN)
+
+
+def _receive(sock: socket.socket, worker: DeviceWorker, outbox: Outbox) -> bool:
+    """Hand commands to the worker; True when told to stop, False when the other end is gone."""
+    import msgspec
+
+    from lockstep.worker.messages import Stop
+    from lockstep.worker.wire import FrameReader, command_decoder, refusal_of
+
+    reader, decoder = FrameReader(), command_decoder()
+    while data := sock.recv(_READ_BYTES):
+        for body in reader.feed(data):
+            try:
+                command = decoder.decode(body)
+            except msgspec.ValidationError as error:
+                outbox.post(refusal_of(body, error))
+                continue
+            worker.handle(command)
+            if isinstance(command, Stop):
+                return True
+    return False
+
+
+def _exit(code: int) -> None:
+    """End at once: finalising would wait for threads that are inside native code."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,192 @@
+"""What a device worker is told and what it says: plain values, the whole of its interface.
+
+Commands go in, events come out; whoever is on the other side may be a thread, a process or, one day, another host.
+Request ids and ask ids are the sender's. The order of a replica's events is the order in which they happened.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.errors import LockstepError
+from lockstep.executors.base import Geometry
+from lockstep.executors.probe import ProbeReport
+from lockstep.worker.text import TextSide
+
+DEFAULT_TRIAL_LIMIT_S = 1800.0
+"""A trial reads, builds and compiles the model: minutes for large ones, on slow disks."""
+
+
+class TrialOptions(msgspec.Struct, frozen=True, array_like=True):
+    """Whether what this machine has never run is loaded in a throw-away process first."""
+
+    enabled: bool = True
+    limit_s: float = DEFAULT_TRIAL_LIMIT_S
+    """After so many seconds the trial is ended, and the load with it."""
+
+
+class _Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Load(_Command, frozen=True):
+    """Load a model in a side thread. Answered by Loading events, then Loaded or LoadFailed."""
+
+    replica: str
+    """The key by which other commands name it."""
+    source: str
+    options: LoadOptions
+    trial: TrialOptions
+
+
+class Unload(_Command, frozen=True):
+    """End a replica's requests with ``abort`` and free it. Answered by Unloaded."""
+
+    replica: str
+
+
+class Submit(_Command, frozen=True):
+    """Answered by Refused, or by an acceptance and outputs in Outputs events."""
+
+    request_id: int
+    replica: str
+    request: GenerationRequest
+
+
+class Abort(_Command, frozen=True):
+    """End requests before the replica's next step; unknown ids are left alone."""
+
+    replica: str
+    request_ids: tuple[int, ...]
+
+
+class AskMetrics(_Command, frozen=True):
+    """Answered by MetricsReport, also while a step runs."""
+
+    ask_id: int
+
+
+class AskHealth(_Command, frozen=True):
+    """Answered by HealthReport, also while a step runs."""
+
+    ask_id: int
+
+
+class Check(_Command, frozen=True):
+    """Assert the conservation of blocks and sequences between two steps. Answered by Checked."""
+
+    ask_id: int
+
+
+class ResetPrefixCache(_Command, frozen=True):
+    """Forget all cached content. Answered by PrefixCacheReset."""
+
+    ask_id: int
+
+
+class Stop(_Command, frozen=True):
+    """End every request, free every replica and end. Nothing answers."""
+
+
+Command = Load | Unload | Submit | Abort | AskMetrics | AskHealth | Check | ResetPrefixCache | Stop
+
+
+class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Loading(_Event, frozen=True):
+    """A load has come to a stage, or further within it."""
+
+    replica: str
+    stage: str
+    fraction: float
+    """Of the stage, 0 to 1."""
+
+
+class Loaded(_Event, frozen=True):
+    """What loading measured, and the model's text side, so that whoever asks needs no artifact."""
+
+    replica: str
+    name: str
+    fingerprint: str
+    """Of the artifact's content."""
+    config: SchedulerConfig
+    geometry: Geometry
+    sampling_defaults: dict[str, float | int]
+    probe: ProbeReport | None
+    """What the determinism probe saw; None: it was not run."""
+    environment: dict[str, str]
+    """What the bits depend on."""
+    has_hidden_states: bool
+    load_s: float
+    text: TextSide
+
+
+class LoadFailed(_Event, frozen=True):
+    replica: str
+    error: LockstepError
+
+
+class Unloaded(_Event, frozen=True):
+    replica: str
+
+
+class Outputs(_Event, frozen=True):
+    """All that one step brought."""
+
+    accepted: list[int]
+    """Requests that got their place in the queue at the beginning of the step."""
+    outputs: list[TokenOutput]
+
+
+class Refused(_Event, frozen=True):
+    """A request that the engine never saw."""
+
+    request_id: int
+    error: LockstepError
+
+
+class MetricsReport(_Event, frozen=True):
+    ask_id: int
+    replicas: dict[str, MetricsSnapshot]
+
+
+class HealthReport(_Event, frozen=True):
+    ask_id: int
+    waiting_s: float
+    """Seconds for which work has waited without a step being completed; 0: nothing waits."""
+    num_running: int
+    num_waiting: int
+
+
+class Checked(_Event, frozen=True):
+    ask_id: int
+    fault: str
+    """What is not conserved; empty when all is well."""
+    num_open: int
+    """Requests that are being prepared, waiting or running."""
+
+
+class PrefixCacheReset(_Event, frozen=True):
+    ask_id: int
+    num_blocks: int
+    """Blocks that were forgotten."""
+
+
+Event = (
+    Loading
+    | Loaded
+    | LoadFailed
+    | Unloaded
+    | Outputs
+    | Refused
+    | MetricsReport
+    | HealthReport
+    | Checked
+    | PrefixCacheReset
+)

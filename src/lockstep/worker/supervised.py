@@ -1,0 +1,387 @@
+"""A device worker as the server sees it: requests in, mailboxes out, and a new worker when one is lost.
+
+Everything here runs on one event loop. What a worker had loaded is loaded again by the next one; requests that were in
+flight end with `WorkerLostError`, and until the next one serves, requests are refused with `UnavailableError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Literal, NamedTuple
+
+from lockstep.engine.loading import LoadOptions, Progress
+from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.outputs import GenerationRequest
+from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
+from lockstep.worker.correspondence import Correspondence, resolve
+from lockstep.worker.health import HealthLimits, trouble
+from lockstep.worker.link import Link
+from lockstep.worker.mailbox import Mailbox
+from lockstep.worker.messages import (
+    Abort,
+    AskHealth,
+    AskMetrics,
+    Check,
+    Checked,
+    Command,
+    Event,
+    HealthReport,
+    Load,
+    Loaded,
+    LoadFailed,
+    Loading,
+    MetricsReport,
+    Outputs,
+    PrefixCacheReset,
+    Refused,
+    ResetPrefixCache,
+    Submit,
+    TrialOptions,
+    Unload,
+    Unloaded,
+)
+from lockstep.worker.process import ProcessLink
+from lockstep.worker.restarts import Restarts
+from lockstep.worker.thread import ThreadLink
+
+log = logging.getLogger(__name__)
+
+HEALTH_INTERVAL_S = 1.0
+ANSWER_LIMIT_S = 5.0
+"""For what is answered without waiting for a step."""
+CHECK_LIMIT_S = 60.0
+"""For what is answered between two steps."""
+MIN_RETRY_AFTER_S = 1.0
+PROCESS_START_S = 1.0
+"""About what a worker needs before it can load."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """Where a device worker runs, and when it counts as healthy."""
+
+    kind: Literal["thread", "process"] = "thread"
+    """``process`` for servers: a native crash then ends requests, and not the server."""
+    health: HealthLimits = field(default_factory=HealthLimits)
+    trial: TrialOptions = field(default_factory=TrialOptions)
+    """Only a worker process tries what it does not know: who chose threads has chosen to share their fate."""
+    log_level: str = "WARNING"
+    """Of the worker process, which logs to standard error."""
+
+
+class WorkerState(Enum):
+    """Whether there is somebody to talk to."""
+
+    NEW = auto()
+    UP = auto()
+    """Running; whether a replica is loaded is another question."""
+    LOST = auto()
+    """It ended, and the next one is not there yet."""
+    CLOSED = auto()
+
+
+_MOVES = {
+    WorkerState.NEW: (WorkerState.UP, WorkerState.CLOSED),
+    WorkerState.UP: (WorkerState.LOST, WorkerState.CLOSED),
+    WorkerState.LOST: (WorkerState.UP, WorkerState.CLOSED),
+    WorkerState.CLOSED: (),
+}
+
+
+class _Pending(NamedTuple):
+    """A load that is under way."""
+
+    answer: asyncio.Future[Loaded | LockstepError]
+    progress: Progress
+
+
+class SupervisedWorker:
+    """One device worker and its successors; implements `lockstep.worker.link.Handler`."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._state = WorkerState.NEW
+        self._link: Link | None = None
+        self._open = Correspondence()
+        self._wanted: dict[str, Load] = {}
+        """What is to be there, in order of loading."""
+        self._loaded: dict[str, Loaded] = {}
+        """What is there."""
+        self._load_s: dict[str, float] = {}
+        """How long what is wanted took to load."""
+        self._failures: dict[str, LockstepError] = {}
+        """Why what is wanted could not be loaded again."""
+        self._loading: dict[str, _Pending] = {}
+        self._unloading: dict[str, asyncio.Future[None]] = {}
+        self._restarts = Restarts()
+        self._start_at_s = 0.0
+        """When the next worker is started, after one was lost."""
+        self._back_at_s = 0.0
+        """When it will have loaded everything, as far as one can tell."""
+        self._report: HealthReport | None = None
+        self._report_s = 0.0
+        self._asking: asyncio.Task[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the worker, with nothing loaded.
+
+        Raises:
+            UsageError, ExecutorError: no process can be started.
+        """
+        await self._start_link()
+        self._asking = asyncio.get_running_loop().create_task(self._ask_health())
+
+    async def close(self) -> None:
+        """End the worker and what is open; within a bounded time."""
+        if self._state is WorkerState.CLOSED:
+            return
+        self._move_to(WorkerState.CLOSED)
+        tasks = [task for task in (self._asking, self._returning) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._end(UnavailableError("the server is closing"))
+        if self._link is not None:
+            await self._link.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the worker's process; None: there is none."""
+        return None if self._link is None else self._link.pid
+
+    # -- replicas -------------------------------------------------------------------------------------------------
+
+    async def load(self, replica: str, source: str, options: LoadOptions, progress: Progress | None = None) -> Loaded:
+        """Load a model, while others serve; from then on every successor of this worker has it too.
+
+        Raises:
+            LockstepError: it cannot be loaded, or the worker was lost over it.
+        """
+        trial = self._options.trial if self._options.kind == "process" else TrialOptions(enabled=False)
+        load = Load(replica, source, options, trial)
+        loaded = await self._load(load, progress)
+        self._wanted[replica] = load
+        self._restarts.up(time.monotonic())
+        return loaded
+
+    async def unload(self, replica: str) -> None:
+        """End a replica's requests with ``abort`` and free it; one that is not there is gone already."""
+        for known in (self._wanted, self._load_s, self._failures):
+            known.pop(replica, None)
+        if self._loaded.pop(replica, None) is not None:
+            self._unloading[replica] = asyncio.get_running_loop().create_future()
+            self._send(Unload(replica))
+        if replica in self._unloading:
+            await self._unloading[replica]
+
+    def loaded(self, replica: str) -> Loaded | None:
+        """What loading measured; None: it is not there now."""
+        return self._loaded.get(replica)
+
+    def tier(self, replica: str) -> str:
+        """``resident``, ``loading`` or ``failed``."""
+        if replica in self._loaded:
+            return "resident"
+        return "failed" if replica in self._failures else "loading"
+
+    def trouble(self, replica: str) -> str:
+        """Why requests to a replica would not be answered now, in one sentence; empty: they would."""
+        if replica in self._loaded:
+            return trouble(self._options.health, self._report, time.monotonic() - self._report_s)
+        if self._state is WorkerState.CLOSED:
+            return "the server is closing"
+        if replica in self._failures:
+            return f"the model could not be loaded again: {self._failures[replica]}"
+        return "the device worker is being restarted" if replica in self._wanted else "the model is loading"
+
+    def unavailable(self, replica: str) -> UnavailableError:
+        """The answer to requests to a replica that is not there, and when it is worth trying again."""
+        return UnavailableError(self.trouble(replica), retry_after_s=self._retry_after_s())
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def submit(self, replica: str, request: GenerationRequest) -> Mailbox:
+        """Send a request; every mailbox goes back by `leave`.
+
+        Raises:
+            UnavailableError: the replica is not there now.
+            QueueFullError: the worker takes no more requests now.
+            InvalidParameterError: the request holds a number that no message can.
+        """
+        link = self._link
+        if link is None or replica not in self._loaded:
+            raise self.unavailable(replica)
+        mailbox = self._open.open(replica)
+        try:
+            link.send(Submit(mailbox.request_id, replica, request))
+        except LockstepError:
+            self._open.leave(mailbox)
+            raise
+        return mailbox
+
+    def leave(self, mailbox: Mailbox) -> None:
+        """Nobody reads this mailbox any more: its request is aborted if it has not ended."""
+        if self._open.leave(mailbox):
+            self._send(Abort(mailbox.replica, (mailbox.request_id,)))
+
+    def abort_all(self, error: LockstepError) -> None:
+        """End every open request with this error."""
+        by_replica: dict[str, list[int]] = {}
+        for mailbox in self._open.unended():
+            mailbox.fail(error)
+            by_replica.setdefault(mailbox.replica, []).append(mailbox.request_id)
+        for replica, request_ids in by_replica.items():
+            self._send(Abort(replica, tuple(request_ids)))
+
+    @property
+    def num_open(self) -> int:
+        """Mailboxes that were not left."""
+        return self._open.num_requests
+
+    # -- questions ------------------------------------------------------------------------------------------------
+
+    async def metrics(self) -> Mapping[str, MetricsSnapshot]:
+        """By replica; empty while there is no worker, or none that answers."""
+        report = await self._ask(AskMetrics, ANSWER_LIMIT_S)
+        return report.replicas if isinstance(report, MetricsReport) else {}
+
+    async def check(self) -> Checked | None:
+        """Whether blocks and sequences are conserved, between two steps; None: nobody answers."""
+        report = await self._ask(Check, CHECK_LIMIT_S)
+        return report if isinstance(report, Checked) else None
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached content; returns how many blocks that were."""
+        report = await self._ask(ResetPrefixCache, CHECK_LIMIT_S)
+        return report.num_blocks if isinstance(report, PrefixCacheReset) else 0
+
+    async def _ask(self, question: type[AskMetrics | Check | ResetPrefixCache], limit_s: float) -> object:
+        if self._link is None:
+            return None
+        ask_id = self._open.next_id()
+        self._send(question(ask_id))
+        return await self._open.answer(ask_id, limit_s)
+
+    async def _ask_health(self) -> None:
+        while True:
+            self._send(AskHealth(self._open.next_id()))
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    # -- link.Handler ---------------------------------------------------------------------------------------------
+
+    def received(self, event: Event) -> None:
+        """Take over what the worker says: one call, and one wake-up of the loop, per step."""
+        match event:
+            case Outputs():
+                self._open.outputs(event)
+            case HealthReport():
+                self._report, self._report_s = event, time.monotonic()
+            case MetricsReport() | Checked() | PrefixCacheReset():
+                self._open.answered(event)
+            case Refused():
+                self._open.refused(event)
+            case Loading(replica, stage, fraction) if replica in self._loading:
+                self._loading[replica].progress(stage, fraction)
+            case Loaded(replica) if replica in self._loading:
+                self._loaded[replica] = event
+                self._load_s[replica] = event.load_s
+                resolve(self._loading[replica].answer, event)
+            case LoadFailed(replica, error) if replica in self._loading:
+                resolve(self._loading[replica].answer, error)
+            case Unloaded(replica):
+                resolve(self._unloading.pop(replica, None), None)
+
+    def lost(self, reason: str) -> None:
+        """The worker is gone: tell everybody who waits for it, and start the next."""
+        if self._state is WorkerState.CLOSED:
+            return
+        log.error("the device worker ended with %s", reason)
+        self._link = None
+        self._move_to(WorkerState.LOST)
+        self._loaded.clear()
+        if self._wanted and self._returning is None:
+            self._schedule_return()
+            self._returning = asyncio.get_running_loop().create_task(self._come_back())
+        message = f"the device worker ended with {reason} while it was at work on this; send the request again"
+        self._end(WorkerLostError(message, retry_after_s=self._retry_after_s()))
+
+    # -- coming back ----------------------------------------------------------------------------------------------
+
+    async def _come_back(self) -> None:
+        """Start workers until one has all that is wanted."""
+        while missing := [load for replica, load in self._wanted.items() if replica not in self._loaded]:
+            await asyncio.sleep(self._start_at_s - time.monotonic())
+            try:
+                if self._link is None:
+                    await self._start_link()
+                for load in missing:
+                    await self._load(load, None)
+                    self._failures.pop(load.replica, None)
+            except LockstepError as error:
+                log.error("the device worker did not come back: %s", error)
+                self._failures |= {load.replica: error for load in missing if load.replica not in self._loaded}
+                self._schedule_return()
+        self._restarts.up(time.monotonic())
+        self._returning = None
+        log.warning("the device worker is back")
+
+    def _schedule_return(self) -> None:
+        """Decide when the next start is, and guess when it will have loaded everything."""
+        now_s = time.monotonic()
+        self._start_at_s = now_s + self._restarts.delay_s(now_s)
+        self._back_at_s = self._start_at_s + PROCESS_START_S + sum(self._load_s.values())
+
+    def _retry_after_s(self) -> float:
+        """Whole seconds until what is not there is likely to be."""
+        return max(MIN_RETRY_AFTER_S, math.ceil(self._back_at_s - time.monotonic()))
+
+    async def _start_link(self) -> None:
+        if self._options.kind == "process":
+            self._link = await ProcessLink.open(self, self._options.log_level)
+        else:
+            self._link = ThreadLink(self)
+        self._move_to(WorkerState.UP)
+        self._report, self._report_s = None, time.monotonic()
+
+    async def _load(self, load: Load, progress: Progress | None) -> Loaded:
+        if self._link is None:
+            raise self.unavailable(load.replica)
+        answer: asyncio.Future[Loaded | LockstepError] = asyncio.get_running_loop().create_future()
+        self._loading[load.replica] = _Pending(answer, progress or (lambda stage, fraction: None))
+        self._send(load)
+        try:
+            loaded = await answer
+        except asyncio.CancelledError:
+            self._send(Unload(load.replica))
+            raise
+        finally:
+            del self._loading[load.replica]
+        if isinstance(loaded, LockstepError):
+            raise loaded
+        return loaded
+
+    def _send(self, command: Command) -> None:
+        if self._link is not None:
+            self._link.send(command)
+
+    def _move_to(self, state: WorkerState) -> None:
+        assert state in _MOVES[self._state], f"a worker does not go from {self._state} to {state}"
+        self._state = state
+
+    def _end(self, error: LockstepError) -> None:
+        """Tell everybody who waits for this worker that it is gone."""
+        self._open.end(error)
+        for pending in self._loading.values():
+            resolve(pending.answer, error)
+        for unloaded in self._unloading.values():
+            resolve(unloaded, None)
+        self._unloading.clear()

@@ -1,0 +1,119 @@
+"""The trial: what this machine has never run is loaded and probed in a throw-away process first.
+
+A native library that crashes on an artifact ends the trial, and not the worker with all that it serves. That an
+artifact came through is remembered in the cache directory under everything that decides what is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.artifacts.source import open_artifact
+from lockstep.engine.loading import Progress, default_cache_dir, download_stage
+from lockstep.errors import ArtifactError, LockstepError
+from lockstep.executors.stub import SCHEME as STUB_SCHEME
+from lockstep.version import __version__
+from lockstep.worker.messages import Load, LoadFailed
+from lockstep.worker.wire import command_encoder, event_decoder
+
+COMMAND = (sys.executable, "-P", "-m", "lockstep.worker.trial_child")
+TRUSTED = (STUB_SCHEME, "pocket://")
+"""A stub runs nothing native; the embedded model is tried with every release."""
+MAX_RECORDS = 4096
+"""At this many the records start anew; each is an empty file."""
+_MAX_SHOWN_CHARS = 400
+
+
+def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND) -> None:
+    """Run the trial of an artifact that has none on record; returns when it may be loaded here.
+
+    Raises:
+        ArtifactError: it crashed, or did not come to an end.
+        LockstepError: what loading said.
+    """
+    if not load.trial.enabled or load.source.startswith(TRUSTED):
+        return
+    record = _record(load, progress)
+    if record.exists():
+        return
+    progress("trial", 0.0)
+    run_trial(load, command)
+    _remember(record)
+
+
+def run_trial(load: Load, command: Sequence[str]) -> None:
+    """Load in another process and look how that ended.
+
+    Raises:
+        ArtifactError: it crashed, or did not come to an end.
+        LockstepError: what loading said.
+    """
+    limit_s = load.trial.limit_s
+    try:
+        ended = subprocess.run(
+            command, input=command_encoder().encode(load), stdout=subprocess.PIPE, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ArtifactError(
+            f"loading it in a trial process took more than {limit_s:g} s; a larger limit would let it go on",
+            path=load.source,
+        ) from None
+    if ended.returncode == 0:
+        return
+    if ended.returncode < 0:
+        raise ArtifactError(
+            f"loading it in a trial process ended with {signal_name(-ended.returncode)}; the files are damaged, too "
+            "large for this machine's memory, or nothing that the executor can take",
+            path=load.source,
+        )
+    raise _told(ended.stdout, ended.returncode, load.source)
+
+
+def signal_name(number: int) -> str:
+    """E.g. ``signal 9 (SIGKILL)``."""
+    with contextlib.suppress(ValueError):
+        return f"signal {number} ({signal.Signals(number).name})"
+    return f"signal {number}"
+
+
+def _told(said: bytes, code: int, source: str) -> LockstepError:
+    """The error that the trial wrote before it ended."""
+    try:
+        event = event_decoder().decode(said)
+    except ValueError:
+        shown = said.decode(errors="replace")[:_MAX_SHOWN_CHARS]
+        return ArtifactError(f"loading it in a trial process ended with exit code {code}: {shown}", path=source)
+    assert isinstance(event, LoadFailed), "a trial that ends with an error says which"
+    return event.error
+
+
+def _record(load: Load, progress: Progress) -> Path:
+    """Where the success of this trial is remembered, whatever the artifact is called."""
+    from lockstep.executors.openvino.environment import digest
+    from lockstep.executors.openvino.loading import environment_of
+
+    options = load.options
+    cache_dir = options.cache_dir or default_cache_dir()
+    artifact = open_artifact(load.source, cache_dir=cache_dir, progress=download_stage(progress))
+    environment = environment_of(artifact, options.openvino)
+    return cache_dir / "trials" / digest(environment | {"lockstep": __version__})
+
+
+def _remember(record: Path) -> None:
+    """Written whole or not at all; where nothing can be written, the next load is a trial again."""
+    with contextlib.suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        present = list(record.parent.iterdir())
+        if len(present) >= MAX_RECORDS:
+            for old in present:
+                old.unlink()
+        handle, temporary = tempfile.mkstemp(dir=record.parent, prefix=".new-")
+        os.close(handle)
+        os.replace(temporary, record)

@@ -1,0 +1,110 @@
+"""Messages as bytes: msgpack frames, each after its length, with forms for errors, vectors and paths.
+
+Format of a frame: uint32 little-endian length, then one msgpack array whose first element names the message.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any, get_origin
+
+import msgspec
+import numpy as np
+
+from lockstep import errors
+from lockstep.errors import InvalidParameterError, LockstepError
+from lockstep.worker.messages import Command, Event, Refused, Submit
+
+HEADER = struct.Struct("<I")
+MAX_FRAME_BYTES = 1 << 30
+"""The largest messages are vocabularies (megabytes) and long prompts."""
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def command_encoder() -> msgspec.msgpack.Encoder:
+    """Not to be shared by threads; the same holds for the others."""
+    return msgspec.msgpack.Encoder(enc_hook=_encode)
+
+
+event_encoder = command_encoder
+
+
+def command_decoder() -> msgspec.msgpack.Decoder[Command]:
+    return msgspec.msgpack.Decoder(Command, dec_hook=_decode)
+
+
+def event_decoder() -> msgspec.msgpack.Decoder[Event]:
+    return msgspec.msgpack.Decoder(Event, dec_hook=_decode)
+
+
+def framed(body: bytes) -> bytes:
+    """A frame around an encoded message."""
+    return HEADER.pack(len(body)) + body
+
+
+def refusal_of(body: bytes, error: msgspec.ValidationError) -> Refused:
+    """The answer to a request that does not fit its types: the request's fault, not the worker's.
+
+    Raises:
+        msgspec.ValidationError: it was not a request; the other end does not speak this format.
+    """
+    match msgspec.msgpack.decode(body):
+        case [Submit.__name__, int(request_id), *_]:
+            return Refused(request_id, InvalidParameterError(f"the request has a value of a wrong type: {error}"))
+    raise error
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that these bytes complete, in order.
+
+        Raises:
+            ValueError: the sender claims an impossible length; it does not speak this format.
+        """
+        self._rest += data
+        bodies: list[bytes] = []
+        at, end = 0, len(self._rest)
+        with memoryview(self._rest) as view:
+            while end - at >= HEADER.size:
+                (length,) = HEADER.unpack_from(view, at)
+                if length > MAX_FRAME_BYTES:
+                    raise ValueError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are possible")
+                if end - at - HEADER.size < length:
+                    break
+                at += HEADER.size
+                bodies.append(bytes(view[at : at + length]))
+                at += length
+        del self._rest[:at]
+        return bodies
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, LockstepError):
+        known = next(kind for kind in type(value).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        told = {key: held if isinstance(held, _PLAIN) else str(held) for key, held in vars(value).items()}
+        return known.__name__, str(value), told
+    if isinstance(value, np.ndarray):
+        return value.astype("<f4").tobytes()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a message cannot hold {type(value).__name__}")
+
+
+def _decode(kind: type, value: Any) -> object:
+    if kind is LockstepError:
+        name, message, told = value
+        known = getattr(errors, name)
+        error = known.__new__(known, message)
+        vars(error).update(told)
+        return error
+    if kind is Path:
+        return Path(value)
+    if get_origin(kind) is np.ndarray or kind is np.ndarray:
+        return np.frombuffer(value, "<f4")
+    raise TypeError(f"a message cannot hold {kind.__name__}")

@@ -1,0 +1,31 @@
+"""When a worker that ended is started again."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from lockstep.worker.restarts import FIRST_DELAY_S, HEALTHY_S, MAX_DELAY_S, Restarts
+
+
+def test_the_first_death_is_answered_at_once_and_each_that_follows_twice_as_late() -> None:
+    restarts = Restarts()
+    delays = [restarts.delay_s(now_s) for now_s in range(12)]
+    assert delays[:2] == [0.0, FIRST_DELAY_S]
+    assert all(after == min(2 * before, MAX_DELAY_S) for before, after in pairwise(delays[1:]))
+    assert delays[-1] == MAX_DELAY_S
+
+
+def test_a_short_life_does_not_excuse_the_deaths_before_it() -> None:
+    restarts = Restarts()
+    restarts.delay_s(0.0)
+    restarts.up(1.0)
+    assert restarts.delay_s(0.9 + HEALTHY_S) == FIRST_DELAY_S
+
+
+def test_a_long_life_does() -> None:
+    restarts = Restarts()
+    for now_s in range(5):
+        restarts.delay_s(now_s)
+    restarts.up(10.0)
+    assert restarts.delay_s(10.0 + HEALTHY_S) == 0.0
+    assert restarts.delay_s(11.0 + HEALTHY_S) == FIRST_DELAY_S
