@@ -147,6 +147,13 @@ class Tokenizer:
         """What a special token, which `decode` may skip, is written as; empty for any other."""
         return (self._tokenizer.id_to_token(token_id) or "") if token_id in self.special_token_ids else ""
 
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template looks at a variable; False without a template, or one that cannot be read."""
+        try:
+            return variable in self._chat_template().variables
+        except ChatTemplateError:
+            return False
+
     def check_chat_template(self) -> None:
         """Compile the template; ChatTemplateError where it cannot be read."""
         self._chat_template()
