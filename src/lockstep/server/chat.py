@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from lockstep.cluster.base import Accepted, Call, Cluster
 from lockstep.server.answer import Answer
+from lockstep.server.answer_schema import ChatCompletion, documented
 from lockstep.server.calls import Caller
 from lockstep.server.chat_answer import ChatEncoder
 from lockstep.server.chat_calls import chat_call
@@ -24,7 +25,7 @@ from lockstep.server.serving import serving_of
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=documented(ChatCompletion))
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     serving, record = serving_of(request), record_of(request)

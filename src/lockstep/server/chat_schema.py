@@ -12,7 +12,6 @@ from lockstep.server.schema import (
     MAX_SEQUENCE_TOKENS,
     Body,
     GenerationBody,
-    Int,
     JsonObject,
     Name,
     text_or_list,
@@ -45,7 +44,7 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Int | None = None
+    index: int | None = None
     """Left over from a stream; unused."""
 
 
@@ -103,12 +102,12 @@ class ChatBody(GenerationBody):
     """What a model is to answer, and how."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[Int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """Tokens of the answer, thoughts included; absent: what the context leaves."""
-    max_tokens: Annotated[Int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """The older name of `max_completion_tokens`."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[Int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Only with `logprobs`."""
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.executors.sampling_params import MAX_CHOICES, MAX_LOGPROBS
-from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, Int, TokenId, text_or_list
+from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TokenId, text_or_list
 
 MAX_PROMPTS = 1_024
 """Of one request; each is a call of its own, and all must find a place in the queue."""
@@ -37,13 +37,13 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompts
     """Text, token ids, or a list of either; choices are numbered prompt by prompt."""
-    max_tokens: Annotated[Int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = 16
+    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = 16
     """Null: what the context leaves."""
-    logprobs: Annotated[Int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     """How many of the most likely tokens to tell besides the chosen one."""
     echo: bool | None = None
     """Begin the text with the prompt."""
-    best_of: Annotated[Int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     """Only the value of `n`: nothing is generated and thrown away."""
     suffix: None = None
     """Not done here."""

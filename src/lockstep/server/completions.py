@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from lockstep.cluster.base import Accepted, Cluster
 from lockstep.server.answer import Answer
+from lockstep.server.answer_schema import Completion, documented
 from lockstep.server.calls import Caller
 from lockstep.server.choices import Choice
 from lockstep.server.completion_answer import CompletionEncoder
@@ -24,7 +25,7 @@ from lockstep.server.serving import serving_of
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=documented(Completion))
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Go on with one text or several."""
     serving, record = serving_of(request), record_of(request)

@@ -40,10 +40,6 @@ def text_or_object(value: object) -> str:
     return "[object]" if isinstance(value, dict) else "[text]"
 
 
-def _whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _json(value: object) -> object:
     try:
         msgspec.json.encode(value)
@@ -52,17 +48,18 @@ def _json(value: object) -> object:
     return value
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
-"""JSON knows no integers: 16.0 is one."""
-Json = Annotated[Any, BeforeValidator(_json)]
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_json)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-TokenId = Annotated[Int, Field(ge=0, le=MAX_SEQUENCE_TOKENS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_SEQUENCE_TOKENS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 StopStrings = Annotated[
     Annotated[StopString, Tag("[text]")]
     | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("[list]")],
     Discriminator(text_or_list),
+]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False}),
 ]
 JsonSchema = Annotated[
     Annotated[JsonObject, Tag("[object]")] | Annotated[str, Tag("[text]")],
@@ -117,24 +114,21 @@ class GenerationBody(Body):
     temperature: Annotated[float | None, Field(ge=0)] = None
     """0: greedy. Default: the model's, else 1."""
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[Int | None, Field(ge=-1)] = None
+    top_k: Annotated[int | None, Field(ge=-1)] = None
     """0 or -1: all tokens."""
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None,
-        Field(max_length=MAX_LOGIT_BIASES),
-    ] = None
+    logit_bias: LogitBias | None = None
     """Token id to what is added to its logit."""
-    seed: Annotated[Int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
     """The same seed and parameters give the same answer, whoever else is being served."""
-    min_tokens: Annotated[Int | None, Field(ge=0, le=MAX_SEQUENCE_TOKENS)] = None
+    min_tokens: Annotated[int | None, Field(ge=0, le=MAX_SEQUENCE_TOKENS)] = None
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
     ignore_eos: bool | None = None
-    n: Annotated[Int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
@@ -146,17 +140,17 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     """llguidance's dialect of Lark."""
-    prompt_logprobs: Annotated[Int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     """Not with `stream`. The prefix cache is not read then."""
-    truncate_prompt_tokens: Annotated[Int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
     """Keep the last so many tokens of the prompt; -1: as many as the context holds."""
-    priority: Annotated[Int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
+    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
     """Lower is served first; other than 0 only where the scheduling policy is by priority."""
     cache_salt: Name | None = None
     """Prefix-cache blocks are shared only with requests of the same salt."""
     session_id: Name | None = None
     keep_alive: str | float | None = None
-    deadline_ms: Annotated[Int | None, Field(ge=1, le=MAX_DEADLINE_MS)] = None
+    deadline_ms: Annotated[int | None, Field(ge=1, le=MAX_DEADLINE_MS)] = None
     """The answer is complete by then, or the request ends with 504 or an error frame."""
     return_token_ids: bool | None = None
     """Adds `token_ids` to choices and `prompt_token_ids` to the answer."""
