@@ -119,6 +119,21 @@ def test_siblings_are_ordered_by_index(make_engine: MakeEngine) -> None:
     assert {completion.text for completion in output.completions} == {HELLO}
 
 
+def test_of_siblings_that_end_in_one_step_the_last_output_alone_carries_the_whole_answer(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine()
+    outputs: list[TokenOutput] = []
+    engine.submit(GenerationRequest("alike", SamplingParams(n=3, max_tokens=4, ignore_eos=True)), outputs.append)
+    engine.run()
+    assert [output.request is not None for output in outputs].count(True) == 1
+    answer = outputs[-1].request
+    assert answer is not None
+    assert sorted(output.index for output in outputs if output.is_final) == [0, 1, 2]
+    for completion in answer.completions:
+        assert "".join(output.text for output in outputs if output.index == completion.index) == completion.text
+
+
 def test_logprobs_come_with_each_token(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask(logprobs=2, max_tokens=4))

@@ -206,6 +206,7 @@ class Generation:
         """What happened since the last call, as a value."""
         live = self.live
         ended = self.finish_reason is not None
+        live.num_told += ended
         output = TokenOutput(
             live.request_id,
             self.index,
@@ -215,7 +216,7 @@ class Generation:
             self.stop_reason,
             self.delta_logprobs,
             live.error if ended else None,
-            live.output(now_s) if ended and live.num_open == 0 else None,
+            live.output(now_s) if ended and live.num_open == 0 and live.num_told == len(live.generations) else None,
             self.delta_reasoning,
         )
         self.delta_ids, self.delta_text, self.delta_logprobs, self.delta_reasoning = (), "", None, ""
@@ -264,6 +265,7 @@ class LiveRequest:
         "num_cached_tokens",
         "num_open",
         "num_preemptions",
+        "num_told",
         "prepared",
         "request_id",
         "sink",
@@ -276,6 +278,8 @@ class LiveRequest:
         self.sink = sink
         self.generations: list[Generation] = []
         self.num_open = prepared.request.params.n
+        self.num_told = 0
+        """Sequences whose last output was taken: of several that end in one step, the last one tells the whole."""
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.num_cached_tokens = 0

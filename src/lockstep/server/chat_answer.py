@@ -1,0 +1,117 @@
+"""Chat completions as bytes: the chunks of a stream, and the whole answer.
+
+What is the same in every chunk of a choice is encoded once; a token costs the encoding of its text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.server.answer import Answer, Heading, encode, frame
+from lockstep.server.choices import Choice
+from lockstep.server.logprobs import chat_logprobs, prompt_logprobs
+
+
+class ChatEncoder:
+    """Implements `lockstep.server.answer.Encoder`."""
+
+    def __init__(
+        self, heading: Heading, tokenizer: Tokenizer, *, num_choices: int, has_logprobs: bool, tells_ids: bool
+    ) -> None:
+        self.heading = heading
+        self._tokenizer = tokenizer
+        self._has_logprobs = has_logprobs
+        self._tells_ids = tells_ids
+        self._head = encode(
+            {
+                "id": heading.id,
+                "object": "chat.completion.chunk",
+                "created": heading.created_s,
+                "model": heading.model,
+                "system_fingerprint": heading.fingerprint,
+            }
+        )[:-1]
+        self._usage = b',"usage":null' if heading.include_usage else b""
+        self._text_heads = [
+            b"data: " + self._head + b',"choices":[{"index":%d,"delta":{"content":' % index
+            for index in range(num_choices)
+        ]
+        self._text_tail = b'},"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
+
+    def chunk(self, choice: Choice, extension: dict[str, Any] | None) -> bytes:
+        opening = b""
+        if not choice.has_begun:
+            choice.has_begun = True
+            opening = self._frame(choice.index, {"role": "assistant", "content": ""})
+        if choice.is_plain:
+            return opening + self._text_heads[choice.index] + encode(choice.text) + self._text_tail
+        frames = [opening]
+        if choice.reasoning:
+            frames.append(
+                self._frame(choice.index, {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning})
+            )
+        if choice.text or choice.entries or choice.token_ids:
+            delta = {"content": choice.text} if choice.text else {}
+            frames.append(self._frame(choice.index, delta, choice))
+        if choice.finish_reason is not None:
+            frames.append(self._frame(choice.index, {}, finish=choice, extension=extension))
+        return b"".join(frames)
+
+    def usage_chunk(self, usage: dict[str, Any], extension: dict[str, Any]) -> bytes:
+        return frame(self._head + b',"choices":[],' + encode({"usage": usage, "lockstep": extension})[1:])
+
+    def whole(self, answer: Answer) -> bytes:
+        heading = self.heading
+        body: dict[str, Any] = {
+            "id": heading.id,
+            "object": "chat.completion",
+            "created": heading.created_s,
+            "model": heading.model,
+            "choices": [self._whole_choice(choice) for choice in answer.choices],
+            "usage": answer.usage,
+            "system_fingerprint": heading.fingerprint,
+            "lockstep": answer.extension,
+        }
+        [output] = answer.outputs
+        if self._tells_ids:
+            body["prompt_token_ids"] = output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self._tokenizer, output.prompt_token_ids, output.prompt_logprobs)
+        return encode(body)
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+        told: dict[str, Any] = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": chat_logprobs(choice.entries) if self._has_logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._tells_ids:
+            told["token_ids"] = choice.token_ids
+        return told
+
+    def _frame(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        shown: Choice | None = None,
+        *,
+        finish: Choice | None = None,
+        extension: dict[str, Any] | None = None,
+    ) -> bytes:
+        told: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if shown is not None:
+            if shown.entries:
+                told["logprobs"] = chat_logprobs(shown.entries)
+            if shown.token_ids:
+                told["token_ids"] = shown.token_ids
+        if finish is not None:
+            told["finish_reason"] = finish.finish_reason
+            told["stop_reason"] = finish.stop_reason
+        more = b"" if extension is None else b',"lockstep":' + encode(extension)
+        return frame(self._head + b',"choices":[' + encode(told) + b"]" + self._usage + more + b"}")

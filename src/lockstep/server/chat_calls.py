@@ -1,0 +1,94 @@
+"""From a chat request to the call that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.cluster.base import Call, Conversation
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError
+from lockstep.server.calls import Caller, call_of, check_shared, constraint_of, param_names, sampling_params
+from lockstep.server.chat_schema import ChatBody, Message
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """The call, and what the request calls the engine's parameters."""
+
+    call: Call
+    names: Mapping[str, str]
+
+
+def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
+    """What the cluster is asked.
+
+    Raises:
+        InvalidParameterError: names the parameter.
+    """
+    check_shared(body, caller.options)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidParameterError(
+            "top_logprobs is given without logprobs; set logprobs to true or leave it out", param="top_logprobs"
+        )
+    length = _length(body)
+    constrained = constraint_of(body)
+    params = sampling_params(
+        body,
+        max_tokens=length[1],
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        constraint=constrained.constraint,
+    )
+    conversation = Conversation(
+        [template_message(message) for message in body.messages], _template_kwargs(body, tokenizer)
+    )
+    call = call_of(body, caller, conversation, params, prompt_logprobs=body.prompt_logprobs)
+    names = param_names(constrained.param, max_tokens=length[0], logprobs="top_logprobs", prompt="messages")
+    return ChatCall(call, names)
+
+
+def _length(body: ChatBody) -> tuple[str, int | None]:
+    """The limit of the answer, and the parameter that gave it."""
+    new, old = body.max_completion_tokens, body.max_tokens
+    if new is not None and old is not None and new != old:
+        raise InvalidParameterError(
+            f"max_completion_tokens is {new} and max_tokens {old}; they are one parameter, so give one of them",
+            param="max_tokens",
+        )
+    return ("max_completion_tokens", new) if new is not None else ("max_tokens", old)
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: the members that were given, under the names that they know."""
+    told = message.model_dump(
+        exclude_none=True, exclude={"reasoning", "audio", "refusal", "function_call", "annotations"}
+    )
+    if message.reasoning is not None:
+        told.setdefault("reasoning_content", message.reasoning)
+    for call in told.get("tool_calls", ()):
+        call.pop("index", None)
+    return told
+
+
+def _template_kwargs(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The template's own variables; what it would not read is refused."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    for name in kwargs:
+        if not tokenizer.template_reads(name):
+            raise InvalidParameterError(
+                f"the model's chat template does not read {name!r}; leave it out", param="chat_template_kwargs"
+            )
+    effort = body.reasoning_effort
+    if effort is None:
+        return kwargs
+    if tokenizer.template_reads("reasoning_effort"):
+        kwargs.setdefault("reasoning_effort", effort)
+    elif effort == "none" and tokenizer.template_reads("enable_thinking"):
+        kwargs.setdefault("enable_thinking", False)
+    else:
+        raise InvalidParameterError(
+            f"reasoning_effort is {effort!r}, but the model's chat template does not read it; leave it out",
+            param="reasoning_effort",
+        )
+    return kwargs

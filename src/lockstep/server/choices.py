@@ -1,0 +1,153 @@
+"""One choice of an answer while it comes: what has been generated and not yet been shown.
+
+A stream shows it piece by piece, a whole answer takes everything at its end, so that the two cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lockstep.core.request import FinishReason
+from lockstep.engine.outputs import TokenOutput
+from lockstep.errors import RequestFailedError
+from lockstep.server.logprobs import Entry, Tracer
+
+LOGPROB_BYTES = 128
+"""What a log-probability with its token weighs while it waits for a slow reader, roughly."""
+
+
+class Choice:
+    """Fed with a sequence's outputs; read by an encoder, which then calls `shown`.
+
+    Args:
+        index: among the choices of the whole answer.
+        tracer: not None where log-probabilities are asked for.
+        end_ids: tokens of the model that end an answer, which is no `stop_reason`.
+        tells_ids: whether token ids are asked for.
+    """
+
+    __slots__ = (
+        "_content_seen",
+        "_end_ids",
+        "_held",
+        "_num_chars",
+        "_tells_ids",
+        "_tracer",
+        "entries",
+        "finish_reason",
+        "has_begun",
+        "has_thoughts",
+        "index",
+        "is_queued",
+        "num_pending_bytes",
+        "num_reasoning_tokens",
+        "reasoning",
+        "stop_reason",
+        "text",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        tracer: Tracer | None = None,
+        end_ids: frozenset[int] = frozenset(),
+        tells_ids: bool = False,
+    ) -> None:
+        self.index = index
+        self._tracer = tracer
+        self._end_ids = end_ids
+        self._tells_ids = tells_ids
+        self._held: deque[Entry] = deque()
+        self._num_chars = 0
+        self._content_seen = False
+        self.text = ""
+        self.reasoning = ""
+        self.entries: list[Entry] = []
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.num_reasoning_tokens = 0
+        """Tokens up to the first of the content, where there were thoughts."""
+        self.num_pending_bytes = 0
+        """What waits to be shown, roughly: a character counts as a byte."""
+        self.has_thoughts = False
+        self.has_begun = False
+        """Whether anything was shown; the encoder's."""
+        self.is_queued = False
+        """Whether it waits to be shown; the answer's."""
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.text or self.reasoning or self.entries or self.token_ids) or self.finish_reason is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is new text and nothing besides: what nearly every token brings."""
+        return not (self.finish_reason or self.reasoning or self.entries or self.token_ids) and bool(self.text)
+
+    def feed(self, output: TokenOutput) -> None:
+        """Take what a step brought.
+
+        Raises:
+            RequestFailedError: the sequence ended otherwise than by `stop` or `length`, and the engine has no error.
+        """
+        text = output.text
+        if text:
+            self.text += text
+            self.num_pending_bytes += len(text)
+            self._num_chars += len(text)
+            self._content_seen = True
+        if output.reasoning:
+            self.has_thoughts = True
+            self.reasoning += output.reasoning
+            self.num_pending_bytes += len(output.reasoning)
+        if not self._content_seen:
+            self.num_reasoning_tokens += len(output.token_ids)
+        if self._tells_ids:
+            self.token_ids += output.token_ids
+            self.num_pending_bytes += 8 * len(output.token_ids)
+        if self._tracer is not None and output.logprobs is not None:
+            self._trace(output, self._tracer)
+        if output.finish_reason is not None:
+            self._finish(output)
+
+    def shown(self) -> None:
+        """Everything that waited has been shown."""
+        self.text = self.reasoning = ""
+        self.num_pending_bytes = 0
+        if self.entries:
+            self.entries = []
+        if self.token_ids:
+            self.token_ids = []
+
+    def _trace(self, output: TokenOutput, tracer: Tracer) -> None:
+        for token_id, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
+            entry = tracer.entry(token_id, logprobs)
+            self._held.append(entry)
+            self.num_pending_bytes += LOGPROB_BYTES * (1 + len(entry.top))
+        if output.finish_reason is None:
+            self._release()
+
+    def _release(self) -> None:
+        """An entry is told when its text has come, which a stop string might still cut. Thoughts are never cut."""
+        while self._held and (self.has_thoughts or self._held[0].offset < self._num_chars):
+            self.entries.append(self._held.popleft())
+
+    def _finish(self, output: TokenOutput) -> None:
+        reason, stop_reason = output.finish_reason, output.stop_reason
+        if reason is FinishReason.STOP:
+            self.finish_reason = "stop"
+        elif reason is FinishReason.LENGTH:
+            self.finish_reason = "length"
+        else:
+            raise RequestFailedError(f"the request ended with {reason and reason.value} before its answer was complete")
+        if isinstance(stop_reason, str) or stop_reason not in self._end_ids:
+            self.stop_reason = stop_reason
+        if isinstance(stop_reason, int) and self._held:
+            self._held.pop()
+        self._release()
+        if not isinstance(stop_reason, str):
+            self.entries += self._held
+        self._held.clear()

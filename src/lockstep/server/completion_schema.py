@@ -1,0 +1,49 @@
+"""The body of `POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Discriminator, Field, Tag
+
+from lockstep.executors.sampling_params import MAX_CHOICES, MAX_LOGPROBS
+from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TokenId, text_or_list
+
+MAX_PROMPTS = 1_024
+"""Of one request; each is a call of its own, and all must find a place in the queue."""
+
+
+def _prompt_kind(value: object) -> str:
+    """A list is one prompt of token ids exactly when it begins with a number."""
+    is_ids = isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))
+    return "[tokens]" if is_ids else text_or_list(value)
+
+
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+OnePrompt = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[Tokens, Tag("[list]")],
+    Discriminator(text_or_list),
+]
+Prompts = Annotated[
+    Annotated[str, Tag("[text]")]
+    | Annotated[Tokens, Tag("[tokens]")]
+    | Annotated[list[OnePrompt], Field(min_length=1, max_length=MAX_PROMPTS), Tag("[list]")],
+    Discriminator(_prompt_kind),
+]
+
+
+class CompletionBody(GenerationBody):
+    """What a model is to go on with, and how."""
+
+    prompt: Prompts
+    """Text, token ids, or a list of either; choices are numbered prompt by prompt."""
+    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = 16
+    """Null: what the context leaves."""
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    """How many of the most likely tokens to tell besides the chosen one."""
+    echo: bool | None = None
+    """Begin the text with the prompt."""
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    """Only the value of `n`: nothing is generated and thrown away."""
+    suffix: None = None
+    """Not done here."""

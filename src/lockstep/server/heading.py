@@ -1,0 +1,32 @@
+"""What every answer begins with: its id, its time, who answers and with what."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+
+from lockstep.cluster.base import ModelCard
+from lockstep.server.answer import Heading
+from lockstep.server.schema import GenerationBody
+from lockstep.version import __version__
+
+
+def heading_of(prefix: str, card: ModelCard, body: GenerationBody, request_id: str) -> Heading:
+    """A new heading; ``prefix`` is the kind of its id."""
+    options = body.stream_options
+    return Heading(
+        id=f"{prefix}-{secrets.token_hex(12)}",
+        created_s=int(time.time()),
+        model=card.name,
+        fingerprint=system_fingerprint(card),
+        request_id=request_id,
+        session_id=body.session_id,
+        include_usage=options is not None and bool(options.include_usage),
+    )
+
+
+def system_fingerprint(card: ModelCard) -> str:
+    """Changes with our version, with where the model came from and with its context length."""
+    what = f"{__version__}\0{card.root}\0{card.max_model_len}"
+    return f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"

@@ -1,0 +1,108 @@
+"""From calls to events: opening all calls of a request, and reading each of them batch by batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from lockstep.cluster.base import Accepted, Call, Cluster, Event, EventStream
+from lockstep.errors import RequestError, RequestFailedError
+from lockstep.server.calls import in_the_requests_words
+
+T = TypeVar("T")
+Feed = Callable[[Sequence[Event]], None]
+
+
+class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is gone
+    """The client closed the connection before its answer was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A call that was accepted."""
+
+    accepted: Accepted
+    stream: EventStream
+    names: Mapping[str, str]
+    """What the request calls the engine's parameters, where they differ."""
+
+
+async def open_calls(cluster: Cluster, calls: Sequence[Call], names: Mapping[str, str]) -> list[OpenCall]:
+    """All calls of a request, or none of them.
+
+    Args:
+        names: what the request calls the engine's parameters, for errors.
+
+    Raises:
+        LockstepError: one of them is refused.
+    """
+    streams = [cluster.stream(call) for call in calls]
+    try:
+        results = await asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
+    except asyncio.CancelledError:
+        await close(streams)
+        raise
+    opened = [
+        OpenCall(result, stream, names)
+        for result, stream in zip(results, streams, strict=True)
+        if isinstance(result, Accepted)
+    ]
+    if len(opened) == len(calls):
+        return opened
+    await close(streams)
+    for result in results:
+        if isinstance(result, RequestError):
+            raise in_the_requests_words(result, names)
+        if isinstance(result, BaseException):
+            raise result
+    raise RequestFailedError("a call did not begin with its acceptance; this is a bug in Lockstep")
+
+
+async def close(streams: Sequence[EventStream]) -> None:
+    """Leave the streams; what has not ended is aborted."""
+    for stream in streams:
+        await stream.aclose()
+
+
+async def read(call: OpenCall, feed: Feed) -> None:
+    """Feed a call's events until it ends.
+
+    Raises:
+        LockstepError: what ended the call.
+    """
+    try:
+        async with aclosing(call.stream) as stream:
+            async for event in stream:
+                feed((event,))
+    except RequestError as error:
+        raise in_the_requests_words(error, call.names) from None
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, which is cancelled when the client leaves.
+
+    Raises:
+        ClientLeft: it did.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

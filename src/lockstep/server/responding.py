@@ -1,0 +1,87 @@
+"""The ASGI response that makes an answer: opens its calls, streams or collects them, and remembers what became of them.
+
+The calls are opened here, before the status line: what refuses them is a status of its own. The client's leaving
+aborts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lockstep.cluster.base import Accepted, Call
+from lockstep.server.reading import ClientLeft, OpenCall, close, open_calls, read, while_connected
+from lockstep.server.record import record_of
+from lockstep.server.serving import serving_of
+from lockstep.server.sse import EventStream, Shown
+
+CLIENT_LEFT_STATUS = 499
+"""In logs; nobody is there to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What there is to answer."""
+
+    calls: Sequence[Call]
+    make_answer: Callable[[Sequence[Accepted]], Shown]
+    """Called when all calls are accepted."""
+    param_names: Mapping[str, str]
+    """What the request calls the engine's parameters, where they differ."""
+    is_stream: bool
+
+
+class AnswerResponse(Response):
+    """The answer to a job."""
+
+    def __init__(self, request: Request, job: Job) -> None:
+        super().__init__()
+        self._serving = serving_of(request)
+        self._record = record_of(request)
+        self._job = job
+        self._record.is_stream = job.is_stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        job, record = self._job, self._record
+        answer: Shown | None = None
+        opened: Sequence[OpenCall] = ()
+        try:
+            opened = await while_connected(receive, open_calls(self._serving.cluster, job.calls, job.param_names))
+            record.model = opened[0].accepted.model
+            answer = job.make_answer([call.accepted for call in opened])
+            if job.is_stream:
+                record.error = await EventStream(opened, answer, self._serving.options).run(receive, send)
+            else:
+                await while_connected(receive, _collect(opened, answer))
+                await self._send_whole(answer.whole(), send)
+        except ClientLeft:
+            record.status = CLIENT_LEFT_STATUS
+        finally:
+            await close([call.stream for call in opened])
+            for output in () if answer is None else answer.outputs:
+                record.outputs.append(output)
+                record.finish_reasons += [completion.finish_reason.value for completion in output.completions]
+
+    async def _send_whole(self, body: bytes, send: Send) -> None:
+        headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def _collect(opened: Sequence[OpenCall], answer: Shown) -> None:
+    """Read all calls to their end; the first error ends them all."""
+    tasks = [
+        asyncio.ensure_future(read(call, lambda events, index=index: answer.feed(index, events)))  # type: ignore[misc]
+        for index, call in enumerate(opened)
+    ]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

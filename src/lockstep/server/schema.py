@@ -1,0 +1,168 @@
+"""The parameters that every generating endpoint takes, as the OpenAPI document and the 400s know them.
+
+Only shapes and ranges live here; what a parameter does is `calls.py`'s. Unknown parameters are refused by name, and so
+are those of OpenAI's that we cannot do, unless they carry the value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from lockstep.executors.sampling_params import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+
+MAX_METADATA = 16
+"""Labels of a request; OpenAI's bounds, as are those of their lengths."""
+MAX_LABEL_CHARS = 64
+MAX_LABEL_VALUE_CHARS = 512
+MAX_NAME_CHARS = 256
+"""Of model names, users, salts and sessions."""
+MAX_DEADLINE_MS = 86_400_000
+MAX_SEQUENCE_TOKENS = 2**31 - 1
+"""More tokens than any context holds."""
+
+
+def text_or_list(value: object) -> str:
+    """Which member of a union a value is meant to be. A tag with ``[`` is no name in an error's place."""
+    return "[list]" if isinstance(value, list) else "[text]"
+
+
+def text_or_object(value: object) -> str:
+    return "[object]" if isinstance(value, dict) else "[text]"
+
+
+def _json(value: object) -> object:
+    try:
+        msgspec.json.encode(value)
+    except (UnicodeEncodeError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"it cannot be written as JSON: {error}") from None
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_json)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_SEQUENCE_TOKENS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+StopStrings = Annotated[
+    Annotated[StopString, Tag("[text]")]
+    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("[list]")],
+    Discriminator(text_or_list),
+]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False}),
+]
+JsonSchema = Annotated[
+    Annotated[JsonObject, Tag("[object]")] | Annotated[str, Tag("[text]")],
+    Discriminator(text_or_object),
+]
+
+
+class Body(BaseModel):
+    """A JSON object of which every member is known; numbers are finite, and nothing is converted."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True
+    )
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    """One more chunk before the end, with `usage` and no choices."""
+    include_obfuscation: Literal[False] | None = None
+    """Not done here, so only false."""
+
+
+class JsonSchemaFormat(Body):
+    name: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)]
+    description: str | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """The answer always obeys the schema, whatever is said here."""
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+    """Of type `json_schema`."""
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to say what the answer must be; exactly one member."""
+
+    json_: Annotated[JsonSchema | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GenerationBody(Body):
+    """Parameters of chat completions and completions."""
+
+    model: Name | None = None
+    """A served name; absent: the one model that is served."""
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    """0: greedy. Default: the model's, else 1."""
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    """0 or -1: all tokens."""
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    logit_bias: LogitBias | None = None
+    """Token id to what is added to its logit."""
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
+    """The same seed and parameters give the same answer, whoever else is being served."""
+    min_tokens: Annotated[int | None, Field(ge=0, le=MAX_SEQUENCE_TOKENS)] = None
+    stop: StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
+    ignore_eos: bool | None = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    """Rust's syntax, without look-around and back-references."""
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    """llguidance's dialect of Lark."""
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    """Not with `stream`. The prefix cache is not read then."""
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
+    """Keep the last so many tokens of the prompt; -1: as many as the context holds."""
+    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
+    """Lower is served first; other than 0 only where the scheduling policy is by priority."""
+    cache_salt: Name | None = None
+    """Prefix-cache blocks are shared only with requests of the same salt."""
+    session_id: Name | None = None
+    keep_alive: str | float | None = None
+    deadline_ms: Annotated[int | None, Field(ge=1, le=MAX_DEADLINE_MS)] = None
+    """The answer is complete by then, or the request ends with 504 or an error frame."""
+    return_token_ids: bool | None = None
+    """Adds `token_ids` to choices and `prompt_token_ids` to the answer."""
+    user: Name | None = None
+    """Logged; without API keys also whose share of the queue this is."""
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=MAX_LABEL_CHARS)], Annotated[str, Field(max_length=MAX_LABEL_VALUE_CHARS)]]
+        | None,
+        Field(max_length=MAX_METADATA),
+    ] = None
+    """Labels that are logged with the request."""
+    store: Literal[False] | None = None
+    """Nothing is stored."""
+    service_tier: Literal["auto", "default"] | None = None
+    """There is one."""

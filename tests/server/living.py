@@ -1,0 +1,74 @@
+"""A real server on a real socket, in a thread of the test process: what it owns can be looked at while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from lockstep.cluster.base import Cluster
+from lockstep.cluster.single import SingleModel, SingleModelOptions
+from lockstep.server.options import ServerOptions
+from tests.server.small_app import small_app
+
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Living:
+    """A server that is up."""
+
+    url: str
+    """Without ``/v1``."""
+    cluster: Cluster
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+
+@contextlib.contextmanager
+def living(source: str, options: ServerOptions | None = None, *, name: str = "m") -> Iterator[Living]:
+    """Serve a model under a name until the block ends."""
+    cluster = SingleModel(SingleModelOptions(source, (name,)))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            small_app(cluster, options or ServerOptions()), log_level="warning", access_log=False, lifespan="off"
+        )
+    )
+    ready = threading.Event()
+    failures: list[BaseException] = []
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    async def serve() -> None:
+        await cluster.start()
+        try:
+            ready.set()
+            await server.serve([listening])
+        finally:
+            await cluster.close()
+
+    def main() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            failures.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    assert ready.wait(START_S), "the server did not come up"
+    assert not failures, failures
+    try:
+        yield Living(f"http://127.0.0.1:{listening.getsockname()[1]}", cluster)
+    finally:
+        server.should_exit = True
+        thread.join(START_S)
+        listening.close()
+        assert not failures, failures
