@@ -81,6 +81,16 @@ class SingleModel:
     def health(self) -> Health:
         return Health(False, "the model is loading") if self._engine is None else Health(True, "")
 
+    async def check(self) -> str:
+        try:
+            self._loaded().engine.scheduler.check()
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    async def reset_prefix_cache(self) -> int:
+        return self._loaded().engine.scheduler.reset_prefix_cache()
+
     @property
     def num_open(self) -> int:
         return self._num_open

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 
 from lockstep.cluster.base import Cluster
-from lockstep.server import faults, health, home, models
+from lockstep.server import debug, faults, health, home, metrics, models, tokenize
 from lockstep.server.body import BodyMiddleware
 from lockstep.server.gate import GateMiddleware
 from lockstep.server.logs import RequestLog
@@ -19,14 +20,21 @@ from lockstep.version import __version__
 ROUTERS: tuple[APIRouter, ...] = (
     home.router,
     health.router,
+    metrics.router,
     models.router,
+    tokenize.router,
 )
 
 
-def create_app(cluster: Cluster, options: ServerOptions | None = None) -> FastAPI:
+def create_app(
+    cluster: Cluster, options: ServerOptions | None = None, observers: Sequence[RecordObserver] = ()
+) -> FastAPI:
     """The ASGI application that answers with a cluster. Starting and closing the cluster is its owner's.
 
     From the outside in: record, CORS, gate, body, routes.
+
+    Args:
+        observers: told of every request that has ended, beside the log and the counters.
     """
     serving = Serving(cluster, options or ServerOptions())
     options = serving.options
@@ -39,8 +47,10 @@ def create_app(cluster: Cluster, options: ServerOptions | None = None) -> FastAP
         responses=faults.ERROR_RESPONSES,
     )
     app.state.serving = serving
+    app.state.http_counts = metrics.HttpCounts()
     faults.install(app)
-    for router in ROUTERS:
+    routers = (*ROUTERS, debug.router) if options.enable_debug_endpoints else ROUTERS
+    for router in routers:
         app.include_router(router)
     app.add_middleware(BodyMiddleware, max_body_bytes=options.max_body_bytes)
     app.add_middleware(GateMiddleware, serving=serving)
@@ -52,10 +62,8 @@ def create_app(cluster: Cluster, options: ServerOptions | None = None) -> FastAP
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    paths = {route.path for route in app.routes if isinstance(route, Route)}
-    app.add_middleware(RecordMiddleware, observers=_observers(options), paths=paths)
+    counts = app.state.http_counts
+    log = (RequestLog(options),) if options.log_requests else ()
+    paths = {getattr(route, "path", "") for router in routers for route in router.routes}
+    app.add_middleware(RecordMiddleware, observers=(counts, *log, *observers), paths=paths)
     return app
-
-
-def _observers(options: ServerOptions) -> tuple[RecordObserver, ...]:
-    return (RequestLog(options),) if options.log_requests else ()

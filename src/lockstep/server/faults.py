@@ -113,7 +113,12 @@ def field_path(loc: Sequence[int | str]) -> str | None:
 
 
 def _is_type_name(step: str) -> bool:
-    return "[" in step or step[:1].isupper() or step in ("str", "int", "float", "bool", "list", "dict", "none")
+    return (
+        "[" in step
+        or "(" in step
+        or step[:1].isupper()
+        or step in ("str", "int", "float", "bool", "list", "dict", "none")
+    )
 
 
 def _fault(param: str | None, error: Mapping[str, Any]) -> str:
@@ -122,7 +127,8 @@ def _fault(param: str | None, error: Mapping[str, Any]) -> str:
         return f"{where} is missing."
     if error["type"] == "extra_forbidden":
         return f"{where} is not a parameter that is known here."
-    return f"{where}: {error['msg']}; it is {_described(error)}."
+    reason = str(error["msg"]).removeprefix("Value error, ")
+    return f"{where}: {reason}." if error["type"] == "value_error" else f"{where}: {reason}; it is {_described(error)}."
 
 
 def _described(error: Mapping[str, Any]) -> str:

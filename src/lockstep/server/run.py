@@ -11,6 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
+from fastapi import FastAPI
 
 from lockstep.cluster.base import Cluster
 from lockstep.errors import LockstepError, UnavailableError
@@ -20,6 +21,7 @@ from lockstep.server.listening import BACKLOG, listen, url_of
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import bounded_protocol
 from lockstep.server.serving import Serving
+from lockstep.server.tracing import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +44,15 @@ def run_server(cluster: Cluster, options: ServerOptions, announce: Announce) -> 
         UsageError: it cannot listen there.
         LockstepError: the cluster cannot be loaded.
     """
-    with listen(options) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_Run(cluster, options, listener, announce).serve())
+    endpoint = options.otlp_traces_endpoint
+    tracer = None if endpoint is None else RequestTracer(endpoint)
+    try:
+        with listen(options) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            app = create_app(cluster, options, () if tracer is None else (tracer,))
+            runner.run(_Run(app, listener, announce).serve())
+    finally:
+        if tracer is not None:
+            tracer.close()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -56,19 +65,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Run:
-    def __init__(self, cluster: Cluster, options: ServerOptions, listener: socket.socket, announce: Announce) -> None:
-        self._cluster = cluster
-        self._options = options
+    def __init__(self, app: FastAPI, listener: socket.socket, announce: Announce) -> None:
+        self._app = app
+        self._serving: Serving = app.state.serving
         self._listener = listener
         self._announce = announce
 
     async def serve(self) -> None:
-        app = create_app(self._cluster, self._options)
-        serving: Serving = app.state.serving
+        serving = self._serving
         server = _Uvicorn(
             uvicorn.Config(
-                app,
-                http=bounded_protocol(self._options.max_header_bytes),
+                self._app,
+                http=bounded_protocol(serving.options.max_header_bytes),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -85,19 +93,19 @@ class _Run:
             web = asyncio.create_task(server.serve(sockets=[self._listener]), name="web")
             web.add_done_callback(lambda _: serving.lifecycle.on_signal())  # a server that broke is not waited for
             try:
-                await self._live(serving)
+                await self._live()
             finally:
                 server.should_exit = True
                 server.force_exit = serving.lifecycle.phase is Phase.FORCED
                 await web
-                await self._cluster.close()
+                await serving.cluster.close()
 
-    async def _live(self, serving: Serving) -> None:
+    async def _live(self) -> None:
         """Load, answer, and drain; returns when nothing is in flight or nobody may wait any longer."""
-        url = url_of(self._listener)
-        names = ", ".join(card.name for card in self._cluster.cards())
+        serving, url = self._serving, url_of(self._listener)
+        names = ", ".join(card.name for card in serving.cluster.cards())
         self._announce(f"lockstep: listening on {url}, loading {names}")
-        loading = asyncio.create_task(self._cluster.start(), name="load")
+        loading = asyncio.create_task(serving.cluster.start(), name="load")
         signalled = asyncio.create_task(serving.lifecycle.changed(), name="signal")
         try:
             await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
@@ -110,17 +118,17 @@ class _Run:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, LockstepError):
                     await task
-        await self._drain(serving)
+        await self._drain()
 
-    async def _drain(self, serving: Serving) -> None:
-        lifecycle, traffic = serving.lifecycle, serving.traffic
-        timeout_s = self._options.shutdown_timeout_s
+    async def _drain(self) -> None:
+        lifecycle, traffic = self._serving.lifecycle, self._serving.traffic
+        timeout_s = self._serving.options.shutdown_timeout_s
         log.info("draining: %d requests have up to %g s to finish", traffic.num_open, timeout_s)
         if await _first(traffic.idle(), lifecycle.changed(), timeout_s=timeout_s):
             return
         lifecycle.end()
         log.warning("ending %d requests that are still open", traffic.num_open)
-        self._cluster.abort_all(
+        self._serving.cluster.abort_all(
             UnavailableError("the server is shutting down before this answer was complete; send the request again")
         )
         await _first(traffic.idle(), lifecycle.changed(), timeout_s=ENDING_S)
