@@ -13,6 +13,7 @@ from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
 from lockstep.cli.run import run
+from lockstep.cli.serve import ENVIRONMENT_PREFIX, serve
 from lockstep.errors import LockstepError
 from lockstep.version import __version__
 
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(run)
+app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
 app.command()(pull)
 app.command("list")(list_models)
 app.command()(rm)

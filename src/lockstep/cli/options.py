@@ -67,11 +67,15 @@ def load_options(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             scheduler={"max_num_seqs": max_num_seqs},
         ),
-        openvino=OpenVINOOptions(device=device, threads=threads, kv_cache_precision=kv_cache_dtype, quantize=quantize),
+        openvino=openvino_options(device, threads, kv_cache_dtype, quantize),
         cache_dir=cache_dir,
         probe=probe,
-        chat_template=None if chat_template is None else _read_template(chat_template),
+        chat_template=read_template(chat_template),
     )
+
+
+def openvino_options(device: str, threads: int | None, kv_cache_dtype: str, quantize: str | None) -> OpenVINOOptions:
+    return OpenVINOOptions(device=device, threads=threads, kv_cache_precision=kv_cache_dtype, quantize=quantize)
 
 
 def template_kwargs(text: str | None) -> dict[str, Any]:
@@ -87,7 +91,10 @@ def template_kwargs(text: str | None) -> dict[str, Any]:
     return value
 
 
-def _read_template(path: Path) -> str:
+def read_template(path: Path | None) -> str | None:
+    """The value of --chat-template; UsageError where it cannot be read."""
+    if path is None:
+        return None
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -135,6 +135,14 @@ class Cluster(Protocol):
 
     def health(self) -> Health: ...
 
+    async def check(self) -> str:
+        """Which invariant of the KV blocks does not hold, looked at between two steps; empty when all do."""
+        ...
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget what is cached and not in use; how many blocks that were."""
+        ...
+
     @property
     def num_open(self) -> int:
         """Calls that are being answered."""

@@ -109,6 +109,16 @@ class SingleModel:
         reason = self.worker.trouble(REPLICA)
         return Health(not reason, reason)
 
+    async def check(self) -> str:
+        try:
+            self._loaded().engine.scheduler.check()
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    async def reset_prefix_cache(self) -> int:
+        return self._loaded().engine.scheduler.reset_prefix_cache()
+
     @property
     def num_open(self) -> int:
         return self._num_open

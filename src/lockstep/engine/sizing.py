@@ -33,6 +33,8 @@ class EngineOptions:
     """Swap space for preempted sequences; half of the KV pool by default, 0 turns swapping into recomputing."""
     num_blocks: int | None = None
     """Overrides the number of blocks that follows from memory."""
+    block_size: int | None = None
+    """Tokens per block that the executor is expected to have; another one is refused, as it cannot be chosen."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     """Any other field of SchedulerConfig, by name."""
 
@@ -47,6 +49,10 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
     max_model_len = geometry.max_model_len if options.max_model_len is None else options.max_model_len
     if not 2 <= max_model_len <= geometry.max_model_len:
         raise ConfigError(f"max_model_len is {max_model_len}; the model allows 2 to {geometry.max_model_len}")
+    if options.block_size not in (None, geometry.block_size):
+        raise ConfigError(
+            f"block_size is {options.block_size}; this executor has blocks of {geometry.block_size} tokens"
+        )
     max_num_seqs = options.scheduler.get("max_num_seqs", _DEFAULTS["max_num_seqs"])
     blocks_per_seq = -(-max_model_len // geometry.block_size)
     wanted = blocks_per_seq * max_num_seqs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 MIB = 1 << 20
 
@@ -36,6 +38,10 @@ class ServerOptions:
     """Silence in a stream after which a comment is sent."""
     max_pending_bytes: int = MIB
     """Text that may wait for a slow reader before its stream is ended."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for every conversation; a request's own go before them."""
+    reasoning: str = "auto"
+    """``auto`` keeps thoughts apart from the answer; ``off`` leaves them in it."""
     metrics_prefix: str = "lockstep"
     supports_priority: bool = False
     """Whether the scheduling policy looks at ``priority``; if not, a priority other than 0 is refused."""

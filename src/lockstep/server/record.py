@@ -11,6 +11,15 @@ from lockstep.engine.outputs import RequestOutput
 from lockstep.server.errors import HttpError
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one HTTP request, summed over its prompts."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """Made by the outermost middleware, found by handlers with `record_of`."""
@@ -18,8 +27,10 @@ class RequestRecord:
     request_id: str
     """The client's ``x-request-id``, or ours."""
     endpoint: str
+    """The route's path, with its parameters as names; until the request is routed what the client asked for."""
     started_s: float
     """On the monotonic clock."""
+    method: str = ""
     tenant: str = ""
     """Name of the API key that was used; never the key."""
     traceparent: str | None = None
@@ -30,9 +41,19 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own labels."""
+    prompt: object | None = None
+    """What was asked, as it may be logged with ``--log-prompts``; handlers need not fill it otherwise."""
     error: HttpError | None = None
     status: int | None = None
     """What the client was told; 499 when it left before."""
+
+    def usage(self) -> Usage:
+        outputs = self.outputs
+        return Usage(
+            sum(len(output.prompt_token_ids) for output in outputs),
+            sum(output.num_cached_tokens for output in outputs),
+            sum(output.num_output_tokens for output in outputs),
+        )
 
 
 def record_of(request: Request) -> RequestRecord:

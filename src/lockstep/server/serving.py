@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from lockstep.cluster.base import Cluster
+from lockstep.server.lifecycle import Lifecycle, Traffic
 from lockstep.server.options import ServerOptions
 
 
@@ -16,6 +17,8 @@ class Serving:
 
     cluster: Cluster
     options: ServerOptions
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 def serving_of(request: Request) -> Serving:

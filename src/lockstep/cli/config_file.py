@@ -1,0 +1,90 @@
+"""``--config FILE``: a YAML file whose keys are the command's flags. A flag and the environment come before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    import yaml
+
+MAX_CONFIG_BYTES = 1 << 20
+"""More than any set of flags needs."""
+
+
+def use_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the file's values the defaults of the flags; the callback of an eager ``--config``."""
+    if path is not None:
+        known = {name: parameter for parameter in context.command.params if (name := parameter.name) is not None}
+        repeatable = {name for name, parameter in known.items() if getattr(parameter, "multiple", False)}
+        context.default_map = read_config(path, set(known) - {"config"}, repeatable)
+    return path
+
+
+def read_config(path: Path, known: Iterable[str], repeatable: Iterable[str]) -> dict[str, Any]:
+    """The file's values by parameter name.
+
+    Args:
+        known: names that may be given; the file writes them like the flags, or with underscores.
+        repeatable: names that take a list; one value alone is a list of one.
+
+    Raises:
+        UsageError: it cannot be read, or a key is unknown, given twice or holds what no flag can; with its line.
+    """
+    import yaml
+
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise UsageError(f"--config {path} is larger than {MAX_CONFIG_BYTES} bytes")
+        root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {path} is not YAML: {error}") from error
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"--config {path} must hold `flag: value` lines")
+    return _values(path, root, set(known), set(repeatable))
+
+
+def _values(path: Path, root: yaml.MappingNode, known: set[str], repeatable: set[str]) -> dict[str, Any]:
+    import yaml
+
+    values: dict[str, Any] = {}
+    for key_node, value_node in root.value:
+        where = f"--config {path}, line {key_node.start_mark.line + 1}"
+        name = str(key_node.value).lstrip("-").replace("-", "_")
+        if name not in known:
+            flags = ", ".join(sorted(each.replace("_", "-") for each in known))
+            raise UsageError(f"{where}: unknown key {key_node.value!r}; known: {flags}")
+        if name in values:
+            raise UsageError(f"{where}: {key_node.value!r} is given twice")
+        loader = yaml.SafeLoader("")
+        try:
+            value = loader.construct_object(value_node, deep=True)
+        except yaml.YAMLError as error:
+            raise UsageError(f"{where}: {error}") from error
+        finally:
+            loader.dispose()
+        values[name] = _plain(where, value, name in repeatable)
+    return values
+
+
+def _plain(where: str, value: Any, is_repeatable: bool) -> Any:
+    """A value as a flag would have given it."""
+    if is_repeatable:
+        items = value if isinstance(value, list) else [value]
+        return [_plain(where, item, False) for item in items]
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):  # flags that take JSON
+        import json
+
+        return json.dumps(value)
+    raise UsageError(f"{where}: {value!r} is not what a flag can hold; write a number, a string, true or false")

@@ -1,0 +1,144 @@
+"""`lockstep serve MODEL`: flags, environment and a file become option values; the server does the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli import options as flags
+from lockstep.cli.config_file import use_config
+from lockstep.cli.flag_groups import with_flags
+from lockstep.cli.serve_flags import EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.sizing import EngineOptions
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.cluster.single import SingleModel
+    from lockstep.server.options import ServerOptions
+
+ENVIRONMENT_PREFIX = "LOCKSTEP"
+"""``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
+DEFAULT_BATCHED_TOKENS = 512
+TOKENS_BESIDE_DECODES = 16
+"""A step must have room for one chunk beside every decoding sequence: SchedulerConfig's ``max_forced_tokens``."""
+
+
+@with_flags
+def serve(
+    model: flags.Model,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML with flags as keys; flags and LOCKSTEP_* variables go before it.",
+            callback=use_config,
+            is_eager=True,
+        ),
+    ] = None,
+    debug: flags.Debug = False,
+    *,
+    listen: ListenFlags,
+    what: ModelFlags,
+    engine: EngineFlags,
+    limits: LimitFlags,
+    report: ReportFlags,
+) -> None:
+    """Serve a model to OpenAI clients."""
+    from lockstep.server.logs import set_up_logging
+    from lockstep.server.run import run_server
+
+    options = server_options(listen, what, engine, limits, report)
+    cluster = _cluster(model, what, engine)
+    set_up_logging(report.log_format, report.log_level)
+    run_server(cluster, options, announce=typer.echo)
+
+
+def server_options(
+    listen: ListenFlags, what: ModelFlags, engine: EngineFlags, limits: LimitFlags, report: ReportFlags
+) -> ServerOptions:
+    """The flags as the server's options; UsageError where two of them do not fit."""
+    from lockstep.server.options import ServerOptions
+
+    host, port = (listen.host, listen.port) if listen.addr is None else split_address(listen.addr)
+    return ServerOptions(
+        host=host,
+        port=port,
+        api_keys=split_keys(listen.api_key or ()),
+        allow_unauthenticated=listen.allow_unauthenticated,
+        cors_origins=tuple(listen.cors_origin or ()),
+        max_body_bytes=limits.max_body_bytes,
+        max_header_bytes=limits.max_header_bytes,
+        max_concurrent_requests=limits.max_concurrent_requests,
+        requests_per_minute=limits.requests_per_minute,
+        tokens_per_minute=limits.tokens_per_minute,
+        queue_timeout_s=limits.queue_timeout,
+        request_timeout_s=limits.request_timeout,
+        shutdown_timeout_s=limits.shutdown_timeout,
+        chat_template_kwargs=flags.template_kwargs(what.chat_template_kwargs),
+        reasoning=what.reasoning,
+        metrics_prefix=report.metrics_prefix,
+        supports_priority=engine.scheduling_policy == "priority",
+        log_requests=not report.disable_log_requests,
+        log_prompts=report.log_prompts,
+        enable_debug_endpoints=report.enable_debug_endpoints,
+        otlp_traces_endpoint=report.otlp_traces_endpoint,
+        responses_db=report.responses_db,
+    )
+
+
+def engine_options(engine: EngineFlags) -> EngineOptions:
+    """The flags as what one engine is intended to be."""
+    scheduler: dict[str, object] = {
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens
+        or max(DEFAULT_BATCHED_TOKENS, engine.max_num_seqs - 1 + TOKENS_BESIDE_DECODES),
+        "chunking": engine.enable_chunked_prefill,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "preemption": engine.preemption,
+        "order": engine.scheduling_policy,
+        "max_num_queued_reqs": engine.max_num_queued_reqs,
+        "max_num_queued_tokens": engine.max_num_queued_tokens,
+    }
+    if engine.long_prefill_token_threshold is not None:
+        scheduler["max_chunk_tokens"] = engine.long_prefill_token_threshold
+    return EngineOptions(
+        max_model_len=engine.max_model_len,
+        kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
+        host_kv_memory_bytes=engine.swap_space_bytes,
+        num_blocks=engine.num_gpu_blocks_override,
+        block_size=engine.block_size,
+        scheduler=scheduler,
+    )
+
+
+def _cluster(model: str, what: ModelFlags, engine: EngineFlags) -> SingleModel:
+    """The one place that knows who stands behind the server."""
+    from lockstep.cluster.single import SingleModel, SingleModelOptions
+
+    load = LoadOptions(
+        engine=engine_options(engine),
+        openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
+        cache_dir=what.cache_dir,
+        probe=what.probe,
+        chat_template=flags.read_template(what.chat_template),
+    )
+    return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load))
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, an IPv6 host in brackets; without a host all addresses are meant."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65_535:
+        raise UsageError(f"--addr is {text!r}; it must be HOST:PORT, e.g. 127.0.0.1:9000 or [::1]:9000")
+    return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def split_keys(given: tuple[str, ...] | list[str]) -> tuple[str, ...]:
+    """Keys, each once. One variable may hold several, so a comma always separates."""
+    keys = [key.strip() for text in given for key in text.split(",")]
+    if not all(keys):
+        raise UsageError("--api-key is empty; give a key, or leave it out")
+    return tuple(dict.fromkeys(keys))

@@ -1,0 +1,131 @@
+"""The flags of `lockstep serve`, in groups. Names are vLLM's where it has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+
+from lockstep.cli import options as flags
+
+
+@dataclass(frozen=True, slots=True)
+class ListenFlags:
+    """Where, and for whom."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 9000
+    addr: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Both at once; goes before them.")] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that opens the server; may be repeated, or hold several with commas between them."),
+    ] = None
+    allow_unauthenticated: Annotated[
+        bool, typer.Option("--allow-unauthenticated", help="Listen beyond loopback without a key.")
+    ] = False
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="An origin that browsers may call from, or *; may be repeated.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFlags:
+    """How much, and for how long."""
+
+    max_body_bytes: Annotated[int, typer.Option(help="A larger request is refused.", min=1)] = 8 << 20
+    max_header_bytes: Annotated[int, typer.Option(help="Larger headers are refused.", min=1024)] = 32 << 10
+    max_concurrent_requests: Annotated[int, typer.Option(help="Requests answered at once.", min=1)] = 2_048
+    requests_per_minute: Annotated[int | None, typer.Option(help="Requests that a key may send.", min=1)] = None
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens that a key may use.", min=1)] = None
+    queue_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that a request may wait for its first step.", min=0.001)
+    ] = None
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds that an answer may take.", min=0.001)] = None
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests have to finish after SIGTERM.", min=0.0)
+    ] = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlags:
+    """What is served, and how it is loaded."""
+
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name in requests; repeated: aliases.", show_default="MODEL")
+    ] = None
+    chat_template: flags.ChatTemplate = None
+    chat_template_kwargs: flags.ChatTemplateKwargs = None
+    reasoning: flags.Reasoning = "auto"
+    threads: flags.Threads = None
+    device: flags.Device = "auto"
+    kv_cache_dtype: flags.KvDtype = "f16"
+    quantize: flags.Quantize = None
+    cache_dir: flags.CacheDir = None
+    probe: flags.Probe = True
+    worker: Annotated[
+        Literal["process", "thread"], typer.Option(help="Where the model runs: a supervised process of its own.")
+    ] = "process"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """The scheduler and its KV pool."""
+
+    max_model_len: flags.MaxModelLen = None
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences running at once.", min=1)] = 64
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens that a step computes.", min=1, show_default="512, or what max-num-seqs needs"),
+    ] = None
+    long_prefill_token_threshold: Annotated[
+        int | None, typer.Option(help="Prompt tokens of one sequence in one step.", min=1, show_default="256")
+    ] = None
+    enable_chunked_prefill: Annotated[bool, typer.Option(help="Compute prompts in parts.")] = True
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of equal beginnings.")] = True
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per KV block.", min=1, show_default="what the executor has")
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        int | None, typer.Option(help="KV blocks, instead of what follows from memory.", min=1)
+    ] = None
+    kv_cache_memory_bytes: flags.KvBytes = None
+    swap_space_bytes: Annotated[
+        int | None,
+        typer.Option(help="Memory for the KV of preempted sequences.", min=0, show_default="half of the KV pool"),
+    ] = None
+    preemption: Annotated[
+        Literal["swap", "recompute"], typer.Option(help="What happens to the KV of a preempted sequence.")
+    ] = "swap"
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority", "fair"],
+        typer.Option(help="Who is served first: by arrival, by the request's priority, or the key with least so far."),
+    ] = "fcfs"
+    max_num_queued_reqs: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 1_024
+    max_num_queued_tokens: Annotated[int, typer.Option(help="Prompt tokens that may wait.", min=1)] = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFlags:
+    """What is said about it all."""
+
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="How log lines are written.")] = "text"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="From which level on.")] = (
+        "info"
+    )
+    disable_log_requests: Annotated[bool, typer.Option("--disable-log-requests", help="No line per request.")] = False
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Put prompts and answers into the line of a request.")
+    ] = False
+    metrics_prefix: Annotated[
+        str, typer.Option(help="First part of metric names; vllm makes boards for vLLM work.")
+    ] = "lockstep"
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send a span per request there (OTLP over HTTP).")
+    ] = None
+    responses_db: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Keep stored responses in this SQLite file.")
+    ] = None
+    enable_debug_endpoints: Annotated[
+        bool, typer.Option("--enable-debug-endpoints", help="POST /reset_prefix_cache and GET /debug/check.")
+    ] = False

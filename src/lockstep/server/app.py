@@ -1,0 +1,69 @@
+"""`create_app`: routes, middlewares and error shapes of one server, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from lockstep.cluster.base import Cluster
+from lockstep.server import debug, faults, health, home, metrics, models, tokenize
+from lockstep.server.body import BodyMiddleware
+from lockstep.server.gate import GateMiddleware
+from lockstep.server.logs import RequestLog
+from lockstep.server.options import ServerOptions
+from lockstep.server.recording import RecordMiddleware, RecordObserver
+from lockstep.server.serving import Serving
+from lockstep.version import __version__
+
+ROUTERS: tuple[APIRouter, ...] = (
+    home.router,
+    health.router,
+    metrics.router,
+    models.router,
+    tokenize.router,
+)
+
+
+def create_app(
+    cluster: Cluster, options: ServerOptions | None = None, observers: Sequence[RecordObserver] = ()
+) -> FastAPI:
+    """The ASGI application that answers with a cluster. Starting and closing the cluster is its owner's.
+
+    From the outside in: record, CORS, gate, body, routes.
+
+    Args:
+        observers: told of every request that has ended, beside the log and the counters.
+    """
+    serving = Serving(cluster, options or ServerOptions())
+    options = serving.options
+    app = FastAPI(
+        title="Lockstep",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=faults.ERROR_RESPONSES,
+    )
+    app.state.serving = serving
+    app.state.http_counts = metrics.HttpCounts()
+    faults.install(app)
+    routers = (*ROUTERS, debug.router) if options.enable_debug_endpoints else ROUTERS
+    for router in routers:
+        app.include_router(router)
+    app.add_middleware(BodyMiddleware, max_body_bytes=options.max_body_bytes)
+    app.add_middleware(GateMiddleware, serving=serving)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    counts = app.state.http_counts
+    log = (RequestLog(options),) if options.log_requests else ()
+    paths = {getattr(route, "path", "") for router in routers for route in router.routes}
+    app.add_middleware(RecordMiddleware, observers=(counts, *log, *observers), paths=paths)
+    return app

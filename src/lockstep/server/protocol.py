@@ -1,0 +1,133 @@
+"""uvicorn's HTTP protocol with bounds that it lacks: size, number and time of headers, and number of connections.
+
+httptools collects headers of any size and waits for them for ever. The only file that knows uvicorn's insides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from lockstep.server.errors import HttpError
+
+MAX_HEADERS = 128
+"""Headers of one request."""
+HEADER_TIMEOUT_S = 15.0
+"""Seconds from a request's first byte, or from connecting, until its headers are complete."""
+MAX_CONNECTIONS = 8_192
+"""Open connections, idle ones included; one more is closed at once."""
+_STATUS_LINES = {
+    400: b"HTTP/1.1 400 Bad Request\r\n",
+    408: b"HTTP/1.1 408 Request Timeout\r\n",
+    431: b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
+}
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """What is refused here never reaches the application; it is told so in the same shape, and disconnected."""
+
+    def __init__(self, *args: Any, max_header_bytes: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._max_header_bytes = max_header_bytes
+        self._is_reading_headers = True
+        self._num_header_bytes = 0
+        self._refusal: HttpError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.close()
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser no more than the headers may still take, until they are complete."""
+        while data and self.parser is not None and not self.transport.is_closing():
+            if not self._is_reading_headers:
+                super().data_received(data)
+                return
+            self._start_timer()
+            room = self._max_header_bytes - self._num_header_bytes
+            if room <= 0:
+                self._refusal = self._too_large()
+                self.send_400_response("")
+                return
+            piece, data = data[:room], data[room:]
+            self._num_header_bytes += len(piece)
+            super().data_received(piece)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_reading_headers = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._refusal = self._too_large()
+            raise ValueError("too many headers")  # the parser stops, and uvicorn answers by send_400_response
+
+    def on_headers_complete(self) -> None:
+        self._is_reading_headers = False
+        self._num_header_bytes = 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_reading_headers = True
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, or too much of it, and close the connection."""
+        error = self._refusal or HttpError(400, "invalid_request_error", f"{msg or 'Not HTTP.'}", code="invalid_http")
+        body = json.dumps(error.body()).encode()
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self._stop_timer()
+        if self.cycle is None or self.cycle.response_complete:  # else an answer is under way, and this would break it
+            self.transport.write(_STATUS_LINES[error.status] + head + body)
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Clients that offer HTTP/2 are answered in HTTP/1.1, without a word."""
+
+    def _too_large(self) -> HttpError:
+        return HttpError(
+            431,
+            "invalid_request_error",
+            f"The headers are larger than {self._max_header_bytes} bytes or more than {MAX_HEADERS}.",
+            code="headers_too_large",
+        )
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timeout(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        self._refusal = HttpError(
+            408, "timeout_error", f"The headers did not arrive within {HEADER_TIMEOUT_S:g} s.", code="header_timeout"
+        )
+        self.send_400_response("")
+
+
+def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
+    """The protocol class for ``uvicorn.Config(http=...)``."""
+
+    class Protocol(BoundedHttpProtocol):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, max_header_bytes=max_header_bytes, **kwargs)
+
+    return Protocol

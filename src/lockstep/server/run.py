@@ -1,0 +1,176 @@
+"""One server's life in a process: it listens at once, loads, answers, drains on SIGTERM, and leaves nothing open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from lockstep.cluster.base import Cluster
+from lockstep.errors import LockstepError, UnavailableError
+from lockstep.server.app import create_app
+from lockstep.server.lifecycle import Phase
+from lockstep.server.listening import BACKLOG, listen, url_of
+from lockstep.server.options import ServerOptions
+from lockstep.server.protocol import bounded_protocol
+from lockstep.server.serving import Serving
+from lockstep.server.tracing import RequestTracer
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection is kept: longer than clients keep theirs, so that none is closed under a request."""
+ENDING_S = 5.0
+"""Seconds that streams have to deliver their last frame, after their requests were ended."""
+CLOSING_S = 2
+"""Seconds that uvicorn waits for what is left before it cancels it."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+Announce = Callable[[str], None]
+"""Called with a line for people and supervisors: where the server listens, and that it is ready."""
+
+
+def run_server(cluster: Cluster, options: ServerOptions, announce: Announce) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        UsageError: it cannot listen there.
+        LockstepError: the cluster cannot be loaded.
+    """
+    endpoint = options.otlp_traces_endpoint
+    tracer = None if endpoint is None else RequestTracer(endpoint)
+    try:
+        with listen(options) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            app = create_app(cluster, options, () if tracer is None else (tracer,))
+            runner.run(_Run(app, listener, announce).serve())
+    finally:
+        if tracer is not None:
+            tracer.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop, where there is one."""
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+class _Run:
+    def __init__(self, app: FastAPI, listener: socket.socket, announce: Announce) -> None:
+        self._app = app
+        self._serving: Serving = app.state.serving
+        self._listener = listener
+        self._announce = announce
+
+    async def serve(self) -> None:
+        serving = self._serving
+        server = _Uvicorn(
+            uvicorn.Config(
+                self._app,
+                http=bounded_protocol(serving.options.max_header_bytes),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                date_header=True,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=CLOSING_S,
+            )
+        )
+        with _signals(serving.lifecycle.on_signal):
+            web = asyncio.create_task(server.serve(sockets=[self._listener]), name="web")
+            web.add_done_callback(lambda _: serving.lifecycle.on_signal())  # a server that broke is not waited for
+            try:
+                await self._live()
+            finally:
+                server.should_exit = True
+                server.force_exit = serving.lifecycle.phase is Phase.FORCED
+                await web
+                await serving.cluster.close()
+
+    async def _live(self) -> None:
+        """Load, answer, and drain; returns when nothing is in flight or nobody may wait any longer."""
+        serving, url = self._serving, url_of(self._listener)
+        names = ", ".join(card.name for card in serving.cluster.cards())
+        self._announce(f"lockstep: listening on {url}, loading {names}")
+        loading = asyncio.create_task(serving.cluster.start(), name="load")
+        signalled = asyncio.create_task(serving.lifecycle.changed(), name="signal")
+        try:
+            await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+                self._announce(f"lockstep: ready on {url}, serving {names}")
+            await signalled
+        finally:
+            for task in (loading, signalled):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, LockstepError):
+                    await task
+        await self._drain()
+
+    async def _drain(self) -> None:
+        lifecycle, traffic = self._serving.lifecycle, self._serving.traffic
+        timeout_s = self._serving.options.shutdown_timeout_s
+        log.info("draining: %d requests have up to %g s to finish", traffic.num_open, timeout_s)
+        if await _first(traffic.idle(), lifecycle.changed(), timeout_s=timeout_s):
+            return
+        lifecycle.end()
+        log.warning("ending %d requests that are still open", traffic.num_open)
+        self._serving.cluster.abort_all(
+            UnavailableError("the server is shutting down before this answer was complete; send the request again")
+        )
+        await _first(traffic.idle(), lifecycle.changed(), timeout_s=ENDING_S)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handling: SIGTERM means draining here, with the port still open."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _first(idle: Awaitable[object], changed: Awaitable[object], *, timeout_s: float) -> bool:
+    """Whether the first of two coroutines ended before the second, and in time. Neither runs on afterwards."""
+    tasks = (asyncio.ensure_future(idle), asyncio.ensure_future(changed))
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@contextlib.contextmanager
+def _signals(on_signal: Callable[[], None]) -> Iterator[None]:
+    """Call ``on_signal`` on the loop for every SIGTERM and SIGINT, until the block ends."""
+    loop = asyncio.get_running_loop()
+    if sys.platform == "win32":
+        previous = {
+            number: signal.signal(number, lambda *_: loop.call_soon_threadsafe(on_signal)) for number in SIGNALS
+        }
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,145 @@
+"""OpenTelemetry, an extra: one span per request, with the attributes of the GenAI semantic conventions (1.41).
+
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. A span is made when its request has ended, from the
+request's record, so a request that is being served costs nothing; `traceparent` makes it a child of the caller's span.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from lockstep.errors import UsageError
+from lockstep.server.logs import PROBES
+from lockstep.server.record import RequestRecord
+from lockstep.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.util.types import AttributeValue
+
+PROVIDER = "lockstep"
+OPERATIONS: Mapping[str, str] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/responses": "chat",
+}
+"""``gen_ai.operation.name`` by route; other routes are plain HTTP spans."""
+EXPORT_TIMEOUT_S = 5.0
+"""For a receiver to take a batch; also what the last batch may take at the end."""
+MAX_QUEUED_SPANS = 4_096
+"""Spans that wait for a receiver; more are dropped."""
+
+
+class RequestTracer:
+    """An observer of records that sends a span for each; `close` sends what waits.
+
+    Args:
+        endpoint: the receiver's URL for traces, e.g. ``http://localhost:4318/v1/traces``.
+
+    Raises:
+        UsageError: the extra is not installed, or this is no URL.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        if not endpoint.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--otlp-traces-endpoint is {endpoint!r}; it must be a URL like http://localhost:4318/v1/traces"
+            )
+        try:
+            has_exporter = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+        except ModuleNotFoundError:
+            has_exporter = False
+        if not has_exporter:
+            raise UsageError("--otlp-traces-endpoint needs the extra: pip install 'lockstep-llm[otel]'")
+        self._provider = _provider(endpoint)
+        self._tracer = self._provider.get_tracer("lockstep.server", __version__)
+
+    def __call__(self, record: RequestRecord, duration_s: float) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        if record.endpoint in PROBES:
+            return
+        end_ns = time.time_ns()
+        carrier = {} if record.traceparent is None else {"traceparent": record.traceparent}
+        span = self._tracer.start_span(
+            span_name(record),
+            context=TraceContextTextMapPropagator().extract(carrier),
+            kind=SpanKind.SERVER,
+            attributes=span_attributes(record),
+            start_time=end_ns - int(duration_s * 1e9),
+        )
+        if record.status is not None and record.status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(end_ns)
+
+    def close(self) -> None:
+        """Send what waits, within the export's timeout. Blocks."""
+        self._provider.shutdown()
+
+
+def span_name(record: RequestRecord) -> str:
+    """The operation and its model; for other routes, and models that are not known, method and route."""
+    operation = OPERATIONS.get(record.endpoint)
+    return (
+        f"{record.method} {record.endpoint}" if operation is None else " ".join(filter(None, (operation, record.model)))
+    )
+
+
+def span_attributes(record: RequestRecord) -> dict[str, AttributeValue]:
+    """What is known of a request, under the conventions' names; no prompts, no answers."""
+    attributes: dict[str, AttributeValue] = {
+        "http.request.method": record.method,
+        "http.route": record.endpoint,
+        "lockstep.request_id": record.request_id,
+    }
+    if record.status is not None:
+        attributes["http.response.status_code"] = record.status
+    if record.tenant:
+        attributes["lockstep.tenant"] = record.tenant
+    if record.error is not None:
+        attributes["error.type"] = record.error.code or record.error.type
+    operation = OPERATIONS.get(record.endpoint)
+    if operation is None:
+        return attributes
+    attributes["gen_ai.operation.name"] = operation
+    attributes["gen_ai.provider.name"] = PROVIDER
+    attributes["gen_ai.request.stream"] = record.is_stream
+    if record.model is not None:
+        attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = record.model
+    return attributes | _answer_attributes(record)
+
+
+def _answer_attributes(record: RequestRecord) -> dict[str, AttributeValue]:
+    if not record.outputs:
+        return {}
+    usage = record.usage()
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.usage.input_tokens": usage.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.num_cached_tokens,
+        "gen_ai.response.finish_reasons": tuple(record.finish_reasons),
+        "lockstep.queue_s": max(output.timings.queue_s for output in record.outputs),
+    }
+    ttfts_s = [output.timings.ttft_s for output in record.outputs if output.timings.ttft_s is not None]
+    if ttfts_s:
+        attributes["gen_ai.response.time_to_first_chunk"] = min(ttfts_s)
+    return attributes
+
+
+def _provider(endpoint: str) -> TracerProvider:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "lockstep", "service.version": __version__}), shutdown_on_exit=False
+    )
+    exporter = OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=MAX_QUEUED_SPANS))
+    return provider

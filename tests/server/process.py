@@ -1,0 +1,149 @@
+"""A real `lockstep serve` process for tests: started on a free port, waited for, talked to, ended by its pid."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import httpx2
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60.0
+"""For a model to load on a busy machine."""
+STOP_S = 45.0
+_LISTENING = re.compile(r"listening on (http://\S+), ")
+_READY = re.compile(r"ready on (http://\S+), ")
+
+
+class ServerProcess:
+    """One running server; a context manager that ends it.
+
+    Args:
+        arguments: what follows `lockstep serve`; ``--port 0`` is added where no address is given.
+        environment: variables on top of this process's.
+    """
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        where = () if {"--port", "--addr", "--config"} & set(arguments) else ("--port", "0")
+        command = [sys.executable, "-W", "error", "-m", "lockstep", "serve", *arguments, *where]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+        path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**clean, "PYTHONPATH": path, **(environment or {})},
+            cwd=ROOT,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdout = _Lines(self._process.stdout)
+        self._stderr = _Lines(self._process.stderr)
+        self.base_url = ""
+        """Without ``/v1``; known once it listens."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout.text()
+
+    @property
+    def stderr(self) -> str:
+        """The log so far."""
+        return self._stderr.text()
+
+    def wait_listening(self, timeout_s: float = START_S) -> None:
+        """Until the port is open; the model may still be loading."""
+        self.base_url = self._wait_for(_LISTENING, timeout_s)
+
+    def wait_ready(self, timeout_s: float = START_S) -> None:
+        """Until the model answers."""
+        self.base_url = self._wait_for(_READY, timeout_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float = STOP_S) -> int:
+        """The exit code of a process that ends by itself, its output read to the end."""
+        code = self._process.wait(timeout_s)
+        self._stdout.join()
+        self._stderr.join()
+        return code
+
+    def stop(self, timeout_s: float = STOP_S) -> int:
+        """End it by SIGTERM, by SIGKILL if that does not help; returns the exit code."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            return self.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self.wait(timeout_s)
+
+    def client(self, *, api_key: str | None = None, timeout_s: float = 30.0) -> httpx2.Client:
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        return httpx2.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait_for(self, pattern: re.Pattern[str], timeout_s: float) -> str:
+        until_s = time.monotonic() + timeout_s
+        while time.monotonic() < until_s:
+            found = pattern.search(self.stdout)
+            if found:
+                return found[1]
+            if self._process.poll() is not None:
+                raise AssertionError(
+                    f"the server ended with {self.wait()} before it said {pattern.pattern!r}: {self.stderr}"
+                )
+            time.sleep(0.02)
+        raise AssertionError(f"the server did not say {pattern.pattern!r} within {timeout_s} s: {self.stderr}")
+
+
+class _Lines:
+    """Reads a pipe to its end in a thread, so that it never fills."""
+
+    def __init__(self, pipe: IO[str]) -> None:
+        self._pipe = pipe
+        self._parts: list[str] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def join(self) -> None:
+        self._thread.join(STOP_S)
+
+    def _read(self) -> None:
+        with self._pipe:
+            self._parts.extend(self._pipe)
+
+
+@contextlib.contextmanager
+def serve(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """A server that is ready, e.g. ``serve("stub://alpha", "--max-num-seqs", "8")``; ended with the block."""
+    with ServerProcess(*arguments, environment=environment) as server:
+        server.wait_ready()
+        yield server
