@@ -117,6 +117,7 @@ def engine_options(engine: EngineFlags) -> EngineOptions:
 def _cluster(model: str, what: ModelFlags, engine: EngineFlags) -> SingleModel:
     """The one place that knows who stands behind the server."""
     from lockstep.cluster.single import SingleModel, SingleModelOptions
+    from lockstep.worker.supervised import WorkerOptions
 
     load = LoadOptions(
         engine=engine_options(engine),
@@ -125,7 +126,8 @@ def _cluster(model: str, what: ModelFlags, engine: EngineFlags) -> SingleModel:
         probe=what.probe,
         chat_template=flags.read_template(what.chat_template),
     )
-    return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load))
+    worker = WorkerOptions(kind=what.worker)
+    return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load, worker))
 
 
 def split_address(text: str) -> tuple[str, int]:

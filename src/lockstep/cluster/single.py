@@ -110,14 +110,11 @@ class SingleModel:
         return Health(not reason, reason)
 
     async def check(self) -> str:
-        try:
-            self._loaded().engine.scheduler.check()
-        except AssertionError as error:
-            return str(error)
-        return ""
+        checked = await self.worker.check()
+        return "the worker does not answer" if checked is None else checked.fault
 
     async def reset_prefix_cache(self) -> int:
-        return self._loaded().engine.scheduler.reset_prefix_cache()
+        return await self.worker.reset_prefix_cache()
 
     @property
     def num_open(self) -> int:

@@ -91,13 +91,6 @@ class ChatTemplate:
         return frozenset(word for word in words if isinstance(word, str))
 
     @cached_property
-    def variables(self) -> frozenset[str]:
-        """Names that the template reads and does not set itself."""
-        from jinja2 import meta
-
-        return frozenset(meta.find_undeclared_variables(self._environment.parse(self.source)))
-
-    @cached_property
     def literals(self) -> frozenset[str]:
         """Every piece of text that the template itself holds."""
         from jinja2 import nodes

@@ -8,7 +8,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from lockstep.cluster.base import Cluster
-from lockstep.server import debug, faults, health, home, metrics, models, tokenize
+from lockstep.server import chat, completions, debug, faults, health, home, metrics, models, tokenize
 from lockstep.server.body import BodyMiddleware
 from lockstep.server.gate import GateMiddleware
 from lockstep.server.logs import RequestLog
@@ -23,6 +23,8 @@ ROUTERS: tuple[APIRouter, ...] = (
     metrics.router,
     models.router,
     tokenize.router,
+    chat.router,
+    completions.router,
 )
 
 
