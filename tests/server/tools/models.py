@@ -1,4 +1,4 @@
-"""Tokenizers of the families that call functions: small vocabularies with their markers, templates with their shapes."""
+"""Tokenizers of families that call functions: small vocabularies with their markers, templates with their shapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ MISTRAL_LIST = """\
 {{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
-        {%- if tools is defined and loop.last %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+        {%- if tools is defined and loop.last %}
+            {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
         {{- '[INST] ' + message.content + '[/INST]' }}
     {%- elif message.tool_calls is defined %}
         {{- '[TOOL_CALLS] [' }}
@@ -37,7 +39,8 @@ MISTRAL_LIST = """\
         {%- endfor %}
         {{- ']' + eos_token }}
     {%- elif message.role == 'tool' %}
-        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}' }}
+        {{- '[/TOOL_RESULTS]' }}
     {%- else %}{{- ' ' + message.content + eos_token }}{% endif %}
 {%- endfor %}"""
 

@@ -67,21 +67,14 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
     """The messages with ids of calls of nine letters and digits; equal ids stay equal."""
-    short: list[Message] = []
-    for message in messages:
-        changed = dict(message)
-        if isinstance(changed.get("tool_call_id"), str):
-            changed["tool_call_id"] = short_id(changed["tool_call_id"])
-        calls = changed.get("tool_calls")
-        if isinstance(calls, Sequence) and not isinstance(calls, (str, bytes)):
-            changed["tool_calls"] = [
-                {**call, "id": short_id(call["id"])}
-                if isinstance(call, Mapping) and isinstance(call.get("id"), str)
-                else call
-                for call in calls
-            ]
-        short.append(changed)
-    return short
+    checked = checked_messages(messages, knows_developer=True)
+    for message in checked:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = short_id(str(message["tool_call_id"]))
+        calls: Any = message.get("tool_calls")
+        if calls:
+            message["tool_calls"] = [{**call, "id": short_id(str(call.get("id")))} for call in calls]
+    return list(checked)
 
 
 def short_id(call_id: str) -> str:

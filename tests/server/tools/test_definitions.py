@@ -1,0 +1,125 @@
+"""What a request says of functions is checked, and errors name the place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.errors import InvalidParameterError
+from lockstep.server.tools.definitions import (
+    MAX_SCHEMA_DEPTH,
+    MAX_TOOLS,
+    NO_PARAMETERS,
+    Choice,
+    ChoiceMode,
+    checked_choice,
+    checked_tools,
+)
+from tests.server.tools.models import PING, TOOLS, WEATHER, WEATHER_SCHEMA, function
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"inner": schema}}
+    return schema
+
+
+def test_functions_are_taken_as_they_are() -> None:
+    weather, time, ping = checked_tools(TOOLS)
+    assert (weather.name, weather.description, weather.strict) == ("get_weather", "The weather of a city.", False)
+    assert weather.shown == WEATHER
+    assert time.parameters == {"properties": {"zone": {"const": "UTC"}}, "required": ["zone"]}
+    assert ping.parameters == NO_PARAMETERS
+    assert checked_tools([]) == ()
+
+
+def test_a_forced_call_has_declared_parameters_only() -> None:
+    def schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+        return checked_tools([function("f", parameters)])[0].arguments_schema
+
+    assert schema(WEATHER_SCHEMA) == {**WEATHER_SCHEMA, "additionalProperties": False}
+    assert schema(None) == NO_PARAMETERS
+    assert schema({}) == {"type": "object"}
+    for open_schema in (
+        {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}},
+        {"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}]},
+    ):
+        assert schema(open_schema) == open_schema
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ("ping", "tools"),
+        ({}, "tools"),
+        ([PING] * (MAX_TOOLS + 1), "tools"),
+        ([PING, 5], "tools[1]"),
+        ([{"type": "retrieval"}], "tools[0].type"),
+        ([{"type": "function"}], "tools[0].function"),
+        ([{"type": "function", "function": {}}], "tools[0].function.name"),
+        ([PING, WEATHER, function("get weather")], "tools[2].function.name"),
+        ([function("")], "tools[0].function.name"),
+        ([function("x" * 65)], "tools[0].function.name"),
+        ([function("wetter_für")], "tools[0].function.name"),
+        ([PING, PING], "tools[1].function.name"),
+        ([function("f", description=3)], "tools[0].function.description"),
+        ([function("f", strict="yes")], "tools[0].function.strict"),
+        ([{"type": "function", "function": {"name": "f", "parameters": []}}], "tools[0].function.parameters"),
+        ([function("f", {"type": "string"})], "tools[0].function.parameters.type"),
+        ([function("f", {"properties": []})], "tools[0].function.parameters.properties"),
+        ([function("f", {"default": float("nan")})], "tools[0].function.parameters"),
+        ([function("f", {"default": {1, 2}})], "tools[0].function.parameters"),
+        ([function("f", nested(MAX_SCHEMA_DEPTH))], "tools[0].function.parameters"),
+    ],
+)
+def test_what_is_wrong_is_named(tools: object, param: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        checked_tools(tools)
+    assert caught.value.param == param
+    assert "must" in str(caught.value) or "JSON" in str(caught.value) or "nested" in str(caught.value)
+
+
+def test_a_name_twice_tells_where_it_was_first() -> None:
+    with pytest.raises(
+        InvalidParameterError, match=r"tools\[2\]\.function\.name is 'ping', the name of tools\[0\] too"
+    ):
+        checked_tools([PING, WEATHER, PING])
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, Choice(ChoiceMode.AUTO)),
+        ("none", Choice(ChoiceMode.NONE)),
+        ("auto", Choice(ChoiceMode.AUTO)),
+        ("required", Choice(ChoiceMode.REQUIRED)),
+        ({"type": "function", "function": {"name": "ping"}}, Choice(ChoiceMode.NAMED, "ping")),
+    ],
+)
+def test_every_choice_is_known(choice: object, expected: Choice) -> None:
+    assert checked_choice(choice, checked_tools(TOOLS)) == expected
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto"])
+def test_without_functions_there_is_nothing_to_choose(choice: object) -> None:
+    assert checked_choice(choice, ()) == Choice(ChoiceMode.NONE)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "param"),
+    [
+        ("any", True, "tool_choice"),
+        (5, True, "tool_choice"),
+        ({"type": "function"}, True, "tool_choice"),
+        ({"type": "allowed_tools", "function": {"name": "ping"}}, True, "tool_choice"),
+        ({"type": "function", "function": {"name": "pong"}}, True, "tool_choice.function.name"),
+        ({"type": "function", "function": {"name": "ping"}}, False, "tool_choice.function.name"),
+        ("required", False, "tool_choice"),
+    ],
+)
+def test_a_wrong_choice_is_named(choice: object, names: bool, param: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        checked_choice(choice, checked_tools(TOOLS) if names else ())
+    assert caught.value.param == param

@@ -1,0 +1,142 @@
+"""The embedded model at temperature 1: what a request promises of calls holds, whatever the model would rather say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+
+from lockstep import LLM, EngineOptions, FinishReason, LoadOptions, SamplingParams
+from lockstep.engine.chat import chat_request
+from lockstep.engine.outputs import TokenOutput
+from lockstep.errors import InvalidParameterError
+from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
+from lockstep.server.tools.plan import ToolPlan, plan_tools
+from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, function
+
+MAX_TOKENS = 700
+"""More than sixteen of the longest calls that these schemas allow this model to write."""
+REFUND = function(
+    "refund",
+    {
+        "type": "object",
+        "properties": {
+            "order": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"},
+            "reason": {"$ref": "#/$defs/reason"},
+            "items": {"type": "array", "items": {"$ref": "#/$defs/item"}, "minItems": 1, "maxItems": 2},
+        },
+        "required": ["order", "reason", "items"],
+        "$defs": {
+            "reason": {"enum": ["broken", "late", "schade, größer"]},
+            "item": {
+                "type": "object",
+                "properties": {"sku": {"type": "integer", "minimum": 1, "maximum": 999}, "gift": {"type": "boolean"}},
+                "required": ["sku"],
+                "additionalProperties": False,
+            },
+        },
+    },
+)
+NAMED: Mapping[str, Any] = {"type": "function", "function": {"name": "refund"}}
+ALL = (*TOOLS, REFUND)
+QUESTIONS = ("I was charged twice.", "How is the weather in Rome?", "My order never came!")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    options = LoadOptions(
+        EngineOptions(num_blocks=2_000, scheduler={"max_num_seqs": 64}),
+        cache_dir=tmp_path_factory.mktemp("cache"),
+        probe=False,
+    )
+    with LLM("pocket://", options) as model:
+        yield model
+
+
+def answers(llm: LLM, plan: ToolPlan, count: int, max_tokens: int = MAX_TOKENS) -> Iterator[tuple[ToolParser, str]]:
+    """Parsers of `count` answers, each with its seed, and why they ended."""
+    conversations = [plan.messages([{"role": "user", "content": question}]) for question in QUESTIONS]
+    each = -(-count // len(QUESTIONS))
+    params = SamplingParams(temperature=1.0, seed=1, n=each, max_tokens=max_tokens, constraint=plan.constraint)
+    for output in llm.chat(conversations, params, template_kwargs=plan.template_kwargs):
+        for completion in output.completions:
+            ids = itertools.count()
+            parser = plan.parser(lambda ids=ids: f"call_{next(ids):024x}")  # type: ignore[misc]  # bound per answer
+            parser.append(completion.text)
+            parser.flush()
+            yield parser, completion.finish_reason.value
+
+
+def check(parser: ToolParser) -> None:
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in ALL}
+    for call in parser.calls:
+        jsonschema.Draft202012Validator(schemas[call.name]).validate(json.loads(call.arguments))
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel"),
+    [("required", True), ("required", False), (NAMED, True)],
+    ids=["required", "single", "named"],
+)
+def test_a_forced_call_is_read_and_obeys_its_schema(llm: LLM, choice: Any, parallel: bool) -> None:
+    plan = plan_tools(llm.model.tokenizer, ALL, choice, parallel)
+    read = list(answers(llm, plan, 45))
+    for parser, reason in read:
+        assert (parser.content, reason) == ("", FinishReason.STOP.value)
+        assert len(parser.calls) == 1 or (parallel and choice == "required" and parser.calls)
+        check(parser)
+    arguments = {call.arguments for parser, _ in read for call in parser.calls}
+    assert len(arguments) > 20, "the calls differ"
+    if choice == "required":
+        assert len({call.name for parser, _ in read for call in parser.calls}) == len(ALL)
+
+
+def test_strict_functions_are_called_right_or_not_at_all(llm: LLM) -> None:
+    plan = plan_tools(llm.model.tokenizer, STRICT_TOOLS, "auto", True)
+    assert plan.constraint is not None
+    for parser, _ in answers(llm, plan, 30, 60):
+        check(parser)
+        assert parser.calls or "<tool_call>" not in parser.content
+
+
+def test_a_stream_brings_the_same_calls(llm: LLM) -> None:
+    """Piece by piece as the engine publishes them, against the whole text."""
+    plan = plan_tools(llm.model.tokenizer, ALL, "required", True)
+    for seed in range(10):
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=MAX_TOKENS, constraint=plan.constraint)
+        messages = plan.messages([{"role": "user", "content": QUESTIONS[0]}])
+        request = chat_request(llm.model.tokenizer, messages, params, template_kwargs=plan.template_kwargs)
+        outputs: list[TokenOutput] = []
+        llm.engine.submit(request, outputs.append)
+        llm.engine.run()
+        streamed, whole = plan.parser(lambda: "id"), plan.parser(lambda: "id")
+        deltas = [delta for output in outputs for delta in streamed.append(output.text)] + streamed.flush()
+        whole.append("".join(output.text for output in outputs))
+        whole.flush()
+        assert streamed.calls == whole.calls
+        assert not any(isinstance(delta, ContentDelta) for delta in deltas)
+        fragments = [delta.arguments for delta in deltas if isinstance(delta, CallDelta)]
+        assert len(fragments) >= len(streamed.calls)
+        assert "".join(fragments) == "".join(call.arguments for call in streamed.calls)
+
+
+def test_functions_that_take_nothing_are_called_with_nothing(llm: LLM) -> None:
+    plan = plan_tools(llm.model.tokenizer, [PING], "required", False)
+    assert {call.arguments for parser, _ in answers(llm, plan, 9) for call in parser.calls} == {"{}"}
+
+
+def test_a_schema_that_cannot_be_enforced_is_the_fault_of_the_tools(llm: LLM) -> None:
+    never = function("never", {"properties": {"x": {"type": "string", "pattern": "(?=a)b"}}, "required": ["x"]})
+    plan = plan_tools(llm.model.tokenizer, [never], "required", True)
+    with pytest.raises(InvalidParameterError) as caught:
+        list(answers(llm, plan, 1))
+    assert caught.value.param == "constraint"
+    blamed = plan.blame(caught.value)
+    assert blamed.param == "tools"
+    assert str(blamed).startswith("the tools' schemas cannot be enforced: ")
+    other = InvalidParameterError("top_k is -5", param="top_k")
+    assert plan.blame(other) is other

@@ -1,0 +1,216 @@
+"""Constrained answers hold calls that are read, obey their schemas, and are as many as may be, in every format."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+
+from lockstep.engine.reasoning import ReasoningSplitter
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.grammar import Grammar, GrammarCompiler
+from lockstep.server.tools.grammar import MAX_FORCED_CALLS
+from lockstep.server.tools.parser import ToolParser
+from lockstep.server.tools.plan import ToolPlan, plan_tools
+from tests.engine import text_models
+from tests.executors.test_grammar import ids_of
+from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, tokenizer_of
+
+NAMED: Mapping[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+MODELS = [(family, has_markers) for family in TEMPLATES for has_markers in (True, False)]
+
+
+@cache
+def compiler_of(family: str, has_markers: bool) -> GrammarCompiler:
+    tokenizer = tokenizer_of(family, has_markers)
+    return GrammarCompiler(tokenizer.vocabulary, tokenizer.vocab_size, tokenizer.end_token_ids)
+
+
+class Writer:
+    """A model that writes what it is told as far as the grammar lets it, and then whatever the grammar lets it."""
+
+    def __init__(self, family: str, has_markers: bool, constraint: Constraint | None) -> None:
+        assert constraint is not None
+        self.tokenizer = tokenizer_of(family, has_markers)
+        self.grammar: Grammar
+        (self.grammar,) = compiler_of(family, has_markers).build(constraint)
+        self.tokens: list[int] = []
+
+    def accept(self, token: int, room: int = 0) -> None:
+        self.tokens += [token, *self.grammar.accept(token, room)]
+
+    def say(self, *pieces: str) -> None:
+        for piece in filter(None, pieces):
+            marker = self.tokenizer.marker_id(piece)
+            for token in self.tokenizer.encode_plain([piece])[0] if marker is None else [marker]:
+                assert token in ids_of(self.grammar.allowed()), (piece, self.text)
+                self.accept(token)
+
+    def may_say(self, piece: str) -> bool:
+        marker = self.tokenizer.marker_id(piece)
+        first = self.tokenizer.encode_plain([piece])[0][0] if marker is None else marker
+        return not self.grammar.is_complete and first in ids_of(self.grammar.allowed())
+
+    def go_on(self, seed: int, most: int = 3_000) -> bool:
+        """Whether it came to an end."""
+        rng = random.Random(seed)
+        while not self.grammar.is_complete and len(self.tokens) < most:
+            token = rng.choice(ids_of(self.grammar.allowed()))
+            if token in self.tokenizer.end_token_ids:
+                return True
+            self.accept(token, 15)
+        return self.grammar.is_complete
+
+    @property
+    def text(self) -> str:
+        table = self.tokenizer.token_bytes
+        assert table is not None
+        return b"".join(map(table.of, self.tokens)).decode("utf-8", "replace")
+
+
+def parse(plan: ToolPlan, text: str) -> ToolParser:
+    ids = itertools.count()
+    parser = plan.parser(lambda: f"call_{next(ids)}")
+    parser.append(text)
+    parser.flush()
+    return parser
+
+
+def check(parser: ToolParser, tools: Sequence[Mapping[str, Any]]) -> None:
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in tools}
+    for call in parser.calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+def begin(tokenizer: Tokenizer, writer: Writer) -> str:
+    """Have no thoughts, or come to their end where the prompt has opened them; returns what of the text they are."""
+    reasoning = tokenizer.reasoning_after(tokenizer.encode_chat([{"role": "user", "content": "Hello"}]))
+    if reasoning is not None and reasoning.is_open:
+        writer.say("I must ", "call.", "</think>")
+        return writer.text
+    if reasoning is not None and not writer.grammar.is_complete:
+        writer.say("<tool_call>")
+    return ""
+
+
+@pytest.mark.parametrize(("family", "has_markers"), MODELS)
+@pytest.mark.parametrize("choice", ["required", "single", "named"])
+def test_a_forced_answer_is_calls_and_nothing_else(family: str, has_markers: bool, choice: str) -> None:
+    tokenizer = tokenizer_of(family, has_markers)
+    plan = plan_tools(tokenizer, TOOLS, NAMED if choice == "named" else "required", choice == "required")
+    numbers, names = set(), set()
+    for seed in range(10):
+        writer = Writer(family, has_markers, plan.constraint)
+        thoughts = begin(tokenizer, writer)
+        assert writer.go_on(seed), (seed, writer.text)
+        parser = parse(plan, writer.text[len(thoughts) :])
+        assert parser.content == "", (seed, writer.text)
+        check(parser, TOOLS)
+        numbers.add(len(parser.calls))
+        names |= {call.name for call in parser.calls}
+    assert min(numbers) == 1
+    if choice != "required":
+        assert numbers == {1}
+    assert names == {"get_weather"} if choice == "named" else len(names) > 1
+
+
+@pytest.mark.parametrize(("family", "has_markers"), MODELS)
+def test_a_model_that_wants_many_calls_gets_as_many_as_may_be(family: str, has_markers: bool) -> None:
+    tokenizer = tokenizer_of(family, has_markers)
+    for parallel in (True, False):
+        plan = plan_tools(tokenizer, TOOLS, "required", parallel)
+        form = plan.call_format
+        writer = Writer(family, has_markers, plan.constraint)
+        thoughts = begin(tokenizer, writer)
+        named = f"ping{form.arguments_marker}" if form.arguments_marker else f'{{"name": "ping", "{form.key}": '
+        call = [form.layout, *([named] if not form.arguments_marker else ["ping", form.arguments_marker]), "{", "}"]
+        call += ["" if form.arguments_marker else "}", form.layout]
+        again = [form.close, form.layout, form.begin] if form.each else [f"{form.between} "]
+        if not writer.text.endswith(form.begin) and not form.bare:
+            writer.say(form.begin)
+        if form.open:
+            writer.say(form.open)
+        for number in range(MAX_FORCED_CALLS if parallel else 1):
+            writer.say(*(again if number else []), *call)
+        if form.close:
+            writer.say(form.close)
+        assert writer.grammar.is_complete, writer.text
+        assert len(parse(plan, writer.text[len(thoughts) :]).calls) == (MAX_FORCED_CALLS if parallel else 1)
+
+
+@pytest.mark.parametrize(("family", "has_markers"), MODELS)
+def test_a_strict_function_leaves_the_model_free_to_talk_but_not_to_call_as_it_likes(
+    family: str, has_markers: bool
+) -> None:
+    tokenizer = tokenizer_of(family, has_markers)
+    plan = plan_tools(tokenizer, STRICT_TOOLS, "auto", True)
+    for seed in range(8):
+        writer = Writer(family, has_markers, plan.constraint)
+        thoughts = "" if family == "qwen3" else begin(tokenizer, writer)
+        writer.say("Let me see. ")
+        assert set(tokenizer.end_token_ids) & set(ids_of(writer.grammar.allowed())), "it may have said all"
+        writer.say(plan.call_format.begin)
+        assert writer.go_on(seed), writer.text
+        parser = parse(plan, writer.text[len(thoughts) :])
+        assert parser.content == "Let me see."
+        assert parser.calls
+        check(parser, STRICT_TOOLS)
+
+
+def test_an_answer_of_a_llama_may_begin_with_a_call_and_its_text_with_no_brace() -> None:
+    plan = plan_tools(tokenizer_of("llama3"), STRICT_TOOLS, "auto", True)
+    for seed in range(5):
+        writer = Writer("llama3", True, plan.constraint)
+        writer.say("{")
+        assert writer.go_on(seed)
+        parser = parse(plan, writer.text)
+        assert parser.calls
+        check(parser, STRICT_TOOLS)
+
+
+def test_a_single_call_of_a_free_model_has_any_arguments() -> None:
+    plan = plan_tools(tokenizer_of("qwen3"), TOOLS, "auto", False)
+    writer = Writer("qwen3", True, plan.constraint)
+    writer.say("<tool_call>", "\n", '{"name": "ping", "arguments": ', '{"new', '": ')
+    writer.say('"x"', "}", "}", "\n", "</tool_call>")
+    assert writer.grammar.is_complete
+    assert [call.arguments for call in parse(plan, writer.text).calls] == ['{"new": "x"}']
+
+
+@pytest.mark.parametrize("has_markers", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "thoughts opened"])
+def test_a_model_that_thinks_may_think_before_a_forced_call(family: str, has_markers: bool) -> None:
+    tokenizer = tokenizer_of(family, has_markers)
+    plan = plan_tools(tokenizer, TOOLS, "required", True)
+    reasoning = tokenizer.reasoning_after(tokenizer.encode_chat([{"role": "user", "content": "Hello"}]))
+    assert reasoning is not None
+    for seed in range(6):
+        writer = Writer(family, has_markers, plan.constraint)
+        if not reasoning.is_open:
+            writer.say("<think>")
+        assert not writer.may_say("<tool_call>") or not has_markers, "thoughts come to their end first"
+        writer.say("Hm. It is cold.", "</think>", "\n\n", "<tool_call>")
+        assert writer.go_on(seed)
+        splitter = ReasoningSplitter(reasoning)
+        thoughts, content = splitter.append(writer.text)
+        assert (thoughts, splitter.flush()) == ("Hm. It is cold.", ("", ""))
+        parser = parse(plan, content)
+        assert parser.content == ""
+        check(parser, TOOLS)
+        assert parser.calls
+    if not reasoning.is_open:
+        Writer(family, has_markers, plan.constraint).say("<tool_call>")
+
+
+def test_whether_thoughts_are_open_is_asked_with_the_variables_of_the_request() -> None:
+    template = "{{ messages[0].content }}{{ tools }}{% if deep %}<think>{% endif %}{{ '</think>' if false }}"
+    tokenizer = Tokenizer(text_models.parts(text_models.byte_level(), template))
+    open_, closed = (plan_tools(tokenizer, TOOLS, "required", True, {"deep": deep}) for deep in (True, False))
+    assert open_.constraint != closed.constraint
