@@ -33,6 +33,11 @@ HELP: Mapping[str, str] = {
     "num_preemptions": "Sequences that lost their blocks for others.",
     "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens that were found in the prefix cache.",
+    "num_requests_waiting_by_reason": "Requests that wait, for capacity or (deferred) for the step under way to end.",
+    "cache_config_info": "Settings of the KV cache.",
+    "prompt_tokens_by_source": "Prompt tokens that were computed, and those that came from the prefix cache.",
+    "admission_rejections": "Requests that a full queue refused.",
+    "corrupted_requests": "Sequences that ended because the model's numbers were not finite.",
     "num_steps": "Steps computed.",
     "num_failed_steps": "Steps that ended with an error.",
     "time_to_first_token_seconds": "From submission to the first token, at engine steps.",
@@ -40,11 +45,16 @@ HELP: Mapping[str, str] = {
     "request_time_per_output_token_seconds": "Mean time between the tokens of a finished sequence.",
     "e2e_request_latency_seconds": "From submission to the end.",
     "request_queue_time_seconds": "From submission to the first step.",
+    "request_inference_time_seconds": "From the first step to the last token.",
     "request_prefill_time_seconds": "From the first step to the first token.",
     "request_decode_time_seconds": "From the first token to the last.",
     "iteration_tokens_total": "Tokens of a step, prompts' and generated.",
     "request_prompt_tokens": "Prompt tokens of a finished sequence.",
     "request_generation_tokens": "Generated tokens of a finished sequence.",
+    "request_max_num_generation_tokens": "Generated tokens of the longest sequence of a finished request.",
+    "request_params_max_tokens": "Generated tokens that a finished sequence might have had.",
+    "request_params_n": "Sequences of a finished request.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens of a finished sequence that were computed.",
 }
 """What is not described here is described by its name."""
 
@@ -101,6 +111,8 @@ def model_families(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Ite
             counter.add_metric((model, ENGINE), snapshot.counters[name])
         yield counter
     yield _finished(snapshots, prefix)
+    yield from _labelled(snapshots, prefix)
+    yield from _infos(snapshots, prefix)
     for name in histograms:
         histogram = HistogramMetricFamily(f"{prefix}:{name}", _help(name), labels=LABELS)
         for model, snapshot in snapshots.items():
@@ -123,6 +135,34 @@ def _finished(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Metric:
         for reason, count in sorted(snapshot.finished.items()):
             family.add_metric((model, ENGINE, reason), count)
     return family
+
+
+def _labelled(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Iterator[Metric]:
+    """Families with a label of their own."""
+    gauges = {name: m.label for snapshot in snapshots.values() for name, m in snapshot.labelled_gauges.items()}
+    counters = {name: m.label for snapshot in snapshots.values() for name, m in snapshot.labelled_counters.items()}
+    for name, label in gauges.items():
+        gauge = GaugeMetricFamily(f"{prefix}:{name}", _help(name), labels=(*LABELS, label))
+        for model, snapshot in snapshots.items():
+            for value, amount in snapshot.labelled_gauges[name].values.items():
+                gauge.add_metric((model, ENGINE, value), amount)
+        yield gauge
+    for name, label in counters.items():
+        counter = CounterMetricFamily(f"{prefix}:{name}", _help(name), labels=(*LABELS, label))
+        for model, snapshot in snapshots.items():
+            for value, amount in snapshot.labelled_counters[name].values.items():
+                counter.add_metric((model, ENGINE, value), amount)
+        yield counter
+
+
+def _infos(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Iterator[Metric]:
+    """Facts as the labels of gauges that are 1."""
+    facts = {name: tuple(labels) for snapshot in snapshots.values() for name, labels in snapshot.info.items()}
+    for name, labels in facts.items():
+        family = GaugeMetricFamily(f"{prefix}:{name}", _help(name), labels=(*LABELS, *labels))
+        for model, snapshot in snapshots.items():
+            family.add_metric((model, ENGINE, *(snapshot.info[name][label] for label in labels)), 1.0)
+        yield family
 
 
 def _help(name: str) -> str:
