@@ -159,8 +159,7 @@ class ToolParser:
             self._text = text[shown:]
             self._open(at - shown + len(begin))
             return True
-        held = next((n for n in range(min(len(begin) - 1, len(text)), 0, -1) if text.endswith(begin[:n])), 0)
-        shown = _shown(text, len(text) - held)
+        shown = _shown(text, len(text) - _num_begun(text, begin))
         self._show(text[:shown])
         self._text = text[shown:]
         return False
@@ -271,6 +270,14 @@ class ToolParser:
     def _take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
+
+
+def _num_begun(text: str, marker: str) -> int:
+    """How many characters of a marker the text ends with."""
+    most = min(len(marker) - 1, len(text))
+    if marker[0] not in text[len(text) - most :]:
+        return 0
+    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _shown(text: str, cut: int) -> int:
