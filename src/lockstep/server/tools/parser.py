@@ -10,7 +10,7 @@ Everything but the sizes of the pieces depends on the text alone and not on wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -113,10 +113,6 @@ class ToolParser:
         """What was held back, when no more text comes."""
         if self._place in (_Place.OPENED, _Place.CALL):
             self._give_up()
-            while self._text and self._advance():
-                pass
-        if self._place in (_Place.OPENED, _Place.CALL):  # a marker within what was given up
-            return self.flush()
         if self._place is not _Place.AFTER:
             self._show(self._text)
         self._text = ""
@@ -124,20 +120,7 @@ class ToolParser:
 
     def _advance(self) -> bool:
         """Decide about some of the text; False: more of it is needed."""
-        place = self._place
-        if place is _Place.START:
-            return self._at_start()
-        if place is _Place.TEXT:
-            return self._in_text()
-        if place is _Place.OPENED:
-            return self._opened()
-        if place is _Place.CALL:
-            return self._in_call()
-        if place is _Place.TAIL:
-            return self._in_tail()
-        self._text = self._text.lstrip()
-        self._place = _Place.AFTER if not self._text else _Place.TEXT
-        return bool(self._text)
+        return _STEPS[self._place](self)
 
     def _at_start(self) -> bool:
         seen = self._text.lstrip()
@@ -227,6 +210,12 @@ class ToolParser:
             self._place = _Place.TEXT
         return True
 
+    def _after(self) -> bool:
+        self._text = self._text.lstrip()
+        if self._text:
+            self._place = _Place.TEXT
+        return bool(self._text)
+
     def _tell(self, name: str, fragment: str) -> None:
         self._fragments.append(fragment)
         if self._announced is None:
@@ -270,6 +259,16 @@ class ToolParser:
     def _take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
+
+
+_STEPS: Mapping[_Place, Callable[[ToolParser], bool]] = {
+    _Place.START: ToolParser._at_start,
+    _Place.TEXT: ToolParser._in_text,
+    _Place.OPENED: ToolParser._opened,
+    _Place.CALL: ToolParser._in_call,
+    _Place.TAIL: ToolParser._in_tail,
+    _Place.AFTER: ToolParser._after,
+}
 
 
 def _num_begun(text: str, marker: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.engine.reasoning import Reasoning, tags_of_template
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
-from lockstep.executors.constraint import PARAM, Constraint
+from lockstep.executors.constraint import Constraint
 from lockstep.server.tools.conversation import (
     Message,
     calls_as_text,
@@ -74,10 +74,6 @@ class ToolPlan:
         """
         called = has_calls and reason == "stop" and self.choice.mode is not ChoiceMode.NAMED
         return "tool_calls" if called else reason
-
-    def blame(self, error: InvalidParameterError) -> InvalidParameterError:
-        """The error in the request's terms: the constraint is this plan's, and what is wrong with it are the tools."""
-        return _blame_tools(error) if self.constraint is not None and error.param == PARAM else error
 
 
 def plan_tools(
@@ -146,12 +142,8 @@ def _constraint(
     try:
         constraint.validate()
     except InvalidParameterError as error:
-        raise _blame_tools(error) from None
+        raise InvalidParameterError(f"the tools' schemas cannot be enforced: {error}", param="tools") from None
     return constraint
-
-
-def _blame_tools(error: InvalidParameterError) -> InvalidParameterError:
-    return InvalidParameterError(f"the tools' schemas cannot be enforced: {error}", param="tools")
 
 
 def _reasoning(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None) -> Reasoning | None:
