@@ -53,6 +53,11 @@ class Tokenizer:
         return self._parts.chat_template
 
     @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template looks up; ChatTemplateError where there is none or it cannot be read."""
+        return self._chat_template().variables
+
+    @property
     def takes_grammars(self) -> bool:
         """Whether `vocabulary` can be expected to give one, without making it."""
         return self.token_bytes is not None and bool(self.end_token_ids)

@@ -101,7 +101,7 @@ def plan_tools(
     checked = checked_tools(tools)
     chosen = checked_choice(choice, checked)
     tokenizer.check_chat_template()
-    knows_tools = tokenizer.template_reads("tools")
+    knows_tools = "tools" in tokenizer.template_variables
     form = format_of(tokenizer.chat_template, knows_tools)
     if chosen.mode is ChoiceMode.NONE:
         return ToolPlan(form, chosen, (), knows_tools=knows_tools)
