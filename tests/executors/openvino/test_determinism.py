@@ -9,9 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lockstep.executors.openvino.environment import has_row_dependent_kernels, instruction_set
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
 from lockstep.executors.openvino.inputs import Limits, build_inputs
+from lockstep.executors.openvino.loading import compile_artifact
 from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.openvino.products import MAX_PASS_TOKENS
 from lockstep.executors.probe import quick_probe, thorough_probe
 from lockstep.executors.probe_play import Scenario, play
 from tests.executors.openvino.support import (
@@ -28,6 +31,7 @@ from tools.random_models import ENCODINGS, MIXES, Shape
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 120, 20
 ALONE = Scenario((45,))
+WIDE = replace(TINY_LLAMA, num_layers=1, hidden_size=544, intermediate_size=1056, vocab_size=515)
 
 
 @contextmanager
@@ -63,6 +67,33 @@ def test_chunks_that_end_anywhere_in_a_sliding_window_change_nothing(name: str) 
         report = thorough_probe(executor, NUM_BLOCKS, NUM_HOST_BLOCKS)
     assert len(report.cases) > 100
     assert report.deterministic, [case for case in report.cases if not case.passed]
+
+
+@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0", "Q4_1"])
+def test_they_are_so_where_products_are_wide_and_the_vocabulary_is_uneven(encoding: str) -> None:
+    """More columns than some kernels sum in one go, in the layers and in the head."""
+    with loaded(WIDE, encoding) as executor:
+        report = quick_probe(executor, NUM_BLOCKS)
+    assert report.deterministic, [case for case in report.cases if not case.passed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0", "Q4_1"])
+def test_there_they_are_so_in_every_circumstance(encoding: str) -> None:
+    with loaded(WIDE, encoding) as executor:
+        report = thorough_probe(executor, NUM_BLOCKS, NUM_HOST_BLOCKS)
+    assert report.deterministic, [case for case in report.cases if not case.passed]
+
+
+@pytest.mark.skipif(not has_row_dependent_kernels(instruction_set()), reason="this processor's kernels do not need it")
+def test_passes_of_any_length_would_break_it_and_the_quick_probe_sees_that() -> None:
+    artifact = random_artifact(WIDE, "Q8_0")
+    compiled, max_pass_tokens = compile_artifact(artifact, OpenVINOOptions(), lambda stage, fraction: None)
+    assert max_pass_tokens == MAX_PASS_TOKENS
+    executor = OpenVINOExecutor(artifact, compiled, {}, None)
+    executor.allocate(NUM_BLOCKS, 0)
+    assert not quick_probe(executor, NUM_BLOCKS).deterministic
+    executor.close()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ SHAPES = {**TINY, "partial rope": replace(TINY["tiny-phi3"], rotary_dim=24)}
 )
 def test_norms_rotations_attention_and_compressed_weights_are_fused(name: str, encoding: str) -> None:
     shape = SHAPES[name]
-    compiled = compile_artifact(random_artifact(shape, encoding), OpenVINOOptions(), lambda stage, fraction: None)
+    compiled, _ = compile_artifact(random_artifact(shape, encoding), OpenVINOOptions(), lambda stage, fraction: None)
     kinds: Counter[str] = Counter()
     weight_types = set()
     for node in compiled.get_runtime_model().get_ops():

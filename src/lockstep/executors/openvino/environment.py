@@ -24,9 +24,9 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def has_row_dependent_kernels(instructions: str) -> bool:
-    """Whether products of compressed weights must be split (narrow.py) for their bits not to depend on the batch.
+    """Whether the bits of a product of compressed weights can depend on its number of rows (products.py).
 
-    So it is on x86-64 without AVX-512. With it the kernels were seen to keep the promise as they are.
+    So they do on x86-64 without AVX-512. With it the kernels were seen to keep the promise as they are.
     """
     machine, *flags = instructions.split()
     return machine.lower() in ("x86_64", "amd64") and not any(flag.startswith("avx512") for flag in flags)

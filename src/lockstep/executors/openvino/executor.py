@@ -1,4 +1,4 @@
-"""The OpenVINO executor: a compiled paged graph, its KV pool, and one forward pass per step."""
+"""The OpenVINO executor: a compiled paged graph, its KV pool, and the forward pass of a step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lockstep.executors.openvino import paged
 from lockstep.executors.openvino.inputs import ForwardInputs, Limits, TableRows, build_inputs, check_moves
 from lockstep.executors.openvino.loading import compile_artifact, environment_of
 from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.openvino.passes import split_inputs
 from lockstep.executors.openvino.pool import KVPool
 from lockstep.executors.openvino.runtime import CompiledModel, ElementType, InferRequest, Port, ov
 
@@ -36,16 +37,26 @@ def load_executor(
     """
     options = OpenVINOOptions() if options is None else options
     report = progress or (lambda stage, fraction: None)
-    compiled = compile_artifact(artifact, options, report)
-    return OpenVINOExecutor(artifact, compiled, environment_of(artifact, options))
+    compiled, max_pass_tokens = compile_artifact(artifact, options, report)
+    return OpenVINOExecutor(artifact, compiled, environment_of(artifact, options), max_pass_tokens)
 
 
 class OpenVINOExecutor:
-    """Executor protocol; ``environment`` includes ``kv_cache_precision`` and everything else the bits depend on."""
+    """Executor protocol; ``environment`` includes ``kv_cache_precision`` and everything else the bits depend on.
 
-    def __init__(self, artifact: Artifact, compiled: CompiledModel, environment: Mapping[str, str]) -> None:
+    A step is one forward pass, or several where a pass must not have more than ``max_pass_tokens``.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        compiled: CompiledModel,
+        environment: Mapping[str, str],
+        max_pass_tokens: int | None = None,
+    ) -> None:
         self._environment = MappingProxyType(dict(environment))
         self._compiled = compiled
+        self._max_pass_tokens = max_pass_tokens
         self._block_shapes = [_block_shape(compiled.input(name)) for name in _cache_names(artifact)]
         self._cache_names = _cache_names(artifact)
         self._geometry = Geometry(
@@ -60,6 +71,7 @@ class OpenVINOExecutor:
         self._request: InferRequest = None
         self._inputs: ForwardInputs | None = None
         self._table_rows = TableRows()
+        self._hidden_states: npt.NDArray[np.float32] | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -108,7 +120,22 @@ class OpenVINOExecutor:
             self._pool.copy(plan.copies)
         if inputs is None:
             return np.empty((0, self._geometry.vocab_size), np.float32)
-        return self._forward(inputs)[: len(batch.rows)]
+        return self._forward_all(inputs)[: len(batch.rows)]
+
+    def _forward_all(self, inputs: ForwardInputs) -> Logits:
+        """Every pass that the step takes; what several of them say is put together in the order that was asked for."""
+        self._hidden_states = None
+        limit = self._max_pass_tokens
+        if limit is None or len(inputs.token_ids) <= limit:
+            return self._forward(inputs)
+        logits = np.empty((len(inputs.rows), self._geometry.vocab_size), np.float32)
+        for piece in split_inputs(inputs, limit, self._geometry.block_size):
+            logits[piece.row_places] = self._forward(piece.inputs)[: len(piece.row_places)]
+            states = self._states()
+            if self._hidden_states is None:
+                self._hidden_states = np.empty((len(inputs.hidden_rows), states.shape[-1]), np.float32)
+            self._hidden_states[piece.hidden_places] = states
+        return logits
 
     def _forward(self, inputs: ForwardInputs) -> Logits:
         request = self._request
@@ -135,11 +162,16 @@ class OpenVINOExecutor:
     @property
     def hidden_states(self) -> npt.NDArray[np.float32]:
         """See ``base.HiddenStates``."""
+        return self._states() if self._hidden_states is None else self._hidden_states
+
+    def _states(self) -> npt.NDArray[np.float32]:
+        """Of the latest pass."""
         states: npt.NDArray[np.float32] = self._request.get_tensor(paged.HIDDEN).data
         return states.reshape(len(states), states.shape[-1])
 
     def close(self) -> None:
         """Release graph and pool; calling it again does nothing."""
+        self._hidden_states = None
         self._request = self._inputs = self._pool = self._limits = self._compiled = None
 
 

@@ -13,18 +13,22 @@ from lockstep.errors import CorruptArtifactError, ExecutorError, UnsupportedArti
 from lockstep.executors.openvino.environment import BUILDER_VERSION, has_row_dependent_kernels, instruction_set
 from lockstep.executors.openvino.graph import build_decoder
 from lockstep.executors.openvino.ir_cache import IRCache
-from lockstep.executors.openvino.narrow import split_products
 from lockstep.executors.openvino.options import OpenVINOOptions, available_cores
 from lockstep.executors.openvino.paged import LOGITS, to_paged
 from lockstep.executors.openvino.precision import has_floats, summary
+from lockstep.executors.openvino.products import MAX_PASS_TOKENS, needs_short_passes, split_products
 from lockstep.executors.openvino.runtime import CompiledModel, Core, Model, ov
 
 log = logging.getLogger(__name__)
 Report = Callable[[str, float], None]
 
 
-def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Report) -> CompiledModel:
-    """A compiled paged model: with a cache the weights live in it (and in the page cache) and nowhere else."""
+def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Report) -> tuple[CompiledModel, int | None]:
+    """A compiled paged model: with a cache the weights live in it (and in the page cache) and nowhere else.
+
+    Returns:
+        The model, and the most tokens that a forward pass may have, or None: any number.
+    """
     core = ov.Core()
     device = choose_device(options.device, tuple(core.available_devices))
     _check_quantize(artifact, options)
@@ -32,11 +36,12 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
     report("compile", 0.0)
     try:
         to_paged(model, artifact.config.windows)
+        is_limited = has_row_dependent_kernels(instruction_set()) and needs_short_passes(model)
         compiled = core.compile_model(model, device, compile_properties(options))
     except RuntimeError as error:
         raise ExecutorError(f"OpenVINO cannot compile {artifact.name}: {error}") from error
     report("compile", 1.0)
-    return compiled
+    return compiled, MAX_PASS_TOKENS if is_limited else None
 
 
 def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, report: Report) -> Model:
@@ -111,7 +116,7 @@ def _build(artifact: Artifact, options: OpenVINOOptions, report: Report) -> Mode
 def _split_where_needed(model: Model, artifact: Artifact) -> None:
     if has_row_dependent_kernels(instruction_set()):
         num_split = split_products(model)
-        log.info("%s: %d products split for this processor's kernels", artifact.name, num_split)
+        log.debug("%s: %d products split for this processor's kernels", artifact.name, num_split)
 
 
 def _check_quantize(artifact: Artifact, options: OpenVINOOptions) -> None:

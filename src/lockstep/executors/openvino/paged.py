@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import ExecutorError, UnsupportedArtifactError
-from lockstep.executors.openvino.narrow import split_below
+from lockstep.executors.openvino.products import split_below
 from lockstep.executors.openvino.runtime import Model, Node, op, ov
 
 TOKEN_IDS = "input_ids"

@@ -1,9 +1,10 @@
-"""Products of compressed weights, cut where a CPU's kernel would sum a row in an order that depends on the other rows.
+"""Products of compressed weights, kept where a CPU's kernel sums a row in the same order whatever rows are beside it.
 
-The kernel for AVX2 (oneDNN's brgemm inner product without integer dot products) keeps one running sum over all columns
-of a weight when it is given at most 64 or 80 rows, and one sum per 512 columns when it is given more. Up to 512 columns
-it has no choice to make. So a product with more of them becomes a sum of products with at most that many, each
-over its share of the activations' columns; the order of additions is then the graph's, not the kernel's.
+The kernel for AVX2 without AVX-512 (brgemm in oneDNN) sums up to 512 columns in one go. With more columns it depends
+on the number of rows: in one go up to 80 of them (up to 64, 32 or 16 where the output features are no multiple of 32),
+in pieces of up to 512 above. So a pass there has at most 80 tokens (passes.py), a product with uneven features is
+cut into a sum of products of at most 512 columns, and one with very many columns as well. That is no matter of bits:
+in one go its unpacked weights fall out of the cache. Products of float weights are another kernel's and need no help.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ import numpy.typing as npt
 
 from lockstep.executors.openvino.runtime import Model, Node, op, ov
 
-MAX_COLUMNS = 512
-"""64 blocks of 8 columns: what the kernel sums in one go, however many rows there are."""
+MAX_PASS_TOKENS = 80
+"""The most rows for which the kernel sums any number of columns in one go."""
+INDIFFERENT_COLUMNS = 512
+"""What the kernel sums in one go, however many rows there are: 64 blocks of 8."""
+MAX_COLUMNS = 2048
+"""Wider products are cut for speed: 5632 columns in parts of 2048 take 0.35 to 0.5 of the time at 8 to 80 rows."""
+_EVEN_FEATURES = 32
+"""With a multiple of this many output features, up to 80 rows are one class."""
 _UNIT_COLUMNS = 32
 """Parts of weights without groups begin at multiples of this: whole vectors, and whole bytes of packed values."""
 _BINARY: dict[str, Callable[[Node, Node], Node]] = {"Multiply": op.multiply, "Subtract": op.subtract}
 
 
-def parts(num_columns: int, group_size: int, max_columns: int = MAX_COLUMNS) -> tuple[int, ...]:
+def parts(num_columns: int, group_size: int, max_columns: int) -> tuple[int, ...]:
     """Widths of as few and as equal parts as possible, each of whole groups (but for the rest of an uneven weight).
 
     Empty where one group alone is wider than a part may be.
@@ -37,11 +44,16 @@ def parts(num_columns: int, group_size: int, max_columns: int = MAX_COLUMNS) -> 
     return (width,) * whole + ((rest,) if rest else ())
 
 
-def split_products(model: Model, max_columns: int = MAX_COLUMNS) -> int:
-    """Cut every product of integer weights with more columns than that, in place.
+def needs_short_passes(model: Model) -> bool:
+    """Whether some product's bits would depend on whether a pass has more than ``MAX_PASS_TOKENS``."""
+    return any(_compressed_columns(node) > INDIFFERENT_COLUMNS for node in model.get_ops())
 
-    Weights are known by how they are unpacked: a constant of integers behind Convert, Subtract, Multiply and Reshape, as
-    graph.py and the exporters write it. Products of floats are another kernel's, which needs no help.
+
+def split_products(model: Model) -> int:
+    """Cut every product of integer weights that is wider than its kernel can bear, in place.
+
+    Weights are known by how they are unpacked: a constant of integers behind Convert, Subtract, Multiply and Reshape,
+    as graph.py and the exporters write it.
 
     Returns:
         How many were cut.
@@ -51,7 +63,7 @@ def split_products(model: Model, max_columns: int = MAX_COLUMNS) -> int:
     num_cut = 0
     while products:
         product = products.pop()  # nothing here keeps a weight alive that the graph no longer needs
-        total = _split_product(product, splits, max_columns)
+        total = _split_product(product, splits)
         if total is not None:
             total.set_friendly_name(product.get_friendly_name())
             ov.utils.replace_node(product, total)
@@ -79,16 +91,22 @@ def _split_of_part(node: Node) -> Node | None:
     return source if source.get_type_name() == "VariadicSplit" else None
 
 
-def _split_product(
-    product: Node, splits: dict[tuple[str, int, tuple[int, ...]], Node], max_columns: int
-) -> Node | None:
-    """The sum that replaces a product, or None where it stays as it is."""
-    weight = product.input_value(1).get_node()
-    shape = product.input_value(1).get_partial_shape()
-    attributes = product.get_attributes()
+def _compressed_columns(node: Node) -> int:
+    """Columns of the weights of a product that is computed with compressed ones; 0 for any other node."""
+    if node.get_type_name() != "MatMul":
+        return 0
+    attributes, shape = node.get_attributes(), node.input_value(1).get_partial_shape()
     if shape.is_dynamic or len(shape) != 2 or not attributes["transpose_b"] or attributes["transpose_a"]:
-        return None
-    num_columns = shape[1].get_length()
+        return 0
+    return 0 if _group_size(node.input_value(1).get_node()) is None else int(shape[1].get_length())
+
+
+def _split_product(product: Node, splits: dict[tuple[str, int, tuple[int, ...]], Node]) -> Node | None:
+    """The sum that replaces a product, or None where it stays as it is."""
+    num_columns = _compressed_columns(product)
+    weight = product.input_value(1).get_node()
+    num_features = product.input_value(1).get_partial_shape()[0].get_length() if num_columns else 0
+    max_columns = INDIFFERENT_COLUMNS if num_features % _EVEN_FEATURES else MAX_COLUMNS
     group_size = _group_size(weight)
     if num_columns <= max_columns or group_size is None:
         return None
