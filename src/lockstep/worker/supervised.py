@@ -149,9 +149,11 @@ class SupervisedWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        link, self._link = self._link, None
+        self._loaded.clear()
         self._end(UnavailableError("the server is closing"))
-        if self._link is not None:
-            await self._link.close()
+        if link is not None:
+            await link.close()
 
     @property
     def pid(self) -> int | None:
