@@ -228,7 +228,7 @@ async def test_a_model_that_cannot_be_loaded_is_one_clear_error(kind: Kind, tmp_
     await model.close()
 
 
-async def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
+def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
     """uvloop is what the server runs on; the stream to the process is made by its own means."""
     if sys.platform == "win32":
         pytest.skip("there is no uvloop")
@@ -242,5 +242,4 @@ async def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
             return "".join(output.text for output in outputs)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        result = await asyncio.to_thread(runner.run, live())
-    assert result == "[stub:alpha] ok len=3 max=40"
+        assert runner.run(live()) == "[stub:alpha] ok len=3 max=40"
