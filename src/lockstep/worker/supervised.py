@@ -149,9 +149,11 @@ class SupervisedWorker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        link, self._link = self._link, None
+        self._loaded.clear()
         self._end(UnavailableError("the server is closing"))
-        if self._link is not None:
-            await self._link.close()
+        if link is not None:
+            await link.close()
 
     @property
     def pid(self) -> int | None:
@@ -168,6 +170,7 @@ class SupervisedWorker:
         """
         trial = self._options.trial if self._options.kind == "process" else TrialOptions(enabled=False)
         load = Load(replica, source, options, trial)
+        await self._unloaded(replica)
         loaded = await self._load(load, progress)
         self._wanted[replica] = load
         self._restarts.up(time.monotonic())
@@ -178,10 +181,8 @@ class SupervisedWorker:
         for known in (self._wanted, self._load_s, self._failures):
             known.pop(replica, None)
         if self._loaded.pop(replica, None) is not None:
-            self._unloading[replica] = asyncio.get_running_loop().create_future()
-            self._send(Unload(replica))
-        if replica in self._unloading:
-            await self._unloading[replica]
+            self._unload(replica)
+        await self._unloaded(replica)
 
     def loaded(self, replica: str) -> Loaded | None:
         """What loading measured; None: it is not there now."""
@@ -361,13 +362,23 @@ class SupervisedWorker:
         try:
             loaded = await answer
         except asyncio.CancelledError:
-            self._send(Unload(load.replica))
+            self._unload(load.replica)
             raise
         finally:
             del self._loading[load.replica]
         if isinstance(loaded, LockstepError):
             raise loaded
         return loaded
+
+    def _unload(self, replica: str) -> None:
+        """Free what is loaded, or will be when the load under way has come to its end."""
+        self._unloading[replica] = asyncio.get_running_loop().create_future()
+        self._send(Unload(replica))
+
+    async def _unloaded(self, replica: str) -> None:
+        """Wait until a replica that is on its way out is gone."""
+        if replica in self._unloading:
+            await asyncio.shield(self._unloading[replica])
 
     def _send(self, command: Command) -> None:
         if self._link is not None:

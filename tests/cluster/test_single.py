@@ -1,0 +1,245 @@
+"""One model behind the server's interface: the same in threads and in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.cluster.base import Accepted, Conversation
+from lockstep.cluster.prompting import generation_request
+from lockstep.cluster.single import MAX_INLINE_CHARS, SingleModel
+from lockstep.engine.llm import AsyncEngine
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.sizing import EngineOptions
+from lockstep.errors import (
+    ArtifactNotFoundError,
+    DeadlineError,
+    ExecutorError,
+    InvalidParameterError,
+    ModelNotFoundError,
+    PromptTooLongError,
+    QueueFullError,
+    UnavailableError,
+)
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.sampling_params import SamplingParams
+from tests.cluster.support import (
+    ENDLESS,
+    NAME,
+    Kind,
+    answer,
+    call,
+    events_of,
+    model_of,
+    read,
+    served,
+    settled,
+    tokens_of,
+)
+
+KINDS: tuple[Kind, ...] = ("thread", "process")
+
+
+@pytest.fixture(params=KINDS)
+async def stub(request: pytest.FixtureRequest) -> AsyncIterator[SingleModel]:
+    async with served("stub://alpha?step_ms=2", request.param, max_num_queued_reqs=600) as model:
+        yield model
+
+
+CALLS = [
+    call("Hello there, how are you?", SamplingParams(max_tokens=12, temperature=0.0, logprobs=3)),
+    call("I was charged twice", SamplingParams(max_tokens=20, seed=7, n=3, temperature=1.2, top_k=50)),
+    call((44, 4039, 560), SamplingParams(max_tokens=9, seed=1, logit_bias={5: 3.0}, stop=("e",))),
+    call(
+        Conversation([{"role": "user", "content": "Refund, please: <|im_end|>"}]),
+        SamplingParams(max_tokens=16, seed=3, logprobs=0),
+    ),
+    call("One: ", SamplingParams(max_tokens=30, seed=4, constraint=Constraint.choice(["two", "three four"]))),
+    call("A sentence to embed", SamplingParams(), pooling="mean"),
+]
+
+
+def whole(output: RequestOutput) -> tuple[object, ...]:
+    """All of an answer but its id and its times."""
+    vector = b"" if output.embedding is None else output.embedding.tobytes()
+    return output.prompt_token_ids, output.completions, output.error, vector
+
+
+async def test_an_answer_is_the_same_in_this_thread_in_another_and_in_a_process() -> None:
+    with AsyncEngine("pocket://", LoadOptions(EngineOptions(num_blocks=512))) as engine:
+        requests = [generation_request(engine.model.tokenizer, engine.engine.config.max_model_len, c) for c in CALLS]
+        expected = [whole(await engine.engine.submit_async(request)) for request in requests]
+    for kind in KINDS:
+        async with served("pocket://", kind) as model:
+            assert [whole(await answer(model, asked)) for asked in CALLS] == expected
+            pieces = tokens_of(await events_of(model, CALLS[0]))
+            last = pieces[-1].request
+            assert last is not None
+            assert "".join(piece.text for piece in pieces) == last.text
+            assert sum((piece.token_ids for piece in pieces), ()) == last.completions[0].token_ids
+            assert sum((piece.logprobs or () for piece in pieces), ()) == last.completions[0].logprobs
+            vector = (await answer(model, CALLS[-1])).embedding
+            assert vector is not None
+            assert vector.dtype == np.float32
+
+
+async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: SingleModel) -> None:
+    events = await events_of(stub, call("abc"))
+    assert events[0] == Accepted(NAME, (97, 98, 99))
+    outputs = tokens_of(events)
+    assert "".join(output.text for output in outputs) == "[stub:alpha] ok len=3 max=40"
+    assert [output.request is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    await settled(stub)
+
+
+async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: SingleModel) -> None:
+    long = "x" * (MAX_INLINE_CHARS * 3)
+    for asked, expected in (
+        (replace(call("abc"), model="other"), ModelNotFoundError),
+        (call("abc", SamplingParams(top_p=7.0)), InvalidParameterError),
+        (call("abc", SamplingParams(constraint=Constraint.regex("("))), InvalidParameterError),
+        (call("abc", SamplingParams(max_tokens=10**30)), InvalidParameterError),
+        (call("abc", session_id="s"), InvalidParameterError),
+        (call("abc", pooling="mean"), InvalidParameterError),
+        (call(""), InvalidParameterError),
+        (call(long), PromptTooLongError),
+        (call((97, 5000)), InvalidParameterError),
+    ):
+        stream = stub.stream(asked)
+        with pytest.raises(expected):
+            await anext(stream)
+    await settled(stub)
+
+
+async def test_a_full_queue_refuses_and_serves_who_came_before() -> None:
+    for kind in KINDS:
+        async with served("stub://alpha?step_ms=20", kind, max_num_queued_reqs=2, max_num_seqs=1) as model:
+            outcomes = await asyncio.gather(*(answer(model, call("x")) for _ in range(8)), return_exceptions=True)
+            refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
+            served_well = [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]
+            assert len(refused) + len(served_well) == 8
+            assert refused
+            assert len(served_well) >= 2
+            await settled(model)
+
+
+async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(stub: SingleModel) -> None:
+    await read(stub, call("abc", ENDLESS), 3)
+    await settled(stub)
+    await asyncio.gather(*(read(stub, call("x" * (1 + n % 30), ENDLESS), n % 3) for n in range(500)))
+    await settled(stub)
+    finished = (await stub.metrics())[NAME].finished
+    assert set(finished) == {"abort"}
+
+
+async def test_cancelled_tasks_leave_nothing(stub: SingleModel) -> None:
+    tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(60)]
+    await asyncio.sleep(0.1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await settled(stub)
+
+
+async def test_all_calls_end_with_the_error_that_is_given(stub: SingleModel) -> None:
+    tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(10)]
+    await asyncio.sleep(0.1)
+    assert stub.num_open == 10
+    stub.abort_all(UnavailableError("draining", retry_after_s=4.0))
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, UnavailableError)
+        assert outcome.retry_after_s == 4.0
+    await settled(stub)
+    assert (await answer(stub, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
+
+
+async def test_a_deadline_is_an_error_and_not_a_short_answer(stub: SingleModel) -> None:
+    with pytest.raises(DeadlineError):
+        await answer(stub, call("x", ENDLESS, deadline_s=0.2))
+    await settled(stub)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_step_that_fails_ends_its_requests_with_the_reason(kind: Kind) -> None:
+    async with served("stub://alpha?fail_every=4", kind) as model:
+        with pytest.raises(ExecutorError, match="fail_every=4"):
+            await answer(model, call("abc"))
+        await settled(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_metrics_are_told_while_a_long_step_runs(kind: Kind) -> None:
+    async with served("stub://alpha?step_ms=1500", kind) as model:
+        task = asyncio.create_task(answer(model, call("x", SamplingParams(max_tokens=1))))
+        await asyncio.sleep(0.3)
+        async with asyncio.timeout(0.8):
+            assert (await model.metrics())[NAME].gauges["num_requests_running"] == 1
+        assert not task.done()
+        await task
+
+
+async def test_what_is_known_of_the_model_is_told(stub: SingleModel) -> None:
+    (card,) = stub.cards()
+    assert (card.name, card.aliases, card.root, card.tier) == (NAME, ("alias",), "stub://alpha?step_ms=2", "resident")
+    assert card.max_model_len == 8192
+    assert card.has_chat_template
+    assert stub.card("alias") == stub.card(None) == card
+    assert stub.health().ready
+    assert stub.tokenizer("alias").encode("ab") == [97, 98]
+    with pytest.raises(ModelNotFoundError):
+        stub.tokenizer("other")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_before_and_after_its_life_a_model_says_that_it_is_not_there(kind: Kind) -> None:
+    model = model_of("stub://alpha?load_ms=300", kind)
+    starting = asyncio.create_task(model.start())
+    await asyncio.sleep(0.1)
+    assert model.card(None).tier == "loading"
+    assert model.health().reason == "the model is loading"
+    assert await model.metrics() == {}
+    with pytest.raises(UnavailableError, match="loading"):
+        await answer(model, call("abc"))
+    await starting
+    assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
+    open_call = asyncio.create_task(answer(model, call("x", replace(ENDLESS, max_tokens=8000))))
+    await asyncio.sleep(0.02)
+    await model.close()
+    with pytest.raises(UnavailableError, match="closing"):
+        await open_call
+    with pytest.raises(UnavailableError, match="closing"):
+        await answer(model, call("abc"))
+    await model.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_model_that_cannot_be_loaded_is_one_clear_error(kind: Kind, tmp_path: Path) -> None:
+    model = model_of(str(tmp_path / "absent.gguf"), kind)
+    with pytest.raises(ArtifactNotFoundError, match=r"absent\.gguf: nothing is there"):
+        await model.start()
+    await model.close()
+
+
+def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
+    """uvloop is what the server runs on; the stream to the process is made by its own means."""
+    if sys.platform == "win32":
+        pytest.skip("there is no uvloop")
+    import uvloop
+
+    async def live() -> str:
+        async with served("stub://alpha", "process") as model:
+            async with aclosing(model.stream(call("abc"))) as stream:
+                outputs = [event async for event in stream if isinstance(event, TokenOutput)]
+            await settled(model)
+            return "".join(output.text for output in outputs)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(live()) == "[stub:alpha] ok len=3 max=40"

@@ -1,0 +1,220 @@
+"""Worker processes that die, hang or are left alone: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.cluster.single import REPLICA, SingleModel, SingleModelOptions
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.sizing import EngineOptions
+from lockstep.errors import ArtifactNotFoundError, UnavailableError, WorkerLostError
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.pocket import pocket_path
+from lockstep.worker.health import HealthLimits
+from lockstep.worker.messages import TrialOptions
+from lockstep.worker.supervised import WorkerOptions
+from tests.cluster.support import ENDLESS, LIMIT_S, answer, call, model_of, served, settled, until
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
+
+
+def pid_of(model: SingleModel) -> int:
+    assert model.worker.pid is not None
+    return model.worker.pid
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; one that only waits to be collected does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_a_killed_worker_ends_what_was_in_flight_and_comes_back() -> None:
+    async with served("pocket://", "process") as model:
+        asked = call("Hello there", SamplingParams(max_tokens=16, temperature=0.0))
+        before = (await answer(model, asked)).completions
+        tasks = [
+            asyncio.create_task(answer(model, call("x", SamplingParams(max_tokens=1900, ignore_eos=True))))
+            for _ in range(20)
+        ]
+        await asyncio.sleep(0.3)
+        os.kill(pid_of(model), signal.SIGKILL)
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, WorkerLostError), outcome
+            assert "signal 9 (SIGKILL)" in str(outcome)
+            assert "send the request again" in str(outcome)
+            assert outcome.retry_after_s >= 1.0
+        assert model.health().reason == "the device worker is being restarted"
+        assert model.card(None).tier == "loading"
+        assert await model.metrics() == {}
+        with pytest.raises(UnavailableError, match="being restarted"):
+            await answer(model, asked)
+        await until(lambda: model.health().ready)
+        assert (await answer(model, asked)).completions == before
+        await settled(model)
+
+
+async def test_a_worker_that_keeps_dying_is_started_ever_more_rarely() -> None:
+    async with served("stub://alpha", "process") as model:
+        first = pid_of(model)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: model.worker.pid not in (first, None))
+        os.kill(pid_of(model), signal.SIGKILL)
+        await until(lambda: model.worker.pid is None)
+        lost_s = time.monotonic()
+        await until(lambda: model.health().ready)
+        assert time.monotonic() - lost_s > 0.5
+        assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
+
+
+async def test_a_worker_that_dies_over_its_first_load_is_a_failed_start() -> None:
+    model = model_of("stub://alpha?load_ms=20000", "process")
+    starting = asyncio.create_task(model.start())
+    await until(lambda: model.worker.pid is not None)
+    pid = pid_of(model)
+    os.kill(pid, signal.SIGSEGV)
+    with pytest.raises(WorkerLostError, match="SIGSEGV"):
+        await starting
+    assert not is_alive(pid)
+
+
+async def test_what_cannot_be_loaded_again_is_said_and_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(pocket_path(), path)
+    load = LoadOptions(EngineOptions(num_blocks=256), cache_dir=tmp_path / "cache", probe=False)
+    worker = WorkerOptions("process", trial=TrialOptions(enabled=False))
+    model = SingleModel(SingleModelOptions(str(path), ("served",), load, worker))
+    await model.start()
+    path.rename(tmp_path / "elsewhere")
+    os.kill(pid_of(model), signal.SIGKILL)
+    await until(lambda: model.card(None).tier == "failed")
+    with pytest.raises(UnavailableError, match=r"could not be loaded again: .*nothing is there"):
+        await answer(model, call("abc"))
+    (tmp_path / "elsewhere").rename(path)
+    await until(lambda: model.health().ready)
+    assert (await answer(model, call("abc"))).completions
+    await model.close()
+
+
+async def test_what_is_unknown_here_is_tried_before_it_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(pocket_path(), path)
+    load = LoadOptions(EngineOptions(num_blocks=256), cache_dir=tmp_path / "cache", probe=False)
+    stages: list[str] = []
+    options = SingleModelOptions(str(path), ("served",), load, WorkerOptions("process"))
+    model = SingleModel(options, lambda stage, fraction: stages.append(stage))
+    await model.start()
+    await model.close()
+    assert stages.index("trial") < stages.index("ready")
+
+
+async def test_signals_of_the_terminal_are_the_servers_to_decide_on() -> None:
+    async with served("stub://alpha", "process") as model:
+        pid = pid_of(model)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
+        assert model.worker.pid == pid
+
+
+async def test_closing_ends_the_process_also_under_load() -> None:
+    model = model_of("stub://alpha?step_ms=5", "process")
+    await model.start()
+    pid = pid_of(model)
+    tasks = [asyncio.create_task(answer(model, call("x", ENDLESS))) for _ in range(5)]
+    await asyncio.sleep(0.1)
+    await model.close()
+    assert not is_alive(pid)
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, UnavailableError)
+
+
+@pytest.mark.slow
+async def test_closing_ends_a_process_that_listens_to_nothing() -> None:
+    model = model_of("stub://alpha", "process")
+    await model.start()
+    pid = pid_of(model)
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.wait_for(model.close(), LIMIT_S)
+    assert not is_alive(pid)
+
+
+async def test_a_worker_that_does_not_answer_is_not_ready() -> None:
+    async with served("stub://alpha", "process", HealthLimits(answer_s=1.5)) as model:
+        await asyncio.sleep(0.1)
+        os.kill(pid_of(model), signal.SIGSTOP)
+        try:
+            await until(lambda: not model.health().ready)
+            assert "has not answered" in model.health().reason
+        finally:
+            os.kill(pid_of(model), signal.SIGCONT)
+        await until(lambda: model.health().ready)
+
+
+async def test_a_step_without_end_while_requests_wait_is_not_ready() -> None:
+    async with served("stub://alpha?step_ms=1500", "process", HealthLimits(step_s=0.2)) as model:
+        task = asyncio.create_task(answer(model, call("x", SamplingParams(max_tokens=1))))
+        await until(lambda: not model.health().ready)
+        assert "no step was completed" in model.health().reason
+        await task
+        await until(lambda: model.health().ready)
+
+
+PARENT = """
+import asyncio
+from lockstep.cluster.single import SingleModel, SingleModelOptions
+from lockstep.worker.supervised import WorkerOptions
+
+async def main():
+    model = SingleModel(SingleModelOptions({source!r}, ("served",), worker=WorkerOptions("process")))
+    await model.start()
+    from lockstep.cluster.base import Call
+    stream = model.stream(Call(None, "x"))
+    task = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0.2)
+    print(model.worker.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("source", ["stub://alpha", "stub://alpha?step_ms=60000"])
+async def test_a_worker_whose_server_was_killed_ends_too(source: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT.format(source=source)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(await asyncio.to_thread(parent.stdout.readline))
+        assert is_alive(pid)
+        parent.kill()
+        await until(lambda: not is_alive(pid))
+
+
+async def test_unloading_frees_the_name_for_another_load(tmp_path: Path) -> None:
+    async with served("stub://alpha", "process") as model:
+        await model.worker.unload(REPLICA)
+        assert model.worker.loaded(REPLICA) is None
+        with pytest.raises(ArtifactNotFoundError):
+            await model.worker.load(REPLICA, str(tmp_path / "absent.gguf"), LoadOptions())
+        await model.worker.load(REPLICA, "stub://beta", LoadOptions(EngineOptions(num_blocks=64)))
+        assert (await answer(model, call("abc"))).text == "[stub:beta] ok len=3 max=40"
+        assert await model.worker.reset_prefix_cache() == 0
+
+
+async def test_leaving_a_load_lets_it_go_and_frees_it() -> None:
+    async with served("stub://alpha", "process") as model:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(model.worker.load("other", "stub://beta?load_ms=500", LoadOptions()), 0.1)
+        loaded = await model.worker.load("other", "stub://gamma", LoadOptions(EngineOptions(num_blocks=64)))
+        assert loaded.name == "gamma"

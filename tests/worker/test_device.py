@@ -1,0 +1,297 @@
+"""The device worker alone, in this process: its threads, its loads, its answers while a step runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from lockstep.core.request import FinishReason
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.sizing import EngineOptions
+from lockstep.errors import (
+    ArtifactNotFoundError,
+    InvalidParameterError,
+    LockstepError,
+    QueueFullError,
+    UnavailableError,
+    UsageError,
+)
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.device import DeviceWorker
+from lockstep.worker.messages import (
+    Abort,
+    AskHealth,
+    AskMetrics,
+    Check,
+    Checked,
+    Command,
+    Event,
+    HealthReport,
+    Load,
+    Loaded,
+    LoadFailed,
+    Loading,
+    MetricsReport,
+    Outputs,
+    PrefixCacheReset,
+    Refused,
+    ResetPrefixCache,
+    Stop,
+    Submit,
+    TrialOptions,
+    Unload,
+    Unloaded,
+)
+
+LIMIT_S = 20.0
+SMALL = LoadOptions(EngineOptions(num_blocks=256))
+SHORT = SamplingParams(max_tokens=40)
+ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
+Kind = TypeVar("Kind", bound=Event)
+
+
+class Bench:
+    """A worker with its step thread, and all that it has said."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._said = threading.Condition()
+        self.worker = DeviceWorker(self._hear)
+        self.steps = threading.Thread(target=self.worker.run)
+        self.steps.start()
+
+    def _hear(self, event: Event) -> None:
+        with self._said:
+            self.events.append(event)
+            self._said.notify_all()
+
+    def tell(self, *commands: Command) -> None:
+        for command in commands:
+            self.worker.handle(command)
+
+    def heard(self, kind: type[Kind], which: Callable[[Kind], bool] = lambda event: True) -> Kind:
+        """Wait for an event."""
+        found: list[Kind] = []
+
+        def is_there() -> bool:
+            found.extend(event for event in self.events if isinstance(event, kind) and which(event))
+            return bool(found)
+
+        with self._said:
+            assert self._said.wait_for(is_there, LIMIT_S), f"no {kind.__name__} among {self.events}"
+        return found[0]
+
+    def load(self, key: str, source: str, options: LoadOptions = SMALL) -> None:
+        self.tell(Load(key, source, options, TrialOptions()))
+
+    def ready(self, key: str, source: str, options: LoadOptions = SMALL) -> Loaded:
+        self.load(key, source, options)
+        return self.heard(Loaded, lambda event: event.replica == key)
+
+    def refusal(self, request_id: int) -> LockstepError:
+        return self.heard(Refused, lambda event: event.request_id == request_id).error
+
+    def checked(self, ask_id: int) -> Checked:
+        self.tell(Check(ask_id))
+        return self.heard(Checked, lambda event: event.ask_id == ask_id)
+
+    def answer(self, request_id: int) -> TokenOutput:
+        """A request's very last output."""
+        event = self.heard(Outputs, lambda event: _last(event, request_id) is not None)
+        last = _last(event, request_id)
+        assert last is not None
+        return last
+
+
+def _last(event: Outputs, request_id: int) -> TokenOutput | None:
+    outputs = (out for out in event.outputs if out.request_id == request_id and out.request is not None)
+    return next(outputs, None)
+
+
+def ask(text: str, params: SamplingParams = SHORT) -> GenerationRequest:
+    return GenerationRequest(tuple(text.encode()), params)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.tell(Stop())
+    bench.steps.join(LIMIT_S)
+    assert not bench.steps.is_alive()
+
+
+def test_two_replicas_answer_side_by_side(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha")
+    bench.ready("b", "stub://beta")
+    bench.tell(*(Submit(number, "ab"[number % 2], ask("x")) for number in range(6)))
+    for number in range(6):
+        name = ("alpha", "beta")[number % 2]
+        answer = bench.answer(number).request
+        assert answer is not None
+        assert answer.text == f"[stub:{name}] ok len=1 max=40"
+
+
+def test_a_step_is_one_event_that_begins_with_whom_it_accepted(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha?step_ms=20")
+    bench.tell(*(Submit(number, "a", ask("x")) for number in range(8)))
+    for number in range(8):
+        bench.answer(number)
+    outputs = [event for event in bench.events if isinstance(event, Outputs)]
+    assert sorted(number for event in outputs for number in event.accepted) == list(range(8))
+    full = [event for event in outputs if len(event.outputs) == 8]
+    assert len(full) >= 20
+    seen: set[int] = set()
+    for event in outputs:
+        seen.update(event.accepted)
+        assert {output.request_id for output in event.outputs} <= seen
+
+
+def test_one_that_the_queue_does_not_take_is_not_accepted(bench: Bench) -> None:
+    tight = LoadOptions(EngineOptions(num_blocks=256, scheduler={"max_num_queued_reqs": 2, "max_num_seqs": 1}))
+    bench.ready("a", "stub://alpha?step_ms=100", tight)
+    bench.tell(*(Submit(number, "a", ask("x", ENDLESS)) for number in range(6)))
+    refused = bench.heard(Outputs, lambda event: any(output.error for output in event.outputs))
+    errors = {output.request_id: output.error for output in refused.outputs if output.error is not None}
+    assert errors
+    assert all(isinstance(error, QueueFullError) for error in errors.values())
+    assert not errors.keys() & {
+        number for event in bench.events if isinstance(event, Outputs) for number in event.accepted
+    }
+
+
+def test_what_can_never_be_served_is_refused_without_a_step(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha")
+    bench.tell(
+        Submit(1, "a", ask("x", SamplingParams(temperature=-1.0))),
+        Submit(2, "a", ask("")),
+        Submit(3, "nobody", ask("x")),
+        Submit(4, "a", ask("x", SamplingParams(constraint=Constraint.regex("(")))),
+    )
+    refusals = {number: bench.refusal(number) for number in (1, 2, 3, 4)}
+    assert isinstance(refusals[1], InvalidParameterError)
+    assert refusals[1].param == "temperature"
+    assert isinstance(refusals[2], InvalidParameterError)
+    assert isinstance(refusals[3], UnavailableError)
+    assert isinstance(refusals[4], InvalidParameterError)
+    assert refusals[4].param == "constraint"
+
+
+def test_metrics_and_health_are_told_while_a_long_step_runs(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha?step_ms=2000")
+    bench.tell(Submit(1, "a", ask("x", SamplingParams(max_tokens=1))))
+    time.sleep(0.3)
+    asked_s = time.monotonic()
+    bench.tell(AskMetrics(5), AskHealth(6))
+    metrics, health = bench.heard(MetricsReport), bench.heard(HealthReport)
+    assert time.monotonic() - asked_s < 1.0
+    assert metrics.ask_id == 5
+    assert metrics.replicas["a"].gauges["num_requests_running"] == 1
+    assert health.num_running == 1
+    assert 0.1 < health.waiting_s < 1.5
+    bench.answer(1)
+    bench.tell(AskHealth(7))
+    assert bench.heard(HealthReport, lambda event: event.ask_id == 7).waiting_s == 0.0
+
+
+def test_a_replica_serves_while_another_loads(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha")
+    bench.load("b", "stub://beta?load_ms=1500")
+    bench.tell(*(Submit(number, "a", ask("x")) for number in range(4)))
+    for number in range(4):
+        bench.answer(number)
+    assert not [event for event in bench.events if isinstance(event, Loaded) and event.replica == "b"]
+    bench.heard(Loaded, lambda event: event.replica == "b")
+
+
+def test_a_load_that_fails_says_why_and_leaves_the_key_free(bench: Bench, tmp_path: Path) -> None:
+    bench.load("a", str(tmp_path / "absent.gguf"))
+    failed = bench.heard(LoadFailed)
+    assert isinstance(failed.error, ArtifactNotFoundError)
+    assert "absent.gguf" in str(failed.error)
+    bench.ready("a", "stub://alpha")
+    bench.load("a", "stub://alpha")
+    again = bench.heard(LoadFailed, lambda event: event is not failed)
+    assert isinstance(again.error, UsageError)
+
+
+def test_loading_tells_its_stages(bench: Bench) -> None:
+    loaded = bench.ready("pocket", "pocket://")
+    stages = [event.stage for event in bench.events if isinstance(event, Loading)]
+    assert stages[0] == "open"
+    assert stages[-1] == "ready"
+    assert loaded.has_hidden_states
+    assert loaded.probe is not None
+    assert loaded.load_s > 0
+    assert loaded.environment["executor"] == "openvino"
+
+
+def test_unloading_ends_what_runs_and_refuses_what_comes(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha?step_ms=5")
+    bench.tell(Submit(1, "a", ask("x", ENDLESS)))
+    bench.heard(Outputs)
+    bench.tell(Unload("a"))
+    assert bench.answer(1).finish_reason is FinishReason.ABORT
+    bench.heard(Unloaded)
+    bench.tell(Submit(2, "a", ask("x")))
+    assert isinstance(bench.heard(Refused).error, UnavailableError)
+    bench.ready("a", "stub://alpha")
+
+
+def test_unloading_what_loads_waits_for_the_load(bench: Bench) -> None:
+    bench.load("a", "stub://alpha?load_ms=300")
+    bench.tell(Unload("a"))
+    bench.heard(Unloaded)
+    assert [type(event) for event in bench.events if not isinstance(event, Loading)] == [Loaded, Unloaded]
+
+
+def test_an_abort_ends_a_request_that_is_still_being_prepared(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha")
+    constrained = SamplingParams(max_tokens=2000, constraint=Constraint.regex("[a-z]{1000,1500}"))
+    for number in range(40):
+        bench.tell(Submit(number, "a", ask("x", constrained)), Abort("a", (number,)))
+    _settle(bench)
+
+
+def test_a_storm_of_requests_that_are_aborted_leaves_nothing(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha?step_ms=1")
+    for number in range(500):
+        bench.tell(Submit(number, "a", ask("x" * (1 + number % 50), ENDLESS)))
+        if number >= 10:
+            bench.tell(Abort("a", (number - 10,)))
+    bench.tell(Abort("a", tuple(range(490, 500))))
+    metrics = _settle(bench)
+    assert not any(metrics.replicas["a"].gauges.values())
+    assert not bench.worker._preparing
+    assert not bench.worker._outputs
+
+
+def test_the_prefix_cache_forgets(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha")
+    bench.tell(Submit(1, "a", ask("x" * 64)))
+    bench.answer(1)
+    bench.tell(ResetPrefixCache(1))
+    assert bench.heard(PrefixCacheReset).num_blocks > 0
+    bench.tell(ResetPrefixCache(2))
+    assert bench.heard(PrefixCacheReset, lambda event: event.ask_id == 2).num_blocks == 0
+
+
+def _settle(bench: Bench) -> MetricsReport:
+    """Ask until nothing is open any more, then for the metrics."""
+    until_s = time.monotonic() + LIMIT_S
+    for ask_id in range(1000, 9000):
+        checked = bench.checked(ask_id)
+        assert checked.fault == ""
+        if checked.num_open == 0:
+            break
+        assert time.monotonic() < until_s, f"{checked.num_open} requests are left"
+        time.sleep(0.01)
+    bench.tell(AskMetrics(1))
+    return bench.heard(MetricsReport)
