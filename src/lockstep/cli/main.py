@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.bench import bench_app
 from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
@@ -34,6 +35,7 @@ app.command()(pull)
 app.command("list")(list_models)
 app.command()(rm)
 app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
 
 
 def _print_version(value: bool) -> None:
