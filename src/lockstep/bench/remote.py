@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import httpx2
 
+from lockstep.bench.chunks import Chunk, ChunkReader, error_message
 from lockstep.bench.target import Target
 from lockstep.errors import RemoteError
 
 CONNECT_LIMIT_S = 10.0
 READ_LIMIT_S = 600.0
 """Of silence: a model may think for long before its first token."""
-MAX_REASON_CHARS = 300
 _OK = 200
 _HINTS: Mapping[int, str] = {
     401: "; give the server's key by --api-key or OPENAI_API_KEY",
@@ -64,14 +64,25 @@ class Remote:
         except ValueError:
             return None
 
-    @contextmanager
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Iterator[str]]:
-        """The lines of a streamed answer as they come; leaving early closes the connection: the generation ends."""
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk]:
+        """The chunks of a streamed answer as they come. Closing it early closes the connection: the generation ends.
+
+        Raises:
+            RemoteError: the server refuses, breaks off, or says in mid-stream what went wrong.
+        """
+        reader = ChunkReader()
         with self._spoken(), self._client.stream("POST", path, json=body) as response:
             if response.status_code != _OK:
                 response.read()
                 _checked(response)
-            yield response.iter_lines()
+            for line in response.iter_lines():
+                chunk = _read(reader, line)
+                if chunk is not None and chunk.error is not None:
+                    raise RemoteError(f"{self.target.url} ended the answer: {error_message(chunk.error)}")
+                if chunk is not None:
+                    yield chunk
+        if not reader.is_done:
+            raise RemoteError(f"{self.target.url} broke off in the middle of the answer")
 
     def close(self) -> None:
         self._client.close()
@@ -100,11 +111,11 @@ class Remote:
             raise RemoteError(f"the connection to {url} broke: {error or type(error).__name__}") from None
 
 
-def error_message(value: Any) -> str:
-    """The sentence in an error body of OpenAI's shape, or of any other."""
-    error = value.get("error", value) if isinstance(value, dict) else value
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:MAX_REASON_CHARS]
+def _read(reader: ChunkReader, line: str) -> Chunk | None:
+    try:
+        return reader.read(line.encode())
+    except ValueError as error:
+        raise RemoteError(f"an event of the stream is no completion chunk ({error})") from None
 
 
 def _checked(response: httpx2.Response) -> Any:

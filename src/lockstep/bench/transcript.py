@@ -11,39 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 
+from lockstep.bench.chunks import Chunk, ChunkReader, Usage, error_message
 from lockstep.bench.client import Exchange
 
 OK = 200
-MAX_REASON_CHARS = 300
-_DATA = b"data:"
-_DONE = b"[DONE]"
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
-    text: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +26,7 @@ class Outcome:
 
     is_success: bool
     start_s: float
-    """On the clock of the run: when it was due (open loop) or sent (closed loop). Latencies count from here."""
+    """On the clock of `time.perf_counter`: when it was due, or sent where nothing is due. Latencies count from here."""
     ttft_s: float = 0.0
     itl_s: tuple[float, ...] = ()
     e2el_s: float = 0.0
@@ -77,32 +51,36 @@ def read_exchange(exchange: Exchange, start_s: float, prompt_tokens: int | None)
         prompt_tokens: what was asked for, where the server does not say.
     """
     delay_s = max(0.0, exchange.sent_s - start_s)
-    if exchange.error:
-        return Outcome(False, start_s, error=exchange.error, send_delay_s=delay_s)
-    if exchange.status != OK:
-        return Outcome(False, start_s, error=f"HTTP {exchange.status}: {_reason(exchange)}", send_delay_s=delay_s)
+    error = exchange.error
+    if not error and exchange.status != OK:
+        error = f"HTTP {exchange.status}: {_reason(exchange)}"
+    if not error:
+        try:
+            return _measure(exchange, start_s, prompt_tokens, delay_s)
+        except ValueError as fault:
+            error = str(fault)
+    return Outcome(False, start_s, error=error, send_delay_s=delay_s)
+
+
+def _measure(exchange: Exchange, start_s: float, prompt_tokens: int | None, delay_s: float) -> Outcome:
+    """Of a whole stream; ValueError: it says or shows that the answer is not whole."""
     tokens_s: list[float] = []
     text: list[str] = []
-    last_s = 0.0
-    usage = _Usage()
+    last_s: float | None = None
+    usage = Usage()
     for at_s, chunk in _chunks(exchange):
-        if chunk is None:
-            return Outcome(
-                False, start_s, error="an event of the stream is not a completion chunk", send_delay_s=delay_s
-            )
         if chunk.error is not None:
-            return Outcome(False, start_s, error=f"in mid-stream: {_message(chunk.error)}", send_delay_s=delay_s)
+            raise ValueError(f"in mid-stream: {error_message(chunk.error)}")
         usage = chunk.usage or usage
         if chunk.choices:
             last_s = at_s
-            added = [_text(choice) for choice in chunk.choices]
-            if any(piece is not None for piece in added):
+            text += [choice.thoughts + choice.content for choice in chunk.choices]
+            if any(choice.brings_tokens for choice in chunk.choices):
                 tokens_s.append(at_s)
-                text += [piece for piece in added if piece]
-    if not tokens_s and last_s:  # tokens without text, as of half a character: the chunk that ended it counts
+    if last_s is None:
+        raise ValueError("the answer holds no completion chunk")
+    if not tokens_s:  # tokens without text, as of half a character: the chunk that ended it counts
         tokens_s.append(last_s)
-    if not tokens_s:
-        return Outcome(False, start_s, error="the answer holds no completion chunk", send_delay_s=delay_s)
     return Outcome(
         True,
         start_s,
@@ -116,44 +94,22 @@ def read_exchange(exchange: Exchange, start_s: float, prompt_tokens: int | None)
     )
 
 
-def _text(choice: _Choice) -> str | None:
-    """Text that a choice brings; None: it brings none. Thoughts and tool calls are tokens too."""
-    if choice.delta is None:
-        return choice.text or None
-    delta = choice.delta
-    thoughts = delta.reasoning_content or delta.reasoning or ""
-    if delta.tool_calls is not None and bytes(delta.tool_calls) not in (b"null", b"[]"):
-        return thoughts + (delta.content or "")
-    return thoughts + (delta.content or "") or None
-
-
-def _chunks(exchange: Exchange) -> Iterator[tuple[float, _Chunk | None]]:
-    """Each event with the time of the read that completed it; None: not a chunk."""
-    decoder = msgspec.json.Decoder(_Chunk)
+def _chunks(exchange: Exchange) -> Iterator[tuple[float, Chunk]]:
+    """Each event with the time of the read that completed it; ValueError: an event of another kind."""
+    reader = ChunkReader()
     rest = b""
     for at_s, piece in [*exchange.reads, (exchange.ended_s, b"\n")]:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if line.startswith(_DATA):
-                content = line[len(_DATA) :].strip()
-                if content == _DONE:
-                    return
-                try:
-                    yield at_s, decoder.decode(content)
-                except msgspec.DecodeError:
-                    yield at_s, None
+            chunk = reader.read(line)
+            if chunk is not None:
+                yield at_s, chunk
 
 
 def _reason(exchange: Exchange) -> str:
     """Why a server refused, from whatever body it sent."""
     body = b"".join(piece for _, piece in exchange.reads)
     try:
-        value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        return " ".join(body.decode("utf-8", "replace").split())[:MAX_REASON_CHARS] or "no reason given"
-    return _message(value.get("error", value) if isinstance(value, dict) else value)
-
-
-def _message(error: Any) -> str:
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:MAX_REASON_CHARS]
+        return error_message(msgspec.json.decode(body))
+    except ValueError:
+        return error_message(body.decode("utf-8", "replace")) or "no reason given"

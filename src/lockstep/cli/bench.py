@@ -88,7 +88,7 @@ def serve(
         num_warmups=num_warmups,
         ignore_eos=ignore_eos,
         temperature=temperature,
-        extra_body=_extra_body(extra_body),
+        extra_body=tuple(load.extra_fields(extra_body).items()),
         trace_speed=trace_speed,
         trace_spread=trace_spread,
         shows_progress=not as_json,
@@ -192,16 +192,6 @@ def _goals_text(goodput: str, more: list[str]) -> str:
     if more and not goodput:
         raise UsageError(f"unexpected argument {more[0]!r}; `lockstep bench serve` takes options only")
     return " ".join([goodput, *more])
-
-
-def _extra_body(text: str | None) -> tuple[tuple[str, Any], ...]:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise UsageError(f'--extra-body is {text!r}; it must be a JSON object, e.g. {{"top_k": 1}}')
-    return tuple(value.items())
 
 
 def _file_name(content: Mapping[str, Any]) -> Path:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+
+from lockstep.cli.options import json_object
 
 DEFAULT_URL = "http://127.0.0.1:9000"
 
@@ -47,3 +49,8 @@ TraceSpeed = Annotated[float, typer.Option(help="Replay a trace so many times as
 TraceSpread = Annotated[
     bool, typer.Option("--trace-spread", help="Spread requests of one timestamp up to the next, for coarse clocks.")
 ]
+
+
+def extra_fields(text: str | None) -> dict[str, Any]:
+    """The value of --extra-body; UsageError where it is not a JSON object."""
+    return json_object("--extra-body", text, '{"top_k": 1}')
