@@ -32,8 +32,8 @@ class Behaviour:
     """Every n-th generation is refused with 503."""
     break_every: int = 0
     """Every n-th stream ends with an error frame after its first token."""
-    hangs: bool = False
-    """Streams never end."""
+    hang_after: int | None = None
+    """Streams after so many never end."""
     api_key: str | None = None
     sends_thoughts: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -105,14 +105,16 @@ def _answer(behaviour: Behaviour, body: dict[str, Any]) -> Response:
     number = len(behaviour.measured())
     if behaviour.fail_every and number % behaviour.fail_every == 0:
         return _refusal(503, "the queue is full", "unavailable")
-    breaks = bool(behaviour.break_every) and number % behaviour.break_every == 0
-    return StreamingResponse(_frames(behaviour, body, usage, breaks), media_type="text/event-stream")
+    frames = _frames(behaviour, body, usage, number)
+    return StreamingResponse(frames, media_type="text/event-stream")
 
 
 async def _frames(
-    behaviour: Behaviour, body: dict[str, Any], usage: dict[str, int], breaks: bool
+    behaviour: Behaviour, body: dict[str, Any], usage: dict[str, int], number: int
 ) -> AsyncIterator[bytes]:
     is_chat = "messages" in body
+    breaks = bool(behaviour.break_every) and number % behaviour.break_every == 0
+    hangs = behaviour.hang_after is not None and number > behaviour.hang_after
     behaviour.num_open += 1
     behaviour.max_open = max(behaviour.max_open, behaviour.num_open)
     is_whole = False
@@ -128,7 +130,7 @@ async def _frames(
             if breaks:
                 yield _frame({"error": {"message": "the worker was lost", "type": "server_error", "code": 500}})
                 return
-        while behaviour.hangs:
+        while hangs:
             await asyncio.sleep(0.02)
         last: dict[str, Any] = {"index": 0, "delta": {}} if is_chat else {"index": 0, "text": ""}
         yield _frame({"choices": [last | {"finish_reason": "length"}]})

@@ -8,7 +8,6 @@ import msgspec
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
-_NO_CALLS = (b"null", b"[]")
 MAX_REASON_CHARS = 300
 
 
@@ -18,7 +17,7 @@ class Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: Any = None
 
 
 class Choice(msgspec.Struct):
@@ -40,7 +39,7 @@ class Choice(msgspec.Struct):
     def brings_tokens(self) -> bool:
         """Text, thoughts or a part of a tool call; not a role alone, nor an end alone."""
         calls = None if self.delta is None else self.delta.tool_calls
-        return bool(self.content or self.thoughts) or (calls is not None and bytes(calls) not in _NO_CALLS)
+        return bool(self.content or self.thoughts or calls)
 
 
 class Usage(msgspec.Struct):

@@ -89,9 +89,9 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def on_message_complete(self) -> None:
-        if not self._parser.should_keep_alive():
-            self.is_open = False
         self._end("")
+        if not self._parser.should_keep_alive():
+            self.close()
 
     def _end(self, error: str) -> None:
         if self.exchange is None or self._done is None:

@@ -21,8 +21,8 @@ def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Whose script to print.")],
 ) -> None:
     """Print the script for a shell's completion, e.g. eval "$(lockstep completion bash)" in ~/.bashrc."""
-    print(f"# {_INSTALL[shell]}")
     print(get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell))
+    print(f"# {_INSTALL[shell]}")  # last: zsh reads a script's first line
 
 
 def enable_completion() -> None:
