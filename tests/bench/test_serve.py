@@ -90,7 +90,7 @@ def test_latency_counts_from_when_a_request_was_due(standin: Start, capsys: pyte
     sent = result_of(capsys)
     assert due["p99_e2el_ms"] > 7 * 25
     assert due["p99_send_delay_ms"] > 6 * 25
-    assert sent["mean_e2el_ms"] < due["mean_e2el_ms"] / 2
+    assert sent["p50_e2el_ms"] < due["p50_e2el_ms"]
 
 
 def test_requests_are_sent_when_they_are_due(standin: Start, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.bench.throughput import ThroughputOptions, run_throughput
 from lockstep.cli.main import invoke
+from lockstep.engine.llm import LLM
 
 SMALL = ("--num-prompts", "5", "--input-len", "10", "--output-len", "4", "--concurrency", "2")
 
@@ -24,14 +26,12 @@ def test_every_token_is_counted_once(capsys: pytest.CaptureFixture[str], tmp_pat
     assert result["cpu_s_per_token"] > 0
 
 
-def test_concurrency_shortens_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps of 5 ms: four at once need a quarter of the steps of one after another."""
-    durations = []
-    for concurrency in ("1", "4"):
-        load = ("--num-prompts", "4", "--input-len", "4", "--output-len", "4", "--concurrency", concurrency)
-        assert invoke(["bench", "throughput", "stub://alpha?step_ms=5", *load, "--json"]) == 0
-        durations.append(json.loads(capsys.readouterr().out)["duration"])
-    assert durations[1] < durations[0] / 2
+@pytest.mark.parametrize(("concurrency", "num_steps"), [(1, 16), (2, 8), (4, 4)])
+def test_so_many_requests_share_each_step(concurrency: int, num_steps: int) -> None:
+    options = ThroughputOptions(4, 4, 4, concurrency, num_warmups=0)
+    with LLM("stub://alpha") as llm:
+        assert run_throughput(llm, options)["total_output_tokens"] == 16
+        assert llm.engine.metrics().counters["num_steps"] == num_steps
 
 
 def test_a_request_that_fails_ends_the_run_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
