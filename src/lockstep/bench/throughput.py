@@ -54,9 +54,9 @@ def run_throughput(
     prompts = rng.integers(0, vocab_size, (options.num_prompts + options.num_warmups, options.input_len))
     requests = [GenerationRequest(tuple(prompt), _params(options)) for prompt in prompts.tolist()]
     for request in requests[: options.num_warmups]:
-        _answer(llm, [request], 1, lambda done: None)
+        answer_all(llm, [request], 1, lambda done: None)
     cpu_s, started_s = time.process_time(), time.perf_counter()
-    num_output = _answer(llm, requests[options.num_warmups :], options.concurrency, report)
+    num_output = answer_all(llm, requests[options.num_warmups :], options.concurrency, report)
     duration_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
     num_input = options.num_prompts * options.input_len
     return {
@@ -78,8 +78,12 @@ def _params(options: ThroughputOptions) -> SamplingParams:
     )
 
 
-def _answer(llm: LLM, requests: list[GenerationRequest], concurrency: int, report: Callable[[int], None]) -> int:
-    """Run requests with so many in the engine at once; returns the number of tokens that came."""
+def answer_all(llm: LLM, requests: list[GenerationRequest], concurrency: int, report: Callable[[int], None]) -> int:
+    """Run requests with so many in the engine at once; returns the number of tokens that came.
+
+    Raises:
+        LockstepError: what ended the first request that failed; the others are aborted.
+    """
     engine, waiting = llm.engine, iter(requests)
     errors: list[LockstepError] = []
     num_tokens = num_done = num_open = 0
