@@ -2,6 +2,7 @@
 
     LockstepError
     ├── UsageError                 the command line or a call was wrong before anything started
+    ├── RemoteError                a server that we are a client of cannot be reached, or refuses
     ├── ConfigError                a limit or policy that cannot work, refused at construction
     ├── RequestError               one request is refused or ended; the engine goes on
     │   ├── InvalidParameterError      a parameter has a wrong value (`param` names it)
@@ -39,6 +40,10 @@ class LockstepError(Exception):
 
 class UsageError(LockstepError):
     """The command line or a call was wrong before anything started."""
+
+
+class RemoteError(LockstepError):
+    """A server that we are a client of cannot be reached, or refuses."""
 
 
 class ConfigError(LockstepError):

@@ -17,11 +17,15 @@ class AnswerWriter:
         self._is_dim = False
 
     def write(self, output: TokenOutput) -> None:
-        if output.reasoning and self._shows_thoughts:
-            sys.stdout.write(output.reasoning if self._is_dim else _DIM + output.reasoning)
+        self.add(output.text, output.reasoning, is_final=output.is_final)
+
+    def add(self, text: str, thoughts: str, *, is_final: bool) -> None:
+        """What is new; the last call must be final, or the terminal stays dim."""
+        if thoughts and self._shows_thoughts:
+            sys.stdout.write(thoughts if self._is_dim else _DIM + thoughts)
             self._is_dim = True
-        if self._is_dim and (output.text or output.is_final):
-            sys.stdout.write(_NORMAL + ("\n\n" if output.text else ""))
+        if self._is_dim and (text or is_final):
+            sys.stdout.write(_NORMAL + ("\n\n" if text else ""))
             self._is_dim = False
-        sys.stdout.write(output.text)
+        sys.stdout.write(text)
         sys.stdout.flush()

@@ -9,6 +9,10 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.bench import bench_app
+from lockstep.cli.chat import chat
+from lockstep.cli.collect_env import collect_env
+from lockstep.cli.completion import VARIABLE, completion, enable_completion
 from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
@@ -30,10 +34,14 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
+app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)
 app.command()(rm)
+app.command("collect-env")(collect_env)
+app.command()(completion)
 app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
 
 
 def _print_version(value: bool) -> None:
@@ -60,6 +68,8 @@ def main() -> None:
 
 def invoke(argv: list[str]) -> int:
     """Run one command; returns its exit code and never raises what a user could have caused."""
+    if VARIABLE in os.environ:
+        enable_completion()
     try:
         code = app(args=argv, prog_name="lockstep", standalone_mode=False)
         sys.stdout.flush()

@@ -80,14 +80,17 @@ def openvino_options(device: str, threads: int | None, kv_cache_dtype: str, quan
 
 def template_kwargs(text: str | None) -> dict[str, Any]:
     """The value of --chat-template-kwargs; UsageError where it is not a JSON object."""
+    return json_object("--chat-template-kwargs", text, '{"enable_thinking": false}')
+
+
+def json_object(flag: str, text: str | None, example: str) -> dict[str, Any]:
+    """The value of a flag that takes a JSON object, empty without one; UsageError shows the example."""
     try:
         value = json.loads(text or "{}")
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise UsageError(
-            f'--chat-template-kwargs is {text!r}; it must be a JSON object, e.g. {{"enable_thinking": false}}'
-        )
+        raise UsageError(f"{flag} is {text!r}; it must be a JSON object, e.g. {example}")
     return value
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +13,7 @@ import typer
 from lockstep.cli import constraints
 from lockstep.cli import options as flags
 from lockstep.cli.answers import AnswerWriter
+from lockstep.cli.conversation import converse
 from lockstep.cli.progress import loading_progress
 from lockstep.engine.chat import chat_request
 from lockstep.engine.llm import LLM
@@ -29,7 +28,6 @@ Prompt = Annotated[
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")]
 _ANY_VOCABULARY = 1 << 31
-CHAT_HELP = "Type a message. /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
 def run(
@@ -184,35 +182,9 @@ class _Session:
         return last.request
 
 
-def _chat(session: _Session, verbose: bool) -> None:
-    with contextlib.suppress(ImportError):  # where it exists, importing it gives input() line editing and history
-        import_module("readline")
-    interactive = sys.stdin.isatty()
-    if interactive:
-        print(CHAT_HELP, file=sys.stderr)
-        if not session.has_history:
-            print("This model has no chat template: each message is completed on its own.", file=sys.stderr)
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            if interactive:
-                print(file=sys.stderr)
-            return
-        if line == "/exit":
-            return
-        if line == "/clear":
-            session.clear()
-        elif line:
-            output = session.answer(line, AnswerWriter())
-            print(flush=True)
-            if verbose:
-                print(_figures(output), file=sys.stderr)
-
-
 def _talk(session: _Session, prompt: str | None, as_json: bool, verbose: bool) -> None:
     if prompt is None:
-        _chat(session, verbose)
+        converse(session, _figures if verbose else None)
         return
     output = session.answer(sys.stdin.read() if prompt == "-" else prompt, None if as_json else AnswerWriter())
     if as_json:

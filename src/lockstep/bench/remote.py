@@ -1,0 +1,133 @@
+"""An OpenAI-compatible server as we talk to it outside of measurements, and what is said when it does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import httpx2
+
+from lockstep.bench.chunks import Chunk, ChunkReader, error_message
+from lockstep.bench.target import Target
+from lockstep.errors import RemoteError
+
+CONNECT_LIMIT_S = 10.0
+READ_LIMIT_S = 600.0
+"""Of silence: a model may think for long before its first token."""
+_OK = 200
+_HINTS: Mapping[int, str] = {
+    401: "; give the server's key by --api-key or OPENAI_API_KEY",
+    403: "; give another key by --api-key or OPENAI_API_KEY",
+}
+
+
+class Remote:
+    """One server. Use it as a context manager."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        limits = httpx2.Timeout(READ_LIMIT_S, connect=CONNECT_LIMIT_S)
+        # No proxies from the environment: the measuring client has none either, and most servers are near.
+        self._client = httpx2.Client(base_url=target.url, headers=target.headers, timeout=limits, trust_env=False)
+
+    def models(self) -> list[str]:
+        """Names that the server answers to, in its order."""
+        with self._spoken():
+            answer = _checked(self._client.get("/v1/models"))
+        entries = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(entries, list):
+            raise RemoteError(f"{self.target.url}/v1/models is no list of models; is this an OpenAI-compatible server?")
+        return [entry["id"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+
+    def model_or_first(self, name: str | None) -> str:
+        """The name that was given, or the first that the server has."""
+        if name is not None:
+            return name
+        names = self.models()
+        if not names:
+            raise RemoteError(f"{self.target.url} serves no model; give one by --model")
+        return names[0]
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON that a POST answers; RemoteError says why there is none."""
+        with self._spoken():
+            return _checked(self._client.post(path, json=body))
+
+    def try_post(self, path: str, body: Mapping[str, Any]) -> Any | None:
+        """The JSON that a POST answers; None where the server refuses it."""
+        with self._spoken():
+            response = self._client.post(path, json=body)
+        try:
+            return response.json() if response.status_code == _OK else None
+        except ValueError:
+            return None
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk]:
+        """The chunks of a streamed answer as they come. Closing it early closes the connection: the generation ends.
+
+        Raises:
+            RemoteError: the server refuses, breaks off, or says in mid-stream what went wrong.
+        """
+        reader = ChunkReader()
+        with self._spoken(), self._client.stream("POST", path, json=body) as response:
+            if response.status_code != _OK:
+                response.read()
+                _checked(response)
+            for line in response.iter_lines():
+                chunk = _read(reader, line)
+                if chunk is not None and chunk.error is not None:
+                    raise RemoteError(f"{self.target.url} ended the answer: {error_message(chunk.error)}")
+                if chunk is not None:
+                    yield chunk
+        if not reader.is_done:
+            raise RemoteError(f"{self.target.url} broke off in the middle of the answer")
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _spoken(self) -> Iterator[None]:
+        """Whatever the transport raises, in a sentence."""
+        url = self.target.url
+        try:
+            yield
+        except httpx2.ConnectError as error:
+            raise RemoteError(
+                f"cannot connect to {url} ({error}); is the server running? `lockstep serve` starts one"
+            ) from None
+        except httpx2.TimeoutException as error:
+            raise RemoteError(f"{url} was silent for too long ({type(error).__name__})") from None
+        except httpx2.HTTPError as error:
+            raise RemoteError(f"the connection to {url} broke: {error or type(error).__name__}") from None
+
+
+def _read(reader: ChunkReader, line: str) -> Chunk | None:
+    try:
+        return reader.read(line.encode())
+    except ValueError as error:
+        raise RemoteError(f"an event of the stream is no completion chunk ({error})") from None
+
+
+def _checked(response: httpx2.Response) -> Any:
+    try:
+        value = response.json()
+    except ValueError:
+        value = response.text or "no reason given"
+        if response.status_code == _OK:
+            raise RemoteError(
+                f"{response.url} did not answer with JSON; is this an OpenAI-compatible server?"
+            ) from None
+    if response.status_code != _OK:
+        code = response.status_code
+        raise RemoteError(f"{response.url} answered {code}: {error_message(value)}{_HINTS.get(code, '')}")
+    return value

@@ -1,0 +1,164 @@
+"""Sends a run's requests when they are due, whatever the server does: an open loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from lockstep.bench.client import Client, Exchange
+from lockstep.bench.transcript import Outcome, read_exchange
+
+PREPARED_BYTES = 256 << 20
+"""Requests that are written before the run; what is beyond is written just before it is due."""
+KEPT_BYTES = 256 << 20
+"""Answers that are kept as they came; what is beyond is read when its request ends, during the run."""
+_REPORT_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to come."""
+
+    due_s: float | None
+    """After the start of the run; None: at once, as soon as concurrency allows, and measured from when it is sent."""
+    write: Callable[[], bytes]
+    """Makes the request."""
+    prompt_tokens: int | None
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a run, also of one that was interrupted."""
+
+    outcomes: list[Outcome | None]
+    """By job; None: interrupted before its end."""
+    duration_s: float = 0.0
+    cpu_s: float = 0.0
+    """Processor time of this process while requests were open."""
+    was_interrupted: bool = False
+
+    @property
+    def finished(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome is not None]
+
+
+@dataclass(slots=True)
+class Watch:
+    """How far a run is, for whoever shows it."""
+
+    num_jobs: int
+    num_done: int = 0
+    num_failed: int = 0
+    on_report: Callable[[Watch], None] = field(default=lambda watch: None)
+
+
+class Runner:
+    """One run. Cancelling `run` ends it early; what was measured stays in `result`."""
+
+    def __init__(self, client: Client, jobs: Sequence[Job], max_concurrency: int | None, watch: Watch) -> None:
+        self._client = client
+        self._jobs = jobs
+        self._places = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._watch = watch
+        self._exchanges: dict[int, tuple[Exchange, float]] = {}
+        self._kept_bytes = 0
+        self._origin_s = 0.0
+        self.result = Run([None] * len(jobs))
+
+    async def run(self) -> None:
+        """Send everything and wait for all answers; then read them."""
+        prepared = _prepare(self._jobs)
+        reporter = asyncio.ensure_future(self._report())
+        cpu_s, self._origin_s = time.process_time(), time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index, job in enumerate(self._jobs):
+                    request = prepared.pop(index, None) or job.write()
+                    await self._until(job.due_s)
+                    tasks.create_task(self._one(index, job, request))
+        except asyncio.CancelledError:
+            self.result.was_interrupted = True
+            raise
+        finally:
+            self.result.duration_s = time.perf_counter() - self._origin_s
+            self.result.cpu_s = time.process_time() - cpu_s
+            reporter.cancel()
+            self._read_all()
+            self._watch.on_report(self._watch)
+
+    async def _until(self, due_s: float | None) -> None:
+        if due_s is not None:
+            wait_s = self._origin_s + due_s - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+
+    async def _one(self, index: int, job: Job, request: bytes) -> None:
+        exchange = Exchange()
+        async with self._places:
+            start_s = time.perf_counter() if job.due_s is None else self._origin_s + job.due_s
+            await self._client.send(request, exchange)
+        self._watch.num_done += 1
+        self._watch.num_failed += bool(exchange.error) or exchange.status >= 400
+        self._exchanges[index] = (exchange, start_s)
+        self._kept_bytes += exchange.num_bytes
+        if self._kept_bytes > KEPT_BYTES:
+            self._read(index)
+
+    async def _report(self) -> None:
+        while True:
+            self._watch.on_report(self._watch)
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+
+    def _read_all(self) -> None:
+        for index in list(self._exchanges):
+            self._read(index)
+
+    def _read(self, index: int) -> None:
+        exchange, start_s = self._exchanges.pop(index)
+        self._kept_bytes -= exchange.num_bytes
+        self.result.outcomes[index] = read_exchange(exchange, start_s, self._jobs[index].prompt_tokens)
+
+
+def _prepare(jobs: Sequence[Job]) -> dict[int, bytes]:
+    prepared: dict[int, bytes] = {}
+    num_bytes = 0
+    for index, job in enumerate(jobs):
+        if num_bytes > PREPARED_BYTES:
+            break
+        prepared[index] = job.write()
+        num_bytes += len(prepared[index])
+    return prepared
+
+
+def run_load(client: Callable[[], Client], jobs: Sequence[Job], max_concurrency: int | None, watch: Watch) -> Run:
+    """Run to the end, or to Ctrl-C, in an event loop of its own.
+
+    Args:
+        client: made inside of the loop.
+        max_concurrency: requests that are open at once; None: as many as are due.
+    """
+    runners: list[Runner] = []
+
+    async def whole() -> None:
+        async with client() as opened:
+            runners.append(Runner(opened, jobs, max_concurrency, watch))
+            await runners[0].run()
+
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as loop:
+            loop.run(whole())
+    except KeyboardInterrupt:
+        if not runners:
+            raise
+    return runners[0].result
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return None
+    return uvloop.new_event_loop

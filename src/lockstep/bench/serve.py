@@ -1,0 +1,193 @@
+"""`lockstep bench serve` as a function: options in, result out. The one place where the parts of a run meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lockstep.bench.arrivals import arrival_times
+from lockstep.bench.calibration import Calibration, calibrate
+from lockstep.bench.client import Client
+from lockstep.bench.prompts import Asking, prompt_of
+from lockstep.bench.remote import Remote
+from lockstep.bench.report import progress
+from lockstep.bench.runner import Job, Run, Watch, run_load
+from lockstep.bench.samples import MAX_SAMPLES, RandomLengths, Sample, jsonl_samples, random_samples
+from lockstep.bench.statistics import figures, per_request
+from lockstep.bench.target import Target
+from lockstep.bench.traces import faster, spread, trace_samples
+from lockstep.bench.transcript import Outcome
+from lockstep.errors import UsageError
+
+DEFAULT_NUM_PROMPTS = 100
+"""Of random requests; files are taken whole."""
+_CHAT = "/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Where requests come from."""
+
+    kind: Literal["random", "trace", "jsonl"]
+    path: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Dataset:
+        """``random``, ``trace:FILE`` or ``jsonl:FILE``; UsageError otherwise."""
+        kind, _, name = text.partition(":")
+        if text == "random":
+            return cls("random")
+        if kind == "trace" and name:
+            return cls("trace", Path(name).expanduser())
+        if kind == "jsonl" and name:
+            return cls("jsonl", Path(name).expanduser())
+        raise UsageError(f"--dataset is {text!r}; it is random, trace:FILE or jsonl:FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What is to be measured, and how."""
+
+    target: Target
+    dataset: Dataset
+    lengths: RandomLengths
+    """Of random requests; its output length is also that of lines that do not say."""
+    backend: str = "openai-chat"
+    endpoint: str = "/v1/chat/completions"
+    model: str | None = None
+    num_prompts: int | None = None
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+    goals: Mapping[str, float] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
+    percentiles: tuple[float, ...] = (50.0, 90.0, 99.0)
+    num_warmups: int = 0
+    ignore_eos: bool = False
+    temperature: float | None = 0.0
+    extra_body: tuple[tuple[str, Any], ...] = ()
+    trace_speed: float = 1.0
+    trace_spread: bool = False
+    shows_progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.request_rate > 0 or not self.burstiness > 0 or not self.trace_speed > 0:
+            raise UsageError("--request-rate, --burstiness and --trace-speed must be above 0 (inf sends all at once)")
+        if self.num_prompts is not None and not 1 <= self.num_prompts <= MAX_SAMPLES:
+            raise UsageError(f"--num-prompts is {self.num_prompts}; it must be from 1 to {MAX_SAMPLES:,}")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise UsageError(f"--max-concurrency is {self.max_concurrency}; it must be at least 1")
+        if self.num_warmups < 0 or self.seed < 0:
+            raise UsageError("--num-warmups and --seed must not be negative")
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint.endswith(_CHAT)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether requests are due at times of their own, so that latencies count from those."""
+        return self.dataset.kind == "trace" or not math.isinf(self.request_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeResult:
+    """The figures, and what is behind them."""
+
+    figures: dict[str, Any]
+    outcomes: list[Outcome]
+    prompts: str
+    """How prompts got their lengths."""
+    was_interrupted: bool
+
+    def as_json(self, *, detailed: bool) -> dict[str, Any]:
+        return self.figures | (per_request(self.outcomes) if detailed else {})
+
+
+def samples_of(options: ServeOptions) -> tuple[Sample, ...]:
+    """The requests of the data set, with due times where they are timed."""
+    dataset, limit = options.dataset, options.num_prompts or MAX_SAMPLES
+    if dataset.path is None:
+        return random_samples(options.num_prompts or DEFAULT_NUM_PROMPTS, options.lengths, options.seed)
+    try:
+        with dataset.path.open(encoding="utf-8") as lines:
+            if dataset.kind == "jsonl":
+                return jsonl_samples(lines, dataset.path.name, options.lengths.output_tokens, limit)
+            samples = trace_samples(lines, dataset.path.name, limit)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--dataset {dataset.kind}:{dataset.path} cannot be read ({error})") from None
+    samples = spread(samples, options.seed) if options.trace_spread else samples
+    return faster(samples, options.trace_speed)
+
+
+def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
+    """Measure a server.
+
+    Args:
+        say: told what is being done, in sentences.
+
+    Raises:
+        UsageError: the data set cannot be read.
+        RemoteError: the server does not answer at all; single failures are part of the result.
+    """
+    samples = samples_of(options)
+    with Remote(options.target) as remote:
+        model = remote.model_or_first(options.model)
+        asking = Asking(model, options.is_chat, options.temperature, options.ignore_eos, options.extra_body)
+        calibration = calibrate(remote, asking, options.endpoint, samples, options.seed)
+    jobs = _jobs(options, asking, calibration, samples)
+    if options.num_warmups:
+        warmups = [Job(None, jobs[i % len(jobs)].write, None) for i in range(options.num_warmups)]
+        say(f"{options.num_warmups} warm-up requests")
+        run_load(lambda: Client(options.target), warmups, options.max_concurrency, Watch(len(warmups)))
+    method = calibration.units.method
+    say(f"{len(jobs)} requests to {options.target.url}{options.endpoint}, model {model}, prompts {method}")
+    with progress(len(jobs), options.shows_progress) as watch:
+        run = run_load(lambda: Client(options.target), jobs, options.max_concurrency, watch)
+    return _result(options, model, run, method)
+
+
+def _jobs(options: ServeOptions, asking: Asking, calibration: Calibration, samples: Sequence[Sample]) -> list[Job]:
+    times: Sequence[float | None] = [sample.at_s for sample in samples]
+    if options.dataset.kind != "trace":
+        due = arrival_times(len(samples), options.request_rate, options.burstiness, options.seed)
+        times = due if options.is_timed else [None] * len(samples)
+
+    def writer(sample: Sample) -> Callable[[], bytes]:
+        def write() -> bytes:
+            prompt = prompt_of(sample, calibration.units, options.seed, calibration.corrections)
+            return options.target.post(options.endpoint, asking.body(prompt, sample.output_tokens))
+
+        return write
+
+    return [Job(at_s, writer(sample), sample.input_tokens) for at_s, sample in zip(times, samples, strict=True)]
+
+
+def _result(options: ServeOptions, model: str, run: Run, prompts: str) -> ServeResult:
+    outcomes = run.finished
+    total_tokens = sum(outcome.output_tokens for outcome in outcomes)
+    delays_ms = [outcome.send_delay_s * 1e3 for outcome in outcomes] or [0.0]
+    rate = "inf" if math.isinf(options.request_rate) else options.request_rate
+    result: dict[str, Any] = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": options.backend,
+        "model_id": model,
+        "num_prompts": len(run.outcomes),
+        "request_rate": rate,
+        "burstiness": options.burstiness,
+        "max_concurrency": options.max_concurrency,
+    }
+    result |= figures(outcomes, run.duration_s, options.metrics, options.percentiles, options.goals)
+    result |= {
+        "interrupted": len(run.outcomes) - len(outcomes),
+        "client_cpu_us_per_token": run.cpu_s * 1e6 / total_tokens if total_tokens else None,
+        "p99_send_delay_ms": float(np.percentile(delays_ms, 99)),
+    }
+    return ServeResult(result, outcomes, prompts, run.was_interrupted)

@@ -1,0 +1,153 @@
+"""From outcomes to the figures of a run. Pure; names and definitions are those of `vllm bench serve`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.bench.transcript import Outcome
+from lockstep.errors import UsageError
+
+METRICS: Mapping[str, str] = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+GOALS = ("ttft", "tpot", "e2el")
+"""Metrics that one request can meet or miss."""
+
+
+def parse_goals(text: str) -> dict[str, float]:
+    """``ttft:500,tpot:50`` (or with spaces) as milliseconds by metric; UsageError says what would be right."""
+    goals: dict[str, float] = {}
+    for pair in text.replace(",", " ").split():
+        name, _, value = pair.partition(":")
+        try:
+            limit_ms = float(value)
+        except ValueError:
+            limit_ms = -1.0
+        if name not in GOALS or not limit_ms >= 0:
+            raise UsageError(f"--goodput has {pair!r}; write ttft:500,tpot:50 with {', '.join(GOALS)} in milliseconds")
+        goals[name] = limit_ms
+    return goals
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """``50,90,99`` as numbers; UsageError where one is not within 0 to 100."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (-1.0,)
+    if not all(0 <= value <= 100 for value in values):
+        raise UsageError(f"--metric-percentiles is {text!r}; write numbers from 0 to 100, such as 50,90,99")
+    return values
+
+
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """``ttft,tpot`` as names; UsageError lists those that exist."""
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in METRICS:
+            raise UsageError(f"--percentile-metrics has {name!r}; there are {', '.join(METRICS)}")
+    return names
+
+
+def figures(
+    outcomes: Sequence[Outcome],
+    duration_s: float,
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
+    goals: Mapping[str, float],
+) -> dict[str, Any]:
+    """Everything that is computed over the requests of a run; what failed counts in ``failed`` only."""
+    done = [outcome for outcome in outcomes if outcome.is_success]
+    total_input = sum(outcome.prompt_tokens for outcome in done)
+    total_output = sum(outcome.output_tokens for outcome in done)
+    span_s = max(duration_s, 1e-9)
+    peak_tokens, peak_requests = _peaks(done)
+    result: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(done),
+        "failed": len(outcomes) - len(done),
+        "total_input_tokens": total_input,
+        "total_output_tokens": total_output,
+        "request_throughput": len(done) / span_s,
+        "request_goodput": sum(_is_good(outcome, goals) for outcome in done) / span_s if goals else None,
+        "output_throughput": total_output / span_s,
+        "total_token_throughput": (total_input + total_output) / span_s,
+        "max_output_tokens_per_s": peak_tokens,
+        "max_concurrent_requests": peak_requests,
+    }
+    for name in metrics:
+        result |= _distribution(name, _values_ms(name, done), percentiles)
+    return result
+
+
+def failures(outcomes: Sequence[Outcome]) -> list[tuple[str, int]]:
+    """Reasons of failure with how often each came, in order of first appearance."""
+    return list(Counter(outcome.error for outcome in outcomes if not outcome.is_success).items())
+
+
+def per_request(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """One entry per request, in order of the data set; seconds."""
+    return {
+        "input_lens": [outcome.prompt_tokens for outcome in outcomes],
+        "output_lens": [outcome.output_tokens for outcome in outcomes],
+        "ttfts": [outcome.ttft_s for outcome in outcomes],
+        "itls": [list(outcome.itl_s) for outcome in outcomes],
+        "start_times": [outcome.start_s for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+    }
+
+
+def percentile_name(percentile: float) -> str:
+    """``p99``, ``p99.9``."""
+    return f"p{percentile:g}"
+
+
+def _values_ms(name: str, done: Sequence[Outcome]) -> list[float]:
+    if name == "ttft":
+        return [outcome.ttft_s * 1e3 for outcome in done]
+    if name == "tpot":
+        return [outcome.tpot_s * 1e3 for outcome in done if outcome.output_tokens > 1]
+    if name == "itl":
+        return [gap_s * 1e3 for outcome in done for gap_s in outcome.itl_s]
+    return [outcome.e2el_s * 1e3 for outcome in done]
+
+
+def _distribution(name: str, values_ms: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    """Mean, median, deviation of the population, and percentiles with linear interpolation; zeros of nothing."""
+    values = np.array(values_ms or [0.0])
+    result = {
+        f"mean_{name}_ms": float(values.mean()),
+        f"median_{name}_ms": float(np.median(values)),
+        f"std_{name}_ms": float(values.std()),
+    }
+    return result | {f"{percentile_name(p)}_{name}_ms": float(np.percentile(values, p)) for p in percentiles}
+
+
+def _is_good(outcome: Outcome, goals: Mapping[str, float]) -> bool:
+    reached = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s, "e2el": outcome.e2el_s}
+    return all(reached[name] * 1e3 <= limit_ms for name, limit_ms in goals.items())
+
+
+def _peaks(done: Sequence[Outcome]) -> tuple[float, int]:
+    """The busiest second: chunks that came in it, and requests that were open at some time in it."""
+    if not done:
+        return 0.0, 0
+    origin_s = min(outcome.start_s for outcome in done)
+    end_s = max(outcome.start_s + outcome.e2el_s for outcome in done)
+    num_seconds = math.ceil(end_s - origin_s) + 1
+    chunks, openings = np.zeros(num_seconds + 1), np.zeros(num_seconds + 1)
+    for outcome in done:
+        times = np.cumsum([outcome.start_s - origin_s + outcome.ttft_s, *outcome.itl_s])
+        np.add.at(chunks, times.astype(int), 1)
+        openings[int(outcome.start_s - origin_s)] += 1
+        openings[int(outcome.start_s - origin_s + outcome.e2el_s) + 1] -= 1
+    return float(chunks.max()), int(np.cumsum(openings).max())

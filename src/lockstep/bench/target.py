@@ -1,0 +1,70 @@
+"""Where requests go: a base URL taken apart, and HTTP/1.1 requests as bytes. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from lockstep.errors import UsageError
+from lockstep.version import __version__
+
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One server."""
+
+    host: str
+    port: int
+    tls: bool
+    root: str
+    """The path in front of ``/v1``, without a slash at its end."""
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, base_url: str, api_key: str | None = None) -> Target:
+        """From a URL with or without ``/v1`` at its end; UsageError says what a URL would be."""
+        parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in _PORTS or not parts.hostname or port == -1:
+            raise UsageError(f"--base-url is {base_url!r}; it must look like http://127.0.0.1:9000")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise UsageError("--api-key holds characters that no HTTP header can carry")
+        root = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port or _PORTS[parts.scheme], parts.scheme == "https", root, api_key)
+
+    @property
+    def url(self) -> str:
+        """What the paths of endpoints are put behind."""
+        return f"{'https' if self.tls else 'http'}://{self.authority}{self.root}"
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request."""
+        key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        return {"User-Agent": f"lockstep/{__version__}", **key}
+
+    def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """A whole POST request with a JSON body."""
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        headers = {
+            "Host": self.authority,
+            **self.headers,
+            "Accept": "text/event-stream",
+            "Content-Type": "application/json",
+            "Content-Length": str(len(content)),
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"POST {self.root}{path} HTTP/1.1\r\n{lines}\r\n".encode() + content

@@ -1,0 +1,110 @@
+"""`lockstep bench throughput` as a function: what the engine in this process does without a server around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.request import FinishReason
+from lockstep.engine.llm import LLM
+from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.errors import LockstepError, UsageError
+from lockstep.executors.sampling_params import SamplingParams
+
+MAX_PROMPTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputOptions:
+    """The load: prompts of random tokens and of one length, answers of one length."""
+
+    num_prompts: int = 64
+    input_len: int = 200
+    output_len: int = 64
+    concurrency: int = 32
+    """Requests in the engine at once."""
+    temperature: float = 0.0
+    seed: int = 0
+    num_warmups: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len", "concurrency"):
+            if not 1 <= getattr(self, name) <= MAX_PROMPTS:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be from 1 to {MAX_PROMPTS:,}"
+                )
+        if self.num_warmups < 0 or self.seed < 0:
+            raise UsageError("--num-warmups and --seed must not be negative")
+
+
+def run_throughput(
+    llm: LLM, options: ThroughputOptions, report: Callable[[int], None] = lambda done: None
+) -> dict[str, Any]:
+    """Answer all prompts; duration in seconds, throughputs per second, processor time per output token.
+
+    Args:
+        report: told how many requests are done.
+    """
+    vocab_size = llm.model.vocab_size
+    rng = np.random.default_rng([options.seed, 4])
+    prompts = rng.integers(0, vocab_size, (options.num_prompts + options.num_warmups, options.input_len))
+    requests = [GenerationRequest(tuple(prompt), _params(options)) for prompt in prompts.tolist()]
+    for request in requests[: options.num_warmups]:
+        answer_all(llm, [request], 1, lambda done: None)
+    cpu_s, started_s = time.process_time(), time.perf_counter()
+    num_output = answer_all(llm, requests[options.num_warmups :], options.concurrency, report)
+    duration_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+    num_input = options.num_prompts * options.input_len
+    return {
+        "model_id": llm.model.name,
+        **asdict(options),
+        "duration": duration_s,
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": options.num_prompts / duration_s,
+        "output_throughput": num_output / duration_s,
+        "total_token_throughput": (num_input + num_output) / duration_s,
+        "cpu_s_per_token": cpu_s / num_output,
+    }
+
+
+def _params(options: ThroughputOptions) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.temperature, seed=options.seed, max_tokens=options.output_len, ignore_eos=True
+    )
+
+
+def answer_all(llm: LLM, requests: list[GenerationRequest], concurrency: int, report: Callable[[int], None]) -> int:
+    """Run requests with so many in the engine at once; returns the number of tokens that came.
+
+    Raises:
+        LockstepError: what ended the first request that failed; the others are aborted.
+    """
+    engine, waiting = llm.engine, iter(requests)
+    errors: list[LockstepError] = []
+    num_tokens = num_done = num_open = 0
+
+    def collect(output: TokenOutput) -> None:
+        nonlocal num_tokens, num_done, num_open
+        num_tokens += len(output.token_ids)
+        if output.request is not None:
+            num_done, num_open = num_done + 1, num_open - 1
+            if output.error is not None or output.finish_reason is FinishReason.ERROR:
+                errors.append(output.error or LockstepError("a request ended with an error"))
+
+    try:
+        while num_done < len(requests) and not errors:
+            while num_open < concurrency and (request := next(waiting, None)) is not None:
+                num_open += 1
+                engine.submit(request, collect)
+            engine.step()
+            report(num_done)
+    finally:
+        engine.abort_all()
+    if errors:
+        raise errors[0]
+    return num_tokens

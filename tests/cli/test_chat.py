@@ -1,0 +1,156 @@
+"""`lockstep chat` against a server whose behaviour is known."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lockstep.cli.main import invoke
+from tests.bench.standin import Behaviour, serving
+
+
+@pytest.fixture
+def behaviour() -> Behaviour:
+    return Behaviour()
+
+
+@pytest.fixture
+def url(behaviour: Behaviour) -> Iterator[str]:
+    with serving(behaviour) as base_url:
+        yield base_url
+
+
+def chat(url: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "lockstep", "chat", "--base-url", url, *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_a_prompt_is_answered_on_standard_output(
+    url: str, behaviour: Behaviour, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--max-tokens", "3", "--temperature", "0", "--seed", "1", "--system", "be brief", "-v")
+    assert invoke(["chat", "--base-url", url + "/v1", "-p", "hi", *options, "--extra-body", '{"top_k": 2}']) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "word0 word1 word2 \n"
+    assert "6 prompt tokens, 3 new, " in printed.err
+    assert "ended by length" in printed.err
+    body = behaviour.measured()[0]
+    assert body["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert (body["max_tokens"], body["temperature"], body["seed"], body["top_k"]) == (3, 0.0, 1, 2)
+
+
+def test_raw_completes_a_prompt_as_it_is(url: str, behaviour: Behaviour) -> None:
+    assert chat(url, "--raw", "-p", "-", "--max-tokens", "2", stdin="once upon").stdout == "word0 word1 \n"
+    assert behaviour.measured()[0]["prompt"] == "once upon"
+
+
+def test_a_conversation_remembers_until_it_is_cleared(url: str, behaviour: Behaviour) -> None:
+    result = chat(url, "--max-tokens", "1", stdin="a\nb\n/clear\n\nc\n/exit\nnever\n")
+    assert (result.returncode, result.stderr, result.stdout) == (0, "", "word0 \n" * 3)
+    roles = [[message["content"] for message in body["messages"]] for body in behaviour.measured()]
+    assert roles == [["a"], ["a", "word0 ", "b"], ["c"]]
+
+
+def test_a_pipe_gets_no_thoughts(url: str, behaviour: Behaviour) -> None:
+    behaviour.sends_thoughts = True
+    assert chat(url, "-p", "x", "--max-tokens", "4").stdout == "word2 word3 \n"
+
+
+def test_a_terminal_shows_thoughts_dimmed_and_lives_through_errors(url: str, behaviour: Behaviour) -> None:
+    """On a real terminal: thoughts between escapes; a refused message is a line, and the next one is answered."""
+    behaviour.sends_thoughts = True
+    behaviour.fail_every = 2
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "lockstep", "chat", "--base-url", url, "--max-tokens", "3"]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    for number, line in enumerate((b"a\n", b"b\n", b"c\n"), 1):
+        os.write(controller, line)
+        until(lambda number=number: len(behaviour.measured()) == number and not behaviour.num_open)  # type: ignore[misc]  # mypy cannot infer a lambda's default
+    os.write(controller, b"/exit\n")
+    seen = _read_all(controller)
+    assert process.wait(30) == 0
+    assert seen.count("\x1b[2mword0 word1 \x1b[0m\r\n\r\nword2 ") == 2
+    assert seen.count("answered 503: the queue is full") == 1
+    assert [len(body["messages"]) for body in behaviour.measured()] == [1, 3, 3]
+
+
+def _read_all(descriptor: int) -> str:
+    parts: list[bytes] = []
+    while True:
+        try:
+            part = os.read(descriptor, 65536)
+        except OSError:  # Linux: the other side of a terminal is gone
+            part = b""
+        if not part:
+            os.close(descriptor)
+            return b"".join(parts).decode()
+        parts.append(part)
+
+
+def test_ctrl_c_stops_the_answer_and_the_servers_generation(url: str, behaviour: Behaviour) -> None:
+    behaviour.hang_after = 0
+    command = [sys.executable, "-m", "lockstep", "chat", "--base-url", url, "--max-tokens", "2", "-v", "-p", "x"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.read(12) == "word0 word1 "
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "\n")
+    assert err.endswith("ended by abort\n")
+    until(lambda: behaviour.num_left == 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "behaves", "message"),
+    [
+        (("--model", "beta"), {}, "answered 404: The model `beta` does not exist."),
+        ((), {"api_key": "secret"}, "answered 401: the key is missing or wrong; give the server's key by --api-key"),
+        (("--api-key", "wrong"), {"api_key": "secret"}, "answered 401"),
+        ((), {"break_every": 1}, "ended the answer: the worker was lost"),
+        (("--raw", "--system", "x"), {}, "--system has no place"),
+        (("--extra-body", "x"), {}, "--extra-body is 'x'; it must be a JSON object"),
+    ],
+)
+def test_an_error_is_one_line_that_says_what_would_be_right(
+    arguments: tuple[str, ...],
+    behaves: dict[str, object],
+    message: str,
+    url: str,
+    behaviour: Behaviour,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in behaves.items():
+        setattr(behaviour, name, value)
+    assert invoke(["chat", "--base-url", url, "-p", "x", "--max-tokens", "2", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_the_right_key_opens_the_door(url: str, behaviour: Behaviour, capsys: pytest.CaptureFixture[str]) -> None:
+    behaviour.api_key = "secret"
+    assert invoke(["chat", "--base-url", url, "-p", "x", "--max-tokens", "1", "--api-key", "secret"]) == 0
+    assert capsys.readouterr().out == "word0 \n"
+
+
+def test_nobody_listening_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["chat", "--base-url", "http://127.0.0.1:9", "-p", "x"]) == 2
+    printed = capsys.readouterr().err
+    assert "cannot connect to http://127.0.0.1:9" in printed
+    assert "is the server running? `lockstep serve` starts one" in printed
+    assert printed.count("\n") == 1

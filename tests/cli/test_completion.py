@@ -1,0 +1,64 @@
+"""Shell completion, by the protocol that the scripts speak and, where it exists, by the shell itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.cli.completion import VARIABLE
+from lockstep.cli.main import invoke
+
+
+def asked(**environment: str) -> str:
+    command = [sys.executable, "-m", "lockstep"]
+    result = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stderr == ""
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "position", "expected"),
+    [
+        ("lockstep be", 1, ["bench"]),
+        ("lockstep bench ", 2, ["serve", "throughput"]),
+        ("lockstep bench serve --random-p", 3, ["--random-prefix-len"]),
+        ("lockstep completion ", 2, ["bash", "zsh", "fish"]),
+    ],
+)
+def test_bash_is_told_what_comes_next(words: str, position: int, expected: list[str]) -> None:
+    answer = asked(**{VARIABLE: "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)})
+    assert answer.split() == expected
+
+
+def test_zsh_and_fish_are_told_with_help() -> None:
+    zsh = asked(**{VARIABLE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "lockstep col"})
+    assert '"collect-env":"Print versions' in zsh
+    fish = asked(
+        **{
+            VARIABLE: "complete_fish",
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+            "_TYPER_COMPLETE_ARGS": "lockstep ch",
+        }
+    )
+    assert fish.startswith("chat\t")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_names_the_program_and_the_variable(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert f"{VARIABLE}=complete_{shell}" in script
+    assert "lockstep completion" in script.splitlines()[-1]
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=30)
+
+
+def test_an_unknown_shell_is_refused_with_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["completion", "tcsh"]) == 2
+    assert "'bash', 'zsh', 'fish'" in capsys.readouterr().err

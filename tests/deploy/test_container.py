@@ -1,0 +1,102 @@
+"""The Dockerfile and the systemd unit name things that exist. Building an image needs a daemon; this does not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+UNIT = (DEPLOY / "lockstep.service").read_text()
+NOT_FLAGS = {"LOCKSTEP_MODEL"}
+"""Read by the unit itself."""
+
+
+def variables(text: str) -> set[str]:
+    return set(re.findall(r"^\s*(?:ENV |Environment=)?(LOCKSTEP_[A-Z_]+)=", text, re.MULTILINE)) | set(
+        re.findall(r"[= ](LOCKSTEP_[A-Z_]+)=", text)
+    )
+
+
+def copied() -> list[str]:
+    """Sources of the COPY lines that read the build context."""
+    lines = re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
+    return [source.rstrip("/") for line in lines for source in line.split()[:-1]]
+
+
+def test_what_is_copied_exists_and_passes_the_ignore_file() -> None:
+    ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert copied()
+    for source in copied():
+        assert (ROOT / source).exists(), source
+        assert {f"!{source}", f"!{source}/"} & set(ignore), f"{source} is ignored"
+
+
+def test_the_package_builds_from_what_is_copied_alone(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in copied():
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, source / name)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"lockstep/cli/main.py", "lockstep/py.typed"} <= names
+    assert any(name.startswith("lockstep/pocket/") and not name.endswith(".py") for name in names)
+
+
+def test_every_package_of_the_image_has_a_hash() -> None:
+    for name in re.findall(r"-r (requirements/\S+)", DOCKERFILE):
+        assert "--hash=sha256:" in (ROOT / name).read_text()
+    installs = re.findall(r"pip install (.+)$", DOCKERFILE, re.MULTILINE)
+    assert installs
+    assert all("--require-hashes" in line or "--no-index" in line for line in installs)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "lockstep.service", "lockstep.env.example"])
+def test_every_variable_is_a_flag_of_serve(name: str, flag_variables: set[str]) -> None:
+    named = variables((DEPLOY / name).read_text())
+    assert named
+    assert named - NOT_FLAGS <= flag_variables
+
+
+def test_the_image_runs_as_nobody_of_importance_and_says_when_it_is_ready() -> None:
+    final = DOCKERFILE[DOCKERFILE.rindex("\nFROM") :]
+    assert "\nUSER lockstep" in final
+    assert final.index("\nUSER lockstep") < final.index("\nENTRYPOINT")
+    assert "/health/ready" in final
+    assert 'ENTRYPOINT ["lockstep", "serve"]' in final
+    healthcheck = re.search(r'CMD \["python", "-c", "(.+)"\]$', final, re.MULTILINE)
+    assert healthcheck is not None
+    compile(healthcheck.group(1).replace('\\"', '"'), "healthcheck", "exec")
+
+
+def test_the_service_gives_the_server_time_to_drain() -> None:
+    stop_s = re.search(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
+    drain_s = re.search(
+        r"^LOCKSTEP_SHUTDOWN_TIMEOUT=(\d+)$", (DEPLOY / "lockstep.env.example").read_text(), re.MULTILINE
+    )
+    assert stop_s is not None
+    assert drain_s is not None
+    assert int(stop_s.group(1)) > int(drain_s.group(1))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here to read its unit")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    """With a program that exists in the place of ours, which is not installed where the unit looks for it."""
+    unit = tmp_path / "lockstep.service"
+    unit.write_text(UNIT.replace("/opt/lockstep/bin/lockstep", "/bin/true"))
+    command = ["systemd-analyze", "verify", str(unit)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
