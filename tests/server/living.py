@@ -14,6 +14,7 @@ import uvicorn
 from lockstep.cluster.base import Cluster
 from lockstep.cluster.single import SingleModel, SingleModelOptions
 from lockstep.server.options import ServerOptions
+from lockstep.server.record import RequestRecord
 from tests.server.small_app import small_app
 
 START_S = 60.0
@@ -26,6 +27,8 @@ class Living:
     url: str
     """Without ``/v1``."""
     cluster: Cluster
+    records: list[RequestRecord]
+    """Of its requests, in order of arrival."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -37,11 +40,8 @@ class Living:
 def living(source: str, options: ServerOptions | None = None, *, name: str = "m") -> Iterator[Living]:
     """Serve a model under a name until the block ends."""
     cluster = SingleModel(SingleModelOptions(source, (name,)))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            small_app(cluster, options or ServerOptions()), log_level="warning", access_log=False, lifespan="off"
-        )
-    )
+    app = small_app(cluster, options or ServerOptions())
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
     ready = threading.Event()
     failures: list[BaseException] = []
     listening = socket.create_server(("127.0.0.1", 0))
@@ -66,7 +66,7 @@ def living(source: str, options: ServerOptions | None = None, *, name: str = "m"
     assert ready.wait(START_S), "the server did not come up"
     assert not failures, failures
     try:
-        yield Living(f"http://127.0.0.1:{listening.getsockname()[1]}", cluster)
+        yield Living(f"http://127.0.0.1:{listening.getsockname()[1]}", cluster, app.state.records)
     finally:
         server.should_exit = True
         thread.join(START_S)

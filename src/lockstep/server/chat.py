@@ -11,7 +11,7 @@ from starlette.responses import Response
 from lockstep.cluster.base import Accepted, Call, Cluster
 from lockstep.server.answer import Answer
 from lockstep.server.answer_schema import ChatCompletion, documented
-from lockstep.server.calls import Caller
+from lockstep.server.calls import Caller, labels_of
 from lockstep.server.chat_answer import ChatEncoder
 from lockstep.server.chat_calls import chat_call
 from lockstep.server.chat_schema import ChatBody
@@ -30,7 +30,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     serving, record = serving_of(request), record_of(request)
     record.model = serving.cluster.card(body.model).name
-    record.metadata = body.metadata or {}
+    record.metadata = labels_of(body)
     asked = chat_call(body, Caller(record.tenant, serving.options), serving.cluster.tokenizer(body.model))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:

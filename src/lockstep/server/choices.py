@@ -32,6 +32,8 @@ class Choice:
         "_held",
         "_num_chars",
         "_tells_ids",
+        "_texts",
+        "_thoughts",
         "_tracer",
         "entries",
         "finish_reason",
@@ -41,9 +43,7 @@ class Choice:
         "is_queued",
         "num_pending_bytes",
         "num_reasoning_tokens",
-        "reasoning",
         "stop_reason",
-        "text",
         "token_ids",
     )
 
@@ -62,8 +62,8 @@ class Choice:
         self._held: deque[Entry] = deque()
         self._num_chars = 0
         self._content_seen = False
-        self.text = ""
-        self.reasoning = ""
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self.entries: list[Entry] = []
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
@@ -79,13 +79,23 @@ class Choice:
         """Whether it waits to be shown; the answer's."""
 
     @property
+    def text(self) -> str:
+        """New content."""
+        return self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        """New thoughts."""
+        return "".join(self._thoughts)
+
+    @property
     def has_news(self) -> bool:
-        return bool(self.text or self.reasoning or self.entries or self.token_ids) or self.finish_reason is not None
+        return bool(self._texts or self._thoughts or self.entries or self.token_ids) or self.finish_reason is not None
 
     @property
     def is_plain(self) -> bool:
         """Whether there is new text and nothing besides: what nearly every token brings."""
-        return not (self.finish_reason or self.reasoning or self.entries or self.token_ids) and bool(self.text)
+        return bool(self._texts) and not (self.finish_reason or self._thoughts or self.entries or self.token_ids)
 
     def feed(self, output: TokenOutput) -> None:
         """Take what a step brought.
@@ -95,13 +105,13 @@ class Choice:
         """
         text = output.text
         if text:
-            self.text += text
+            self._texts.append(text)
             self.num_pending_bytes += len(text)
             self._num_chars += len(text)
             self._content_seen = True
         if output.reasoning:
             self.has_thoughts = True
-            self.reasoning += output.reasoning
+            self._thoughts.append(output.reasoning)
             self.num_pending_bytes += len(output.reasoning)
         if not self._content_seen:
             self.num_reasoning_tokens += len(output.token_ids)
@@ -115,8 +125,10 @@ class Choice:
 
     def shown(self) -> None:
         """Everything that waited has been shown."""
-        self.text = self.reasoning = ""
+        self._texts = []
         self.num_pending_bytes = 0
+        if self._thoughts:
+            self._thoughts = []
         if self.entries:
             self.entries = []
         if self.token_ids:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.executors.sampling_params import MAX_CHOICES, MAX_LOGPROBS
-from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TokenId, text_or_list
+from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TokenId, absent, text_or_list
 
 MAX_PROMPTS = 1_024
 """Of one request; each is a call of its own, and all must find a place in the queue."""
@@ -45,5 +45,4 @@ class CompletionBody(GenerationBody):
     """Begin the text with the prompt."""
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     """Only the value of `n`: nothing is generated and thrown away."""
-    suffix: None = None
-    """Not done here."""
+    suffix: Annotated[None, absent("texts are only gone on with here, not filled in")] = None
