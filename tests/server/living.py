@@ -13,9 +13,9 @@ import uvicorn
 
 from lockstep.cluster.base import Cluster
 from lockstep.cluster.single import SingleModel, SingleModelOptions
+from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import RequestRecord
-from tests.server.small_app import small_app
 
 START_S = 60.0
 
@@ -28,7 +28,7 @@ class Living:
     """Without ``/v1``."""
     cluster: Cluster
     records: list[RequestRecord]
-    """Of its requests, in order of arrival."""
+    """Of requests that have ended."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -40,7 +40,8 @@ class Living:
 def living(source: str, options: ServerOptions | None = None, *, name: str = "m") -> Iterator[Living]:
     """Serve a model under a name until the block ends."""
     cluster = SingleModel(SingleModelOptions(source, (name,)))
-    app = small_app(cluster, options or ServerOptions())
+    records: list[RequestRecord] = []
+    app = create_app(cluster, options, observers=[lambda record, _: records.append(record)])
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
     ready = threading.Event()
     failures: list[BaseException] = []
@@ -66,7 +67,7 @@ def living(source: str, options: ServerOptions | None = None, *, name: str = "m"
     assert ready.wait(START_S), "the server did not come up"
     assert not failures, failures
     try:
-        yield Living(f"http://127.0.0.1:{listening.getsockname()[1]}", cluster, app.state.records)
+        yield Living(f"http://127.0.0.1:{listening.getsockname()[1]}", cluster, records)
     finally:
         server.should_exit = True
         thread.join(START_S)

@@ -202,11 +202,11 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
     assert conversation.messages[1] == {"role": "assistant", "content": "2", "reasoning_content": "one and one"}
 
 
-def test_text_parts_are_kept_as_parts() -> None:
+def test_text_parts_are_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     conversation = chat(messages=[{"role": "user", "content": parts}]).call.prompt
     assert isinstance(conversation, Conversation)
-    assert conversation.messages[0]["content"] == parts
+    assert conversation.messages[0]["content"] == "a\nb"
 
 
 def test_who_is_behind_a_request_is_logged_with_its_labels() -> None:

@@ -123,7 +123,7 @@ def test_a_client_that_leaves_aborts_its_request() -> None:
 def test_clients_that_connect_and_drop_leave_nothing_open(stub: Living) -> None:
     for number in range(60):
         client = connect(stub, {**LONG, "n": 1 + number % 3, "stream": number % 2 == 0})
-        if number % 6 == 3:
+        if number % 6 == 2:
             client.recv(64)  # of a stream, its beginning
         client.close()
     until(lambda: stub.cluster.num_open == 0, "no call is open")
@@ -143,10 +143,10 @@ def test_a_slow_reader_gets_fewer_chunks_and_the_same_text(stub: Living) -> None
 def test_a_reader_that_is_too_slow_is_told_so_and_its_request_aborted() -> None:
     with living("stub://alpha", ServerOptions(max_pending_bytes=20_000)) as server:
         client = connect(server, {**LONG, "logprobs": 20, "max_tokens": 8000}, receive_buffer_bytes=4096)
-        until(lambda: server.cluster.num_open == 1, "it is being answered")
+        time.sleep(0.3)  # longer than the engine takes to be ahead
         until(lambda: server.cluster.num_open == 0, "the call is closed")
-        *events, last = events_of(unchunked(read_all(client)))
-        client.close()
+        with client:
+            *events, last = events_of(unchunked(read_all(client)))
         assert "too slow" in last["error"]["message"]
         assert len(texts_of(events)[0]) < 8000
 
