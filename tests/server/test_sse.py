@@ -143,10 +143,10 @@ def test_a_slow_reader_gets_fewer_chunks_and_the_same_text(stub: Living) -> None
 def test_a_reader_that_is_too_slow_is_told_so_and_its_request_aborted() -> None:
     with living("stub://alpha", ServerOptions(max_pending_bytes=20_000)) as server:
         client = connect(server, {**LONG, "logprobs": 20, "max_tokens": 8000}, receive_buffer_bytes=4096)
-        time.sleep(0.3)  # longer than the engine takes to be ahead
-        until(lambda: server.cluster.num_open == 0, "the call is closed")
         with client:
-            *events, last = events_of(unchunked(read_all(client)))
+            beginning = client.recv(64)
+            until(lambda: server.cluster.num_open == 0, "the call is closed while nobody reads")
+            *events, last = events_of(unchunked(beginning + read_all(client)))
         assert "too slow" in last["error"]["message"]
         assert len(texts_of(events)[0]) < 8000
 
