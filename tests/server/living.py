@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
@@ -18,6 +19,15 @@ from lockstep.server.options import ServerOptions
 from lockstep.server.record import RequestRecord
 
 START_S = 60.0
+UNTIL_S = 20.0
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for a truth that comes by itself."""
+    end_s = time.monotonic() + UNTIL_S
+    while not is_so():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from openai.types.chat import (
 )
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.server.living import Living
+from tests.server.living import Living, until
 from tests.server.process import ServerProcess
 
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "I was charged twice"}]
@@ -114,6 +114,16 @@ def test_the_tokens_of_logprobs_are_the_text(client: openai.OpenAI, is_stream: b
         assert [top.logprob for top in entry.top_logprobs] == sorted(
             (top.logprob for top in entry.top_logprobs), reverse=True
         )
+
+
+def test_what_the_document_gives_as_examples_is_answered(stub: Living) -> None:
+    document = httpx2.get(f"{stub.url}/openapi.json").json()
+    for path, name in (("/v1/chat/completions", "ChatBody"), ("/v1/completions", "CompletionBody")):
+        examples = document["components"]["schemas"][name]["examples"]
+        assert examples
+        for example in examples:
+            answer = httpx2.post(f"{stub.url}{path}", json=example)
+            assert answer.status_code == 200, answer.text
 
 
 def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
@@ -220,6 +230,7 @@ def test_the_record_has_what_was_asked_and_what_it_cost(pocket: Living) -> None:
     body = {"messages": ASK, "max_tokens": 3, "user": "u7", "metadata": {"run": "9"}}
     answer = httpx2.post(f"{pocket.url}/v1/chat/completions", json=body, headers={"x-request-id": "named-by-us"})
     assert answer.json()["lockstep"]["request_id"] == "named-by-us"
+    until(lambda: any(record.request_id == "named-by-us" for record in pocket.records), "it is remembered")
     [record] = [record for record in pocket.records if record.request_id == "named-by-us"]
     assert record.model == "pocket"
     assert record.metadata == {"run": "9", "user": "u7"}

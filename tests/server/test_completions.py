@@ -77,6 +77,32 @@ def test_logprobs_lie_over_the_text(pocket: Living, is_stream: bool) -> None:
 KEYS = ("tokens", "text_offset", "top_logprobs", "token_logprobs")
 
 
+def test_echoed_logprobs_begin_with_the_prompts(pocket: Living) -> None:
+    body = {"prompt": "Hello you", "echo": True, "logprobs": 1, "max_tokens": 3, "seed": 8}
+    [choice] = httpx2.post(f"{pocket.url}/v1/completions", json=body).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert choice["text"].startswith("Hello you")
+    first, *others = logprobs["token_logprobs"]
+    assert first is None
+    assert logprobs["top_logprobs"][0] is None
+    assert all(logprob <= 0 for logprob in others)
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert choice["text"][offset : offset + len(token)] == token
+
+
+def test_prompt_logprobs_have_vllms_shape(pocket: Living) -> None:
+    body = {"prompt": "Hello you", "prompt_logprobs": 2, "max_tokens": 1, "return_token_ids": True}
+    [choice] = httpx2.post(f"{pocket.url}/v1/completions", json=body).json()["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert len(others) + 1 == len(choice["prompt_token_ids"])
+    for token, told in zip(choice["prompt_token_ids"][1:], others, strict=True):
+        assert list(told)[0] == str(token)
+        assert len(told) in (2, 3)
+        assert all(set(one) == {"logprob", "decoded_token"} for one in told.values())
+
+
 def test_token_ids_on_request(pocket: Living) -> None:
     body = {"prompt": "Hello", "max_tokens": 4, "return_token_ids": True, "seed": 1}
     [choice] = httpx2.post(f"{pocket.url}/v1/completions", json=body).json()["choices"]

@@ -5,27 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx2
 import pytest
+from starlette.types import Message
 
+from lockstep.cluster.base import Accepted, Event
+from lockstep.engine.outputs import TokenOutput
+from lockstep.server import sse
 from lockstep.server.options import ServerOptions
+from lockstep.server.reading import ClientLeft, OpenCall
+from lockstep.server.sse import EventStream
 from tests.server.frames import events_of, texts_of
-from tests.server.living import Living, living
+from tests.server.living import UNTIL_S, Living, living, until
+from tests.server.test_choices import answer_of, completion_encoder
 
 LONG = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-UNTIL_S = 20.0
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    """Wait for a truth that comes by itself."""
-    end_s = time.monotonic() + UNTIL_S
-    while not is_so():
-        assert time.monotonic() < end_s, what
-        time.sleep(0.01)
 
 
 def request_bytes(body: dict[str, Any]) -> bytes:
@@ -149,6 +146,34 @@ def test_a_reader_that_is_too_slow_is_told_so_and_its_request_aborted() -> None:
             *events, last = events_of(unchunked(beginning + read_all(client)))
         assert "too slow" in last["error"]["message"]
         assert len(texts_of(events)[0]) < 8000
+
+
+async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_STALL_S", 0.1)
+    is_closed = asyncio.Event()
+
+    async def events() -> AsyncGenerator[Event, None]:
+        try:
+            while True:
+                yield TokenOutput(1, 0, (1,), "word")
+                await asyncio.sleep(0.01)
+        finally:
+            is_closed.set()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    accepted = Accepted("m", (1,))
+    answer = answer_of(completion_encoder(), 1)
+    stream = EventStream([OpenCall(accepted, events(), {})], answer, ServerOptions(ping_interval_s=0.05))
+    with pytest.raises(ClientLeft):
+        await asyncio.wait_for(stream.run(receive, send), UNTIL_S)
+    assert is_closed.is_set()
 
 
 @pytest.fixture

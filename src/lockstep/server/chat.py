@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 
@@ -23,7 +24,9 @@ from lockstep.server.record import record_of
 from lockstep.server.responding import AnswerResponse, Job
 from lockstep.server.serving import serving_of
 
-router = APIRouter()
+MAX_INLINE_MESSAGES = 256
+"""Longer conversations are translated on another thread, so that they delay nobody's tokens."""
+router = APIRouter(tags=["completions"])
 
 
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion))
@@ -32,7 +35,12 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     serving, record = serving_of(request), record_of(request)
     record.model = serving.cluster.card(body.model).name
     record.metadata = labels_of(body)
-    asked = chat_call(body, Caller(record.tenant, serving.options), serving.cluster.tokenizer(body.model))
+    caller, tokenizer = Caller(record.tenant, serving.options), serving.cluster.tokenizer(body.model)
+    if len(body.messages) > MAX_INLINE_MESSAGES:
+        asked = await asyncio.to_thread(chat_call, body, caller, tokenizer)
+    else:
+        asked = chat_call(body, caller, tokenizer)
+    record.prompt = asked.messages
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         return chat_answer(serving.cluster, body, asked, accepted[0], record.request_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,11 @@ from lockstep.server.tools.plan import ToolPlan, plan_tools
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """The call, how its answer is read, and what the request calls the engine's parameters."""
+    """The call and its conversation, how its answer is read, and what the request calls the engine's parameters."""
 
     call: Call
+    messages: Sequence[Mapping[str, Any]]
+    """As the template is given them."""
     plan: ToolPlan
     names: Mapping[str, str]
 
@@ -62,7 +64,7 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
         shown_specials=plan.shown_specials,
     )
     names = param_names(constrained.param, max_tokens=length[0], logprobs="top_logprobs", prompt="messages")
-    return ChatCall(call, plan, names)
+    return ChatCall(call, messages, plan, names)
 
 
 def _plan(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> ToolPlan:
@@ -101,14 +103,17 @@ def _length(body: ChatBody) -> tuple[str, int | None]:
 
 def template_message(message: Message) -> dict[str, Any]:
     """A message as templates expect it: the members that were given, under the names that they know."""
-    told = message.model_dump(
-        exclude_none=True, exclude={"reasoning", "audio", "refusal", "function_call", "annotations"}
-    )
-    if message.reasoning is not None:
-        told.setdefault("reasoning_content", message.reasoning)
-    for call in told.get("tool_calls", ()):
-        call.pop("index", None)
-    return told
+    content, calls = message.content, message.tool_calls
+    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    told: dict[str, Any] = {
+        "role": message.role,
+        "content": [part.model_dump() for part in content] if isinstance(content, list) else content,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "tool_calls": None if calls is None else [call.model_dump(exclude={"index"}) for call in calls],
+        "reasoning_content": thoughts,
+    }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _template_kwargs(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:

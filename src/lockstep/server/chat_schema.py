@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from lockstep.engine.chat_messages import MAX_CONTENT_PARTS, MAX_MESSAGES
 from lockstep.server.schema import (
@@ -101,6 +101,29 @@ ToolChoice = Annotated[
 
 class ChatBody(GenerationBody):
     """What a model is to answer, and how."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"messages": [{"role": "user", "content": "I was charged twice."}], "max_completion_tokens": 16},
+                {
+                    "messages": [
+                        {"role": "system", "content": "Answer in one word."},
+                        {"role": "user", "content": [{"type": "text", "text": "Is this urgent?"}]},
+                    ],
+                    "response_format": {
+                        "type": "json_schema",
+                        "json_schema": {"name": "urgency", "schema": {"type": "boolean"}, "strict": True},
+                    },
+                    "temperature": 0,
+                    "seed": 1,
+                    "max_completion_tokens": 8,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                },
+            ]
+        }
+    )
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None

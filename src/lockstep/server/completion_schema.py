@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from lockstep.executors.sampling_params import MAX_CHOICES, MAX_LOGPROBS
 from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TokenId, absent, text_or_list
@@ -34,6 +34,16 @@ Prompts = Annotated[
 
 class CompletionBody(GenerationBody):
     """What a model is to go on with, and how."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "Once", "max_tokens": 4},
+                {"prompt": ["Once", "Twice"], "n": 2, "echo": True, "max_tokens": 4, "temperature": 0.5, "seed": 1},
+                {"prompt": [1, 2, 3], "logprobs": 2, "max_tokens": 4, "stream": True},
+            ]
+        }
+    )
 
     prompt: Prompts
     """Text, token ids, or a list of either; choices are numbered prompt by prompt."""
