@@ -1,4 +1,4 @@
-"""One server on pocket and one on the stub for the whole session."""
+"""Servers for the whole session: in this process on pocket and on the stub, and pocket in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.server.living import Living, living
+from tests.server.process import ServerProcess, serve
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,14 @@ def stub() -> Iterator[Living]:
 
 
 @pytest.fixture(scope="session")
-def client(pocket: Living) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{pocket.url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+def served() -> Iterator[ServerProcess]:
+    """Pocket, as a user serves it."""
+    with serve("pocket://", "--served-model-name", "pocket") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(served: ServerProcess) -> Iterator[openai.OpenAI]:
+    """The official client of `served`."""
+    with openai.OpenAI(base_url=f"{served.base_url}/v1", api_key="none", max_retries=0, timeout=30) as made:
         yield made

@@ -6,17 +6,28 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
 
 from lockstep.cluster.base import Cluster
 from lockstep.cluster.single import SingleModel, SingleModelOptions
+from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
-from tests.server.small_app import small_app
+from lockstep.server.record import RequestRecord
 
 START_S = 60.0
+UNTIL_S = 20.0
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for a truth that comes by itself."""
+    end_s = time.monotonic() + UNTIL_S
+    while not is_so():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,8 @@ class Living:
     url: str
     """Without ``/v1``."""
     cluster: Cluster
+    records: list[RequestRecord]
+    """Of requests that have ended."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -37,11 +50,9 @@ class Living:
 def living(source: str, options: ServerOptions | None = None, *, name: str = "m") -> Iterator[Living]:
     """Serve a model under a name until the block ends."""
     cluster = SingleModel(SingleModelOptions(source, (name,)))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            small_app(cluster, options or ServerOptions()), log_level="warning", access_log=False, lifespan="off"
-        )
-    )
+    records: list[RequestRecord] = []
+    app = create_app(cluster, options, observers=[lambda record, _: records.append(record)])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
     ready = threading.Event()
     failures: list[BaseException] = []
     listening = socket.create_server(("127.0.0.1", 0))
@@ -66,7 +77,7 @@ def living(source: str, options: ServerOptions | None = None, *, name: str = "m"
     assert ready.wait(START_S), "the server did not come up"
     assert not failures, failures
     try:
-        yield Living(f"http://127.0.0.1:{listening.getsockname()[1]}", cluster)
+        yield Living(f"http://127.0.0.1:{listening.getsockname()[1]}", cluster, records)
     finally:
         server.should_exit = True
         thread.join(START_S)

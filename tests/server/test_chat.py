@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from typing import Annotated, Any, Literal
+
 import httpx2
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import (
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionMessageParam,
+    ChatCompletionTokenLogprob,
+    ChatCompletionToolParam,
+)
+from pydantic import BaseModel, ConfigDict, Field
 
-from tests.server.living import Living
+from tests.server.living import Living, until
+from tests.server.process import ServerProcess
 
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "I was charged twice"}]
 
@@ -59,6 +69,175 @@ def test_a_stream_concatenated_is_the_whole_answer(client: openai.OpenAI) -> Non
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
+async def test_the_asynchronous_client_gets_the_same(client: openai.OpenAI, served: ServerProcess) -> None:
+    whole = client.chat.completions.create(model="pocket", messages=ASK, max_tokens=16, seed=3)
+    async with openai.AsyncOpenAI(base_url=f"{served.base_url}/v1", api_key="none", max_retries=0) as other:
+        text = ""
+        stream = await other.chat.completions.create(model="pocket", messages=ASK, max_tokens=16, seed=3, stream=True)
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+    assert text == whole.choices[0].message.content
+
+
+def test_the_same_seed_is_the_same_answer_and_another_is_another(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> str | None:
+        answer = client.chat.completions.create(model="pocket", messages=ASK, max_tokens=24, seed=seed, temperature=1.5)
+        return answer.choices[0].message.content
+
+    assert ask(1) == ask(1)
+    assert len({ask(seed) for seed in range(4)}) > 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_tokens_of_logprobs_are_the_text(client: openai.OpenAI, is_stream: bool) -> None:
+    content: list[ChatCompletionTokenLogprob] = []
+    if is_stream:
+        text = ""
+        for chunk in client.chat.completions.create(
+            model="pocket", messages=ASK, max_tokens=20, seed=1, logprobs=True, top_logprobs=3, stream=True
+        ):
+            [choice] = chunk.choices
+            text += choice.delta.content or ""
+            if choice.logprobs is not None:
+                content += choice.logprobs.content or []
+    else:
+        [whole] = client.chat.completions.create(
+            model="pocket", messages=ASK, max_tokens=20, seed=1, logprobs=True, top_logprobs=3
+        ).choices
+        assert whole.logprobs is not None
+        text, content = whole.message.content or "", whole.logprobs.content or []
+    assert "".join(entry.token for entry in content) == text
+    assert bytes(byte for entry in content for byte in entry.bytes or ()).decode() == text
+    for entry in content:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 3
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (top.logprob for top in entry.top_logprobs), reverse=True
+        )
+
+
+def test_what_the_document_gives_as_examples_is_answered(stub: Living) -> None:
+    document = httpx2.get(f"{stub.url}/openapi.json").json()
+    for path, name in (("/v1/chat/completions", "ChatBody"), ("/v1/completions", "CompletionBody")):
+        examples = document["components"]["schemas"][name]["examples"]
+        assert examples
+        for example in examples:
+            answer = httpx2.post(f"{stub.url}{path}", json=example)
+            assert answer.status_code == 200, answer.text
+
+
+def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="pocket", messages=ASK, max_tokens=60, temperature=0)
+    text = whole.choices[0].message.content or ""
+    stop = text[10:14]
+    [choice] = client.chat.completions.create(
+        model="pocket", messages=ASK, max_tokens=60, temperature=0, stop=[stop], logprobs=True
+    ).choices
+    assert choice.message.content == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+    assert choice.model_dump()["stop_reason"] == stop
+    assert choice.logprobs is not None
+    told = "".join(entry.token for entry in choice.logprobs.content or ())
+    assert told.startswith(choice.message.content)
+
+
+class Ticket(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    queue: Literal["billing", "technical", "legal"]
+    urgent: bool
+    summary: Annotated[str, Field(max_length=20)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_strict_schema_always_validates(client: openai.OpenAI, seed: int) -> None:
+    answer = client.chat.completions.parse(
+        model="pocket", messages=ASK, response_format=Ticket, seed=seed, temperature=1.5, max_tokens=200
+    )
+    [choice] = answer.choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Ticket)
+
+
+TOOL: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "open_ticket",
+        "description": "Open a ticket.",
+        "parameters": {
+            "type": "object",
+            "properties": {"queue": {"type": "string", "enum": ["billing", "legal"]}},
+            "required": ["queue"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_a_required_call_is_made_and_the_stream_tells_the_same(client: openai.OpenAI) -> None:
+    [choice] = client.chat.completions.create(
+        model="pocket", messages=ASK, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, seed=2
+    ).choices
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls or []
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert call.function.name == "open_ticket"
+    assert json.loads(call.function.arguments)["queue"] in ("billing", "legal")
+    assert choice.message.content is None
+    names, arguments, finishes, ids = "", "", [], set()
+    for chunk in client.chat.completions.create(
+        model="pocket",
+        messages=ASK,
+        tools=[TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        seed=2,
+        stream=True,
+    ):
+        [part] = chunk.choices
+        assert not part.delta.content
+        for delta in part.delta.tool_calls or ():
+            assert delta.function is not None
+            names += delta.function.name or ""
+            arguments += delta.function.arguments or ""
+            if delta.id:
+                ids.add(delta.id)
+        finishes += [part.finish_reason] if part.finish_reason else []
+    assert (names, arguments, finishes) == ("open_ticket", call.function.arguments, ["tool_calls"])
+    assert len(ids) == 1
+
+
+def test_a_named_call_and_its_result_go_back_into_the_conversation(client: openai.OpenAI) -> None:
+    [choice] = client.chat.completions.create(
+        model="pocket",
+        messages=ASK,
+        tools=[TOOL],
+        tool_choice={"type": "function", "function": {"name": "open_ticket"}},
+    ).choices
+    [call] = choice.message.tool_calls or []
+    told: Any = choice.message.model_dump()
+    answer = client.chat.completions.create(
+        model="pocket",
+        messages=[*ASK, told, {"role": "tool", "tool_call_id": call.id, "content": "done"}],
+        tools=[TOOL],
+        tool_choice="none",
+        max_tokens=5,
+    )
+    assert not answer.choices[0].message.tool_calls
+
+
+def test_the_record_has_what_was_asked_and_what_it_cost(pocket: Living) -> None:
+    body = {"messages": ASK, "max_tokens": 3, "user": "u7", "metadata": {"run": "9"}}
+    answer = httpx2.post(f"{pocket.url}/v1/chat/completions", json=body, headers={"x-request-id": "named-by-us"})
+    assert answer.json()["lockstep"]["request_id"] == "named-by-us"
+    until(lambda: any(record.request_id == "named-by-us" for record in pocket.records), "it is remembered")
+    [record] = [record for record in pocket.records if record.request_id == "named-by-us"]
+    assert record.model == "pocket"
+    assert record.metadata == {"run": "9", "user": "u7"}
+    assert record.usage().num_output_tokens == 3
+    assert record.finish_reasons == ["length"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -83,6 +262,16 @@ def test_a_stream_concatenated_is_the_whole_answer(client: openai.OpenAI) -> Non
         ({"stop_token_ids": [10**9]}, "stop_token_ids"),
         ({"min_tokens": 9, "max_tokens": 2}, "min_tokens"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"session_id": "s"}, "session_id"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(pocket: Living, body: dict[str, object], param: str) -> None:

@@ -180,13 +180,6 @@ class Tokenizer:
         ids = (self._tokenizer.token_to_id(text) for text in texts)
         return frozenset(i for i in ids if i in self.special_token_ids)
 
-    def template_reads(self, variable: str) -> bool:
-        """Whether the chat template looks at a variable; False without a template, or one that cannot be read."""
-        try:
-            return variable in self._chat_template().variables
-        except ChatTemplateError:
-            return False
-
     def check_chat_template(self) -> None:
         """Compile the template; ChatTemplateError where it cannot be read."""
         self._chat_template()

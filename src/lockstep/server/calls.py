@@ -166,6 +166,12 @@ def call_of(
     )
 
 
+def labels_of(body: GenerationBody) -> dict[str, str]:
+    """What is logged with the request: its metadata, and who it says is behind it."""
+    told = {name: getattr(body, name, None) for name in ("user", "safety_identifier", "prompt_cache_key")}
+    return {**(body.metadata or {}), **{name: value for name, value in told.items() if value is not None}}
+
+
 def shorter_s(deadline_ms: int | None, limit_s: float | None) -> float | None:
     """The request's deadline or the server's limit, whichever comes first, in seconds."""
     given = [s for s in (None if deadline_ms is None else deadline_ms / 1_000, limit_s) if s is not None]

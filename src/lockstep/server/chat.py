@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.base import Accepted, Call, Cluster
+from lockstep.cluster.base import Accepted, Cluster
 from lockstep.server.answer import Answer
 from lockstep.server.answer_schema import ChatCompletion, documented
-from lockstep.server.calls import Caller
+from lockstep.server.calls import Caller, labels_of
 from lockstep.server.chat_answer import ChatEncoder
-from lockstep.server.chat_calls import chat_call
+from lockstep.server.chat_calls import ChatCall, chat_call
 from lockstep.server.chat_schema import ChatBody
-from lockstep.server.choices import Choice
+from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.heading import heading_of
 from lockstep.server.logprobs import Tracer
 from lockstep.server.record import record_of
 from lockstep.server.responding import AnswerResponse, Job
 from lockstep.server.serving import serving_of
 
-router = APIRouter()
+MAX_INLINE_MESSAGES = 256
+"""Longer conversations are translated on another thread, so that they delay nobody's tokens."""
+router = APIRouter(tags=["completions"])
 
 
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion))
@@ -30,18 +34,23 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     serving, record = serving_of(request), record_of(request)
     record.model = serving.cluster.card(body.model).name
-    record.metadata = body.metadata or {}
-    asked = chat_call(body, Caller(record.tenant, serving.options), serving.cluster.tokenizer(body.model))
+    record.metadata = labels_of(body)
+    caller, tokenizer = Caller(record.tenant, serving.options), serving.cluster.tokenizer(body.model)
+    if len(body.messages) > MAX_INLINE_MESSAGES:
+        asked = await asyncio.to_thread(chat_call, body, caller, tokenizer)
+    else:
+        asked = chat_call(body, caller, tokenizer)
+    record.prompt = asked.messages
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        return chat_answer(serving.cluster, body, asked.call, accepted[0], record.request_id)
+        return chat_answer(serving.cluster, body, asked, accepted[0], record.request_id)
 
     return AnswerResponse(request, Job((asked.call,), make_answer, asked.names, bool(body.stream)))
 
 
-def chat_answer(cluster: Cluster, body: ChatBody, call: Call, accepted: Accepted, request_id: str) -> Answer:
+def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Accepted, request_id: str) -> Answer:
     """The answer to an accepted call, still empty."""
-    params = call.params
+    params, plan = asked.call.params, asked.plan
     tokenizer = cluster.tokenizer(accepted.model)
     heading = heading_of("chatcmpl", cluster.card(accepted.model), body, request_id)
     encoder = ChatEncoder(
@@ -53,13 +62,23 @@ def chat_answer(cluster: Cluster, body: ChatBody, call: Call, accepted: Accepted
     )
     end_ids = frozenset(tokenizer.end_token_ids)
     after = accepted.prompt_token_ids[-1] if accepted.prompt_token_ids else None
+
+    def tracer() -> Tracer:
+        verbatim = params.constraint is not None
+        return Tracer(tokenizer, after, verbatim=verbatim, shown_specials=plan.shown_specials)
+
     choices = [
         Choice(
             index,
-            tracer=Tracer(tokenizer, after, verbatim=params.constraint is not None) if body.logprobs else None,
+            tracer=tracer() if body.logprobs else None,
+            reader=CallsReader(plan, plan.parser(_new_call_id)) if plan.names else None,
             end_ids=end_ids,
             tells_ids=bool(body.return_token_ids),
         )
         for index in range(params.n)
     ]
     return Answer([accepted], choices, encoder)
+
+
+def _new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"

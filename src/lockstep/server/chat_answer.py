@@ -11,6 +11,7 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.answer import Answer, Heading, encode, frame
 from lockstep.server.choices import Choice
 from lockstep.server.logprobs import chat_logprobs, prompt_logprobs
+from lockstep.server.tools.parser import CallDelta
 
 
 class ChatEncoder:
@@ -52,8 +53,10 @@ class ChatEncoder:
                 self._frame(choice.index, {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning})
             )
         if choice.text or choice.entries or choice.token_ids:
-            delta = {"content": choice.text} if choice.text else {}
+            delta: dict[str, Any] = {"content": choice.text} if choice.text else {}
             frames.append(self._frame(choice.index, delta, choice))
+        if choice.calls:
+            frames.append(self._frame(choice.index, {"tool_calls": [_call_delta(call) for call in choice.calls]}))
         if choice.finish_reason is not None:
             frames.append(self._frame(choice.index, {}, finish=choice, extension=extension))
         return b"".join(frames)
@@ -81,9 +84,20 @@ class ChatEncoder:
         return encode(body)
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        calls = choice.whole_calls
+        content = choice.text
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or None if calls else content,
+            "refusal": None,
+        }
         if choice.reasoning:
             message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
         told: dict[str, Any] = {
             "index": choice.index,
             "message": message,
@@ -115,3 +129,10 @@ class ChatEncoder:
             told["stop_reason"] = finish.stop_reason
         more = b"" if extension is None else b',"lockstep":' + encode(extension)
         return frame(self._head + b',"choices":[' + encode(told) + b"]" + self._usage + more + b"}")
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if call.id is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}

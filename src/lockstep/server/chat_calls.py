@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.cluster.base import Call, Conversation
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
-from lockstep.server.calls import Caller, call_of, check_shared, constraint_of, param_names, sampling_params
-from lockstep.server.chat_schema import ChatBody, Message
+from lockstep.server.calls import (
+    Caller,
+    Constrained,
+    call_of,
+    check_shared,
+    constraint_of,
+    param_names,
+    sampling_params,
+)
+from lockstep.server.chat_schema import ChatBody, Message, NamedToolChoice
+from lockstep.server.tools.plan import ToolPlan, plan_tools
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """The call, and what the request calls the engine's parameters."""
+    """The call and its conversation, how its answer is read, and what the request calls the engine's parameters."""
 
     call: Call
+    messages: Sequence[Mapping[str, Any]]
+    """As the template is given them."""
+    plan: ToolPlan
     names: Mapping[str, str]
 
 
@@ -33,19 +45,49 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
             "top_logprobs is given without logprobs; set logprobs to true or leave it out", param="top_logprobs"
         )
     length = _length(body)
-    constrained = constraint_of(body)
+    kwargs = _template_kwargs(body, tokenizer)
+    plan = _plan(body, tokenizer, kwargs)
+    constrained = _constrained(body, plan)
     params = sampling_params(
         body,
         max_tokens=length[1],
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         constraint=constrained.constraint,
     )
-    conversation = Conversation(
-        [template_message(message) for message in body.messages], _template_kwargs(body, tokenizer)
+    messages = plan.messages([template_message(message) for message in body.messages])
+    call = call_of(
+        body,
+        caller,
+        Conversation(messages, {**kwargs, **plan.template_kwargs}),
+        params,
+        prompt_logprobs=body.prompt_logprobs,
+        shown_specials=plan.shown_specials,
     )
-    call = call_of(body, caller, conversation, params, prompt_logprobs=body.prompt_logprobs)
     names = param_names(constrained.param, max_tokens=length[0], logprobs="top_logprobs", prompt="messages")
-    return ChatCall(call, names)
+    return ChatCall(call, messages, plan, names)
+
+
+def _plan(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> ToolPlan:
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    choice = body.tool_choice
+    chosen = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
+    if not tools and body.parallel_tool_calls is not None:
+        raise InvalidParameterError(
+            "parallel_tool_calls is given without tools; leave it out", param="parallel_tool_calls"
+        )
+    return plan_tools(tokenizer, tools, chosen, body.parallel_tool_calls is not False, kwargs)
+
+
+def _constrained(body: ChatBody, plan: ToolPlan) -> Constrained:
+    """What the answer must be: by the tools, or by a parameter that says so; a model that must obey a format could
+    never call a function."""
+    said = constraint_of(body)
+    if said.constraint is not None and plan.names:
+        raise InvalidParameterError(
+            f"{said.param} and tools both say what the answer must be; leave one out, or send tool_choice none",
+            param=said.param,
+        )
+    return said if plan.constraint is None else Constrained(plan.constraint, "tools")
 
 
 def _length(body: ChatBody) -> tuple[str, int | None]:
@@ -61,30 +103,33 @@ def _length(body: ChatBody) -> tuple[str, int | None]:
 
 def template_message(message: Message) -> dict[str, Any]:
     """A message as templates expect it: the members that were given, under the names that they know."""
-    told = message.model_dump(
-        exclude_none=True, exclude={"reasoning", "audio", "refusal", "function_call", "annotations"}
-    )
-    if message.reasoning is not None:
-        told.setdefault("reasoning_content", message.reasoning)
-    for call in told.get("tool_calls", ()):
-        call.pop("index", None)
-    return told
+    content, calls = message.content, message.tool_calls
+    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    told: dict[str, Any] = {
+        "role": message.role,
+        "content": [part.model_dump() for part in content] if isinstance(content, list) else content,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "tool_calls": None if calls is None else [call.model_dump(exclude={"index"}) for call in calls],
+        "reasoning_content": thoughts,
+    }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _template_kwargs(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """The template's own variables; what it would not read is refused."""
     kwargs = dict(body.chat_template_kwargs or {})
     for name in kwargs:
-        if not tokenizer.template_reads(name):
+        if name not in tokenizer.template_variables:
             raise InvalidParameterError(
                 f"the model's chat template does not read {name!r}; leave it out", param="chat_template_kwargs"
             )
     effort = body.reasoning_effort
     if effort is None:
         return kwargs
-    if tokenizer.template_reads("reasoning_effort"):
+    if "reasoning_effort" in tokenizer.template_variables:
         kwargs.setdefault("reasoning_effort", effort)
-    elif effort == "none" and tokenizer.template_reads("enable_thinking"):
+    elif effort == "none" and "enable_thinking" in tokenizer.template_variables:
         kwargs.setdefault("enable_thinking", False)
     else:
         raise InvalidParameterError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from lockstep.engine.chat_messages import MAX_CONTENT_PARTS, MAX_MESSAGES
 from lockstep.server.schema import (
@@ -14,6 +14,7 @@ from lockstep.server.schema import (
     GenerationBody,
     JsonObject,
     Name,
+    absent,
     text_or_list,
     text_or_object,
 )
@@ -101,6 +102,29 @@ ToolChoice = Annotated[
 class ChatBody(GenerationBody):
     """What a model is to answer, and how."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"messages": [{"role": "user", "content": "I was charged twice."}], "max_completion_tokens": 16},
+                {
+                    "messages": [
+                        {"role": "system", "content": "Answer in one word."},
+                        {"role": "user", "content": [{"type": "text", "text": "Is this urgent?"}]},
+                    ],
+                    "response_format": {
+                        "type": "json_schema",
+                        "json_schema": {"name": "urgency", "schema": {"type": "boolean"}, "strict": True},
+                    },
+                    "temperature": 0,
+                    "seed": 1,
+                    "max_completion_tokens": 8,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                },
+            ]
+        }
+    )
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """Tokens of the answer, thoughts included; absent: what the context leaves."""
@@ -117,10 +141,16 @@ class ChatBody(GenerationBody):
     """Variables that the model's chat template reads, e.g. `enable_thinking`; others are refused."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Where the model's chat template reads it; `none` also where it reads `enable_thinking`."""
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
+    verbosity: Literal["medium"] | None = None
+    """The only one there is."""
     safety_identifier: Name | None = None
     """Logged, as `user`."""
-    functions: None = None
-    """Deprecated by OpenAI: send `tools`."""
-    function_call: None = None
-    """Deprecated by OpenAI: send `tool_choice`."""
+    prompt_cache_key: Name | None = None
+    """Logged; prefixes are found in the cache without it."""
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    functions: Annotated[None, absent("functions are sent as tools here, the parameter that replaced it")] = None
+    function_call: Annotated[None, absent("send tool_choice, the parameter that replaced it")] = None
+    audio: Annotated[None, absent("models here speak in text only")] = None
+    prediction: Annotated[None, absent("predicted outputs are not done here")] = None
+    web_search_options: Annotated[None, absent("models here do not search the web")] = None

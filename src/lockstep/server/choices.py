@@ -6,14 +6,26 @@ A stream shows it piece by piece, a whole answer takes everything at its end, so
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import RequestFailedError
 from lockstep.server.logprobs import Entry, Tracer
+from lockstep.server.tools.parser import CallDelta, Delta, ToolCall, ToolParser
+from lockstep.server.tools.plan import ToolPlan
 
 LOGPROB_BYTES = 128
 """What a log-probability with its token weighs while it waits for a slow reader, roughly."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallsReader:
+    """What tells the calls of one choice from its content."""
+
+    plan: ToolPlan
+    parser: ToolParser
 
 
 class Choice:
@@ -22,6 +34,7 @@ class Choice:
     Args:
         index: among the choices of the whole answer.
         tracer: not None where log-probabilities are asked for.
+        reader: not None where functions may be called; tells calls from content.
         end_ids: tokens of the model that end an answer, which is no `stop_reason`.
         tells_ids: whether token ids are asked for.
     """
@@ -31,8 +44,12 @@ class Choice:
         "_end_ids",
         "_held",
         "_num_chars",
+        "_reader",
         "_tells_ids",
+        "_texts",
+        "_thoughts",
         "_tracer",
+        "calls",
         "entries",
         "finish_reason",
         "has_begun",
@@ -41,9 +58,7 @@ class Choice:
         "is_queued",
         "num_pending_bytes",
         "num_reasoning_tokens",
-        "reasoning",
         "stop_reason",
-        "text",
         "token_ids",
     )
 
@@ -52,18 +67,21 @@ class Choice:
         index: int,
         *,
         tracer: Tracer | None = None,
+        reader: CallsReader | None = None,
         end_ids: frozenset[int] = frozenset(),
         tells_ids: bool = False,
     ) -> None:
         self.index = index
         self._tracer = tracer
+        self._reader = reader
         self._end_ids = end_ids
         self._tells_ids = tells_ids
         self._held: deque[Entry] = deque()
         self._num_chars = 0
         self._content_seen = False
-        self.text = ""
-        self.reasoning = ""
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self.calls: list[CallDelta] = []
         self.entries: list[Entry] = []
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
@@ -79,13 +97,31 @@ class Choice:
         """Whether it waits to be shown; the answer's."""
 
     @property
+    def text(self) -> str:
+        """New content."""
+        return self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        """New thoughts."""
+        return "".join(self._thoughts)
+
+    @property
+    def whole_calls(self) -> Sequence[ToolCall]:
+        """All calls that came to their end."""
+        return () if self._reader is None else self._reader.parser.calls
+
+    @property
     def has_news(self) -> bool:
-        return bool(self.text or self.reasoning or self.entries or self.token_ids) or self.finish_reason is not None
+        news = self._texts or self._thoughts or self.calls or self.entries or self.token_ids
+        return bool(news) or self.finish_reason is not None
 
     @property
     def is_plain(self) -> bool:
         """Whether there is new text and nothing besides: what nearly every token brings."""
-        return not (self.finish_reason or self.reasoning or self.entries or self.token_ids) and bool(self.text)
+        return bool(self._texts) and not (
+            self.finish_reason or self._thoughts or self.calls or self.entries or self.token_ids
+        )
 
     def feed(self, output: TokenOutput) -> None:
         """Take what a step brought.
@@ -95,13 +131,16 @@ class Choice:
         """
         text = output.text
         if text:
-            self.text += text
             self.num_pending_bytes += len(text)
             self._num_chars += len(text)
             self._content_seen = True
+            if self._reader is None:
+                self._texts.append(text)
+            else:
+                self._sort(self._reader.parser.append(text))
         if output.reasoning:
             self.has_thoughts = True
-            self.reasoning += output.reasoning
+            self._thoughts.append(output.reasoning)
             self.num_pending_bytes += len(output.reasoning)
         if not self._content_seen:
             self.num_reasoning_tokens += len(output.token_ids)
@@ -115,12 +154,23 @@ class Choice:
 
     def shown(self) -> None:
         """Everything that waited has been shown."""
-        self.text = self.reasoning = ""
+        self._texts = []
         self.num_pending_bytes = 0
+        if self.calls:
+            self.calls = []
+        if self._thoughts:
+            self._thoughts = []
         if self.entries:
             self.entries = []
         if self.token_ids:
             self.token_ids = []
+
+    def _sort(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, CallDelta):
+                self.calls.append(delta)
+            else:
+                self._texts.append(delta.text)
 
     def _trace(self, output: TokenOutput, tracer: Tracer) -> None:
         for token_id, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
@@ -143,6 +193,9 @@ class Choice:
             self.finish_reason = "length"
         else:
             raise RequestFailedError(f"the request ended with {reason and reason.value} before its answer was complete")
+        if self._reader is not None:
+            self._sort(self._reader.parser.flush())
+            self.finish_reason = self._reader.plan.finish_reason(self.finish_reason, bool(self.whole_calls))
         if isinstance(stop_reason, str) or stop_reason not in self._end_ids:
             self.stop_reason = stop_reason
         if isinstance(stop_reason, int) and self._held:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from lockstep.executors.sampling_params import MAX_CHOICES, MAX_LOGPROBS
-from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TokenId, text_or_list
+from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TokenId, absent, text_or_list
 
 MAX_PROMPTS = 1_024
 """Of one request; each is a call of its own, and all must find a place in the queue."""
@@ -35,6 +35,16 @@ Prompts = Annotated[
 class CompletionBody(GenerationBody):
     """What a model is to go on with, and how."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "Once", "max_tokens": 4},
+                {"prompt": ["Once", "Twice"], "n": 2, "echo": True, "max_tokens": 4, "temperature": 0.5, "seed": 1},
+                {"prompt": [1, 2, 3], "logprobs": 2, "max_tokens": 4, "stream": True},
+            ]
+        }
+    )
+
     prompt: Prompts
     """Text, token ids, or a list of either; choices are numbered prompt by prompt."""
     max_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = 16
@@ -45,5 +55,4 @@ class CompletionBody(GenerationBody):
     """Begin the text with the prompt."""
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     """Only the value of `n`: nothing is generated and thrown away."""
-    suffix: None = None
-    """Not done here."""
+    suffix: Annotated[None, absent("texts are only gone on with here, not filled in")] = None

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from lockstep.cluster.base import Accepted, Cluster
 from lockstep.server.answer import Answer
 from lockstep.server.answer_schema import Completion, documented
-from lockstep.server.calls import Caller
+from lockstep.server.calls import Caller, labels_of
 from lockstep.server.choices import Choice
 from lockstep.server.completion_answer import CompletionEncoder
 from lockstep.server.completion_calls import CompletionCalls, completion_calls
@@ -22,7 +22,7 @@ from lockstep.server.record import record_of
 from lockstep.server.responding import AnswerResponse, Job
 from lockstep.server.serving import serving_of
 
-router = APIRouter()
+router = APIRouter(tags=["completions"])
 
 
 @router.post("/v1/completions", responses=documented(Completion))
@@ -30,7 +30,8 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Go on with one text or several."""
     serving, record = serving_of(request), record_of(request)
     record.model = serving.cluster.card(body.model).name
-    record.metadata = body.metadata or {}
+    record.metadata = labels_of(body)
+    record.prompt = body.prompt
     asked = completion_calls(body, Caller(record.tenant, serving.options))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:

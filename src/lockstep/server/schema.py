@@ -48,6 +48,16 @@ def _json(value: object) -> object:
     return value
 
 
+def absent(why: str) -> BeforeValidator:
+    """For parameters of OpenAI's that are not done here: only null is taken, and the error says why."""
+
+    def check(value: object) -> None:
+        if value is not None:
+            raise ValueError(why)
+
+    return BeforeValidator(check)
+
+
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_json)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_SEQUENCE_TOKENS)]

@@ -1,0 +1,225 @@
+"""Requests become calls: every parameter arrives where it belongs, and what cannot is refused by its own name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.base import Conversation
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.stub import stub_tokenizer_parts
+from lockstep.server.calls import Caller, in_the_requests_words, labels_of, shorter_s
+from lockstep.server.chat_calls import ChatCall, chat_call
+from lockstep.server.chat_schema import ChatBody
+from lockstep.server.completion_calls import CompletionCalls, completion_calls
+from lockstep.server.completion_schema import CompletionBody
+from lockstep.server.options import ServerOptions
+
+TOKENIZER = Tokenizer(stub_tokenizer_parts())
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(options: ServerOptions | None = None, tenant: str = "", **fields: Any) -> ChatCall:
+    body = ChatBody.model_validate({"messages": HELLO, **fields})
+    return chat_call(body, Caller(tenant, options or ServerOptions()), TOKENIZER)
+
+
+def complete(**fields: Any) -> CompletionCalls:
+    return completion_calls(CompletionBody.model_validate({"prompt": "x", **fields}), Caller("", ServerOptions()))
+
+
+def test_sampling_parameters_arrive() -> None:
+    params = chat(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.2,
+        logit_bias={"65": 3.5, "7": -100},
+        seed=11,
+        max_completion_tokens=5,
+        min_tokens=2,
+        stop="END",
+        stop_token_ids=[9],
+        ignore_eos=True,
+        n=3,
+        logprobs=True,
+        top_logprobs=4,
+    ).call.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, -0.2)
+    assert params.logit_bias == {65: 3.5, 7: -100}
+    assert (params.seed, params.max_tokens, params.min_tokens, params.n) == (11, 5, 2, 3)
+    assert (params.stop, params.stop_token_ids, params.ignore_eos, params.logprobs) == (("END",), (9,), True, 4)
+
+
+def test_nothing_said_is_nothing_asked() -> None:
+    params = chat().call.params
+    assert (params.temperature, params.max_tokens, params.logprobs, params.constraint) == (None, None, None, None)
+    assert complete().calls[0].params.max_tokens == 16
+    assert complete(max_tokens=None).calls[0].params.max_tokens is None
+
+
+def test_logprobs_without_alternatives_tell_the_chosen_token_alone() -> None:
+    assert chat(logprobs=True).call.params.logprobs == 0
+    assert complete(logprobs=0).calls[0].params.logprobs == 0
+
+
+def test_the_other_fields_of_a_call_arrive() -> None:
+    call = chat(
+        ServerOptions(supports_priority=True, queue_timeout_s=3.0),
+        tenant="team",
+        model="m",
+        priority=-1,
+        user="someone",
+        cache_salt="salt",
+        session_id="s1",
+        deadline_ms=1500,
+        truncate_prompt_tokens=-1,
+        prompt_logprobs=2,
+    ).call
+    assert (call.model, call.priority, call.tenant, call.cache_salt, call.session_id) == ("m", -1, "team", "salt", "s1")
+    assert (call.deadline_s, call.queue_deadline_s) == (1.5, 3.0)
+    assert (call.truncate_prompt_tokens, call.prompt_logprobs) == (-1, 2)
+
+
+def test_without_keys_the_user_is_the_tenant() -> None:
+    assert chat(user="someone").call.tenant == "someone"
+    assert chat(user="someone", tenant="team").call.tenant == "team"
+
+
+@pytest.mark.parametrize(
+    ("deadline_ms", "limit_s", "expected_s"), [(None, None, None), (500, None, 0.5), (None, 2.0, 2.0), (5000, 2.0, 2.0)]
+)
+def test_the_shorter_deadline_holds(deadline_ms: int | None, limit_s: float | None, expected_s: float | None) -> None:
+    assert shorter_s(deadline_ms, limit_s) == expected_s
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"guided_choice": ["a", "b"]}, Constraint.choice(["a", "b"])),
+        ({"guided_regex": "a+"}, Constraint.regex("a+")),
+        ({"guided_json": {"type": "object"}}, Constraint.json_schema({"type": "object"})),
+        ({"guided_json": '{"type":"object"}'}, Constraint.json_schema('{"type":"object"}')),
+        ({"guided_grammar": 'start: "a"'}, Constraint.lark('start: "a"')),
+        ({"structured_outputs": {"regex": "a"}}, Constraint.regex("a")),
+        ({"structured_outputs": {"json": {"type": "null"}}}, Constraint.json_schema({"type": "null"})),
+        ({"structured_outputs": {"json_object": True}}, Constraint.json_object()),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Constraint.json_object()),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}}},
+            Constraint.json_schema({"type": "array"}),
+        ),
+    ],
+)
+def test_what_the_answer_must_be(fields: dict[str, Any], constraint: Constraint | None) -> None:
+    asked = chat(**fields)
+    assert asked.call.params.constraint == constraint
+    assert complete(**fields).calls[0].params.constraint == constraint
+    if constraint is not None:
+        assert asked.names["constraint"] == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"priority": 1}, "priority"),
+        ({"keep_alive": "5m"}, "keep_alive"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "none"}, "reasoning_effort"),
+    ],
+)
+def test_a_chat_that_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"n": 2, "best_of": 3}, "best_of"), ({"echo": True, "logprobs": 1, "stream": True}, "echo")],
+)
+def test_a_completion_that_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        complete(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ("a",)),
+        ("", ("",)),
+        ([1, 2], ((1, 2),)),
+        (["a", "b"], ("a", "b")),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        (["a", [2, 3]], ("a", (2, 3))),
+    ],
+)
+def test_prompts_of_every_form(prompt: Any, prompts: tuple[object, ...]) -> None:
+    asked = complete(prompt=prompt)
+    assert asked.prompts == prompts
+    assert tuple(call.prompt for call in asked.calls) == prompts
+
+
+def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    assert complete(echo=True, logprobs=2).calls[0].prompt_logprobs == 2
+    assert complete(echo=True).calls[0].prompt_logprobs is None
+    assert complete(echo=True, logprobs=2, prompt_logprobs=5).calls[0].prompt_logprobs == 5
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    came: dict[str, Any] = {
+        "role": "assistant",
+        "content": "2",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "reasoning": "one and one",
+        "reasoning_content": "one and one",
+        "tool_calls": None,
+    }
+    conversation = chat(messages=[*HELLO, came, *HELLO]).call.prompt
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[1] == {"role": "assistant", "content": "2", "reasoning_content": "one and one"}
+
+
+def test_text_parts_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    conversation = chat(messages=[{"role": "user", "content": parts}]).call.prompt
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[0]["content"] == "a\nb"
+
+
+def test_who_is_behind_a_request_is_logged_with_its_labels() -> None:
+    fields = {"metadata": {"run": "7"}, "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
+    body = ChatBody.model_validate({"messages": HELLO, **fields})
+    assert labels_of(body) == {"run": "7", "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
+
+
+def test_errors_speak_of_the_requests_own_parameters() -> None:
+    names = chat(max_completion_tokens=3, guided_regex="a").names
+    error = in_the_requests_words(InvalidParameterError("max_tokens is 3; it must be more", param="max_tokens"), names)
+    assert (str(error), error.param) == ("max_completion_tokens is 3; it must be more", "max_completion_tokens")
+    error = in_the_requests_words(InvalidParameterError("the regex constraint is bad", param="constraint"), names)
+    assert (str(error), error.param) == ("the regex constraint is bad", "guided_regex")
+    error = in_the_requests_words(InvalidParameterError("seed is x", param="seed"), names)
+    assert error.param == "seed"

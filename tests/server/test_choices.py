@@ -1,0 +1,210 @@
+"""Choices and the answers made of them, without a server: whatever is shown in pieces is what is shown whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.cluster.base import Accepted
+from lockstep.core.request import FinishReason
+from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import RequestFailedError
+from lockstep.executors.sampling import TokenLogprobs
+from lockstep.executors.stub import END_ID, stub_tokenizer_parts
+from lockstep.server.answer import Answer, Encoder, Heading
+from lockstep.server.chat_answer import ChatEncoder
+from lockstep.server.choices import Choice
+from lockstep.server.completion_answer import CompletionEncoder
+from lockstep.server.errors import HttpError
+from lockstep.server.logprobs import Tracer
+from tests.server.frames import events_of, texts_of
+
+TOKENIZER = Tokenizer(stub_tokenizer_parts())
+PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), max_size=12)
+
+
+def heading(*, include_usage: bool = False) -> Heading:
+    return Heading("chatcmpl-1", 7, "m", "fp_1", "r", include_usage=include_usage)
+
+
+def chat_encoder(*, include_usage: bool = False) -> ChatEncoder:
+    return ChatEncoder(
+        heading(include_usage=include_usage), TOKENIZER, num_choices=2, has_logprobs=False, tells_ids=False
+    )
+
+
+def completion_encoder(*, include_usage: bool = False) -> CompletionEncoder:
+    return CompletionEncoder(
+        heading(include_usage=include_usage),
+        TOKENIZER,
+        num_choices=2,
+        echoes=[""],
+        has_echo=False,
+        has_logprobs=False,
+        tells_ids=False,
+        tells_prompt_logprobs=False,
+    )
+
+
+def outputs_of(texts: Sequence[Sequence[str]], thoughts: str = "") -> list[TokenOutput]:
+    """The outputs of a request whose choices speak in turn, a token each; the last carries the whole answer."""
+    completions = tuple(
+        Completion(index, "".join(pieces), (65,) * len(pieces), FinishReason.STOP, None, None, thoughts)
+        for index, pieces in enumerate(texts)
+    )
+    whole = RequestOutput(1, (1, 2, 3), completions, 2, 1, Timings(0.001, 0.002, 0.5))
+    told = [
+        TokenOutput(1, index, (65,), pieces[step])
+        for step in range(max(map(len, texts), default=0))
+        for index, pieces in enumerate(texts)
+        if step < len(pieces)
+    ]
+    if thoughts:
+        told = [TokenOutput(1, index, (66,), "", reasoning=thoughts) for index in range(len(texts))] + told
+    last = len(texts) - 1
+    ends = [
+        TokenOutput(1, index, (END_ID,), "", FinishReason.STOP, END_ID, request=whole if index == last else None)
+        for index in range(len(texts))
+    ]
+    return told + ends
+
+
+def answer_of(encoder: Encoder, num_choices: int = 2) -> Answer:
+    choices = [Choice(index, end_ids=frozenset([END_ID])) for index in range(num_choices)]
+    return Answer([Accepted("m", (1, 2, 3))], choices, encoder)
+
+
+@given(first=PIECES, second=PIECES, cuts=st.lists(st.booleans(), min_size=40, max_size=40), is_chat=st.booleans())
+def test_however_a_stream_is_cut_its_pieces_are_the_whole_answer(
+    first: list[str], second: list[str], cuts: list[bool], is_chat: bool
+) -> None:
+    make = chat_encoder if is_chat else completion_encoder
+    outputs = outputs_of([first, second])
+    whole = answer_of(make())
+    whole.feed(0, outputs)
+    streamed = answer_of(make())
+    data = b""
+    for output, cut in zip(outputs, cuts, strict=False):
+        streamed.feed(0, [output])
+        if cut:
+            data += streamed.take()
+    streamed.feed(0, outputs[len(cuts) :])
+    data += streamed.take() + streamed.end()
+    assert streamed.is_complete
+    events = events_of(data)
+    choices = json.loads(whole.whole())["choices"]
+    said = [choice["message"]["content"] if is_chat else choice["text"] for choice in choices]
+    assert said == ["".join(first), "".join(second)]
+    assert texts_of(events) == dict(enumerate(said))
+    endings = [choice for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert sorted(choice["index"] for choice in endings) == [0, 1]
+    assert all(not (choice.get("text") or choice.get("delta")) for choice in endings), "an ending has no content"
+    assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
+
+
+def test_the_first_delta_of_a_choice_has_the_role_and_no_other_has() -> None:
+    answer = answer_of(chat_encoder())
+    data = b""
+    for output in outputs_of([["a", "b"], ["c"]]):
+        answer.feed(0, [output])
+        data += answer.take()
+    deltas: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+    for event in events_of(data + answer.end()):
+        for choice in event["choices"]:
+            deltas[choice["index"]].append(choice["delta"])
+    for told in deltas.values():
+        assert told[0] == {"role": "assistant", "content": ""}
+        assert all("role" not in delta for delta in told[1:])
+
+
+def test_usage_comes_in_a_chunk_of_its_own_and_is_null_before() -> None:
+    answer = answer_of(chat_encoder(include_usage=True))
+    answer.feed(0, outputs_of([["a", "b"], ["c"]]))
+    *events, last = events_of(answer.take() + answer.end())
+    assert all(event["usage"] is None and "lockstep" not in event for event in events)
+    assert last["choices"] == []
+    assert last["usage"]["prompt_tokens"] == 3
+    assert last["usage"]["completion_tokens"] == 3
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert last["lockstep"]["preemptions"] == 1
+
+
+def test_without_usage_the_last_ending_carries_the_extension() -> None:
+    answer = answer_of(chat_encoder())
+    answer.feed(0, outputs_of([["a"], ["c"]]))
+    *events, last = events_of(answer.take() + answer.end())
+    assert not any("lockstep" in event or "usage" in event for event in (*events, last) if event is not last)
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert last["lockstep"] == {
+        "request_id": "r",
+        "queue_ms": 1.0,
+        "ttft_ms": 2.0,
+        "tokens_per_second": 4.0,
+        "preemptions": 1,
+        "session_id": None,
+    }
+
+
+def test_thoughts_have_both_names_and_are_counted() -> None:
+    answer = answer_of(chat_encoder(include_usage=True))
+    answer.feed(0, outputs_of([["a"], ["c"]], thoughts="hm"))
+    whole = json.loads(answer.whole())
+    assert [choice["message"]["reasoning_content"] for choice in whole["choices"]] == ["hm", "hm"]
+    assert [choice["message"]["reasoning"] for choice in whole["choices"]] == ["hm", "hm"]
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_what_waits_is_counted_until_it_is_taken() -> None:
+    answer = answer_of(chat_encoder())
+    answer.feed(0, [TokenOutput(1, 0, (65,), "x" * 10), TokenOutput(1, 1, (65,), "y" * 5)])
+    assert answer.num_pending_bytes == 15
+    answer.take()
+    assert answer.num_pending_bytes == 0
+    assert answer.take() == b""
+
+
+def test_an_ending_that_is_none_of_openais_is_a_failure() -> None:
+    with pytest.raises(RequestFailedError, match="abort"):
+        Choice(0).feed(TokenOutput(1, 0, (), "", FinishReason.ABORT))
+
+
+def test_a_failure_is_an_error_frame_and_the_end() -> None:
+    [event] = events_of(answer_of(chat_encoder()).failed(HttpError(500, "server_error", "boom")))
+    assert event == {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
+
+
+def traced(text: str, shown: str, stop_reason: int | str | None, step: int = 1) -> list[str]:
+    """The tokens that are told of an answer which was generated as one text and shown as another."""
+    choice = Choice(0, tracer=Tracer(TOKENIZER, None, verbatim=False), end_ids=frozenset([END_ID]))
+    told: list[str] = []
+    ids = [*text.encode(), *([END_ID] if stop_reason == END_ID else [])]
+    for place, token in enumerate(ids):
+        is_last = place == len(ids) - 1
+        piece = shown[place * step : (place + 1) * step] if not is_last else shown[place * step :]
+        finish = FinishReason.STOP if is_last else None
+        logprobs = (TokenLogprobs(-0.5, ((token, -0.5),)),)
+        choice.feed(TokenOutput(1, 0, (token,), piece, finish, stop_reason if is_last else None, logprobs))
+        told += [entry.chosen.token for entry in choice.entries]
+        choice.shown()
+    return told
+
+
+def test_the_token_that_ends_the_answer_is_not_told() -> None:
+    assert traced("abc", "abc", END_ID) == ["a", "b", "c"]
+
+
+def test_tokens_behind_a_stop_string_are_not_told() -> None:
+    assert traced("ab.STOP", "ab.", "STOP") == ["a", "b", "."]
+
+
+def test_token_ids_go_with_the_text() -> None:
+    choice = Choice(0, tells_ids=True)
+    choice.feed(TokenOutput(1, 0, (65, 66), "AB"))
+    assert choice.token_ids == [65, 66]
+    assert not choice.is_plain

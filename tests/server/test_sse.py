@@ -1,0 +1,200 @@
+"""Streams as connections: silence, slow readers, clients that leave, and failures on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.types import Message
+
+from lockstep.cluster.base import Accepted, Event
+from lockstep.engine.outputs import TokenOutput
+from lockstep.server import sse
+from lockstep.server.options import ServerOptions
+from lockstep.server.reading import ClientLeft, OpenCall
+from lockstep.server.sse import EventStream
+from tests.server.frames import events_of, texts_of
+from tests.server.living import UNTIL_S, Living, living, until
+from tests.server.test_choices import answer_of, completion_encoder
+
+LONG = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+
+
+def request_bytes(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        f"content-length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+def connect(server: Living, body: dict[str, Any], *, receive_buffer_bytes: int | None = None) -> socket.socket:
+    """A connection that has asked, and read nothing."""
+    client = socket.socket()
+    if receive_buffer_bytes is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    client.settimeout(UNTIL_S)
+    client.connect(server.address)
+    client.sendall(request_bytes(body))
+    return client
+
+
+def read_all(client: socket.socket) -> bytes:
+    data = b""
+    while piece := client.recv(1 << 16):
+        data += piece
+    return data
+
+
+def unchunked(response: bytes) -> bytes:
+    """The body of a response that was sent with ``transfer-encoding: chunked``."""
+    rest, body = response.split(b"\r\n\r\n", 1)[1], b""
+    while rest:
+        size, rest = rest.split(b"\r\n", 1)
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    return body
+
+
+def test_a_stream_says_what_it_is(stub: Living) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "stream": True}
+    answer = httpx2.post(f"{stub.url}/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert events_of(answer.text)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"model": "nobody"}, 404),
+        ({"prompt": "x" * 9000}, 400),
+        ({"prompt": [10**6]}, 400),
+        ({"guided_regex": "("}, 400),
+    ],
+)
+def test_what_cannot_be_served_has_a_status_of_its_own_also_as_a_stream(
+    stub: Living, body: dict[str, Any], status: int
+) -> None:
+    answer = httpx2.post(f"{stub.url}/v1/completions", json={**LONG, **body})
+    assert (answer.status_code, answer.json()["error"]["message"] != "") == (status, True)
+
+
+def test_silence_is_filled_with_comments() -> None:
+    with living("stub://alpha?step_ms=300", ServerOptions(ping_interval_s=0.05)) as server:
+        answer = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2, "stream": True})
+        assert answer.text.count(": ping\n\n") >= 2
+        assert events_of(answer.text)
+
+
+def test_a_failure_in_a_stream_is_an_error_frame_and_the_end() -> None:
+    with living("stub://alpha?fail_every=20") as server:
+        answer = httpx2.post(f"{server.url}/v1/completions", json=LONG)
+        assert answer.status_code == 200
+        *_, last = events_of(answer.text)
+        assert last["error"]["type"] == "server_error"
+        until(lambda: server.cluster.num_open == 0, "the call is closed")
+
+
+def test_a_client_that_leaves_aborts_its_request() -> None:
+    with living("stub://alpha?step_ms=2") as server:
+        clients = [connect(server, {**LONG, "n": 2}) for _ in range(8)]
+        clients += [connect(server, {**LONG, "stream": False}) for _ in range(8)]
+        until(lambda: server.cluster.num_open == 16, "all are being answered")
+        for client in clients:
+            client.close()
+        until(lambda: server.cluster.num_open == 0, "their calls are closed")
+        records = server.records
+        until(lambda: all(record.status == 499 for record in records), "and are remembered as left")
+        answer = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1})
+        assert answer.status_code == 200, "others are served"
+
+
+def test_clients_that_connect_and_drop_leave_nothing_open(stub: Living) -> None:
+    for number in range(60):
+        client = connect(stub, {**LONG, "n": 1 + number % 3, "stream": number % 2 == 0})
+        if number % 6 == 2:
+            client.recv(64)  # of a stream, its beginning
+        client.close()
+    until(lambda: stub.cluster.num_open == 0, "no call is open")
+
+
+def test_a_slow_reader_gets_fewer_chunks_and_the_same_text(stub: Living) -> None:
+    body = {**LONG, "logprobs": 20, "max_tokens": 2000}
+    client = connect(stub, body, receive_buffer_bytes=4096)
+    until(lambda: stub.cluster.num_open == 0, "the engine does not wait for the reader")
+    events = events_of(unchunked(read_all(client)))
+    client.close()
+    quick = httpx2.post(f"{stub.url}/v1/completions", json={**LONG, "max_tokens": 2000, "stream": False})
+    assert texts_of(events)[0] == quick.json()["choices"][0]["text"]
+    assert len(events) < quick.json()["usage"]["completion_tokens"]
+
+
+def test_a_reader_that_is_too_slow_is_told_so_and_its_request_aborted() -> None:
+    with living("stub://alpha", ServerOptions(max_pending_bytes=20_000)) as server:
+        client = connect(server, {**LONG, "logprobs": 20, "max_tokens": 8000}, receive_buffer_bytes=4096)
+        with client:
+            beginning = client.recv(64)
+            until(lambda: server.cluster.num_open == 0, "the call is closed while nobody reads")
+            *events, last = events_of(unchunked(beginning + read_all(client)))
+        assert "too slow" in last["error"]["message"]
+        assert len(texts_of(events)[0]) < 8000
+
+
+async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_STALL_S", 0.1)
+    is_closed = asyncio.Event()
+
+    async def events() -> AsyncGenerator[Event, None]:
+        try:
+            while True:
+                yield TokenOutput(1, 0, (1,), "word")
+                await asyncio.sleep(0.01)
+        finally:
+            is_closed.set()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    accepted = Accepted("m", (1,))
+    answer = answer_of(completion_encoder(), 1)
+    stream = EventStream([OpenCall(accepted, events(), {})], answer, ServerOptions(ping_interval_s=0.05))
+    with pytest.raises(ClientLeft):
+        await asyncio.wait_for(stream.run(receive, send), UNTIL_S)
+    assert is_closed.is_set()
+
+
+@pytest.fixture
+async def busy() -> AsyncIterator[httpx2.AsyncClient]:
+    limits = httpx2.Limits(max_connections=64)
+    async with httpx2.AsyncClient(timeout=60, limits=limits, trust_env=False) as client:
+        yield client
+
+
+async def test_thirty_two_at_once_get_what_each_gets_alone(pocket: Living, busy: httpx2.AsyncClient) -> None:
+    url = f"{pocket.url}/v1/completions"
+
+    async def ask(number: int, *, is_stream: bool) -> str:
+        body = {"prompt": f"Question {number}:", "max_tokens": 12, "seed": number, "stream": is_stream}
+        answer = await busy.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+        if is_stream:
+            return texts_of(events_of(answer.text))[0]
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    alone = [await ask(number, is_stream=False) for number in range(4)]
+    together = await asyncio.gather(*(ask(number, is_stream=number % 2 == 0) for number in range(32)))
+    assert together[:4] == alone
