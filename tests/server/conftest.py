@@ -1,4 +1,4 @@
-"""One server on pocket and one on the stub for the whole session."""
+"""Servers for the whole session: in this process on pocket and on the stub, and one in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from tests.server.living import Living, living
+from tests.server.process import ServerProcess, serve
+from tests.server.support import NAME
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +22,15 @@ def pocket() -> Iterator[Living]:
 def stub() -> Iterator[Living]:
     with living("stub://alpha", name="alpha") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """A stub, served as `NAME` with the alias ``alpha``, without keys."""
+    with serve(
+        "stub://alpha", "--served-model-name", NAME, "--served-model-name", "alpha", "--enable-debug-endpoints"
+    ) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

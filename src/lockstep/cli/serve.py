@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +12,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli.config_file import use_config
 from lockstep.cli.flag_groups import with_flags
+from lockstep.cli.foreign_flags import ForeignFlags, answers_to
 from lockstep.cli.serve_flags import EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sizing import EngineOptions
@@ -19,8 +22,11 @@ if TYPE_CHECKING:
     from lockstep.cluster.single import SingleModel
     from lockstep.server.options import ServerOptions
 
+log = logging.getLogger(__name__)
+
 ENVIRONMENT_PREFIX = "LOCKSTEP"
 """``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
+METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 DEFAULT_BATCHED_TOKENS = 512
 TOKENS_BESIDE_DECODES = 16
 """A step must have room for one chunk beside every decoding sequence: SchedulerConfig's ``max_forced_tokens``."""
@@ -45,6 +51,7 @@ def serve(
     engine: EngineFlags,
     limits: LimitFlags,
     report: ReportFlags,
+    foreign: ForeignFlags,
 ) -> None:
     """Serve a model to OpenAI clients."""
     from lockstep.server.logs import set_up_logging
@@ -52,7 +59,10 @@ def serve(
 
     options = server_options(listen, what, engine, limits, report)
     cluster = _cluster(model, what, engine)
+    warnings = answers_to(foreign)
     set_up_logging(report.log_format, report.log_level)
+    for warning in warnings:
+        log.warning(warning)
     run_server(cluster, options, announce=typer.echo)
 
 
@@ -62,6 +72,8 @@ def server_options(
     """The flags as the server's options; UsageError where two of them do not fit."""
     from lockstep.server.options import ServerOptions
 
+    if not METRICS_PREFIX.fullmatch(report.metrics_prefix):
+        raise UsageError(f"--metrics-prefix is {report.metrics_prefix!r}; it must be a name like lockstep or vllm")
     host, port = (listen.host, listen.port) if listen.addr is None else split_address(listen.addr)
     return ServerOptions(
         host=host,
