@@ -1,0 +1,139 @@
+"""The life of a server process: listening, loading, draining on signals, ending, and every way of not starting."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.server.lifecycle import Lifecycle, Phase
+from tests.server.process import ServerProcess, serve
+from tests.server.support import connect, received
+
+BODY = b'{"prompt": "a"}'
+HEAD = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+
+
+@contextlib.contextmanager
+def in_flight(server: ServerProcess) -> Iterator[socket.socket]:
+    """A request that is being answered for as long as its body is missing."""
+    with connect(server.base_url) as slow, server.client() as client:
+        slow.sendall(HEAD)
+        until_s = time.monotonic() + 10.0
+        while client.get("/load").json()["server_load"] == 0:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        yield slow
+
+
+def wait_until_draining(server: ServerProcess) -> None:
+    until_s = time.monotonic() + 10.0
+    with server.client() as client:
+        while client.get("/health/ready").status_code == 200:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_idle_server_at_once(number: signal.Signals) -> None:
+    with serve("stub://alpha") as server:
+        server.signal(number)
+        assert server.wait(10.0) == 0
+        assert "Traceback" not in server.stderr
+
+
+def test_what_is_in_flight_is_finished_and_nothing_else_is_begun() -> None:
+    with serve("stub://alpha") as server, in_flight(server) as slow:
+        server.signal(signal.SIGTERM)
+        wait_until_draining(server)
+        with server.client() as client:
+            refused = client.post("/tokenize", json={"prompt": "a"})
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert client.get("/health").json()["reason"] == "the server is shutting down"
+            assert client.get("/health/live").status_code == 200
+        slow.sendall(BODY)
+        assert b"HTTP/1.1 200 " in received(slow)
+        assert server.wait() == 0
+
+
+def test_who_takes_too_long_is_ended() -> None:
+    with serve("stub://alpha", "--shutdown-timeout", "0.2") as server, in_flight(server) as slow:
+        server.signal(signal.SIGTERM)
+        assert server.wait(20.0) == 0
+        assert b" 200 " not in received(slow)
+        assert "ending 1 requests that are still open" in server.stderr
+
+
+def test_further_signals_hurry() -> None:
+    """The second ends what is in flight instead of waiting thirty seconds, the third waits for nothing."""
+    with serve("stub://alpha") as server, in_flight(server):
+        started_s = time.monotonic()
+        server.signal(signal.SIGTERM)
+        wait_until_draining(server)
+        server.signal(signal.SIGTERM)
+        time.sleep(0.2)
+        server.signal(signal.SIGINT)
+        assert server.wait(20.0) == 0
+        assert time.monotonic() - started_s < 15.0
+
+
+def test_a_signal_while_loading_ends_it() -> None:
+    with ServerProcess("stub://alpha?load_ms=1500") as server:
+        server.wait_listening()
+        server.signal(signal.SIGTERM)
+        assert server.wait(20.0) == 0
+        assert "ready on" not in server.stdout
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_code_2() -> None:
+    with ServerProcess("no/such/model.gguf") as server:
+        assert server.wait() == 2
+        assert server.stderr.startswith("lockstep: error: no/such/model.gguf: nothing is there")
+        assert server.stderr.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_line_and_code_2() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with ServerProcess("stub://alpha", "--port", str(port)) as server:
+            assert server.wait() == 2
+            assert server.stdout == ""
+            assert server.stderr == (
+                f"lockstep: error: 127.0.0.1:{port} is in use; give another --port, or 0 for any free one\n"
+            )
+
+
+def test_the_ready_line_names_url_and_model() -> None:
+    with serve("stub://alpha", "--served-model-name", "my-model") as server:
+        assert server.stdout.splitlines() == [
+            f"lockstep: listening on {server.base_url}, loading my-model",
+            f"lockstep: ready on {server.base_url}, serving my-model",
+        ]
+        assert server.base_url.startswith("http://127.0.0.1:")
+        assert not server.base_url.endswith(":0")
+
+
+def test_a_server_that_is_killed_leaves_its_port_free() -> None:
+    with serve("stub://alpha") as first:
+        port = first.base_url.rpartition(":")[2]
+        first.signal(signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+        with serve("stub://alpha", "--port", port) as second:
+            assert second.base_url == first.base_url
+
+
+async def test_a_phase_never_goes_back() -> None:
+    lifecycle = Lifecycle()
+    phases = [lifecycle.phase]
+    for _ in range(4):
+        lifecycle.on_signal()
+        phases.append(lifecycle.phase)
+    assert phases == [Phase.ADMITTING, Phase.DRAINING, Phase.ENDING, Phase.FORCED, Phase.FORCED]
+    lifecycle.end()
+    assert lifecycle.phase is Phase.FORCED
+    assert await lifecycle.changed() is Phase.FORCED
