@@ -77,6 +77,8 @@ async def test_counts_are_exact_and_gauges_return_to_nothing() -> None:
     assert found[of("vllm:generation_tokens_total")] == num_requests * num_tokens
     assert found[of("vllm:iteration_tokens_total_sum")] == num_requests * (len("hello") + num_tokens)
     assert found[of("vllm:request_success_total", finished_reason=FinishReason.LENGTH.value)] == num_requests
+    for reason in ("capacity", "deferred"):
+        assert found[of("vllm:num_requests_waiting_by_reason", reason=reason)] == 0
     assert found[of("vllm:num_requests_running")] == found[of("vllm:num_requests_waiting")] == 0
     assert found[of("vllm:kv_cache_usage_perc")] == 0
 

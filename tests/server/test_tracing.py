@@ -75,13 +75,16 @@ def record_of_a_chat() -> RequestRecord:
 
 def test_a_span_per_request_is_a_child_of_the_callers() -> None:
     parent = f"00-{TRACE_ID}-{PARENT_ID}-01"
-    with receiver() as (url, spans):
-        with serve("stub://alpha", "--otlp-traces-endpoint", url) as server, server.client() as client:
-            client.get("/health")
-            client.post("/tokenize", json={"prompt": "my secret"}, headers={"traceparent": parent, "x-request-id": "r"})
-            client.post("/tokenize", json={"prompt": 1}, headers={"traceparent": "nonsense"})
-            assert server.stop() == 0
-            assert server.stderr.count("Traceback") == 0
+    with (
+        receiver() as (url, spans),
+        serve("stub://alpha", "--otlp-traces-endpoint", url) as server,
+        server.client() as client,
+    ):
+        client.get("/health")
+        client.post("/tokenize", json={"prompt": "my secret"}, headers={"traceparent": parent, "x-request-id": "r"})
+        client.post("/tokenize", json={"prompt": 1}, headers={"traceparent": "nonsense"})
+        assert server.stop() == 0
+        assert "Traceback" not in server.stderr
     assert len(spans) == 2, "probes have none"
     child, orphan = spans
     assert (child.trace_id.hex(), child.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
