@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.server.living import Living, living
-from tests.server.process import ServerProcess, serve
+from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import NAME
 
 
@@ -28,7 +28,13 @@ def stub() -> Iterator[Living]:
 def server() -> Iterator[ServerProcess]:
     """A stub, served as `NAME` with the alias ``alpha``, without keys."""
     with serve(
-        "stub://alpha", "--served-model-name", NAME, "--served-model-name", "alpha", "--enable-debug-endpoints"
+        "stub://alpha",
+        *IN_THREAD,
+        "--served-model-name",
+        NAME,
+        "--served-model-name",
+        "alpha",
+        "--enable-debug-endpoints",
     ) as running:
         yield running
 

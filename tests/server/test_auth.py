@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 from lockstep.server.access import OPEN_PATHS, AccessKeys
 from lockstep.server.listening import listen
 from lockstep.server.options import ServerOptions
-from tests.server.process import ServerProcess, serve
+from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import error_of
 
 KEYS = ("first-secret", "second-secret")
@@ -20,7 +20,7 @@ KEYS = ("first-secret", "second-secret")
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[ServerProcess]:
     environment = {"LOCKSTEP_API_KEY": ",".join(KEYS), "LOCKSTEP_LOG_FORMAT": "json", "LOCKSTEP_LOG_LEVEL": "debug"}
-    with serve("stub://alpha", environment=environment) as running:
+    with serve("stub://alpha", *IN_THREAD, environment=environment) as running:
         yield running
 
 

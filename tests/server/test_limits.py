@@ -23,7 +23,7 @@ from lockstep.server.limits import RateLimits, TokenBucket
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import MAX_HEADERS, bounded_protocol
 from lockstep.server.record import record_of
-from tests.server.process import ServerProcess, serve
+from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import JSON, client_of, connect, error_of, exchange, received
 
 
@@ -31,7 +31,7 @@ from tests.server.support import JSON, client_of, connect, error_of, exchange, r
 def narrow() -> Iterator[ServerProcess]:
     """One request at once, 4 KiB bodies, 2 KiB headers."""
     limits = ("--max-concurrent-requests", "1", "--max-body-bytes", "4096", "--max-header-bytes", "2048")
-    with serve("stub://alpha", *limits) as running:
+    with serve("stub://alpha", *IN_THREAD, *limits) as running:
         yield running
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.process import ServerProcess
+from tests.server.process import IN_THREAD, ServerProcess
 from tests.server.support import NAME, client_of, error_of
 
 READINESS = ("/health", "/healthz", "/health/ready", "/ping")
@@ -74,7 +74,7 @@ def test_while_it_loads_it_says_so() -> None:
 
 
 def serving_slowly() -> ServerProcess:
-    process = ServerProcess("stub://alpha?load_ms=2500")
+    process = ServerProcess("stub://alpha?load_ms=2500", *IN_THREAD)
     process.wait_listening()
     return process
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.server.lifecycle import Lifecycle, Phase
-from tests.server.process import ServerProcess, serve
+from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import connect, received
 
 BODY = b'{"prompt": "a"}'
@@ -40,14 +40,14 @@ def wait_until_draining(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_an_idle_server_at_once(number: signal.Signals) -> None:
-    with serve("stub://alpha") as server:
+    with serve("stub://alpha", *IN_THREAD) as server:
         server.signal(number)
         assert server.wait(10.0) == 0
         assert "Traceback" not in server.stderr
 
 
 def test_what_is_in_flight_is_finished_and_nothing_else_is_begun() -> None:
-    with serve("stub://alpha") as server, in_flight(server) as slow:
+    with serve("stub://alpha", *IN_THREAD) as server, in_flight(server) as slow:
         server.signal(signal.SIGTERM)
         wait_until_draining(server)
         with server.client() as client:
@@ -62,7 +62,7 @@ def test_what_is_in_flight_is_finished_and_nothing_else_is_begun() -> None:
 
 
 def test_who_takes_too_long_is_ended() -> None:
-    with serve("stub://alpha", "--shutdown-timeout", "0.2") as server, in_flight(server) as slow:
+    with serve("stub://alpha", *IN_THREAD, "--shutdown-timeout", "0.2") as server, in_flight(server) as slow:
         server.signal(signal.SIGTERM)
         assert server.wait(20.0) == 0
         assert b" 200 " not in received(slow)
@@ -71,7 +71,7 @@ def test_who_takes_too_long_is_ended() -> None:
 
 def test_further_signals_hurry() -> None:
     """The second ends what is in flight instead of waiting thirty seconds, the third waits for nothing."""
-    with serve("stub://alpha") as server, in_flight(server):
+    with serve("stub://alpha", *IN_THREAD) as server, in_flight(server):
         started_s = time.monotonic()
         server.signal(signal.SIGTERM)
         wait_until_draining(server)
@@ -109,7 +109,7 @@ def test_a_port_in_use_is_one_line_and_code_2() -> None:
 
 
 def test_the_ready_line_names_url_and_model() -> None:
-    with serve("stub://alpha", "--served-model-name", "my-model") as server:
+    with serve("stub://alpha", *IN_THREAD, "--served-model-name", "my-model") as server:
         assert server.stdout.splitlines() == [
             f"lockstep: listening on {server.base_url}, loading my-model",
             f"lockstep: ready on {server.base_url}, serving my-model",
@@ -119,11 +119,11 @@ def test_the_ready_line_names_url_and_model() -> None:
 
 
 def test_a_server_that_is_killed_leaves_its_port_free() -> None:
-    with serve("stub://alpha") as first:
+    with serve("stub://alpha", *IN_THREAD) as first:
         port = first.base_url.rpartition(":")[2]
         first.signal(signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL
-        with serve("stub://alpha", "--port", port) as second:
+        with serve("stub://alpha", *IN_THREAD, "--port", port) as second:
             assert second.base_url == first.base_url
 
 

@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.server.errors import HttpError
 from lockstep.server.record import RequestRecord
 from lockstep.server.tracing import RequestTracer, span_attributes, span_name
-from tests.server.process import serve
+from tests.server.process import IN_THREAD, serve
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -77,7 +77,7 @@ def test_a_span_per_request_is_a_child_of_the_callers() -> None:
     parent = f"00-{TRACE_ID}-{PARENT_ID}-01"
     with (
         receiver() as (url, spans),
-        serve("stub://alpha", "--otlp-traces-endpoint", url) as server,
+        serve("stub://alpha", *IN_THREAD, "--otlp-traces-endpoint", url) as server,
         server.client() as client,
     ):
         client.get("/health")
@@ -147,7 +147,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_receiver_that_is_not_there_holds_nobody_up() -> None:
-    with serve("stub://alpha", "--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces") as server:
+    with serve("stub://alpha", *IN_THREAD, "--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces") as server:
         with server.client() as client:
             assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
         assert server.stop(30.0) == 0
