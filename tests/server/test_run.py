@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import signal
 import socket
 import time
 from collections.abc import Iterator
 
+import httpx2
 import pytest
 
 from lockstep.server.lifecycle import Lifecycle, Phase
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import connect, received
 
+NUM_STREAMS = 32
 BODY = b'{"prompt": "a"}'
 HEAD = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(BODY)
 
@@ -61,7 +65,48 @@ def test_what_is_in_flight_is_finished_and_nothing_else_is_begun() -> None:
         assert server.wait() == 0
 
 
-def test_who_takes_too_long_is_ended() -> None:
+@pytest.mark.parametrize(("timeout_s", "ending"), [("30", "finish_reason"), ("0.3", "error")])
+async def test_every_stream_has_an_end_whether_it_may_finish_or_not(timeout_s: str, ending: str) -> None:
+    """32 streams of about a second and a half, and SIGTERM after their first tokens; the model in its own process."""
+    limits = ("--max-num-seqs", "32", "--shutdown-timeout", timeout_s)
+    with serve("stub://alpha?step_ms=40", "--served-model-name", "alpha", *limits) as server:
+        begun = asyncio.Event()
+        async with httpx2.AsyncClient(base_url=server.base_url, timeout=30.0) as client, asyncio.TaskGroup() as group:
+            streams = [group.create_task(frames_of(client, begun)) for _ in range(NUM_STREAMS)]
+            await asyncio.wait_for(begun.wait(), 20.0)
+            server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert "Traceback" not in server.stderr
+    for stream in streams:
+        frames = stream.result()
+        assert frames[-1] == "[DONE]"
+        chunks = [json.loads(frame) for frame in frames[:-1]]
+        reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk.get("choices", ())]
+        errors = [chunk["error"] for chunk in chunks if "error" in chunk]
+        if ending == "finish_reason":
+            assert (reasons[-1], errors) == ("stop", [])
+        else:
+            assert (set(reasons), len(errors)) == ({None}, 1)
+            assert "shutting down" in errors[0]["message"]
+
+
+async def frames_of(client: httpx2.AsyncClient, begun: asyncio.Event) -> list[str]:
+    """The data of every frame of one streamed answer."""
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": "alpha", "messages": messages, "stream": True, "max_tokens": 100}
+    frames = []
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                frames.append(line.removeprefix("data: "))
+                if len(frames) > 3:
+                    begun.set()
+    return frames
+
+
+@pytest.mark.slow
+def test_who_does_not_even_send_a_body_is_cut_off() -> None:
     with serve("stub://alpha", *IN_THREAD, "--shutdown-timeout", "0.2") as server, in_flight(server) as slow:
         server.signal(signal.SIGTERM)
         assert server.wait(20.0) == 0
