@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import socket
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -23,6 +26,17 @@ from tests.server.process import IN_THREAD, ServerProcess, serve
 
 STUB = "stub://alpha"
 GEOMETRY = Geometry(16, 16, 1, 8192, 256)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """`lockstep serve` sets up the logging of its process, which here is the tests'."""
+    loggers = [logging.getLogger(name) for name in (None, "lockstep", "uvicorn")]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +124,23 @@ def test_what_cannot_be_is_one_line_and_code_2(
         (("--max-num-seqs", "8", "--max-num-batched-tokens", "9"), "max_num_batched_tokens is 9"),
     ],
 )
-def test_what_the_model_cannot_is_said_when_it_is_known(arguments: tuple[str, ...], message: str) -> None:
-    with ServerProcess(STUB, *IN_THREAD, *arguments) as server:
-        assert server.wait() == 2
-        assert message in server.stderr
-        assert server.stderr.count("\n") == 1
+def test_what_the_model_cannot_is_said_when_it_is_known(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["serve", STUB, *IN_THREAD, "--port", "0", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1, "where it listens; that it is ready is not said"
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert invoke(["serve", STUB, *IN_THREAD, "--port", str(port)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (f"lockstep: error: 127.0.0.1:{port} is in use; give another --port, or 0 for any free one\n")
 
 
 @pytest.mark.parametrize(
