@@ -6,7 +6,7 @@ import inspect
 import logging
 import socket
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -186,7 +186,16 @@ def known_flags() -> set[str]:
 def test_defaults_are_the_options_own() -> None:
     """The help shows the flags' defaults; what runs without flags is what the options say."""
     made = server_options(ListenFlags(), ModelFlags(), EngineFlags(), LimitFlags(), ReportFlags())
-    assert made == ServerOptions()
+    assert made == replace(ServerOptions(), allowed_hosts=("localhost", "127.0.0.1", "::1"))
+
+
+def test_only_loopback_without_a_key_is_picky_about_names() -> None:
+    def hosts(listen: ListenFlags) -> tuple[str, ...]:
+        return server_options(listen, ModelFlags(), EngineFlags(), LimitFlags(), ReportFlags()).allowed_hosts
+
+    assert hosts(ListenFlags(allowed_host=["My.Box"])) == ("localhost", "127.0.0.1", "::1", "my.box")
+    assert hosts(ListenFlags(api_key=["k"])) == hosts(ListenFlags(allow_unauthenticated=True)) == ()
+    assert hosts(ListenFlags(api_key=["k"], allowed_host=["a"])) == ("a",)
 
 
 def test_every_flag_reaches_the_engine() -> None:

@@ -123,3 +123,25 @@ def test_a_key_or_a_word_opens_the_rest() -> None:
     ):
         with listen(options) as listener:
             assert listener.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:9000", "127.0.0.1:1", "[::1]:9000", "[::1]"])
+def test_without_a_key_the_server_answers_to_loopbacks_names(server: ServerProcess, host: str) -> None:
+    with server.client() as client:
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:9000", "localhost.evil.example", "127.0.0.1.nip.io", ""]
+)
+def test_a_page_that_points_its_name_at_loopback_is_refused(server: ServerProcess, host: str) -> None:
+    with server.client() as client:
+        refused = client.get("/v1/models", headers={"Host": host})
+        assert refused.status_code == 403
+        assert error_of(refused)["code"] == "unknown_host"
+        assert client.get("/health", headers={"Host": host}).status_code == 200, "probes come by any name"
+
+
+def test_with_a_key_any_name_will_do(keyed: ServerProcess) -> None:
+    with keyed.client(api_key=KEYS[0]) as client:
+        assert client.get("/v1/models", headers={"Host": "models.example"}).status_code == 200

@@ -26,6 +26,8 @@ from lockstep.server.record import record_of
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import JSON, client_of, connect, error_of, exchange, received
 
+START = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[ServerProcess]:
@@ -110,16 +112,14 @@ def test_a_chunked_body_is_counted_as_it_comes(narrow: ServerProcess) -> None:
 
     with narrow.client() as client:
         assert client.post("/tokenize", content=chunks(7), headers=JSON).status_code == 200
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = START + b"Transfer-Encoding: chunked\r\n\r\n"
     answer = exchange(narrow.base_url, head + (b"400\r\n" + b"a" * 1024 + b"\r\n") * 64)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"connection: close" in answer.lower(), "what follows is not read"
 
 
 def test_a_body_of_hopeless_length_is_not_waited_for(narrow: ServerProcess) -> None:
-    head = (
-        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n"
-    )
+    head = START + b"Content-Length: 99999999999\r\n\r\n"
     assert exchange(narrow.base_url, head).startswith(b"HTTP/1.1 413 ")
 
 
@@ -135,14 +135,14 @@ def test_a_body_of_hopeless_length_is_not_waited_for(narrow: ServerProcess) -> N
     ids=["one of 100 kB", "one without end", "a thousand", "one too many", "no colon"],
 )
 def test_a_flood_of_headers_is_refused(narrow: ServerProcess, headers: bytes) -> None:
-    answer = exchange(narrow.base_url, b"GET /health HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n")
+    answer = exchange(narrow.base_url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n")
     status = answer.split(b" ", 2)[1] if answer else b""
     assert status in (b"431", b"400"), answer[:200]
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
 
 def test_a_long_path_is_refused(narrow: ServerProcess) -> None:
-    answer = exchange(narrow.base_url, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = exchange(narrow.base_url, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
@@ -163,7 +163,7 @@ def test_what_is_no_http_is_told_so(narrow: ServerProcess) -> None:
 def test_one_more_than_allowed_is_refused_and_the_next_is_not(narrow: ServerProcess) -> None:
     """A body that does not come holds the only place."""
     body = b'{"prompt": "a"}'
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = START + b"Connection: close\r\n"
     with connect(narrow.base_url) as slow, narrow.client() as client:
         slow.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body))
         _wait_for_load(narrow, 1)
@@ -179,7 +179,7 @@ def test_one_more_than_allowed_is_refused_and_the_next_is_not(narrow: ServerProc
 
 def test_who_leaves_before_the_body_is_there_holds_no_place(narrow: ServerProcess) -> None:
     with connect(narrow.base_url) as slow:
-        slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         _wait_for_load(narrow, 1)
     _wait_for_load(narrow, 0)
     assert "status=499" in narrow.stderr
@@ -204,7 +204,11 @@ async def test_headers_that_do_not_come_are_not_waited_for() -> None:
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # pytest's are kept
         running = asyncio.create_task(server.serve([listener]))
         try:
-            for start in (b"", b"GET /health HTTP/1.1\r\nX-Slow: ", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET /"):
+            for start in (
+                b"",
+                b"GET /health HTTP/1.1\r\nX-Slow: ",
+                b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
+            ):
                 reader, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.write(start)
                 with contextlib.closing(writer):

@@ -19,7 +19,10 @@ from tests.server.support import connect, received
 
 NUM_STREAMS = 32
 BODY = b'{"prompt": "a"}'
-HEAD = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+HEAD = (
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    % len(BODY)
+)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def serve(
     from lockstep.server.run import run_server
 
     options = server_options(listen, what, engine, limits, report)
-    cluster = _cluster(model, what, engine)
+    cluster = _cluster(model, what, engine, report.log_level)
     warnings = answers_to(foreign)
     set_up_logging(report.log_format, report.log_level)
     for warning in warnings:
@@ -80,6 +80,7 @@ def server_options(
         port=port,
         api_keys=split_keys(listen.api_key or ()),
         allow_unauthenticated=listen.allow_unauthenticated,
+        allowed_hosts=_allowed_hosts(listen, host),
         cors_origins=tuple(listen.cors_origin or ()),
         max_body_bytes=limits.max_body_bytes,
         max_header_bytes=limits.max_header_bytes,
@@ -99,6 +100,15 @@ def server_options(
         otlp_traces_endpoint=report.otlp_traces_endpoint,
         responses_db=report.responses_db,
     )
+
+
+def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
+    """Where loopback is the only protection, only its names are answered to."""
+    from lockstep.server.access import loopback_hosts
+
+    given = tuple(name.lower() for name in listen.allowed_host or ())
+    is_bare = not listen.api_key and not listen.allow_unauthenticated
+    return (*loopback_hosts(host), *given) if is_bare else given
 
 
 def engine_options(engine: EngineFlags) -> EngineOptions:
@@ -126,7 +136,7 @@ def engine_options(engine: EngineFlags) -> EngineOptions:
     )
 
 
-def _cluster(model: str, what: ModelFlags, engine: EngineFlags) -> SingleModel:
+def _cluster(model: str, what: ModelFlags, engine: EngineFlags, log_level: str) -> SingleModel:
     """The one place that knows who stands behind the server."""
     from lockstep.cluster.single import SingleModel, SingleModelOptions
     from lockstep.worker.supervised import WorkerOptions
@@ -138,7 +148,7 @@ def _cluster(model: str, what: ModelFlags, engine: EngineFlags) -> SingleModel:
         probe=what.probe,
         chat_template=flags.read_template(what.chat_template),
     )
-    worker = WorkerOptions(kind=what.worker)
+    worker = WorkerOptions(kind=what.worker, log_level=log_level.upper())
     return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load, worker))
 
 

@@ -66,8 +66,7 @@ def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     """Tokens as a request would have them. Not on the event loop: a long text takes long."""
     cluster = serving_of(request).cluster
     card = cluster.card(body.model)
-    record = record_of(request)
-    record.model, record.prompt = card.name, body.prompt if body.messages is None else body.messages
+    record_of(request).model = card.name
     tokenizer = cluster.tokenizer(body.model)
     tokens = _tokens(tokenizer, body, serving_of(request).options.chat_template_kwargs)
     strings = [tokenizer.decode((token,), skip_special_tokens=False) for token in tokens]
