@@ -1,4 +1,4 @@
-"""Servers for the whole session: in this process on pocket and on the stub, and pocket in a process of its own."""
+"""Servers for the whole session: in this process, and as a user serves them, on pocket and on the stub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from tests.server.living import Living, living
-from tests.server.process import ServerProcess, serve
+from tests.server.process import IN_THREAD, ServerProcess, serve
+from tests.server.support import NAME
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,21 @@ def stub() -> Iterator[Living]:
 def served() -> Iterator[ServerProcess]:
     """Pocket, as a user serves it."""
     with serve("pocket://", "--served-model-name", "pocket") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """A stub, served as `NAME` with the alias ``alpha``, without keys."""
+    with serve(
+        "stub://alpha",
+        *IN_THREAD,
+        "--served-model-name",
+        NAME,
+        "--served-model-name",
+        "alpha",
+        "--enable-debug-endpoints",
+    ) as running:
         yield running
 
 

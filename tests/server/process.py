@@ -18,6 +18,8 @@ from typing import IO
 import httpx2
 
 ROOT = Path(__file__).resolve().parents[2]
+IN_THREAD = ("--worker", "thread")
+"""For tests that do not care where the model runs: a second process would only take longer to start."""
 START_S = 60.0
 """For a model to load on a busy machine."""
 STOP_S = 45.0

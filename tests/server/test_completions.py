@@ -98,7 +98,7 @@ def test_prompt_logprobs_have_vllms_shape(pocket: Living) -> None:
     assert first is None
     assert len(others) + 1 == len(choice["prompt_token_ids"])
     for token, told in zip(choice["prompt_token_ids"][1:], others, strict=True):
-        assert list(told)[0] == str(token)
+        assert next(iter(told)) == str(token)
         assert len(told) in (2, 3)
         assert all(set(one) == {"logprob", "decoded_token"} for one in told.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,9 @@ def _values(path: Path, root: yaml.MappingNode, known: set[str], repeatable: set
         where = f"--config {path}, line {key_node.start_mark.line + 1}"
         name = str(key_node.value).lstrip("-").replace("-", "_")
         if name not in known:
-            flags = ", ".join(sorted(each.replace("_", "-") for each in known))
-            raise UsageError(f"{where}: unknown key {key_node.value!r}; known: {flags}")
+            near = [each.replace("_", "-") for each in get_close_matches(name, sorted(known), n=1)]
+            hint = f"did you mean {near[0]!r}?" if near else "keys are the flags that --help lists"
+            raise UsageError(f"{where}: unknown key {key_node.value!r}; {hint}")
         if name in values:
             raise UsageError(f"{where}: {key_node.value!r} is given twice")
         loader = yaml.SafeLoader("")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +12,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli.config_file import use_config
 from lockstep.cli.flag_groups import with_flags
+from lockstep.cli.foreign_flags import ForeignFlags, answers_to
 from lockstep.cli.serve_flags import EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sizing import EngineOptions
@@ -19,8 +22,11 @@ if TYPE_CHECKING:
     from lockstep.cluster.single import SingleModel
     from lockstep.server.options import ServerOptions
 
+log = logging.getLogger(__name__)
+
 ENVIRONMENT_PREFIX = "LOCKSTEP"
 """``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
+METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 DEFAULT_BATCHED_TOKENS = 512
 TOKENS_BESIDE_DECODES = 16
 """A step must have room for one chunk beside every decoding sequence: SchedulerConfig's ``max_forced_tokens``."""
@@ -45,14 +51,18 @@ def serve(
     engine: EngineFlags,
     limits: LimitFlags,
     report: ReportFlags,
+    foreign: ForeignFlags,
 ) -> None:
     """Serve a model to OpenAI clients."""
     from lockstep.server.logs import set_up_logging
     from lockstep.server.run import run_server
 
     options = server_options(listen, what, engine, limits, report)
-    cluster = _cluster(model, what, engine)
+    cluster = _cluster(model, what, engine, report.log_level)
+    warnings = answers_to(foreign)
     set_up_logging(report.log_format, report.log_level)
+    for warning in warnings:
+        log.warning(warning)
     run_server(cluster, options, announce=typer.echo)
 
 
@@ -62,12 +72,15 @@ def server_options(
     """The flags as the server's options; UsageError where two of them do not fit."""
     from lockstep.server.options import ServerOptions
 
+    if not METRICS_PREFIX.fullmatch(report.metrics_prefix):
+        raise UsageError(f"--metrics-prefix is {report.metrics_prefix!r}; it must be a name like lockstep or vllm")
     host, port = (listen.host, listen.port) if listen.addr is None else split_address(listen.addr)
     return ServerOptions(
         host=host,
         port=port,
         api_keys=split_keys(listen.api_key or ()),
         allow_unauthenticated=listen.allow_unauthenticated,
+        allowed_hosts=_allowed_hosts(listen, host),
         cors_origins=tuple(listen.cors_origin or ()),
         max_body_bytes=limits.max_body_bytes,
         max_header_bytes=limits.max_header_bytes,
@@ -87,6 +100,15 @@ def server_options(
         otlp_traces_endpoint=report.otlp_traces_endpoint,
         responses_db=report.responses_db,
     )
+
+
+def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
+    """Where loopback is the only protection, only its names are answered to."""
+    from lockstep.server.access import loopback_hosts
+
+    given = tuple(name.lower() for name in listen.allowed_host or ())
+    is_bare = not listen.api_key and not listen.allow_unauthenticated
+    return (*loopback_hosts(host), *given) if is_bare else given
 
 
 def engine_options(engine: EngineFlags) -> EngineOptions:
@@ -114,7 +136,7 @@ def engine_options(engine: EngineFlags) -> EngineOptions:
     )
 
 
-def _cluster(model: str, what: ModelFlags, engine: EngineFlags) -> SingleModel:
+def _cluster(model: str, what: ModelFlags, engine: EngineFlags, log_level: str) -> SingleModel:
     """The one place that knows who stands behind the server."""
     from lockstep.cluster.single import SingleModel, SingleModelOptions
     from lockstep.worker.supervised import WorkerOptions
@@ -126,7 +148,7 @@ def _cluster(model: str, what: ModelFlags, engine: EngineFlags) -> SingleModel:
         probe=what.probe,
         chat_template=flags.read_template(what.chat_template),
     )
-    worker = WorkerOptions(kind=what.worker)
+    worker = WorkerOptions(kind=what.worker, log_level=log_level.upper())
     return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load, worker))
 
 

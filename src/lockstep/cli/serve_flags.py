@@ -24,6 +24,13 @@ class ListenFlags:
     allow_unauthenticated: Annotated[
         bool, typer.Option("--allow-unauthenticated", help="Listen beyond loopback without a key.")
     ] = False
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name in requests' Host that is answered to; may be repeated.",
+            show_default="loopback's where there is no key, else any",
+        ),
+    ] = None
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="An origin that browsers may call from, or *; may be repeated.")
     ] = None

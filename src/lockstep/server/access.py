@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import sha256
 
 from lockstep.server.errors import HttpError
@@ -44,6 +44,31 @@ def unauthenticated() -> HttpError:
         "A valid API key is needed: send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`.",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def loopback_hosts(host: str) -> tuple[str, ...]:
+    """The names of a server that listens on loopback only."""
+    return tuple(dict.fromkeys(("localhost", "127.0.0.1", "::1", host)))
+
+
+def host_fault(allowed: Collection[str], headers: Iterable[tuple[bytes, bytes]]) -> HttpError | None:
+    """The refusal of a request that calls the server by a name that is not its own.
+
+    A page can point its own name at 127.0.0.1 and so reach a server that only loopback protects; the browser then
+    still sends the page's name.
+    """
+    for name, value in headers:
+        if name == b"host":
+            host = value.decode("latin-1").lower()
+            bare = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+            if bare in allowed:
+                return None
+    return HttpError(
+        403,
+        "permission_error",
+        "This server does not answer to that Host; it can be told to by --allowed-host, or be given an --api-key.",
+        code="unknown_host",
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from lockstep.cluster.base import Cluster
@@ -52,9 +53,10 @@ def create_app(
     app.state.http_counts = metrics.HttpCounts()
     faults.install(app)
     routers = (*ROUTERS, debug.router) if options.enable_debug_endpoints else ROUTERS
+    app.state.methods = methods_of(routers)
     for router in routers:
         app.include_router(router)
-    app.add_middleware(BodyMiddleware, max_body_bytes=options.max_body_bytes)
+    app.add_middleware(BodyMiddleware, max_body_bytes=options.max_body_bytes, keeps_bodies=options.log_prompts)
     app.add_middleware(GateMiddleware, serving=serving)
     if options.cors_origins:
         app.add_middleware(
@@ -66,6 +68,15 @@ def create_app(
         )
     counts = app.state.http_counts
     log = (RequestLog(options),) if options.log_requests else ()
-    paths = {getattr(route, "path", "") for router in routers for route in router.routes}
-    app.add_middleware(RecordMiddleware, observers=(counts, *log, *observers), paths=paths)
+    app.add_middleware(RecordMiddleware, observers=(counts, *log, *observers), paths=app.state.methods)
     return app
+
+
+def methods_of(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
+    """What each path takes, over all of its routes."""
+    methods: dict[str, set[str]] = {}
+    for router in routers:
+        for route in router.routes:
+            assert isinstance(route, APIRoute)
+            methods.setdefault(route.path, set()).update(route.methods or ())
+    return methods

@@ -30,8 +30,10 @@ _SURROGATES = re.compile(
 class BodyMiddleware:
     """Hands a body on in one piece, or refuses the request."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, keeps_bodies: bool = False) -> None:
         self._app = app
+        self._keeps_bodies = keeps_bodies
+        """Whether the record gets the body as well."""
         self._max_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,6 +56,8 @@ class BodyMiddleware:
         if fault is not None:
             await refuse(fault, scope, receive, send)
             return
+        if self._keeps_bodies:
+            scope["state"]["record"].body = body.decode()
         await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:

@@ -40,7 +40,6 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         asked = await asyncio.to_thread(chat_call, body, caller, tokenizer)
     else:
         asked = chat_call(body, caller, tokenizer)
-    record.prompt = asked.messages
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         return chat_answer(serving.cluster, body, asked, accepted[0], record.request_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -59,7 +59,9 @@ async def _on_lockstep(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return _answer(request, of_http_exception(error, request.method, request.url.path))
+    route = request.scope.get("route")
+    allowed = request.app.state.methods.get(getattr(route, "path", None), ())
+    return _answer(request, of_http_exception(error, request.method, request.url.path, allowed))
 
 
 async def _on_validation(request: Request, error: Exception) -> JSONResponse:
@@ -72,19 +74,24 @@ def _answer(request: Request, error: HttpError) -> JSONResponse:
     return error_response(error)
 
 
-def of_http_exception(error: HTTPException, method: str, path: str) -> HttpError:
-    """What starlette and FastAPI raise by themselves: unknown paths, wrong methods, bodies that cannot be read."""
-    status = error.status_code
+def of_http_exception(error: HTTPException, method: str, path: str, allowed: Iterable[str]) -> HttpError:
+    """What starlette and FastAPI raise by themselves: unknown paths, wrong methods, bodies that cannot be read.
+
+    Args:
+        allowed: all methods of this path; starlette names those of its first route.
+    """
+    status, headers = error.status_code, error.headers or {}
     message, code = str(error.detail), None
     if status == 404 and message == HTTPStatus.NOT_FOUND.phrase:
         message, code = f"There is nothing at {path[:_SHOWN_CHARS]}.", "unknown_path"
     elif status == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        message, code = f"{method} is not what {path[:_SHOWN_CHARS]} takes; it takes {allowed}.", "method_not_allowed"
+        headers = {"Allow": ", ".join(sorted(allowed)) or headers.get("Allow", "")}
+        message = f"{method} is not what {path[:_SHOWN_CHARS]} takes; it takes {headers['Allow']}."
+        code = "method_not_allowed"
     elif status == 400:
         message, code = "The body could not be read as JSON.", "invalid_json"
     type_ = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return HttpError(status, type_, message, code=code, headers=error.headers or {})
+    return HttpError(status, type_, message, code=code, headers=headers)
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> HttpError:

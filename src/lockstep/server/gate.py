@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.errors import UnavailableError
-from lockstep.server.access import OPEN_PATHS, AccessKeys, unauthenticated
+from lockstep.server.access import OPEN_PATHS, AccessKeys, host_fault, unauthenticated
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.limits import RateLimits
 from lockstep.server.record import RequestRecord
@@ -38,13 +38,19 @@ class GateMiddleware:
             return
         record: RequestRecord = scope["state"]["record"]
         is_work = scope["method"] == "POST"
-        refusal = self._authenticate(scope, record) or (self._admit(record) if is_work else None)
+        refusal = (
+            self._known_host(scope) or self._authenticate(scope, record) or (self._admit(record) if is_work else None)
+        )
         if refusal is not None:
             await refuse(refusal, scope, receive, send)
         elif is_work:
             await self._serve(record, scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    def _known_host(self, scope: Scope) -> HttpError | None:
+        allowed = self._serving.options.allowed_hosts
+        return host_fault(allowed, scope["headers"]) if allowed else None
 
     def _authenticate(self, scope: Scope, record: RequestRecord) -> HttpError | None:
         if not self._keys:

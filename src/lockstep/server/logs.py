@@ -71,7 +71,7 @@ def request_fields(record: RequestRecord, duration_s: float, *, shows_prompts: b
         fields["param"] = error.param
         fields["message"] = error.message if error.status >= 500 or shows_prompts else None
     if shows_prompts:
-        fields["prompt"] = record.prompt
+        fields["body"] = record.body
         fields["answers"] = [completion.text for output in record.outputs for completion in output.completions]
     return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
 

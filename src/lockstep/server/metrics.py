@@ -6,19 +6,26 @@ The names, units and buckets are the engine's, which are vLLM's; here they get a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import accumulate
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from lockstep.engine.metrics import HistogramSnapshot, MetricsSnapshot
+from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.server.record import RequestRecord
 from lockstep.server.serving import serving_of
 
+T = TypeVar("T")
+FamilyOf = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
 LABELS = ("model_name", "engine")
+OPENMETRICS = "application/openmetrics-text"
 ENGINE = "0"
 """vLLM numbers the engines of a model; here a model has one."""
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
@@ -33,11 +40,6 @@ HELP: Mapping[str, str] = {
     "num_preemptions": "Sequences that lost their blocks for others.",
     "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens that were found in the prefix cache.",
-    "num_requests_waiting_by_reason": "Requests that wait, for capacity or (deferred) for the step under way to end.",
-    "cache_config_info": "Settings of the KV cache.",
-    "prompt_tokens_by_source": "Prompt tokens that were computed, and those that came from the prefix cache.",
-    "admission_rejections": "Requests that a full queue refused.",
-    "corrupted_requests": "Sequences that ended because the model's numbers were not finite.",
     "num_steps": "Steps computed.",
     "num_failed_steps": "Steps that ended with an error.",
     "time_to_first_token_seconds": "From submission to the first token, at engine steps.",
@@ -45,16 +47,22 @@ HELP: Mapping[str, str] = {
     "request_time_per_output_token_seconds": "Mean time between the tokens of a finished sequence.",
     "e2e_request_latency_seconds": "From submission to the end.",
     "request_queue_time_seconds": "From submission to the first step.",
-    "request_inference_time_seconds": "From the first step to the last token.",
     "request_prefill_time_seconds": "From the first step to the first token.",
     "request_decode_time_seconds": "From the first token to the last.",
     "iteration_tokens_total": "Tokens of a step, prompts' and generated.",
+    "num_requests_waiting_by_reason": "Requests that wait, for room or for the next step.",
+    "cache_config_info": "Settings of the KV cache.",
+    "prompt_tokens_by_source": "Prompt tokens, by where their KV came from.",
+    "request_success": "Finished sequences by reason.",
+    "admission_rejections": "Requests that a full queue refused.",
+    "corrupted_requests": "Sequences whose logits were not finite.",
+    "request_inference_time_seconds": "From the first step to the last token.",
+    "request_max_num_generation_tokens": "Generated tokens of a request's longest sequence.",
+    "request_params_n": "Sequences that a request asked for.",
+    "request_params_max_tokens": "Tokens that a sequence was allowed.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens that were computed, not cached.",
     "request_prompt_tokens": "Prompt tokens of a finished sequence.",
     "request_generation_tokens": "Generated tokens of a finished sequence.",
-    "request_max_num_generation_tokens": "Generated tokens of the longest sequence of a finished request.",
-    "request_params_max_tokens": "Generated tokens that a finished sequence might have had.",
-    "request_params_n": "Sequences of a finished request.",
-    "request_prefill_kv_computed_tokens": "Prompt tokens of a finished sequence that were computed.",
 }
 """What is not described here is described by its name."""
 
@@ -83,7 +91,7 @@ class HttpCounts:
     "/metrics",
     operation_id="metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
+    responses={200: {"content": {"text/plain": {}, OPENMETRICS: {}}}},
 )
 async def metrics(request: Request) -> Response:
     """Prometheus' text format, or OpenMetrics where it is asked for."""
@@ -92,77 +100,68 @@ async def metrics(request: Request) -> Response:
     snapshots = await serving.cluster.metrics()
     families = [*model_families(snapshots, serving.options.metrics_prefix), counts.family()]
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    if content_type.startswith(OPENMETRICS):
+        # The library's other escapings break names with a colon (client_python #1177); ours need none.
+        encode = partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
     return Response(encode(_Page(families)), media_type=content_type)
 
 
 def model_families(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Iterator[Metric]:
-    """One family per metric, with a sample for every model that has it."""
-    gauges = {name: None for snapshot in snapshots.values() for name in snapshot.gauges}
-    counters = {name: None for snapshot in snapshots.values() for name in snapshot.counters}
-    histograms = {name: None for snapshot in snapshots.values() for name in snapshot.histograms}
-    for name in gauges:
-        gauge = GaugeMetricFamily(f"{prefix}:{name}", _help(name), labels=LABELS)
-        for model, snapshot in snapshots.items():
-            gauge.add_metric((model, ENGINE), snapshot.gauges[name])
-        yield gauge
-    for name in counters:
-        counter = CounterMetricFamily(f"{prefix}:{name}", _help(name), labels=LABELS)
-        for model, snapshot in snapshots.items():
-            counter.add_metric((model, ENGINE), snapshot.counters[name])
-        yield counter
-    yield _finished(snapshots, prefix)
-    yield from _labelled(snapshots, prefix)
-    yield from _infos(snapshots, prefix)
-    for name in histograms:
-        histogram = HistogramMetricFamily(f"{prefix}:{name}", _help(name), labels=LABELS)
-        for model, snapshot in snapshots.items():
-            observed = snapshot.histograms[name]
-            histogram.add_metric((model, ENGINE), cumulative(observed), observed.sum)
-        yield histogram
+    """One family per metric, with the samples of every model that has it."""
+    yield from _plain(GaugeMetricFamily, prefix, {model: each.gauges for model, each in snapshots.items()})
+    yield from _labelled(GaugeMetricFamily, prefix, {model: each.labelled_gauges for model, each in snapshots.items()})
+    yield from _info(prefix, {model: each.info for model, each in snapshots.items()})
+    yield from _plain(CounterMetricFamily, prefix, {model: each.counters for model, each in snapshots.items()})
+    counters = {
+        model: {"request_success": Labelled("finished_reason", each.finished), **each.labelled_counters}
+        for model, each in snapshots.items()
+    }
+    yield from _labelled(CounterMetricFamily, prefix, counters)
+    for name, observed in _by_name({model: each.histograms for model, each in snapshots.items()}):
+        family = HistogramMetricFamily(f"{prefix}:{name}", _help(name), labels=LABELS)
+        for model, histogram in observed.items():
+            family.add_metric((model, ENGINE), cumulative(histogram), histogram.sum)
+        yield family
+
+
+def _plain(family_of: FamilyOf, prefix: str, values: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+    for name, by_model in _by_name(values):
+        family = family_of(f"{prefix}:{name}", _help(name), labels=LABELS)
+        for model, value in by_model.items():
+            family.add_metric((model, ENGINE), value)
+        yield family
+
+
+def _labelled(family_of: FamilyOf, prefix: str, values: Mapping[str, Mapping[str, Labelled]]) -> Iterator[Metric]:
+    for name, by_model in _by_name(values):
+        label = next(iter(by_model.values())).label
+        family = family_of(f"{prefix}:{name}", _help(name), labels=(*LABELS, label))
+        for model, labelled in by_model.items():
+            for label_value, value in sorted(labelled.values.items()):
+                family.add_metric((model, ENGINE, label_value), value)
+        yield family
+
+
+def _info(prefix: str, facts: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Iterator[Metric]:
+    for name, by_model in _by_name(facts):
+        names = sorted({fact for each in by_model.values() for fact in each})
+        family = GaugeMetricFamily(f"{prefix}:{name}", _help(name), labels=(*LABELS, *names))
+        for model, each in by_model.items():
+            family.add_metric((model, ENGINE, *(each.get(fact, "") for fact in names)), 1.0)
+        yield family
+
+
+def _by_name(values: Mapping[str, Mapping[str, T]]) -> Iterator[tuple[str, Mapping[str, T]]]:
+    """From values by model and name to values by name and model, in order of their first appearance."""
+    names = dict.fromkeys(name for each in values.values() for name in each)
+    for name in names:
+        yield name, {model: each[name] for model, each in values.items() if name in each}
 
 
 def cumulative(histogram: HistogramSnapshot) -> list[tuple[str, float]]:
     """Prometheus' buckets: how many observations were at most each bound, the last one without bound."""
     bounds = [*(_number(bound) for bound in histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True))
-
-
-def _finished(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Metric:
-    family = CounterMetricFamily(
-        f"{prefix}:request_success", "Finished sequences by reason.", labels=(*LABELS, "finished_reason")
-    )
-    for model, snapshot in snapshots.items():
-        for reason, count in sorted(snapshot.finished.items()):
-            family.add_metric((model, ENGINE, reason), count)
-    return family
-
-
-def _labelled(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Iterator[Metric]:
-    """Families with a label of their own."""
-    gauges = {name: m.label for snapshot in snapshots.values() for name, m in snapshot.labelled_gauges.items()}
-    counters = {name: m.label for snapshot in snapshots.values() for name, m in snapshot.labelled_counters.items()}
-    for name, label in gauges.items():
-        gauge = GaugeMetricFamily(f"{prefix}:{name}", _help(name), labels=(*LABELS, label))
-        for model, snapshot in snapshots.items():
-            for value, amount in snapshot.labelled_gauges[name].values.items():
-                gauge.add_metric((model, ENGINE, value), amount)
-        yield gauge
-    for name, label in counters.items():
-        counter = CounterMetricFamily(f"{prefix}:{name}", _help(name), labels=(*LABELS, label))
-        for model, snapshot in snapshots.items():
-            for value, amount in snapshot.labelled_counters[name].values.items():
-                counter.add_metric((model, ENGINE, value), amount)
-        yield counter
-
-
-def _infos(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Iterator[Metric]:
-    """Facts as the labels of gauges that are 1."""
-    facts = {name: tuple(labels) for snapshot in snapshots.values() for name, labels in snapshot.info.items()}
-    for name, labels in facts.items():
-        family = GaugeMetricFamily(f"{prefix}:{name}", _help(name), labels=(*LABELS, *labels))
-        for model, snapshot in snapshots.items():
-            family.add_metric((model, ENGINE, *(snapshot.info[name][label] for label in labels)), 1.0)
-        yield family
 
 
 def _help(name: str) -> str:

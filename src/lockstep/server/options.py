@@ -19,6 +19,8 @@ class ServerOptions:
     """Any of them opens the guarded endpoints; none: no key is asked for."""
     allow_unauthenticated: bool = False
     """Whether to listen beyond loopback without a key."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which requests may call this server, in their ``Host``; empty: any. See `access.host_fault`."""
     cors_origins: tuple[str, ...] = ()
     """Origins that browsers may call from; ``*``: all. Empty: none."""
     max_body_bytes: int = 8 * MIB

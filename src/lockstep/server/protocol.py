@@ -29,9 +29,10 @@ _STATUS_LINES = {
 class BoundedHttpProtocol(HttpToolsProtocol):
     """What is refused here never reaches the application; it is told so in the same shape, and disconnected."""
 
-    def __init__(self, *args: Any, max_header_bytes: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, max_header_bytes: int, header_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._max_header_bytes = max_header_bytes
+        self._header_timeout_s = header_timeout_s
         self._is_reading_headers = True
         self._num_header_bytes = 0
         self._refusal: HttpError | None = None
@@ -53,7 +54,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if not self._is_reading_headers:
                 super().data_received(data)
                 return
-            self._start_timer()
             room = self._max_header_bytes - self._num_header_bytes
             if room <= 0:
                 self._refusal = self._too_large()
@@ -66,6 +66,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_reading_headers = True
+        self._start_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -89,7 +90,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         body = json.dumps(error.body()).encode()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self._stop_timer()
-        if self.cycle is None or self.cycle.response_complete:  # else an answer is under way, and this would break it
+        if not self._is_answering():  # into its middle nothing can be said
             self.transport.write(_STATUS_LINES[error.status] + head + body)
         self.transport.close()
 
@@ -104,9 +105,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             code="headers_too_large",
         )
 
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(HEADER_TIMEOUT_S, self._on_timeout)
+            self._timer = self.loop.call_later(self._header_timeout_s, self._on_timeout)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -117,17 +121,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
+        if self._is_answering():  # the next request may take as long as this one's answer
+            self._start_timer()
+            return
         self._refusal = HttpError(
-            408, "timeout_error", f"The headers did not arrive within {HEADER_TIMEOUT_S:g} s.", code="header_timeout"
+            408,
+            "timeout_error",
+            f"The headers did not arrive within {self._header_timeout_s:g} s.",
+            code="header_timeout",
         )
         self.send_400_response("")
 
 
-def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
-    """The protocol class for ``uvicorn.Config(http=...)``."""
+def bounded_protocol(max_header_bytes: int, header_timeout_s: float = HEADER_TIMEOUT_S) -> type[BoundedHttpProtocol]:
+    """The class for ``uvicorn.Config(http=...)``, which makes one for each connection."""
 
-    class Protocol(BoundedHttpProtocol):
+    class Bounded(BoundedHttpProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, max_header_bytes=max_header_bytes, **kwargs)
+            super().__init__(*args, max_header_bytes=max_header_bytes, header_timeout_s=header_timeout_s, **kwargs)
 
-    return Protocol
+    return Bounded

@@ -41,8 +41,8 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own labels."""
-    prompt: object | None = None
-    """What was asked, as it may be logged with ``--log-prompts``; handlers need not fill it otherwise."""
+    body: str | None = None
+    """The request as it was sent; kept for ``--log-prompts`` only."""
     error: HttpError | None = None
     status: int | None = None
     """What the client was told; 499 when it left before."""

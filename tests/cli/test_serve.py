@@ -1,0 +1,272 @@
+"""Flags, environment and file of `lockstep serve`: who goes before whom, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import socket
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import typer
+
+from lockstep.cli.config_file import read_config
+from lockstep.cli.foreign_flags import ForeignFlags, answers_to
+from lockstep.cli.main import app, invoke
+from lockstep.cli.serve import engine_options, server_options, split_address, split_keys
+from lockstep.cli.serve_flags import EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
+from lockstep.engine.sizing import plan_config
+from lockstep.errors import ConfigError, UsageError
+from lockstep.executors.base import Geometry
+from lockstep.server.options import ServerOptions
+from tests.server.process import IN_THREAD, ServerProcess, serve
+
+STUB = "stub://alpha"
+GEOMETRY = Geometry(16, 16, 1, 8192, 256)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """`lockstep serve` sets up the logging of its process, which here is the tests'."""
+    loggers = [logging.getLogger(name) for name in (None, "lockstep", "uvicorn")]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "serve.yaml"
+    path.write_text(
+        "model: stub://from-file\nport: 0\nworker: thread\nserved-model-name: [from-file, alias]\nmax-model-len: 100\n"
+        "enable_prefix_caching: false\nlog-format: json\n"
+    )
+    return path
+
+
+def models_of(server: ServerProcess) -> dict[str, int]:
+    with server.client() as client:
+        return {model["id"]: model["max_model_len"] for model in client.get("/v1/models").json()["data"]}
+
+
+def test_the_file_gives_what_nobody_else_does(config: Path) -> None:
+    with serve("--config", str(config)) as server:
+        assert models_of(server) == {"from-file": 100, "alias": 100}
+
+
+def test_a_flag_goes_before_the_environment_and_that_before_the_file(config: Path) -> None:
+    environment = {"LOCKSTEP_SERVED_MODEL_NAME": "from-environment", "LOCKSTEP_MAX_MODEL_LEN": "200"}
+    environment["LOCKSTEP_CONFIG"] = str(config)
+    with serve(STUB, "--max-model-len", "300", "--port", "0", environment=environment) as server:
+        assert models_of(server) == {"from-environment": 300}
+
+
+def test_a_second_port_is_the_one_of_addr() -> None:
+    with serve(STUB, *IN_THREAD, "--addr", "127.0.0.1:0", "--host", "192.0.2.1") as server:
+        assert server.base_url.startswith("http://127.0.0.1:")
+
+
+def test_flags_without_effect_are_said_once(config: Path) -> None:
+    with serve(STUB, *IN_THREAD, "--trust-remote-code", "--gpu-memory-utilization", "0.9", "-tp", "1") as server:
+        warnings = [line for line in server.stderr.splitlines() if " WARNING " in line]
+    assert len(warnings) == 2
+    assert "--gpu-memory-utilization has no effect: no GPU memory is reserved" in warnings[0]
+    assert "--trust-remote-code has no effect: no code of a model is ever run" in warnings[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Missing argument 'model'"),
+        ((STUB, "--bogus"), "--bogus"),
+        ((STUB, "--port", "70000"), "--port"),
+        ((STUB, "--port", "http"), "--port"),
+        ((STUB, "--addr", "9000"), "--addr is '9000'; it must be HOST:PORT"),
+        ((STUB, "--host", "0.0.0.0"), "there is no key: give --api-key KEY"),
+        ((STUB, "--host", "no.such.host.invalid"), "is no address to listen on"),
+        ((STUB, "--host", "192.0.2.1", "--api-key", "k"), "cannot listen on 192.0.2.1"),
+        ((STUB, "--api-key", ""), "--api-key is empty"),
+        ((STUB, "--api-key", "a,,b"), "--api-key is empty"),
+        ((STUB, "--metrics-prefix", "a b"), "--metrics-prefix is 'a b'"),
+        ((STUB, "--scheduling-policy", "lifo"), "--scheduling-policy"),
+        ((STUB, "--worker", "fork"), "--worker"),
+        ((STUB, "--max-num-seqs", "0"), "--max-num-seqs"),
+        ((STUB, "--chat-template-kwargs", "[]"), "must be a JSON object"),
+        ((STUB, "--chat-template", "no/such.jinja"), "cannot be read"),
+        ((STUB, "--otlp-traces-endpoint", "here"), "must be a URL like"),
+        ((STUB, "--config", "no/such.yaml"), "--config no/such.yaml cannot be read"),
+        ((STUB, "--dtype", "bfloat16"), "--dtype is 'bfloat16'; activations are float32"),
+        ((STUB, "--tensor-parallel-size", "2"), "--tensor-parallel-size is 2"),
+        ((STUB, "--swap-space", "4"), "--swap-space-bytes"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_code_2(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["serve", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.startswith("lockstep: error: ")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--block-size", "7"), "block_size is 7; this executor has blocks of 16 tokens"),
+        (("--max-model-len", "9000"), "max_model_len is 9000; the model allows 2 to 8192"),
+        (("--max-num-seqs", "8", "--max-num-batched-tokens", "9"), "max_num_batched_tokens is 9"),
+    ],
+)
+def test_what_the_model_cannot_is_said_when_it_is_known(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["serve", STUB, *IN_THREAD, "--port", "0", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1, "where it listens; that it is ready is not said"
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert invoke(["serve", STUB, *IN_THREAD, "--port", str(port)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (f"lockstep: error: 127.0.0.1:{port} is in use; give another --port, or 0 for any free one\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: 0\nmax-num-seq: 3\n", "line 2: unknown key 'max-num-seq'; did you mean 'max-num-seqs'?"),
+        ("zebra: 1\n", "line 1: unknown key 'zebra'; keys are the flags that --help lists"),
+        ("port: 1\n\nport: 2\n", "line 3: 'port' is given twice"),
+        ("port: 1\nPORT: 2\n", "line 2: unknown key 'PORT'"),
+        ("port: [1]\n", "line 1: [1] is not what a flag can hold"),
+        ("config: other.yaml\n", "line 1: unknown key 'config'"),
+        ("- port\n", "must hold `flag: value` lines"),
+        ("port: !!python/object/apply:os.system [echo]\n", "line 1: "),
+        ("port: {", "is not YAML"),
+    ],
+)
+def test_a_fault_of_the_file_is_told_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_config(path, known_flags(), {"api_key"})
+    assert message in str(caught.value)
+
+
+def test_the_files_values_become_what_flags_would_hold(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("api-key: one\nport: 1\nprobe: no\nhost: ::1\nchat_template_kwargs: {a: [1]}\n")
+    assert read_config(path, known_flags(), {"api_key"}) == {
+        "api_key": ["one"],
+        "port": 1,
+        "probe": False,
+        "host": "::1",
+        "chat_template_kwargs": '{"a": [1]}',
+    }
+    path.write_text("")
+    assert read_config(path, known_flags(), ()) == {}
+
+
+def known_flags() -> set[str]:
+    return {f.name for group in (ListenFlags, ModelFlags, EngineFlags, LimitFlags, ReportFlags) for f in fields(group)}
+
+
+def test_defaults_are_the_options_own() -> None:
+    """The help shows the flags' defaults; what runs without flags is what the options say."""
+    made = server_options(ListenFlags(), ModelFlags(), EngineFlags(), LimitFlags(), ReportFlags())
+    assert made == replace(ServerOptions(), allowed_hosts=("localhost", "127.0.0.1", "::1"))
+
+
+def test_only_loopback_without_a_key_is_picky_about_names() -> None:
+    def hosts(listen: ListenFlags) -> tuple[str, ...]:
+        return server_options(listen, ModelFlags(), EngineFlags(), LimitFlags(), ReportFlags()).allowed_hosts
+
+    assert hosts(ListenFlags(allowed_host=["My.Box"])) == ("localhost", "127.0.0.1", "::1", "my.box")
+    assert hosts(ListenFlags(api_key=["k"])) == hosts(ListenFlags(allow_unauthenticated=True)) == ()
+    assert hosts(ListenFlags(api_key=["k"], allowed_host=["a"])) == ("a",)
+
+
+def test_every_flag_reaches_the_engine() -> None:
+    flags = EngineFlags(
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        long_prefill_token_threshold=32,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        block_size=16,
+        num_gpu_blocks_override=40,
+        swap_space_bytes=320,
+        preemption="recompute",
+        scheduling_policy="fair",
+        max_num_queued_reqs=5,
+        max_num_queued_tokens=6,
+    )
+    assert {f.name for f in fields(flags) if getattr(flags, f.name) == f.default} == {"kv_cache_memory_bytes"}
+    config = plan_config(engine_options(flags), GEOMETRY, 1 << 30)
+    assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (512, 4, 64)
+    assert (config.max_chunk_tokens, config.chunking, config.enable_prefix_caching) == (32, False, False)
+    assert (config.num_blocks, config.num_host_blocks, config.preemption, config.order) == (40, 20, "recompute", "fair")
+    assert (config.max_num_queued_reqs, config.max_num_queued_tokens) == (5, 6)
+    by_bytes = EngineFlags(kv_cache_memory_bytes=160)
+    assert plan_config(engine_options(by_bytes), GEOMETRY, 1 << 30).num_blocks == 10
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 64, 512, 4096])
+def test_a_step_has_room_for_any_number_of_sequences(max_num_seqs: int) -> None:
+    """Unless the room is given: then it is taken at its word."""
+    plan_config(engine_options(EngineFlags(max_num_seqs=max_num_seqs)), GEOMETRY, 1 << 30)
+    if max_num_seqs > 64:
+        with pytest.raises(ConfigError, match="max_num_batched_tokens is 100"):
+            plan_config(
+                engine_options(EngineFlags(max_num_seqs=max_num_seqs, max_num_batched_tokens=100)), GEOMETRY, 1 << 30
+            )
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("127.0.0.1:9000", ("127.0.0.1", 9000)), ("[::1]:80", ("::1", 80)), (":8000", ("0.0.0.0", 8000))],
+)
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert split_address(text) == address
+
+
+def test_a_variable_may_hold_several_keys() -> None:
+    assert split_keys(["a, b", "c", "a"]) == ("a", "b", "c")
+
+
+def test_harmless_values_of_foreign_flags_pass() -> None:
+    assert answers_to(ForeignFlags()) == []
+    assert answers_to(ForeignFlags(dtype="auto", tensor_parallel_size=1, load_format="auto")) == []
+
+
+def test_no_foreign_flag_is_ignored_in_silence() -> None:
+    """Each of them, with a value that no default has, is either refused or answered."""
+    samples: dict[type, Any] = {str: "other", int: 7, float: 0.5, bool: True}
+    for name, hint in get_type_hints(ForeignFlags).items():
+        kind = (get_args(hint) or (hint,))[0]
+        try:
+            answers = answers_to(ForeignFlags(**{name: samples[kind]}))
+        except UsageError as error:
+            answers = [str(error)]
+        assert any("--" + name.replace("_", "-") in answer for answer in answers), name
+
+
+def test_the_environment_has_a_variable_for_every_option() -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    assert command.context_settings["auto_envvar_prefix"] == "LOCKSTEP"
+    names = {parameter.name for parameter in command.params}
+    assert known_flags() | {"model", "config", "debug"} <= names
+    assert inspect.signature(command.callback).parameters.keys() >= {"model"}

@@ -1,0 +1,147 @@
+"""Keys: what opens without one, what does not, and that no key is ever shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.server.access import OPEN_PATHS, AccessKeys
+from lockstep.server.listening import listen
+from lockstep.server.options import ServerOptions
+from tests.server.process import IN_THREAD, ServerProcess, serve
+from tests.server.support import error_of
+
+KEYS = ("first-secret", "second-secret")
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[ServerProcess]:
+    environment = {"LOCKSTEP_API_KEY": ",".join(KEYS), "LOCKSTEP_LOG_FORMAT": "json", "LOCKSTEP_LOG_LEVEL": "debug"}
+    with serve("stub://alpha", *IN_THREAD, environment=environment) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+def test_probes_and_scrapers_need_no_key(keyed: ServerProcess, path: str) -> None:
+    with keyed.client() as client:
+        assert client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/alpha"),
+        ("POST", "/tokenize"),
+        ("GET", "/load"),
+        ("GET", "/openapi.json"),
+        ("GET", "/nowhere"),
+        ("GET", "/healthy"),
+        ("GET", "/health/../v1/models"),
+    ],
+)
+def test_all_else_needs_one(keyed: ServerProcess, method: str, path: str) -> None:
+    with keyed.client() as client:
+        response = client.request(method, path)
+    assert response.status_code == 401
+    assert error_of(response)["type"] == "authentication_error"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("form", ["Bearer", "bearer", "X-Api-Key"])
+def test_any_key_opens_in_either_header(keyed: ServerProcess, key: str, form: str) -> None:
+    headers = {"X-Api-Key": key} if form == "X-Api-Key" else {"Authorization": f"{form} {key}"}
+    with keyed.client() as client:
+        assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Basic first-secret"},
+        {"Authorization": "first-secret"},
+        {"Authorization": "Bearer first-secre"},
+        {"Authorization": "Bearer first-secret,second-secret"},
+        {"X-Api-Key": ""},
+        {"X-Api-Key": "wrong"},
+    ],
+)
+def test_nothing_else_opens(keyed: ServerProcess, headers: dict[str, str]) -> None:
+    with keyed.client() as client:
+        assert client.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_a_body_is_not_read_before_the_key_is_known(keyed: ServerProcess) -> None:
+    with keyed.client() as client:
+        response = client.post("/tokenize", content=b"{", headers={"Content-Length": "1"})
+    assert response.status_code == 401
+
+
+def test_logs_name_the_owner_and_never_the_key(keyed: ServerProcess) -> None:
+    with keyed.client(api_key=KEYS[1]) as client:
+        client.get("/v1/models", headers={"x-request-id": "whose"})
+        client.get("/v1/models", headers={"Authorization": "Bearer nearly-a-secret"})
+        metrics = client.get("/metrics").text
+    lines = [json.loads(line) for line in keyed.stderr.splitlines()]
+    assert next(line for line in lines if line.get("id") == "whose")["tenant"] == "key-2"
+    for text in (keyed.stdout, keyed.stderr, metrics):
+        assert "secret" not in text
+
+
+def test_every_key_is_compared_whatever_came_before() -> None:
+    """The owner is found among all keys; equal ones belong to the first."""
+    keys = AccessKeys(("a", "b", "a"))
+    assert keys.tenant([(b"x-api-key", b"a")]) == "key-1"
+    assert keys.tenant([(b"x-api-key", b"b")]) == "key-2"
+    assert keys.tenant([(b"authorization", b"Bearer no"), (b"x-api-key", b"b")]) == "key-2"
+    assert keys.tenant([]) is None
+    assert not AccessKeys(())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_without_a_key_only_loopback_is_listened_on(host: str) -> None:
+    with pytest.raises(UsageError, match="can be reached from other machines"):
+        listen(ServerOptions(host=host, port=0))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    with listen(ServerOptions(host=host, port=0)) as listener:
+        assert listener.getsockname()[1] > 0
+
+
+def test_a_key_or_a_word_opens_the_rest() -> None:
+    for options in (
+        ServerOptions(host="0.0.0.0", port=0, api_keys=("k",)),
+        ServerOptions(host="0.0.0.0", port=0, allow_unauthenticated=True),
+    ):
+        with listen(options) as listener:
+            assert listener.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:9000", "127.0.0.1:1", "[::1]:9000", "[::1]"])
+def test_without_a_key_the_server_answers_to_loopbacks_names(server: ServerProcess, host: str) -> None:
+    with server.client() as client:
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:9000", "localhost.evil.example", "127.0.0.1.nip.io", ""]
+)
+def test_a_page_that_points_its_name_at_loopback_is_refused(server: ServerProcess, host: str) -> None:
+    with server.client() as client:
+        refused = client.get("/v1/models", headers={"Host": host})
+        assert refused.status_code == 403
+        assert error_of(refused)["code"] == "unknown_host"
+        assert client.get("/health", headers={"Host": host}).status_code == 200, "probes come by any name"
+
+
+def test_with_a_key_any_name_will_do(keyed: ServerProcess) -> None:
+    with keyed.client(api_key=KEYS[0]) as client:
+        assert client.get("/v1/models", headers={"Host": "models.example"}).status_code == 200

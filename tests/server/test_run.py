@@ -1,0 +1,170 @@
+"""The life of a server process: listening, loading, draining on signals, ending, and every way of not starting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from lockstep.server.lifecycle import Lifecycle, Phase
+from tests.server.process import IN_THREAD, ServerProcess, serve
+from tests.server.support import connect, received
+
+NUM_STREAMS = 32
+BODY = b'{"prompt": "a"}'
+HEAD = (
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    % len(BODY)
+)
+
+
+@contextlib.contextmanager
+def in_flight(server: ServerProcess) -> Iterator[socket.socket]:
+    """A request that is being answered for as long as its body is missing."""
+    with connect(server.base_url) as slow, server.client() as client:
+        slow.sendall(HEAD)
+        until_s = time.monotonic() + 10.0
+        while client.get("/load").json()["server_load"] == 0:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        yield slow
+
+
+def wait_until_draining(server: ServerProcess) -> None:
+    until_s = time.monotonic() + 10.0
+    with server.client() as client:
+        while client.get("/health/ready").status_code == 200:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+
+def test_a_signal_ends_an_idle_server_at_once() -> None:
+    with serve("stub://alpha", *IN_THREAD, "--served-model-name", "my-model") as server:
+        server.signal(signal.SIGINT)
+        assert server.wait(10.0) == 0
+        assert "Traceback" not in server.stderr
+        assert server.stdout.splitlines() == [
+            f"lockstep: listening on {server.base_url}, loading my-model",
+            f"lockstep: ready on {server.base_url}, serving my-model",
+        ]
+        assert not server.base_url.endswith(":0"), "the port that was really taken"
+
+
+def test_what_is_in_flight_is_finished_and_nothing_else_is_begun() -> None:
+    with serve("stub://alpha", *IN_THREAD) as server, in_flight(server) as slow:
+        server.signal(signal.SIGTERM)
+        wait_until_draining(server)
+        with server.client() as client:
+            refused = client.post("/tokenize", json={"prompt": "a"})
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert client.get("/health").json()["reason"] == "the server is shutting down"
+            assert client.get("/health/live").status_code == 200
+        slow.sendall(BODY)
+        assert b"HTTP/1.1 200 " in received(slow)
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize(("timeout_s", "ending"), [("30", "finish_reason"), ("0.3", "error")])
+async def test_every_stream_has_an_end_whether_it_may_finish_or_not(timeout_s: str, ending: str) -> None:
+    """32 streams of about a second and a half, and SIGTERM after their first tokens; the model in its own process."""
+    limits = ("--max-num-seqs", "32", "--shutdown-timeout", timeout_s)
+    with serve("stub://alpha?step_ms=40", "--served-model-name", "alpha", *limits) as server:
+        begun = asyncio.Event()
+        async with httpx2.AsyncClient(base_url=server.base_url, timeout=30.0) as client, asyncio.TaskGroup() as group:
+            streams = [group.create_task(frames_of(client, begun)) for _ in range(NUM_STREAMS)]
+            await asyncio.wait_for(begun.wait(), 20.0)
+            server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert "Traceback" not in server.stderr
+    for stream in streams:
+        frames = stream.result()
+        assert frames[-1] == "[DONE]"
+        chunks = [json.loads(frame) for frame in frames[:-1]]
+        reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk.get("choices", ())]
+        errors = [chunk["error"] for chunk in chunks if "error" in chunk]
+        if ending == "finish_reason":
+            assert (reasons[-1], errors) == ("stop", [])
+        else:
+            assert (set(reasons), len(errors)) == ({None}, 1)
+            assert "shutting down" in errors[0]["message"]
+
+
+async def frames_of(client: httpx2.AsyncClient, begun: asyncio.Event) -> list[str]:
+    """The data of every frame of one streamed answer."""
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": "alpha", "messages": messages, "stream": True, "max_tokens": 100}
+    frames = []
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                frames.append(line.removeprefix("data: "))
+                if len(frames) > 3:
+                    begun.set()
+    return frames
+
+
+@pytest.mark.slow
+def test_who_does_not_even_send_a_body_is_cut_off() -> None:
+    with serve("stub://alpha", *IN_THREAD, "--shutdown-timeout", "0.2") as server, in_flight(server) as slow:
+        server.signal(signal.SIGTERM)
+        assert server.wait(20.0) == 0
+        assert b" 200 " not in received(slow)
+        assert "ending 1 requests that are still open" in server.stderr
+
+
+def test_further_signals_hurry() -> None:
+    """The second ends what is in flight instead of waiting thirty seconds, the third waits for nothing."""
+    with serve("stub://alpha", *IN_THREAD) as server, in_flight(server):
+        started_s = time.monotonic()
+        server.signal(signal.SIGTERM)
+        wait_until_draining(server)
+        server.signal(signal.SIGTERM)
+        time.sleep(0.2)
+        server.signal(signal.SIGINT)
+        assert server.wait(20.0) == 0
+        assert time.monotonic() - started_s < 15.0
+
+
+def test_a_signal_while_loading_ends_it() -> None:
+    with ServerProcess("stub://alpha?load_ms=1500") as server:
+        server.wait_listening()
+        server.signal(signal.SIGTERM)
+        assert server.wait(20.0) == 0
+        assert "ready on" not in server.stdout
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_code_2() -> None:
+    with ServerProcess("no/such/model.gguf") as server:
+        assert server.wait() == 2
+        assert server.stderr.startswith("lockstep: error: no/such/model.gguf: nothing is there")
+        assert server.stderr.count("\n") == 1
+
+
+def test_a_server_that_is_killed_leaves_its_port_free() -> None:
+    with serve("stub://alpha", *IN_THREAD) as first:
+        port = first.base_url.rpartition(":")[2]
+        first.signal(signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+        with serve("stub://alpha", *IN_THREAD, "--port", port) as second:
+            assert second.base_url == first.base_url
+
+
+async def test_a_phase_never_goes_back() -> None:
+    lifecycle = Lifecycle()
+    phases = [lifecycle.phase]
+    for _ in range(4):
+        lifecycle.on_signal()
+        phases.append(lifecycle.phase)
+    assert phases == [Phase.ADMITTING, Phase.DRAINING, Phase.ENDING, Phase.FORCED, Phase.FORCED]
+    lifecycle.end()
+    assert lifecycle.phase is Phase.FORCED
+    assert await lifecycle.changed() is Phase.FORCED
