@@ -26,6 +26,7 @@ from lockstep.errors import (
     InvalidParameterError,
     ModelNotFoundError,
     PromptTooLongError,
+    QueueDeadlineError,
     QueueFullError,
     UnavailableError,
 )
@@ -161,10 +162,17 @@ async def test_all_calls_end_with_the_error_that_is_given(stub: SingleModel) -> 
     assert (await answer(stub, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
 
 
-async def test_a_deadline_is_an_error_and_not_a_short_answer(stub: SingleModel) -> None:
-    with pytest.raises(DeadlineError):
-        await answer(stub, call("x", ENDLESS, deadline_s=0.2))
-    await settled(stub)
+async def test_a_deadline_is_an_error_and_not_a_short_answer() -> None:
+    for kind in KINDS:
+        async with served("stub://alpha?step_ms=10", kind, max_num_seqs=1) as model:
+            running = asyncio.create_task(answer(model, call("x", ENDLESS, deadline_s=0.6)))
+            await asyncio.sleep(0.1)
+            with pytest.raises(QueueDeadlineError):
+                await answer(model, call("x", queue_deadline_s=0.2))
+            with pytest.raises(DeadlineError) as caught:
+                await running
+            assert not isinstance(caught.value, QueueDeadlineError)
+            await settled(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)

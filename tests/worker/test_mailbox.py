@@ -7,18 +7,13 @@ import asyncio
 import pytest
 
 from lockstep.core.request import FinishReason
-from lockstep.engine.outputs import RequestOutput, Timings, TokenOutput
-from lockstep.errors import DeadlineError, QueueDeadlineError, RequestFailedError
+from lockstep.engine.outputs import TokenOutput
+from lockstep.errors import DeadlineError, RequestFailedError
 from lockstep.worker.mailbox import Mailbox
 
 
 def token(number: int) -> TokenOutput:
     return TokenOutput(1, 0, (number,), "x")
-
-
-def ended(queue_s: float, total_s: float) -> TokenOutput:
-    answer = RequestOutput(1, (1,), (), 0, 0, Timings(queue_s, None, total_s))
-    return TokenOutput(1, 0, (), "", FinishReason.DEADLINE, request=answer)
 
 
 async def test_a_slow_reader_gets_all_that_came_at_once() -> None:
@@ -46,16 +41,14 @@ async def test_what_came_before_an_error_is_read_before_it() -> None:
             await mailbox.take()
 
 
-async def test_a_deadline_is_an_error_that_says_how_far_the_request_came() -> None:
-    waiting, running = Mailbox(1, "model"), Mailbox(2, "model")
-    waiting.put(ended(2.0, 2.0))
-    running.put(TokenOutput(1, 0, (), "", FinishReason.DEADLINE))
-    running.put(ended(0.5, 2.0))
-    with pytest.raises(QueueDeadlineError, match="within 2 s"):
-        await waiting.take()
-    with pytest.raises(DeadlineError) as caught:
-        await running.take()
-    assert not isinstance(caught.value, QueueDeadlineError)
+async def test_an_output_that_brings_an_error_ends_the_request_with_it() -> None:
+    mailbox = Mailbox(1, "model")
+    mailbox.put(token(1))
+    mailbox.put(TokenOutput(1, 0, (), "", FinishReason.DEADLINE, error=DeadlineError("time is up")))
+    assert mailbox.is_ended
+    assert len(await mailbox.take()) == 1
+    with pytest.raises(DeadlineError, match="time is up"):
+        await mailbox.take()
 
 
 async def test_a_reader_that_leaves_can_come_back() -> None:

@@ -36,7 +36,7 @@ def main(fd: int, parent_pid: int, log_level: str) -> None:
     die_with_parent(parent_pid)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
-    logging.basicConfig(level=log_level, format=_LOG_FORMAT, stream=sys.stderr)
+    logging.basicConfig(level=log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
     from lockstep.worker.device import DeviceWorker
     from lockstep.worker.outbox import Outbox
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import TokenOutput
-from lockstep.errors import DeadlineError, LockstepError, QueueDeadlineError
+from lockstep.errors import LockstepError
 
 
 class Mailbox:
@@ -57,8 +56,8 @@ class Mailbox:
         """Take an output over; one that brings an error ends the request with it."""
         if self.is_ended:
             return
-        if output.error is not None or output.finish_reason is FinishReason.DEADLINE:
-            self._put_ending(output)
+        if output.error is not None:
+            self.fail(output.error)
             return
         self._outputs.append(output)
         self.is_ended = output.request is not None
@@ -70,16 +69,6 @@ class Mailbox:
             self.is_ended = True
             self._error = error
             self._wake()
-
-    def _put_ending(self, output: TokenOutput) -> None:
-        if output.error is not None:
-            self.fail(output.error)
-        elif output.request is not None:  # of several completions, the last to end tells how far the request came
-            timings = output.request.timings
-            if timings.queue_s == timings.total_s:
-                self.fail(QueueDeadlineError(f"nothing was computed within {timings.total_s:.3g} s"))
-            else:
-                self.fail(DeadlineError(f"the answer was not complete after {timings.total_s:.3g} s"))
 
     def _wake(self) -> None:
         waiter = self._waiter

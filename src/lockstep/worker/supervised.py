@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Literal, NamedTuple
 
 from lockstep.engine.loading import LoadOptions, Progress
@@ -21,6 +20,7 @@ from lockstep.engine.outputs import GenerationRequest
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.worker.correspondence import Correspondence, resolve
 from lockstep.worker.health import HealthLimits, trouble
+from lockstep.worker.life import Life, WorkerState
 from lockstep.worker.link import Link
 from lockstep.worker.mailbox import Mailbox
 from lockstep.worker.messages import (
@@ -75,25 +75,6 @@ class WorkerOptions:
     """Of the worker process, which logs to standard error."""
 
 
-class WorkerState(Enum):
-    """Whether there is somebody to talk to."""
-
-    NEW = auto()
-    UP = auto()
-    """Running; whether a replica is loaded is another question."""
-    LOST = auto()
-    """It ended, and the next one is not there yet."""
-    CLOSED = auto()
-
-
-_MOVES = {
-    WorkerState.NEW: (WorkerState.UP, WorkerState.CLOSED),
-    WorkerState.UP: (WorkerState.LOST, WorkerState.CLOSED),
-    WorkerState.LOST: (WorkerState.UP, WorkerState.CLOSED),
-    WorkerState.CLOSED: (),
-}
-
-
 class _Pending(NamedTuple):
     """A load that is under way."""
 
@@ -106,7 +87,7 @@ class SupervisedWorker:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
-        self._state = WorkerState.NEW
+        self._life = Life()
         self._link: Link | None = None
         self._open = Correspondence()
         self._wanted: dict[str, Load] = {}
@@ -142,9 +123,9 @@ class SupervisedWorker:
 
     async def close(self) -> None:
         """End the worker and what is open; within a bounded time."""
-        if self._state is WorkerState.CLOSED:
+        if self._life.state is WorkerState.CLOSED:
             return
-        self._move_to(WorkerState.CLOSED)
+        self._life.move_to(WorkerState.CLOSED)
         tasks = [task for task in (self._asking, self._returning) if task is not None]
         for task in tasks:
             task.cancel()
@@ -198,7 +179,7 @@ class SupervisedWorker:
         """Why requests to a replica would not be answered now, in one sentence; empty: they would."""
         if replica in self._loaded:
             return trouble(self._options.health, self._report, time.monotonic() - self._report_s)
-        if self._state is WorkerState.CLOSED:
+        if self._life.state is WorkerState.CLOSED:
             return "the server is closing"
         if replica in self._failures:
             return f"the model could not be loaded again: {self._failures[replica]}"
@@ -303,11 +284,11 @@ class SupervisedWorker:
 
     def lost(self, reason: str) -> None:
         """The worker is gone: tell everybody who waits for it, and start the next."""
-        if self._state is WorkerState.CLOSED:
+        if self._life.state is WorkerState.CLOSED:
             return
         log.error("the device worker ended with %s", reason)
         self._link = None
-        self._move_to(WorkerState.LOST)
+        self._life.move_to(WorkerState.LOST)
         self._loaded.clear()
         if self._wanted and self._returning is None:
             self._schedule_return()
@@ -319,21 +300,45 @@ class SupervisedWorker:
 
     async def _come_back(self) -> None:
         """Start workers until one has all that is wanted."""
-        while missing := [load for replica, load in self._wanted.items() if replica not in self._loaded]:
+        while missing := self._missing():
             await asyncio.sleep(self._start_at_s - time.monotonic())
-            try:
-                if self._link is None:
-                    await self._start_link()
-                for load in missing:
-                    await self._load(load, None)
-                    self._failures.pop(load.replica, None)
-            except LockstepError as error:
-                log.error("the device worker did not come back: %s", error)
-                self._failures |= {load.replica: error for load in missing if load.replica not in self._loaded}
+            await self._restore(missing)
+            if self._missing():
                 self._schedule_return()
         self._restarts.up(time.monotonic())
         self._returning = None
         log.warning("the device worker is back")
+
+    def _missing(self) -> list[Load]:
+        return [load for replica, load in self._wanted.items() if replica not in self._loaded]
+
+    async def _restore(self, missing: list[Load]) -> None:
+        """Start a worker if there is none, and load what can be loaded."""
+        try:
+            if self._link is None:
+                await self._start_link()
+            for load in missing:
+                await self._load_again(load)
+        except LockstepError as error:
+            log.error("the device worker did not come back: %s", error)
+
+    async def _load_again(self, load: Load) -> None:
+        """One that cannot be loaded keeps no other from it.
+
+        Raises:
+            UnavailableError: there is no worker any more.
+        """
+        if load.replica not in self._wanted:
+            return
+        try:
+            await self._load(load, None)
+        except UnavailableError:
+            raise
+        except LockstepError as error:
+            log.error("%s could not be loaded again: %s", load.source, error)
+            self._failures[load.replica] = error
+        else:
+            self._failures.pop(load.replica, None)
 
     def _schedule_return(self) -> None:
         """Decide when the next start is, and guess when it will have loaded everything."""
@@ -350,7 +355,7 @@ class SupervisedWorker:
             self._link = await ProcessLink.open(self, self._options.log_level)
         else:
             self._link = ThreadLink(self)
-        self._move_to(WorkerState.UP)
+        self._life.move_to(WorkerState.UP)
         self._report, self._report_s = None, time.monotonic()
 
     async def _load(self, load: Load, progress: Progress | None) -> Loaded:
@@ -372,8 +377,9 @@ class SupervisedWorker:
 
     def _unload(self, replica: str) -> None:
         """Free what is loaded, or will be when the load under way has come to its end."""
-        self._unloading[replica] = asyncio.get_running_loop().create_future()
-        self._send(Unload(replica))
+        if self._link is not None:
+            self._unloading[replica] = asyncio.get_running_loop().create_future()
+            self._link.send(Unload(replica))
 
     async def _unloaded(self, replica: str) -> None:
         """Wait until a replica that is on its way out is gone."""
@@ -383,10 +389,6 @@ class SupervisedWorker:
     def _send(self, command: Command) -> None:
         if self._link is not None:
             self._link.send(command)
-
-    def _move_to(self, state: WorkerState) -> None:
-        assert state in _MOVES[self._state], f"a worker does not go from {self._state} to {state}"
-        self._state = state
 
     def _end(self, error: LockstepError) -> None:
         """Tell everybody who waits for this worker that it is gone."""

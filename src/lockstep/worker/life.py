@@ -1,0 +1,36 @@
+"""The life of a supervised worker: an enum, a table, and the one method that moves."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class WorkerState(Enum):
+    """Whether there is somebody to talk to."""
+
+    NEW = auto()
+    UP = auto()
+    """Running; whether a replica is loaded is another question."""
+    LOST = auto()
+    """It ended, and the next one is not there yet."""
+    CLOSED = auto()
+
+
+MOVES = {
+    WorkerState.NEW: (WorkerState.UP, WorkerState.CLOSED),
+    WorkerState.UP: (WorkerState.LOST, WorkerState.CLOSED),
+    WorkerState.LOST: (WorkerState.UP, WorkerState.CLOSED),
+    WorkerState.CLOSED: (),
+}
+
+
+class Life:
+    """Where a worker is in its life."""
+
+    def __init__(self) -> None:
+        self.state = WorkerState.NEW
+
+    def move_to(self, state: WorkerState) -> None:
+        """A move that the table does not have is a programming error."""
+        assert state in MOVES[self.state], f"a worker does not go from {self.state.name} to {state.name}"
+        self.state = state
