@@ -85,7 +85,7 @@ async def test_a_worker_that_dies_over_its_first_load_is_a_failed_start() -> Non
     await until(lambda: model.worker.pid is not None)
     pid = pid_of(model)
     os.kill(pid, signal.SIGSEGV)
-    with pytest.raises(WorkerLostError, match="SIGSEGV"):
+    with pytest.raises(WorkerLostError, match=r"signal 11 \(SIGSEGV\) while it loaded the model"):
         await starting
     assert not is_alive(pid)
 

@@ -12,13 +12,13 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import GenerationRequest
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
-from lockstep.worker.correspondence import Correspondence, resolve
+from lockstep.worker.correspondence import Correspondence
 from lockstep.worker.health import HealthLimits, trouble
 from lockstep.worker.life import Life, WorkerState
 from lockstep.worker.link import Link
@@ -47,6 +47,7 @@ from lockstep.worker.messages import (
     Unloaded,
 )
 from lockstep.worker.process import ProcessLink
+from lockstep.worker.replicas import Replicas
 from lockstep.worker.restarts import Restarts
 from lockstep.worker.thread import ThreadLink
 
@@ -75,13 +76,6 @@ class WorkerOptions:
     """Of the worker process, which logs to standard error."""
 
 
-class _Pending(NamedTuple):
-    """A load that is under way."""
-
-    answer: asyncio.Future[Loaded | LockstepError]
-    progress: Progress
-
-
 class SupervisedWorker:
     """One device worker and its successors; implements `lockstep.worker.link.Handler`."""
 
@@ -90,16 +84,7 @@ class SupervisedWorker:
         self._life = Life()
         self._link: Link | None = None
         self._open = Correspondence()
-        self._wanted: dict[str, Load] = {}
-        """What is to be there, in order of loading."""
-        self._loaded: dict[str, Loaded] = {}
-        """What is there."""
-        self._load_s: dict[str, float] = {}
-        """How long what is wanted took to load."""
-        self._failures: dict[str, LockstepError] = {}
-        """Why what is wanted could not be loaded again."""
-        self._loading: dict[str, _Pending] = {}
-        self._unloading: dict[str, asyncio.Future[None]] = {}
+        self._replicas = Replicas()
         self._restarts = Restarts()
         self._start_at_s = 0.0
         """When the next worker is started, after one was lost."""
@@ -131,8 +116,10 @@ class SupervisedWorker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         link, self._link = self._link, None
-        self._loaded.clear()
-        self._end(UnavailableError("the server is closing"))
+        self._replicas.lost()
+        error = UnavailableError("the server is closing")
+        self._open.end(error)
+        self._replicas.end_loads(error)
         if link is not None:
             await link.close()
 
@@ -151,39 +138,33 @@ class SupervisedWorker:
         """
         trial = self._options.trial if self._options.kind == "process" else TrialOptions(enabled=False)
         load = Load(replica, source, options, trial)
-        await self._unloaded(replica)
+        await self._replicas.unloaded(replica)
         loaded = await self._load(load, progress)
-        self._wanted[replica] = load
+        self._replicas.want(load)
         self._restarts.up(time.monotonic())
         return loaded
 
     async def unload(self, replica: str) -> None:
         """End a replica's requests with ``abort`` and free it; one that is not there is gone already."""
-        for known in (self._wanted, self._load_s, self._failures):
-            known.pop(replica, None)
-        if self._loaded.pop(replica, None) is not None:
+        if self._replicas.forget(replica):
             self._unload(replica)
-        await self._unloaded(replica)
+        await self._replicas.unloaded(replica)
 
     def loaded(self, replica: str) -> Loaded | None:
         """What loading measured; None: it is not there now."""
-        return self._loaded.get(replica)
+        return self._replicas.loaded(replica)
 
     def tier(self, replica: str) -> str:
         """``resident``, ``loading`` or ``failed``."""
-        if replica in self._loaded:
-            return "resident"
-        return "failed" if replica in self._failures else "loading"
+        return self._replicas.tier(replica)
 
     def trouble(self, replica: str) -> str:
         """Why requests to a replica would not be answered now, in one sentence; empty: they would."""
-        if replica in self._loaded:
-            return trouble(self._options.health, self._report, time.monotonic() - self._report_s)
         if self._life.state is WorkerState.CLOSED:
             return "the server is closing"
-        if replica in self._failures:
-            return f"the model could not be loaded again: {self._failures[replica]}"
-        return "the device worker is being restarted" if replica in self._wanted else "the model is loading"
+        if self._replicas.loaded(replica) is None:
+            return self._replicas.absence(replica)
+        return trouble(self._options.health, self._report, time.monotonic() - self._report_s)
 
     def unavailable(self, replica: str) -> UnavailableError:
         """The answer to requests to a replica that is not there, and when it is worth trying again."""
@@ -200,7 +181,7 @@ class SupervisedWorker:
             InvalidParameterError: the request holds a number that no message can.
         """
         link = self._link
-        if link is None or replica not in self._loaded:
+        if link is None or self._replicas.loaded(replica) is None:
             raise self.unavailable(replica)
         mailbox = self._open.open(replica)
         try:
@@ -271,16 +252,8 @@ class SupervisedWorker:
                 self._open.answered(event)
             case Refused():
                 self._open.refused(event)
-            case Loading(replica, stage, fraction) if replica in self._loading:
-                self._loading[replica].progress(stage, fraction)
-            case Loaded(replica) if replica in self._loading:
-                self._loaded[replica] = event
-                self._load_s[replica] = event.load_s
-                resolve(self._loading[replica].answer, event)
-            case LoadFailed(replica, error) if replica in self._loading:
-                resolve(self._loading[replica].answer, error)
-            case Unloaded(replica):
-                resolve(self._unloading.pop(replica, None), None)
+            case Loading() | Loaded() | LoadFailed() | Unloaded():
+                self._replicas.received(event)
 
     def lost(self, reason: str) -> None:
         """The worker is gone: tell everybody who waits for it, and start the next."""
@@ -289,28 +262,26 @@ class SupervisedWorker:
         log.error("the device worker ended with %s", reason)
         self._link = None
         self._life.move_to(WorkerState.LOST)
-        self._loaded.clear()
-        if self._wanted and self._returning is None:
+        self._replicas.lost()
+        if self._returning is None:
             self._schedule_return()
             self._returning = asyncio.get_running_loop().create_task(self._come_back())
-        message = f"the device worker ended with {reason} while it was at work on this; send the request again"
-        self._end(WorkerLostError(message, retry_after_s=self._retry_after_s()))
+        what, retry_after_s = f"the device worker ended with {reason} while it", self._retry_after_s()
+        self._open.end(WorkerLostError(f"{what} answered; send the request again", retry_after_s=retry_after_s))
+        self._replicas.end_loads(WorkerLostError(f"{what} loaded the model", retry_after_s=retry_after_s))
 
     # -- coming back ----------------------------------------------------------------------------------------------
 
     async def _come_back(self) -> None:
         """Start workers until one has all that is wanted."""
-        while missing := self._missing():
+        while self._link is None or self._replicas.missing():
             await asyncio.sleep(self._start_at_s - time.monotonic())
-            await self._restore(missing)
-            if self._missing():
+            await self._restore(self._replicas.missing())
+            if self._link is None or self._replicas.missing():
                 self._schedule_return()
         self._restarts.up(time.monotonic())
         self._returning = None
         log.warning("the device worker is back")
-
-    def _missing(self) -> list[Load]:
-        return [load for replica, load in self._wanted.items() if replica not in self._loaded]
 
     async def _restore(self, missing: list[Load]) -> None:
         """Start a worker if there is none, and load what can be loaded."""
@@ -328,7 +299,7 @@ class SupervisedWorker:
         Raises:
             UnavailableError: there is no worker any more.
         """
-        if load.replica not in self._wanted:
+        if load not in self._replicas.missing():
             return
         try:
             await self._load(load, None)
@@ -336,18 +307,16 @@ class SupervisedWorker:
             raise
         except LockstepError as error:
             log.error("%s could not be loaded again: %s", load.source, error)
-            self._failures[load.replica] = error
-        else:
-            self._failures.pop(load.replica, None)
+            self._replicas.failed(load, error)
 
     def _schedule_return(self) -> None:
         """Decide when the next start is, and guess when it will have loaded everything."""
         now_s = time.monotonic()
         self._start_at_s = now_s + self._restarts.delay_s(now_s)
-        self._back_at_s = self._start_at_s + PROCESS_START_S + sum(self._load_s.values())
+        self._back_at_s = self._start_at_s + PROCESS_START_S + self._replicas.load_s
 
     def _retry_after_s(self) -> float:
-        """Whole seconds until what is not there is likely to be."""
+        """Whole seconds until what is not there is likely to be; a first load says nothing of its end."""
         return max(MIN_RETRY_AFTER_S, math.ceil(self._back_at_s - time.monotonic()))
 
     async def _start_link(self) -> None:
@@ -361,40 +330,19 @@ class SupervisedWorker:
     async def _load(self, load: Load, progress: Progress | None) -> Loaded:
         if self._link is None:
             raise self.unavailable(load.replica)
-        answer: asyncio.Future[Loaded | LockstepError] = asyncio.get_running_loop().create_future()
-        self._loading[load.replica] = _Pending(answer, progress or (lambda stage, fraction: None))
-        self._send(load)
+        self._link.send(load)
         try:
-            loaded = await answer
+            return await self._replicas.load(load, progress)
         except asyncio.CancelledError:
             self._unload(load.replica)
             raise
-        finally:
-            del self._loading[load.replica]
-        if isinstance(loaded, LockstepError):
-            raise loaded
-        return loaded
 
     def _unload(self, replica: str) -> None:
         """Free what is loaded, or will be when the load under way has come to its end."""
         if self._link is not None:
-            self._unloading[replica] = asyncio.get_running_loop().create_future()
+            self._replicas.unload(replica)
             self._link.send(Unload(replica))
-
-    async def _unloaded(self, replica: str) -> None:
-        """Wait until a replica that is on its way out is gone."""
-        if replica in self._unloading:
-            await asyncio.shield(self._unloading[replica])
 
     def _send(self, command: Command) -> None:
         if self._link is not None:
             self._link.send(command)
-
-    def _end(self, error: LockstepError) -> None:
-        """Tell everybody who waits for this worker that it is gone."""
-        self._open.end(error)
-        for pending in self._loading.values():
-            resolve(pending.answer, error)
-        for unloaded in self._unloading.values():
-            resolve(unloaded, None)
-        self._unloading.clear()
