@@ -33,6 +33,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.sampling
 	$(BIN)/python -m benchmarks.grammar
 	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.worker
 
 # Plain requirement files with hashes and no download addresses.
 lock: $(STAMP)
