@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -17,12 +18,13 @@ import pytest
 from lockstep.cluster.single import REPLICA, SingleModel, SingleModelOptions
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sizing import EngineOptions
-from lockstep.errors import ArtifactNotFoundError, UnavailableError, WorkerLostError
+from lockstep.errors import ArtifactNotFoundError, RequestFailedError, UnavailableError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.pocket import pocket_path
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.messages import TrialOptions
 from lockstep.worker.supervised import WorkerOptions
+from lockstep.worker.thread import ThreadLink
 from tests.cluster.support import ENDLESS, LIMIT_S, answer, call, model_of, served, settled, until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
@@ -176,6 +178,7 @@ PARENT = """
 import asyncio
 from lockstep.cluster.single import SingleModel, SingleModelOptions
 from lockstep.worker.supervised import WorkerOptions
+from lockstep.worker.thread import ThreadLink
 
 async def main():
     model = SingleModel(SingleModelOptions({source!r}, ("served",), worker=WorkerOptions("process")))
@@ -199,6 +202,20 @@ async def test_a_worker_whose_server_was_killed_ends_too(source: str) -> None:
         assert is_alive(pid)
         parent.kill()
         await until(lambda: not is_alive(pid))
+
+
+async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_the_server() -> None:
+    async with served("stub://alpha?step_ms=5", "thread") as model:
+        task = asyncio.create_task(answer(model, call("x", ENDLESS)))
+        await asyncio.sleep(0.1)
+        link = model.worker._link
+        assert isinstance(link, ThreadLink)
+        with patch.object(link._worker._turns, "choose", side_effect=ZeroDivisionError("a defect")):
+            with pytest.raises(RequestFailedError, match="the device worker broke: ZeroDivisionError"):
+                await task
+            await until(lambda: model.worker._link is not link and model.health().ready)
+        assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
+        await settled(model)
 
 
 async def test_unloading_frees_the_name_for_another_load(tmp_path: Path) -> None:

@@ -27,5 +27,6 @@ def test_a_long_life_does() -> None:
     for now_s in range(5):
         restarts.delay_s(now_s)
     restarts.up(10.0)
+    restarts.up(9.0 + HEALTHY_S)
     assert restarts.delay_s(10.0 + HEALTHY_S) == 0.0
     assert restarts.delay_s(11.0 + HEALTHY_S) == FIRST_DELAY_S

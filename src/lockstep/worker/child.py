@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from lockstep.worker.device import DeviceWorker
     from lockstep.worker.outbox import Outbox
 
+log = logging.getLogger(__name__)
+
 EXIT_BROKEN = 70
-"""A defect of ours ended the step loop; the log says which."""
+"""A defect of ours ended a loop; the log says which."""
 STOP_LIMIT_S = 4.0
 """For the step under way to end and the models to be freed."""
 _READ_BYTES = 1 << 18
@@ -44,9 +46,13 @@ def main(fd: int, parent_pid: int, log_level: str) -> None:
     worker = DeviceWorker(outbox.post)
     steps = threading.Thread(target=_run, args=(worker, outbox), name="lockstep-steps", daemon=True)
     steps.start()
-    if _receive(sock, worker, outbox):
-        steps.join(STOP_LIMIT_S)
-        outbox.flush(STOP_LIMIT_S)
+    try:
+        if _receive(sock, worker, outbox):
+            steps.join(STOP_LIMIT_S)
+            outbox.flush(STOP_LIMIT_S)
+    except Exception:
+        log.exception("a command could not be obeyed")
+        _exit(EXIT_BROKEN)
     _exit(0)
 
 

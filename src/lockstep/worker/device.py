@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import (
@@ -134,7 +134,7 @@ class DeviceWorker:
         else:
             with self._lock:
                 self._preparing[submit.request_id] = False
-            self._preparers.submit(self._prepare, replica, submit)
+            self._preparers.submit(self._prepare, replica, submit).add_done_callback(_log_defect)
 
     def _prepare(self, replica: Replica, submit: Submit) -> None:
         """On a preparing thread: as `_submit`, unless the request was aborted meanwhile."""
@@ -188,7 +188,7 @@ class DeviceWorker:
             self._emit(LoadFailed(load.replica, UsageError(f"a replica {load.replica!r} is there already")))
             return
         self._taken.add(load.replica)
-        self._loads.submit(self._load, load)
+        self._loads.submit(self._load, load).add_done_callback(_log_defect)
 
     def _load(self, load: Load) -> None:
         report = throttled(lambda stage, fraction: self._emit(Loading(load.replica, stage, fraction)))
@@ -294,6 +294,13 @@ class DeviceWorker:
         self._publish()
         for replica in replicas.values():
             replica.close()
+
+
+def _log_defect(work: Future[None]) -> None:
+    """What ends the work of a side thread is a defect of ours, since all that can be expected was told."""
+    error = None if work.cancelled() else work.exception()
+    if error is not None:
+        log.error("a side thread broke", exc_info=error)
 
 
 def _not_loaded(key: str) -> UnavailableError:

@@ -16,8 +16,9 @@ class Restarts:
         self._up_since_s: float | None = None
 
     def up(self, now_s: float) -> None:
-        """The worker serves."""
-        self._up_since_s = now_s
+        """The worker serves; only the first word of it counts."""
+        if self._up_since_s is None:
+            self._up_since_s = now_s
 
     def delay_s(self, now_s: float) -> float:
         """It ended, or did not come up: seconds until the next start."""
