@@ -31,7 +31,6 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     serving, record = serving_of(request), record_of(request)
     record.model = serving.cluster.card(body.model).name
     record.metadata = labels_of(body)
-    record.prompt = body.prompt
     asked = completion_calls(body, Caller(record.tenant, serving.options))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
