@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import uvicorn
+import uvloop
 
 from lockstep.cluster.base import Cluster
 from lockstep.cluster.single import SingleModel, SingleModelOptions
@@ -67,7 +67,7 @@ def living(source: str, options: ServerOptions | None = None, *, name: str = "m"
 
     def main() -> None:
         try:
-            asyncio.run(serve())
+            uvloop.run(serve())
         except BaseException as error:
             failures.append(error)
             ready.set()

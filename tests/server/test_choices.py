@@ -19,10 +19,11 @@ from lockstep.executors.sampling import TokenLogprobs
 from lockstep.executors.stub import END_ID, stub_tokenizer_parts
 from lockstep.server.answer import Answer, Encoder, Heading
 from lockstep.server.chat_answer import ChatEncoder
-from lockstep.server.choices import Choice
+from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.completion_answer import CompletionEncoder
 from lockstep.server.errors import HttpError
 from lockstep.server.logprobs import Tracer
+from lockstep.server.tools.plan import plan_tools
 from tests.server.frames import events_of, texts_of
 
 TOKENIZER = Tokenizer(stub_tokenizer_parts())
@@ -158,6 +159,39 @@ def test_thoughts_have_both_names_and_are_counted() -> None:
     assert [choice["message"]["reasoning_content"] for choice in whole["choices"]] == ["hm", "hm"]
     assert [choice["message"]["reasoning"] for choice in whole["choices"]] == ["hm", "hm"]
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    streamed = answer_of(chat_encoder())
+    streamed.feed(0, outputs_of([["a"], ["c"]], thoughts="hm"))
+    deltas = [choice["delta"] for event in events_of(streamed.take() + streamed.end()) for choice in event["choices"]]
+    assert deltas.count({"reasoning_content": "hm", "reasoning": "hm"}) == 2
+    assert deltas.index({"reasoning_content": "hm", "reasoning": "hm"}) < deltas.index({"content": "a"})
+
+
+def test_calls_are_told_from_content_and_change_the_ending() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    plan = plan_tools(TOKENIZER, tools, "auto", True)
+    said = 'Well. <tool_call>\n{"name": "f", "arguments": {"x": [1, 2]}}\n</tool_call>'
+
+    def fed() -> Answer:
+        choice = Choice(0, reader=CallsReader(plan, plan.parser(lambda: "call_1")), end_ids=frozenset([END_ID]))
+        return Answer([Accepted("m", (1,))], [choice], chat_encoder())
+
+    whole, streamed, data = fed(), fed(), b""
+    whole.feed(0, outputs_of([list(said)]))
+    for output in outputs_of([list(said)]):
+        streamed.feed(0, [output])
+        data += streamed.take()
+    [choice] = json.loads(whole.whole())["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert call["function"] == {"name": "f", "arguments": '{"x": [1, 2]}'}
+    assert (choice["message"]["content"], call["id"]) == ("Well.", "call_1")
+    events = events_of(data + streamed.end())
+    parts = [part for event in events for part in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert parts[0]["id"] == "call_1"
+    assert parts[0]["function"]["name"] == "f"
+    assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
+    assert texts_of(events)[0] == "Well."
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_what_waits_is_counted_until_it_is_taken() -> None:

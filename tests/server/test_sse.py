@@ -126,6 +126,19 @@ def test_clients_that_connect_and_drop_leave_nothing_open(stub: Living) -> None:
     until(lambda: stub.cluster.num_open == 0, "no call is open")
 
 
+def test_connections_that_are_reset_are_no_failures_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    with living("stub://alpha") as server:
+        for number in range(40):
+            client = socket.create_connection(server.address)
+            request = request_bytes({**LONG, "max_tokens": 3, "stream": number % 2 == 0})
+            client.sendall(request.replace(b"connection: close\r\n", b"") * 20)  # pipelined
+            client.recv(1)
+            client.close()  # with unread data: a reset
+        until(lambda: server.cluster.num_open == 0, "no call is open")
+    assert {record.status for record in server.records} <= {200, 499}
+    assert not [record for record in caplog.records if record.name.startswith("lockstep")]
+
+
 def test_a_slow_reader_gets_fewer_chunks_and_the_same_text(stub: Living) -> None:
     body = {**LONG, "logprobs": 20, "max_tokens": 2000}
     client = connect(stub, body, receive_buffer_bytes=4096)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,9 @@ from lockstep.server.tools.plan import ToolPlan, plan_tools
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """The call and its conversation, how its answer is read, and what the request calls the engine's parameters."""
+    """The call, how its answer is read, and what the request calls the engine's parameters."""
 
     call: Call
-    messages: Sequence[Mapping[str, Any]]
-    """As the template is given them."""
     plan: ToolPlan
     names: Mapping[str, str]
 
@@ -64,7 +62,7 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
         shown_specials=plan.shown_specials,
     )
     names = param_names(constrained.param, max_tokens=length[0], logprobs="top_logprobs", prompt="messages")
-    return ChatCall(call, messages, plan, names)
+    return ChatCall(call, plan, names)
 
 
 def _plan(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> ToolPlan:

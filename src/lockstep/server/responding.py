@@ -22,6 +22,8 @@ from lockstep.server.sse import EventStream, Shown
 
 CLIENT_LEFT_STATUS = 499
 """In logs; nobody is there to be told."""
+CONNECTION_RESET = "the handler is closed"
+"""What uvloop says to a `send` into a connection that was reset before `receive` could tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class AnswerResponse(Response):
                 await while_connected(receive, _collect(opened, answer))
                 await self._send_whole(answer.whole(), send)
         except ClientLeft:
+            record.status = CLIENT_LEFT_STATUS
+        except RuntimeError as error:
+            if CONNECTION_RESET not in str(error):
+                raise
             record.status = CLIENT_LEFT_STATUS
         finally:
             await close([call.stream for call in opened])
