@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from pathlib import Path
@@ -63,7 +64,12 @@ def serve(
     log_to_stderr(report.log_format, report.log_level, "server")
     for warning in warnings:
         log.warning(warning)
-    run_server(cluster, options, announce=typer.echo)
+    run_server(cluster, options, announce=_announce)
+
+
+def _announce(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody reads it any more: no reason to stop serving
+        typer.echo(line)
 
 
 def server_options(
