@@ -23,11 +23,11 @@ from lockstep.executors.sampling_params import (
 VOCAB = 1_000
 
 WRONG: list[tuple[str, Any]] = [
-    *(("temperature", value) for value in (-0.1, math.nan, math.inf, "1", True, 10**400)),
+    *(("temperature", value) for value in (-0.1, math.nan, math.inf, "1", True, 10**400, 1e7)),
     *(("top_k", value) for value in (-2, 1.0, True, "4")),
     *(("top_p", value) for value in (0.0, -0.5, 1.01, math.nan, "0.9")),
     *(("min_p", value) for value in (-0.01, 1.5, math.nan)),
-    *(("repetition_penalty", value) for value in (0.0, -1.0, math.inf)),
+    *(("repetition_penalty", value) for value in (0.0, -1.0, math.inf, 1e-7, 1e7)),
     *(("presence_penalty", value) for value in (-2.1, 2.1, None)),
     *(("frequency_penalty", value) for value in (-2.1, 2.1, math.nan)),
     *(("logit_bias", value) for value in ({VOCAB: 1.0}, {-1: 1.0}, {"5": 1.0}, {5: 101.0}, {5: math.nan}, [5])),

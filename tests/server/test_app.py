@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from lockstep.server import app as app_module
 from lockstep.server.body import MAX_DEPTH, body_fault, has_lone_surrogate, nests_deeper_than
 from lockstep.server.faults import field_path
-from lockstep.server.logs import JsonFormatter, TextFormatter
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import RequestRecord
+from lockstep.worker.logs import JsonFormatter, TextFormatter
 from tests.server.process import ServerProcess
 from tests.server.support import JSON, client_of, error_of, exchange
 
@@ -210,7 +210,9 @@ async def test_each_request_is_one_line_with_its_numbers(caplog: pytest.LogCaptu
         await client.post("/tokenize", json={"prompt": "tell nobody"}, headers={"x-request-id": "r-2"})
         await client.get("/health")
     lines = [
-        json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == "lockstep.request"
+        json.loads(JsonFormatter("server").format(record))
+        for record in caplog.records
+        if record.name == "lockstep.request"
     ]
     assert len(lines) == 1, "probes are logged at the debug level"
     expected = {"id": "r-2", "endpoint": "/tokenize", "status": 200, "model": "org/alpha", "level": "info"}
@@ -223,7 +225,9 @@ async def test_prompts_are_logged_where_asked_for(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, "lockstep.request")
     async with client_of(options=ServerOptions(log_prompts=True)) as client:
         await client.post("/tokenize", json={"prompt": 'two "lines"\nhere'})
-    text = TextFormatter().format(next(record for record in caplog.records if record.name == "lockstep.request"))
+    text = TextFormatter("server").format(
+        next(record for record in caplog.records if record.name == "lockstep.request")
+    )
     assert json.loads(text.partition(" body=")[2].partition(" answers=")[0]) == r'{"prompt":"two \"lines\"\nhere"}'
     assert "\n" not in text, "what a client sends cannot forge a line"
 

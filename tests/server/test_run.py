@@ -168,3 +168,16 @@ async def test_a_phase_never_goes_back() -> None:
     lifecycle.end()
     assert lifecycle.phase is Phase.FORCED
     assert await lifecycle.changed() is Phase.FORCED
+
+
+def test_both_processes_log_in_one_format() -> None:
+    """A step that fails is logged where it ran; a reader of JSON lines must not stumble over it."""
+    with serve("stub://alpha?fail_every=1", "--log-format", "json") as server:
+        with server.client() as client:
+            assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 500
+        assert server.stop() == 0
+    lines = [json.loads(line) for line in server.stderr.splitlines()]
+    failed = next(line for line in lines if line["process"] == "worker")
+    assert failed["level"] == "error"
+    assert "fail_every" in failed["traceback"]
+    assert any(line["process"] == "server" and line.get("status") == 500 for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from pathlib import Path
@@ -54,16 +55,21 @@ def serve(
     foreign: ForeignFlags,
 ) -> None:
     """Serve a model to OpenAI clients."""
-    from lockstep.server.logs import set_up_logging
     from lockstep.server.run import run_server
+    from lockstep.worker.logs import log_to_stderr
 
     options = server_options(listen, what, engine, limits, report)
-    cluster = _cluster(model, what, engine, report.log_level)
+    cluster = _cluster(model, what, engine, report)
     warnings = answers_to(foreign)
-    set_up_logging(report.log_format, report.log_level)
+    log_to_stderr(report.log_format, report.log_level, "server")
     for warning in warnings:
         log.warning(warning)
-    run_server(cluster, options, announce=typer.echo)
+    run_server(cluster, options, announce=_announce)
+
+
+def _announce(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody reads it any more: no reason to stop serving
+        typer.echo(line)
 
 
 def server_options(
@@ -136,7 +142,7 @@ def engine_options(engine: EngineFlags) -> EngineOptions:
     )
 
 
-def _cluster(model: str, what: ModelFlags, engine: EngineFlags, log_level: str) -> SingleModel:
+def _cluster(model: str, what: ModelFlags, engine: EngineFlags, report: ReportFlags) -> SingleModel:
     """The one place that knows who stands behind the server."""
     from lockstep.cluster.single import SingleModel, SingleModelOptions
     from lockstep.worker.supervised import WorkerOptions
@@ -148,7 +154,7 @@ def _cluster(model: str, what: ModelFlags, engine: EngineFlags, log_level: str) 
         probe=what.probe,
         chat_template=flags.read_template(what.chat_template),
     )
-    worker = WorkerOptions(kind=what.worker, log_level=log_level.upper())
+    worker = WorkerOptions(kind=what.worker, log_format=report.log_format, log_level=report.log_level)
     return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load, worker))
 
 

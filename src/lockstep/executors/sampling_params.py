@@ -20,6 +20,10 @@ MAX_LOGIT_BIASES = 1_024
 MAX_LOGPROBS = 64
 MAX_CHOICES = 128
 
+MAX_TEMPERATURE = 1e6
+"""Beyond it every token is as likely as the next, and float32 overflows."""
+MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
+"""Of ``repetition_penalty``, which divides and multiplies logits: what they become stays finite in float32."""
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy, as in vLLM: dividing by them would only overflow."""
 
@@ -98,11 +102,11 @@ class SamplingParams:
         Raises:
             InvalidParameterError: names the first field at fault in `param`, its value, and what would be right.
         """
-        _real("temperature", self.temperature, 0.0, math.inf, optional=True)
+        _real("temperature", self.temperature, 0.0, MAX_TEMPERATURE, optional=True)
         _whole("top_k", self.top_k, -1, None, optional=True)
         _real("top_p", self.top_p, 0.0, 1.0, optional=True, open_low=True)
         _real("min_p", self.min_p, 0.0, 1.0, optional=True)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, optional=True, open_low=True)
+        _real("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY, optional=True)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _biases(self.logit_bias, vocab_size)
@@ -151,11 +155,11 @@ def _defaults(values: Mapping[str, float | int]) -> None:
     if isinstance(top_k, float) and top_k.is_integer():
         top_k = int(top_k)
     try:
-        _real("temperature", values.get("temperature"), 0.0, math.inf, optional=True)
+        _real("temperature", values.get("temperature"), 0.0, MAX_TEMPERATURE, optional=True)
         _whole("top_k", top_k, -1, None, optional=True)
         _real("top_p", values.get("top_p"), 0.0, 1.0, optional=True, open_low=True)
         _real("min_p", values.get("min_p"), 0.0, 1.0, optional=True)
-        _real("repetition_penalty", values.get("repetition_penalty"), 0.0, math.inf, optional=True, open_low=True)
+        _real("repetition_penalty", values.get("repetition_penalty"), MIN_PENALTY, MAX_PENALTY, optional=True)
     except InvalidParameterError as error:
         raise InvalidParameterError(
             f"the model's default sampling parameters cannot be used: {error}; give {error.param} in the request",
@@ -175,7 +179,7 @@ def _real(name: str, value: object, low: float, high: float, *, optional: bool =
     if value is None and optional:
         return
     above = f"above {low:g}" if open_low else f"at least {low:g}"
-    right = f"a number {above}" if high == math.inf else f"a number {above} and at most {high:g}"
+    right = f"a number {above} and at most {high:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _wrong(name, value, right)
     try:

@@ -97,8 +97,10 @@ class _Run:
             finally:
                 server.should_exit = True
                 server.force_exit = serving.lifecycle.phase is Phase.FORCED
-                await web
-                await serving.cluster.close()
+                try:
+                    await web
+                finally:
+                    await serving.cluster.close()
 
     async def _live(self) -> None:
         """Load, answer, and drain; returns when nothing is in flight or nobody may wait any longer."""
@@ -124,7 +126,8 @@ class _Run:
         lifecycle, traffic = self._serving.lifecycle, self._serving.traffic
         timeout_s = self._serving.options.shutdown_timeout_s
         log.info("draining: %d requests have up to %g s to finish", traffic.num_open, timeout_s)
-        if await _first(traffic.idle(), lifecycle.changed(), timeout_s=timeout_s):
+        is_first = lifecycle.phase is Phase.DRAINING  # two signals at once are seen together
+        if is_first and await _first(traffic.idle(), lifecycle.changed(), timeout_s=timeout_s):
             return
         lifecycle.end()
         log.warning("ending %d requests that are still open", traffic.num_open)

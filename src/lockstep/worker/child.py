@@ -1,4 +1,4 @@
-"""The process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_LEVEL``.
+"""The process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_FORMAT LOG_LEVEL``.
 
 FD is one end of a socket pair. The process ends with its parent: at the end of the stream, and on Linux by a signal
 even where it is stuck in native code. Signals of the terminal are the parent's to decide on. What is heavy is imported
@@ -16,6 +16,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from lockstep.worker.lifeline import die_with_parent
+from lockstep.worker.logs import LogFormat, log_to_stderr
 
 if TYPE_CHECKING:
     from lockstep.worker.device import DeviceWorker
@@ -28,17 +29,16 @@ EXIT_BROKEN = 70
 STOP_LIMIT_S = 4.0
 """For the step under way to end and the models to be freed."""
 _READ_BYTES = 1 << 18
-_LOG_FORMAT = "%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s"
 
 
-def main(fd: int, parent_pid: int, log_level: str) -> None:
+def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str) -> None:
     """Serve until told to stop or left alone; ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent(parent_pid)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
-    logging.basicConfig(level=log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
+    log_to_stderr(log_format, log_level, "worker")
     from lockstep.worker.device import DeviceWorker
     from lockstep.worker.outbox import Outbox
 
@@ -93,4 +93,4 @@ def _exit(code: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), "json" if sys.argv[3] == "json" else "text", sys.argv[4])

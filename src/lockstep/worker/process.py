@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError, UsageError
 from lockstep.worker.link import Handler
+from lockstep.worker.logs import LogFormat
 from lockstep.worker.messages import Command, Stop, Submit
 from lockstep.worker.trial import signal_name
 from lockstep.worker.wire import FrameReader, command_encoder, event_decoder, framed
@@ -42,7 +43,7 @@ class ProcessLink(asyncio.Protocol):
         self._obituary: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, handler: Handler, log_level: str) -> ProcessLink:
+    async def open(cls, handler: Handler, log_format: LogFormat, log_level: str) -> ProcessLink:
         """Start a worker process; it accepts commands at once and obeys when its imports are done.
 
         To be called on a thread that lives as long as the worker shall: on Linux the child ends with it.
@@ -56,7 +57,7 @@ class ProcessLink(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            command = [sys.executable, "-P", "-m", MODULE, str(fd), str(os.getpid()), log_level]
+            command = [sys.executable, "-P", "-m", MODULE, str(fd), str(os.getpid()), log_format, log_level]
             try:  # what it prints is no answer of ours: standard output goes where errors go
                 process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2)
             except OSError as error:

@@ -22,6 +22,7 @@ from lockstep.worker.correspondence import Correspondence
 from lockstep.worker.health import HealthLimits, trouble
 from lockstep.worker.life import Life, WorkerState
 from lockstep.worker.link import Link
+from lockstep.worker.logs import LogFormat
 from lockstep.worker.mailbox import Mailbox
 from lockstep.worker.messages import (
     Abort,
@@ -72,7 +73,8 @@ class WorkerOptions:
     health: HealthLimits = field(default_factory=HealthLimits)
     trial: TrialOptions = field(default_factory=TrialOptions)
     """Only a worker process tries what it does not know: who chose threads has chosen to share their fate."""
-    log_level: str = "WARNING"
+    log_format: LogFormat = "text"
+    log_level: str = "warning"
     """Of the worker process, which logs to standard error."""
 
 
@@ -321,7 +323,7 @@ class SupervisedWorker:
 
     async def _start_link(self) -> None:
         if self._options.kind == "process":
-            self._link = await ProcessLink.open(self, self._options.log_level)
+            self._link = await ProcessLink.open(self, self._options.log_format, self._options.log_level)
         else:
             self._link = ThreadLink(self)
         self._life.move_to(WorkerState.UP)

@@ -1,0 +1,82 @@
+"""How a process of ours logs: lines of text or JSON objects on standard error, with structured values at the end.
+
+The server and its worker process log alike, so that one stream of lines can be read by one reader.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+FIELDS = "lockstep_fields"
+"""Attribute of a log record that holds structured values: ``log.info("...", extra={FIELDS: {...}})``."""
+
+
+def log_to_stderr(log_format: LogFormat, level: str, process: str) -> None:
+    """Send every logger of this process to standard error; our own from a level on, others' only warnings.
+
+    Args:
+        level: ``debug``, ``info``, ``warning`` or ``error``.
+        process: what this process is called in its lines.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("lockstep").setLevel(level.upper())
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields_of(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, process, logger, message, then ``name=value``; a value that could break the line is JSON."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {name}={_shown(value)}" for name, value in _fields_of(record).items())
+        message = " ".join(record.getMessage().splitlines())
+        line = f"{_time(record)} {record.levelname:<7} {self._process} {record.name}: {message}{fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = getattr(record, FIELDS, {})
+    return fields
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str) and value.isprintable() and not set(value) & set(' "='):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
