@@ -8,6 +8,7 @@
     │   ├── InvalidParameterError      a parameter has a wrong value (`param` names it)
     │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
     │   ├── ModelNotFoundError         no model of that name is served
+    │   ├── ResponseNotFoundError      no response of that id is stored
     │   ├── QueueFullError             the bounded queue is full; try again later
     │   ├── UnavailableError           loading, draining or restarting; try again later (`retry_after_s`)
     │   │   └── WorkerLostError            the process that computed the answer ended
@@ -73,6 +74,10 @@ class PromptTooLongError(RequestError):
 
 class ModelNotFoundError(RequestError):
     """No model of that name is served."""
+
+
+class ResponseNotFoundError(RequestError):
+    """No response of that id is stored: it never was, it was deleted, or it was too old to be kept."""
 
 
 class QueueFullError(RequestError):

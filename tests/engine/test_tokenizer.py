@@ -116,6 +116,10 @@ WRONG_MESSAGES: list[tuple[Any, str]] = [
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
         "messages[0].tool_calls[0].function.arguments",
     ),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 9_000}}]}],
+        "messages[0].tool_calls[0].function.arguments",
+    ),
 ]
 
 

@@ -80,7 +80,7 @@ def _tool_call(call: object, where: str) -> dict[str, object]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or more nested than the parser goes
             arguments = None
     if not isinstance(arguments, Mapping):
         raise _wrong(f"{where}.function.arguments", function.get("arguments"), "a JSON object")

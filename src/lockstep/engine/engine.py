@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from lockstep.core.fingerprint import Fingerprint
@@ -263,7 +262,7 @@ class Engine:
         first: int | None = None
         for index in range(live.num_open):
             try:
-                seq_id = self.scheduler.add(replace(prepared.core_request, sibling_of=first))
+                seq_id = self.scheduler.add(prepared.core_request_of(first))
             except LockstepError as error:
                 self._refuse(live, error)
                 return

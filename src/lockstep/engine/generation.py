@@ -13,6 +13,7 @@ from lockstep.engine.intake import Prepared
 from lockstep.engine.metrics import SequenceSpan
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.engine.pooling import Pooler
+from lockstep.engine.prompt_logprobs import PromptLogprobs
 from lockstep.engine.reasoning import ReasoningSplitter
 from lockstep.engine.stops import StopStrings
 from lockstep.errors import LockstepError, RequestFailedError
@@ -47,6 +48,7 @@ class Generation:
         "num_cached_tokens",
         "pooler",
         "prompt_len",
+        "prompt_logprobs",
         "sampler",
         "seq_id",
         "splitter",
@@ -84,6 +86,9 @@ class Generation:
         """Why its next token cannot be chosen."""
         pooling = prepared.request.pooling
         self.pooler = None if pooling is None else Pooler(pooling, self.prompt_len)
+        wanted = prepared.request.prompt_logprobs
+        self.prompt_logprobs = None if wanted is None or index else PromptLogprobs(prepared.prompt_ids, wanted)
+        """Of the first sequence only: its siblings have the same prompt."""
         self.sampler = sampler
         self.detokenizer = detokenizer
         self.stops = StopStrings(params.stop) if params.stop else None
@@ -120,6 +125,10 @@ class Generation:
     def embedding(self) -> npt.NDArray[np.float32] | None:
         """The pooled vector of a request that asked for one and came to its end."""
         return self.pooler.vector() if self.pooler is not None and self.finish_reason is FinishReason.STOP else None
+
+    def judged_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Log-probabilities of the prompt's tokens, where they were asked for and the prompt was computed."""
+        return None if self.prompt_logprobs is None else self.prompt_logprobs.entries()
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None) -> int:
         """Take a sampled token and those that it forces; sets ``finish_reason`` where they end the sequence.
@@ -300,4 +309,5 @@ class LiveRequest:
             Timings(scheduled - arrival, ttft, now_s - arrival),
             self.error,
             self.generations[0].embedding() if self.generations else None,
+            self.generations[0].judged_prompt() if self.generations else None,
         )

@@ -14,7 +14,7 @@ from lockstep.engine.outputs import GenerationRequest
 from lockstep.engine.pooling import POOLINGS
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.grammar import Grammar
-from lockstep.executors.sampling_params import ResolvedSampling, SamplingParams
+from lockstep.executors.sampling_params import ResolvedSampling, SamplingParams, check_logprobs
 
 MAX_SHOWN_SPECIALS = 64
 """Special tokens that one request may want to see."""
@@ -40,6 +40,12 @@ class Prepared:
     seed: int
     """Of the first sequence; sibling ``i`` draws with ``seed + i``."""
 
+    def core_request_of(self, first: int | None) -> Request:
+        """One sequence in the core's terms: the first, or a sibling of it, which needs no prompt row and may share."""
+        if first is None:
+            return self.core_request
+        return replace(self.core_request, sibling_of=first, reads_cache=True)
+
 
 def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequest) -> Prepared:
     """Check everything that can be known without the engine's state.
@@ -56,6 +62,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     _check_ids(prompt_ids, model.vocab_size)
     if request.pooling is not None:
         return _prepare_pooling(model, config, request, prompt_ids)
+    check_logprobs("prompt_logprobs", request.prompt_logprobs, model.vocab_size)
     hashes: tuple[bytes, ...] = ()
     if config.enable_prefix_caching:
         hashes = block_hashes(model.namespace(request.cache_salt), prompt_ids, config.block_size)
@@ -65,6 +72,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         hashes,
         request.priority,
         request.tenant,
+        reads_cache=request.prompt_logprobs is None,
         allows_forced=params.logprobs is None,
     )
     model_ends = model.tokenizer.end_token_ids
@@ -91,6 +99,8 @@ def _prepare_pooling(
         raise InvalidParameterError(f"model {model.name!r} gives no hidden states to pool", param="pooling")
     if request.pooling not in POOLINGS:
         raise InvalidParameterError(f"pooling is {request.pooling!r}; it is mean or last", param="pooling")
+    if request.prompt_logprobs is not None:
+        raise InvalidParameterError("a pooled request has no prompt_logprobs", param="prompt_logprobs")
     core_request = Request(len(prompt_ids), 1, (), request.priority, request.tenant, reads_cache=False)
     return Prepared(
         request=replace(request, params=SamplingParams(temperature=0.0, max_tokens=1)),

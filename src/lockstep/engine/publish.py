@@ -15,7 +15,7 @@ from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.pooling import Pooler
 from lockstep.errors import NumericsError
-from lockstep.executors.base import HiddenStates, SequenceObserver, StepBatch
+from lockstep.executors.base import HiddenStates, Logits, SequenceObserver, StepBatch
 from lockstep.executors.grammar import TokenBits
 from lockstep.executors.sampling import SamplerState, Samples, sample
 
@@ -44,6 +44,8 @@ class Publisher:
         self._step_prompt_tokens = 0
         self._pooled: list[tuple[Pooler, int, range]] = []
         """Who gets the step's hidden states: whose, from which position, which offsets of the chunk."""
+        self._judged: list[tuple[Generation, int]] = []
+        """Whose prompt is judged by the rows that follow the sampled ones, and by how many of them."""
 
     def open(self, generation: Generation) -> None:
         self.generations[generation.seq_id] = generation
@@ -62,35 +64,43 @@ class Publisher:
         ids: list[int] = []
         rows: list[int] = []
         hidden_rows: list[int] = []
+        prompt_rows: list[int] = []
         prompt_tokens = 0
         self._pooled.clear()
+        self._judged.clear()
         for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
             generation = generations[seq_id]
-            if generation.pooler is not None:
-                offsets = generation.pooler.rows_of(start, length)
-                self._pooled.append((generation.pooler, start, offsets))
-                hidden_rows.extend(len(ids) + offset for offset in offsets)
+            if start < generation.prompt_len:
+                prompt_tokens += length
+                if generation.num_cached_tokens is None:
+                    generation.num_cached_tokens = start
+                if generation.pooler is not None:
+                    offsets = generation.pooler.rows_of(start, length)
+                    self._pooled.append((generation.pooler, start, offsets))
+                    hidden_rows.extend(len(ids) + offset for offset in offsets)
+                if generation.prompt_logprobs is not None:
+                    offsets = generation.prompt_logprobs.rows_of(start, length)
+                    self._judged.append((generation, len(offsets)))
+                    prompt_rows.extend(len(ids) + offset for offset in offsets)
             if length == 1:
                 ids.append(generation.tokens[start])
             else:
                 ids.extend(generation.tokens[start : start + length])
             if samples:
                 rows.append(len(ids) - 1)
-            if start < generation.prompt_len:
-                prompt_tokens += length
-                if generation.num_cached_tokens is None:
-                    generation.num_cached_tokens = start
             if generation.live.first_scheduled_s is None:
                 generation.live.first_scheduled_s = now_s
         self._step_prompt_tokens = prompt_tokens
         hidden = np.array(hidden_rows, np.int64) if hidden_rows else None
-        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden)
+        return StepBatch(plan, np.array(ids, np.int64), np.array(rows + prompt_rows, np.int64), hidden)
 
     def compute(self, plan: StepPlan, now_s: float) -> Samples:
         """Execute and sample; raises what the executor raises."""
         logits = self._executor.execute(self.batch(plan, now_s))
         if self._pooled:
             self._pool()
+        if self._judged:
+            logits = self._judge(plan.num_samples, logits)
         states: list[SamplerState] = []
         positions: list[int] = []
         suppressed: list[tuple[int, ...]] = []
@@ -122,11 +132,8 @@ class Publisher:
             zip(touched, samples.token_ids, samples.logprobs, samples.finite, strict=True)
         ):
             if not finite or generation.fault is not None:
-                metrics.corrupted_requests += not finite
-                generation.live.error = generation.fault or NumericsError(
-                    f"model {self._name!r} produced NaN or infinity at position {len(generation.tokens)}; "
-                    "its weights or its precision are at fault"
-                )
+                metrics.corrupted_requests += not finite or isinstance(generation.fault, NumericsError)
+                generation.live.error = generation.fault or self._not_finite(len(generation.tokens))
                 generation.end(FinishReason.ERROR)
                 finishes.append(FinishReason.ERROR)
                 continue
@@ -167,6 +174,23 @@ class Publisher:
         for pooler, start, offsets in self._pooled:
             pooler.add(start, offsets, states[at : at + len(offsets)])
             at += len(offsets)
+
+    def _judge(self, num_sampled: int, logits: Logits) -> Logits:
+        """Give every prompt its rows; returns the sampled ones."""
+        at = num_sampled
+        for generation, count in self._judged:
+            assert generation.prompt_logprobs is not None, "only who wants rows is asked for their number"
+            faulty = generation.prompt_logprobs.add(logits[at : at + count])
+            if faulty is not None:
+                generation.fault = self._not_finite(faulty + 1)
+            at += count
+        return logits[:num_sampled]
+
+    def _not_finite(self, position: int) -> NumericsError:
+        return NumericsError(
+            f"model {self._name!r} produced NaN or infinity at position {position}; "
+            "its weights or its precision are at fault"
+        )
 
     def _sampling(self, plan: StepPlan) -> list[Generation]:
         generations = self.generations

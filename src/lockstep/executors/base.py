@@ -35,7 +35,8 @@ class StepBatch:
     token_ids: npt.NDArray[np.int64]
     """[num_tokens], the chunks' tokens in plan order."""
     rows: npt.NDArray[np.int64]
-    """Indices into ``token_ids`` whose logits are wanted: each sampling chunk's last row, in plan order."""
+    """Indices into ``token_ids`` whose logits are wanted: each sampling chunk's last row, in plan order, and then
+    whatever else somebody wants to see."""
     hidden_rows: npt.NDArray[np.int64] | None = None
     """Indices into ``token_ids`` whose hidden states are wanted; None: nobody's."""
 

@@ -119,7 +119,7 @@ class SamplingParams:
         _stop_tokens(self.stop_token_ids, vocab_size)
         _flag("ignore_eos", self.ignore_eos)
         _whole("n", self.n, 1, MAX_CHOICES)
-        _whole("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size), optional=True)
+        check_logprobs("logprobs", self.logprobs, vocab_size)
         _constraint(self.constraint)
 
     def resolve(self, defaults: Mapping[str, float | int]) -> ResolvedSampling:
@@ -147,6 +147,11 @@ class SamplingParams:
             logit_bias=tuple(sorted((int(token), float(bias)) for token, bias in self.logit_bias.items() if bias)),
             logprobs=self.logprobs,
         )
+
+
+def check_logprobs(name: str, value: int | None, vocab_size: int) -> None:
+    """Check how many of the most likely tokens are wanted beside one; InvalidParameterError names the parameter."""
+    _whole(name, value, 0, min(MAX_LOGPROBS, vocab_size), optional=True)
 
 
 def _defaults(values: Mapping[str, float | int]) -> None:

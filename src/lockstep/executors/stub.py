@@ -1,7 +1,7 @@
 """A deterministic fake model with a byte tokenizer: no files, boots at once, latencies and faults on request.
 
 It ships: benches, replay, the cluster's examples and tests run on it. It ignores the KV pool; what it says depends on
-the prompt alone, so it can check plumbing and never arithmetic.
+the prompt alone, so it can check plumbing and never arithmetic. To it, all tokens of a prompt are equally likely.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class StubExecutor:
             time.sleep(duration_s)
         if options.fail_every and self._num_steps % options.fail_every == 0:
             raise ExecutorError(f"stub {options.name}: step {plan.step} fails because fail_every={options.fail_every}")
-        logits = np.zeros((plan.num_samples, VOCAB_SIZE), np.float32)
+        logits = np.zeros((len(batch.rows), VOCAB_SIZE), np.float32)
         row = 0
         for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
             if not samples:

@@ -9,7 +9,19 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from lockstep.cluster.base import Cluster
-from lockstep.server import chat, completions, debug, faults, health, home, metrics, models, tokenize
+from lockstep.server import (
+    chat,
+    completions,
+    debug,
+    embeddings,
+    faults,
+    health,
+    home,
+    metrics,
+    models,
+    responses,
+    tokenize,
+)
 from lockstep.server.body import BodyMiddleware
 from lockstep.server.gate import GateMiddleware
 from lockstep.server.logs import RequestLog
@@ -26,11 +38,16 @@ ROUTERS: tuple[APIRouter, ...] = (
     tokenize.router,
     chat.router,
     completions.router,
+    embeddings.router,
+    responses.router,
 )
 
 
 def create_app(
-    cluster: Cluster, options: ServerOptions | None = None, observers: Sequence[RecordObserver] = ()
+    cluster: Cluster,
+    options: ServerOptions | None = None,
+    observers: Sequence[RecordObserver] = (),
+    response_store: responses.ResponseStore | None = None,
 ) -> FastAPI:
     """The ASGI application that answers with a cluster. Starting and closing the cluster is its owner's.
 
@@ -38,6 +55,7 @@ def create_app(
 
     Args:
         observers: told of every request that has ended, beside the log and the counters.
+        response_store: where responses are kept, its caller's to close; None: in memory.
     """
     serving = Serving(cluster, options or ServerOptions())
     options = serving.options
@@ -51,6 +69,7 @@ def create_app(
     )
     app.state.serving = serving
     app.state.http_counts = metrics.HttpCounts()
+    app.state.response_store = response_store or responses.memory_store(options)
     faults.install(app)
     routers = (*ROUTERS, debug.router) if options.enable_debug_endpoints else ROUTERS
     app.state.methods = methods_of(routers)

@@ -18,6 +18,7 @@ from lockstep.errors import (
     QueueDeadlineError,
     QueueFullError,
     RequestError,
+    ResponseNotFoundError,
     UnavailableError,
     WorkerLostError,
 )
@@ -46,6 +47,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (InvalidParameterError, 400, "invalid_request_error", "invalid_parameter"),
     (ChatTemplateError, 400, "invalid_request_error", "chat_template"),
     (ModelNotFoundError, 404, "not_found_error", "model_not_found"),
+    (ResponseNotFoundError, 404, "not_found_error", "response_not_found"),
     (QueueDeadlineError, 408, "timeout_error", "queue_deadline"),
     (DeadlineError, 504, "timeout_error", "deadline"),
     (QueueFullError, 429, "rate_limit_error", "queue_full"),

@@ -7,7 +7,7 @@ aborts them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -36,6 +36,8 @@ class Job:
     param_names: Mapping[str, str]
     """What the request calls the engine's parameters, where they differ."""
     is_stream: bool
+    before_end: Callable[[], Awaitable[None]] | None = None
+    """Awaited when the answer is complete and the client does not know it yet; what it raises fails the answer."""
 
 
 class AnswerResponse(Response):
@@ -57,9 +59,12 @@ class AnswerResponse(Response):
             record.model = opened[0].accepted.model
             answer = job.make_answer([call.accepted for call in opened])
             if job.is_stream:
-                record.error = await EventStream(opened, answer, self._serving.options).run(receive, send)
+                stream = EventStream(opened, answer, self._serving.options, job.before_end)
+                record.error = await stream.run(receive, send)
             else:
                 await while_connected(receive, _collect(opened, answer))
+                if job.before_end is not None:
+                    await job.before_end()
                 await self._send_whole(answer.whole(), send)
         except ClientLeft:
             record.status = CLIENT_LEFT_STATUS

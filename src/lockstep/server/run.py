@@ -20,6 +20,7 @@ from lockstep.server.lifecycle import Phase
 from lockstep.server.listening import BACKLOG, listen, url_of
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import bounded_protocol
+from lockstep.server.responses import open_store
 from lockstep.server.serving import Serving
 from lockstep.server.tracing import RequestTracer
 
@@ -42,13 +43,18 @@ def run_server(cluster: Cluster, options: ServerOptions, announce: Announce) -> 
 
     Raises:
         UsageError: it cannot listen there.
+        ConfigError: responses cannot be stored where the options say.
         LockstepError: the cluster cannot be loaded.
     """
     endpoint = options.otlp_traces_endpoint
     tracer = None if endpoint is None else RequestTracer(endpoint)
     try:
-        with listen(options) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            app = create_app(cluster, options, () if tracer is None else (tracer,))
+        with (
+            listen(options) as listener,
+            contextlib.closing(open_store(options)) as store,
+            asyncio.Runner(loop_factory=_loop_factory()) as runner,
+        ):
+            app = create_app(cluster, options, () if tracer is None else (tracer,), store)
             runner.run(_Run(app, listener, announce).serve())
     finally:
         if tracer is not None:

@@ -8,7 +8,7 @@ wake-up carries all that is new.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from starlette.types import Receive, Send
@@ -96,14 +96,26 @@ class _News:
 
 
 class EventStream:
-    """One stream, from the acceptance of its calls to its last frame. `run` is used once."""
+    """One stream, from the acceptance of its calls to its last frame. `run` is used once.
 
-    def __init__(self, opened: Sequence[OpenCall], answer: Shown, options: ServerOptions) -> None:
+    Args:
+        before_end: awaited when the answer is complete; what it raises is told as its failure.
+    """
+
+    def __init__(
+        self,
+        opened: Sequence[OpenCall],
+        answer: Shown,
+        options: ServerOptions,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._opened = opened
         self._answer = answer
+        self._before_end = before_end
         self._ping_interval_s = options.ping_interval_s
         self._max_pending_bytes = options.max_pending_bytes
         self._news = _News(asyncio.get_running_loop())
+        self._news.set()  # an answer may have something to show before its first token
         self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._loop.time()
@@ -153,6 +165,8 @@ class EventStream:
         while True:
             await news.wait()
             frames = answer.take()
+            if self._failure is None and answer.is_complete:
+                self._failure = await self._settle()
             if self._failure is not None:
                 error = http_error(self._failure)
                 await self._put(send, frames + answer.failed(error), more=False)
@@ -164,6 +178,15 @@ class EventStream:
                 await self._put(send, frames, more=True)
             elif self._silence_s >= self._ping_interval_s:
                 await self._put(send, PING, more=True)
+
+    async def _settle(self) -> Exception | None:
+        """Do what must be done before the client may know that its answer is complete; returns why it failed."""
+        try:
+            if self._before_end is not None:
+                await self._before_end()
+        except Exception as error:  # whatever it is, the client is told and the stream has its end
+            return error
+        return None
 
     async def _put(self, send: Send, data: bytes, *, more: bool) -> None:
         self._is_sending = True

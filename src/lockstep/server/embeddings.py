@@ -1,0 +1,206 @@
+"""`POST /v1/embeddings`: every input is a call of its own, answered together and given back in order."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter
+from pydantic import Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lockstep.cluster.base import Call, Cluster, Prompt
+from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.pooling import unit_vectors
+from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
+from lockstep.server.answer_schema import Shape
+from lockstep.server.options import ServerOptions
+from lockstep.server.reading import ClientLeft, while_connected
+from lockstep.server.record import record_of
+from lockstep.server.responding import CLIENT_LEFT_STATUS
+from lockstep.server.schema import MAX_SEQUENCE_TOKENS, Body, Name, TokenId, text_or_list
+from lockstep.server.serving import serving_of
+
+MAX_INPUTS = 2_048
+"""Of one request, as many as OpenAI takes."""
+MAX_OPEN_INPUTS = 64
+"""Inputs of one request that are in the queue at once, so that one request cannot fill it."""
+
+router = APIRouter()
+
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+OneInput = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[Tokens, Tag("[list]")],
+    Discriminator(text_or_list),
+]
+
+
+def _input_kind(value: object) -> str:
+    """A list is one input of token ids exactly when it begins with a number."""
+    is_ids = isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))
+    return "[tokens]" if is_ids else text_or_list(value)
+
+
+Inputs = Annotated[
+    Annotated[str, Tag("[text]")]
+    | Annotated[Tokens, Tag("[tokens]")]
+    | Annotated[list[OneInput], Field(min_length=1, max_length=MAX_INPUTS), Tag("[list]")],
+    Discriminator(_input_kind),
+]
+
+
+class EmbeddingBody(Body):
+    """What is to become vectors, and how."""
+
+    input: Inputs
+    """Text, token ids, or a list of either."""
+    model: Name | None = None
+    """A served name; absent: the one model that is served."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64`: of the vector's float32 values, little-endian. Default: `float`."""
+    dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    """Only the model's own; vectors are not shortened."""
+    pooling: Literal["mean", "last"] | None = None
+    """Of the prompt's hidden states; default `mean`."""
+    normalize: bool | None = None
+    """Whether a vector is divided by its length; default true."""
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
+    """Keep the last so many tokens of each input; -1: as many as the context holds."""
+    user: Name | None = None
+    """Logged; without API keys also whose share of the queue this is."""
+
+
+class Embedding(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Shape):
+    """A vector for each input, in order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+@router.post("/v1/embeddings", response_model=Embeddings)
+async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
+    """Turn texts into vectors."""
+    serving, record = serving_of(request), record_of(request)
+    record.model = model = serving.cluster.card(body.model).name
+    record.metadata = {} if body.user is None else {"user": body.user}
+    calls = calls_of(body, record.tenant, serving.options)
+    try:
+        outputs = await while_connected(request.receive, _answer_all(serving.cluster, body, calls))
+    except ClientLeft:
+        record.status = CLIENT_LEFT_STATUS
+        return Response(status_code=CLIENT_LEFT_STATUS)
+    record.outputs.extend(outputs)
+    content = await asyncio.to_thread(lambda: msgspec.json.encode(embeddings_object(body, model, outputs)))
+    return Response(content, media_type="application/json")
+
+
+def calls_of(body: EmbeddingBody, tenant: str, options: ServerOptions) -> list[Call]:
+    """One call per input, in order."""
+    said = body.input
+    is_one = isinstance(said, str) or isinstance(said[0], int)
+    prompts: Sequence[Any] = [said] if is_one else said
+    return [
+        Call(
+            body.model,
+            prompt if isinstance(prompt, str) else tuple(prompt),
+            tenant=tenant or body.user or "",
+            queue_deadline_s=options.queue_timeout_s,
+            deadline_s=options.request_timeout_s,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            pooling=body.pooling or "mean",
+        )
+        for prompt in prompts
+    ]
+
+
+async def _answer_all(cluster: Cluster, body: EmbeddingBody, calls: Sequence[Call]) -> list[RequestOutput]:
+    """The answers, in order; the first error ends them all."""
+    places = asyncio.Semaphore(MAX_OPEN_INPUTS)
+    is_list = isinstance(body.input, list) and not isinstance(body.input[0], int)
+
+    async def answer(index: int, call: Call) -> RequestOutput:
+        async with places:
+            try:
+                output = await _answer(cluster, call)
+            except RequestError as error:
+                raise placed(error, f"input[{index}]" if is_list else "input", call.prompt) from None
+        check_dimensions(body, _vector(output))
+        return output
+
+    tasks = [asyncio.ensure_future(answer(index, call)) for index, call in enumerate(calls)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer(cluster: Cluster, call: Call) -> RequestOutput:
+    async with aclosing(cluster.stream(call)) as events:
+        async for event in events:
+            if isinstance(event, TokenOutput) and event.request is not None:
+                return event.request
+    raise RequestFailedError("a call ended without its last output; this is a bug in Lockstep")
+
+
+def placed(error: RequestError, where: str, prompt: Prompt) -> RequestError:
+    """An error of one input's prompt, naming the input; other errors are the whole request's."""
+    if error.param == "prompt":
+        text = "the text is empty" if prompt == "" else str(error)
+        error.args, error.param = (f"{where}: {text}",), where
+    return error
+
+
+def check_dimensions(body: EmbeddingBody, vector: npt.NDArray[np.float32]) -> None:
+    """Refuse vectors of another size than the model's."""
+    if body.dimensions not in (None, len(vector)):
+        raise InvalidParameterError(
+            f"dimensions is {body.dimensions}; this model's vectors have {len(vector)}, and are not shortened",
+            param="dimensions",
+        )
+
+
+def embeddings_object(body: EmbeddingBody, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The answer in OpenAI's shape."""
+    vectors = np.stack([_vector(output) for output in outputs])
+    if body.normalize is not False:
+        vectors = unit_vectors(vectors)
+    rows = [_base64(row) for row in vectors] if body.encoding_format == "base64" else vectors.tolist()
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)],
+        "model": model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _vector(output: RequestOutput) -> npt.NDArray[np.float32]:
+    if output.embedding is None:
+        raise RequestFailedError("the request ended before its vector was complete")
+    return output.embedding
+
+
+def _base64(vector: npt.NDArray[np.float32]) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,153 @@
+"""`/v1/responses`: ask, continue, look at, forget."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lockstep.cluster.base import Accepted
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError, RequestError
+from lockstep.server.calls import Caller, labels_of
+from lockstep.server.chat_calls import ChatCall, chat_call
+from lockstep.server.choices import CallsReader, Choice
+from lockstep.server.logprobs import Tracer
+from lockstep.server.record import record_of
+from lockstep.server.responding import AnswerResponse, Job
+from lockstep.server.responses.answer import ResponseAnswer
+from lockstep.server.responses.answer_schema import DeletedResponse, ItemList, ResponseObject, documented_events
+from lockstep.server.responses.conversation import JsonObject, items_of, messages_of
+from lockstep.server.responses.events import ResponseWriter
+from lockstep.server.responses.listing import DEFAULT_ITEMS, MAX_ITEMS, item_list
+from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
+from lockstep.server.responses.store import ResponseStore, StoredResponse, chain_to, get_stored
+from lockstep.server.responses.translation import chat_body, in_our_words, names_here
+from lockstep.server.serving import serving_of
+
+router = APIRouter()
+
+
+def store_of(request: Request) -> ResponseStore:
+    """Where the server that a request came to keeps responses; put on the application by `create_app`."""
+    store: ResponseStore = request.app.state.response_store
+    return store
+
+
+@router.post("/v1/responses", responses=documented_events())
+async def create_response(body: ResponseBody, request: Request) -> Response:
+    """Answer, and keep the answer so that it can be continued."""
+    serving, record, store = serving_of(request), record_of(request), store_of(request)
+    cluster, tenant = serving.cluster, record.tenant
+    record.model = cluster.card(body.model).name
+    earlier = () if body.previous_response_id is None else await chain_to(store, body.previous_response_id, tenant)
+    items = items_of(body.input, _new_id)
+    messages = messages_of(body.instructions, [*_said(earlier), *items])
+    tokenizer = cluster.tokenizer(body.model)
+    asked = _chat_call(body, messages, Caller(tenant, serving.options), request)
+    response_id = _new_id("resp")
+    answers: list[ResponseAnswer] = []
+
+    def make_answer(accepted: Sequence[Accepted]) -> ResponseAnswer:
+        base = response_base(body, response_id, accepted[0].model, int(time.time()))
+        choice = _choice(asked, tokenizer, accepted[0])
+        answers.append(ResponseAnswer(ResponseWriter(base, _new_id), choice, record.request_id, body.session_id))
+        return answers[0]
+
+    async def keep() -> None:
+        if body.store is not False:
+            await store.put(StoredResponse(response_id, tenant, answers[0].final(), items))
+
+    return AnswerResponse(request, Job((asked.call,), make_answer, names_here(asked.names), bool(body.stream), keep))
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject)
+async def retrieve_response(
+    response_id: str, request: Request, stream: Annotated[Literal["false"] | None, Query()] = None
+) -> Response:
+    """A stored response, which is whole and so not streamed."""
+    _only(request, "stream")
+    return JSONResponse((await _stored(request, response_id)).response)
+
+
+@router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+async def delete_response(response_id: str, request: Request) -> Response:
+    """Forget a stored response. Those that continued it cannot be continued any more."""
+    await _stored(request, response_id)
+    await store_of(request).delete(response_id, record_of(request).tenant)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=ResponseObject)
+async def cancel_response(response_id: str, request: Request) -> Response:
+    """Refused: a response that is stored has come to its end."""
+    await _stored(request, response_id)
+    raise InvalidParameterError(
+        f"Only background responses can be cancelled, and {response_id} is not; close the connection to end one",
+        param="response_id",
+    )
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    after: Annotated[str | None, Query(max_length=MAX_ID_CHARS)] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = DEFAULT_ITEMS,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """What a stored response answered: the conversation before it and its own input."""
+    _only(request, "after", "limit", "order")
+    chain = await chain_to(store_of(request), response_id, record_of(request).tenant, param="response_id")
+    items = [*_said(chain[:-1]), *chain[-1].input_items]
+    return JSONResponse(item_list(items, after=after, limit=limit, is_descending=order == "desc"))
+
+
+def _chat_call(body: ResponseBody, messages: Sequence[JsonObject], caller: Caller, request: Request) -> ChatCall:
+    """The call of the same question in chat; errors name this request's parameters."""
+    record, tokenizer = record_of(request), serving_of(request).cluster.tokenizer(body.model)
+    try:
+        chat = chat_body(body, messages)
+        record.metadata = labels_of(chat)
+        return chat_call(chat, caller, tokenizer)
+    except RequestError as error:
+        raise in_our_words(error) from None
+
+
+def _choice(asked: ChatCall, tokenizer: Tokenizer, accepted: Accepted) -> Choice:
+    """What the call's outputs are read into."""
+    params, plan, tracer = asked.call.params, asked.plan, None
+    if params.logprobs is not None:
+        tracer = Tracer(
+            tokenizer,
+            accepted.prompt_token_ids[-1],
+            verbatim=params.constraint is not None,
+            shown_specials=plan.shown_specials,
+        )
+    reader = CallsReader(plan, plan.parser(lambda: _new_id("call"))) if plan.names else None
+    return Choice(0, tracer=tracer, reader=reader, end_ids=frozenset(tokenizer.end_token_ids))
+
+
+def _said(chain: Sequence[StoredResponse]) -> list[JsonObject]:
+    """The items of a conversation, in order."""
+    return [item for stored in chain for item in (*stored.input_items, *stored.response["output"])]
+
+
+async def _stored(request: Request, response_id: str) -> StoredResponse:
+    return await get_stored(store_of(request), response_id, record_of(request).tenant, "response_id")
+
+
+def _only(request: Request, *known: str) -> None:
+    """Refuse query parameters that would be ignored."""
+    for name in request.query_params:
+        if name not in known:
+            raise InvalidParameterError(f"{name} is not a parameter that is known here", param=name)
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"

@@ -1,0 +1,282 @@
+"""The body of `POST /v1/responses`, in the shapes of OpenAI's Responses API as far as a text model can serve them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from lockstep.engine.chat_messages import MAX_CONTENT_PARTS, MAX_MESSAGES
+from lockstep.server.chat_schema import MAX_TOOLS, MAX_TOP_LOGPROBS, FunctionName
+from lockstep.server.schema import (
+    MAX_DEADLINE_MS,
+    MAX_LABEL_CHARS,
+    MAX_LABEL_VALUE_CHARS,
+    MAX_METADATA,
+    MAX_SEQUENCE_TOKENS,
+    Body,
+    JsonObject,
+    Name,
+    text_or_list,
+    text_or_object,
+)
+
+MAX_ID_CHARS = 128
+Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+Status = Literal["in_progress", "completed", "incomplete"]
+ITEM_KINDS = ("message", "reasoning", "function_call", "function_call_output")
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[JsonObject] | None = None
+    """Left over from an answer; unused, as is `logprobs`."""
+    logprobs: list[JsonObject] | None = None
+
+
+Content = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
+    Discriminator(text_or_list),
+]
+
+
+class MessageItem(Body):
+    """What somebody said. An answer's `output` may be sent back as it came."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: Id | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+    """Unused."""
+
+
+class SummaryPart(Body):
+    type: Literal["summary_text"]
+    text: str
+
+
+class ThoughtPart(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """What a model thought, for templates that read it."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryPart] | None, Field(max_length=MAX_CONTENT_PARTS)] = None
+    """Unused."""
+    content: Annotated[list[ThoughtPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
+    id: Id | None = None
+    status: Status | None = None
+    encrypted_content: None = None
+
+
+class FunctionCallItem(Body):
+    """A tool that a model called."""
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: FunctionName
+    arguments: str
+    """A JSON object, as text."""
+    id: Id | None = None
+    status: Status | None = None
+
+
+class FunctionCallOutputItem(Body):
+    """What a tool answered."""
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Content
+    id: Id | None = None
+    status: Status | None = None
+
+
+def _item_kind(value: object) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else "message"
+    return f"[{kind}]" if kind in ITEM_KINDS else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("[message]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")]
+    | Annotated[FunctionCallItem, Tag("[function_call]")]
+    | Annotated[FunctionCallOutputItem, Tag("[function_call_output]")],
+    Discriminator(
+        _item_kind,
+        custom_error_type="item_kind",
+        custom_error_message=f"An item's type must be one of {', '.join(ITEM_KINDS)}; other kinds are not served",
+    ),
+]
+Input = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES), Tag("[list]")],
+    Discriminator(text_or_list),
+]
+
+
+class FunctionTool(Body):
+    """A function that the model may call; other kinds of tools are not served."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    """A JSON schema; absent: no parameters."""
+    strict: bool | None = None
+    """The arguments obey the schema."""
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    name: FunctionName
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[text]")] | Annotated[NamedTool, Tag("[object]")],
+    Discriminator(text_or_object),
+]
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[str | None, Field(min_length=1, max_length=MAX_LABEL_CHARS)] = None
+    """Of type `json_schema`, as are the following."""
+    description: str | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """The answer always obeys the schema, whatever is said here."""
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class Reasoning(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Where the model's chat template reads it; `none` also where it reads `enable_thinking`."""
+    summary: None = None
+    """Thoughts are given as they are, never as a summary."""
+    generate_summary: None = None
+
+
+class StreamOptions(Body):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponseBody(Body):
+    """What a model is to answer, and how."""
+
+    input: Input
+    model: Name | None = None
+    """A served name; absent: the one model that is served."""
+    instructions: str | None = None
+    """A system message before everything else; not inherited from the previous response."""
+    previous_response_id: Id | None = None
+    """A stored response that this one continues."""
+    store: bool | None = None
+    """Whether the response is kept, so that others may continue it; default true."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
+    """Tokens of the answer, thoughts included; absent: what the context leaves."""
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    """0: greedy. Default: the model's, else 1."""
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1)] = None
+    """0 or -1: all tokens."""
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
+    """The same seed and parameters give the same answer, whoever else is being served."""
+    text: TextConfig | None = None
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
+    reasoning: Reasoning | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    """What is told beside the text."""
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    """Only with `include` of `message.output_text.logprobs`."""
+    truncation: Literal["disabled"] | None = None
+    """A conversation is served whole or not at all."""
+    background: Literal[False] | None = None
+    """Not done here, so only false."""
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=MAX_LABEL_CHARS)], Annotated[str, Field(max_length=MAX_LABEL_VALUE_CHARS)]]
+        | None,
+        Field(max_length=MAX_METADATA),
+    ] = None
+    """Labels that are kept with the response, and logged."""
+    user: Name | None = None
+    """Logged; without API keys also whose share of the queue this is."""
+    safety_identifier: Name | None = None
+    """Logged, as `user`."""
+    prompt_cache_key: Name | None = None
+    """A hint where to run; there is one place here, and its prefix cache needs none."""
+    service_tier: Literal["auto", "default"] | None = None
+    """There is one."""
+    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
+    """Lower is served first; other than 0 only where the scheduling policy is by priority."""
+    cache_salt: Name | None = None
+    """Prefix-cache blocks are shared only with requests of the same salt."""
+    session_id: Name | None = None
+    deadline_ms: Annotated[int | None, Field(ge=1, le=MAX_DEADLINE_MS)] = None
+    """The answer is complete by then, or the request ends with 504 or a failed response."""
+    chat_template_kwargs: JsonObject | None = None
+    """Variables that the model's chat template reads, e.g. `enable_thinking`; others are refused."""
+    max_tool_calls: None = None
+    """Of built-in tools, which are not served."""
+    conversation: None = None
+    """Not done here: send `previous_response_id`."""
+    prompt: None = None
+    """Not done here: send `instructions` and `input`."""
+
+
+def as_json(body: Body) -> dict[str, Any]:
+    """A part of the body as the client wrote it, without what it left out."""
+    return body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def response_base(body: ResponseBody, response_id: str, model: str, created_s: int) -> dict[str, Any]:
+    """What a response object says of its request, from beginning to end."""
+    text = {} if body.text is None else as_json(body.text)
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created_s,
+        "model": model,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {**text, "format": {"type": "text", **(text.get("format") or {})}},
+        "tool_choice": _choice_as_json(body),
+        "tools": [{"parameters": None, "strict": False, **as_json(tool)} for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+def _choice_as_json(body: ResponseBody) -> Any:
+    choice = body.tool_choice
+    if choice is None:
+        return "auto"
+    return choice if isinstance(choice, str) else as_json(choice)
