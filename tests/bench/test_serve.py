@@ -232,3 +232,15 @@ def test_a_wrong_flag_is_one_line(arguments: tuple[str, ...], message: str, caps
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
+
+
+def test_ctrl_c_during_warm_ups_ends_the_command(standin: Start) -> None:
+    url, behaviour = standin(hang_after=0)
+    command = [sys.executable, "-m", "lockstep", "bench", "serve", "--base-url", url, *SMALL, "--num-warmups", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: behaviour.num_open == 2)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert err == "2 warm-up requests\n"
+    assert len(behaviour.measured()) == 2

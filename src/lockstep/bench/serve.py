@@ -146,7 +146,9 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
     if options.num_warmups:
         warmups = [Job(None, jobs[i % len(jobs)].write, None) for i in range(options.num_warmups)]
         say(f"{options.num_warmups} warm-up requests")
-        run_load(lambda: Client(options.target), warmups, options.max_concurrency, Watch(len(warmups)))
+        warm = run_load(lambda: Client(options.target), warmups, options.max_concurrency, Watch(len(warmups)))
+        if warm.was_interrupted:
+            raise KeyboardInterrupt
     method = calibration.units.method
     say(f"{len(jobs)} requests to {options.target.url}{options.endpoint}, model {model}, prompts {method}")
     with progress(len(jobs), options.shows_progress) as watch:

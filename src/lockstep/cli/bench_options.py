@@ -22,7 +22,7 @@ Backend = Annotated[
 ]
 Endpoint = Annotated[str | None, typer.Option(help="Path of the endpoint, by default the backend's.")]
 RemoteModel = Annotated[str | None, typer.Option("--model", help="By default the first of /v1/models.")]
-Dataset = Annotated[str, typer.Option("--dataset", help="random, trace:FILE or jsonl:FILE.")]
+Dataset = Annotated[str, typer.Option("--dataset", "--dataset-name", help="random, trace:FILE or jsonl:FILE.")]
 RandomInputLen = Annotated[int, typer.Option(help="Tokens of a prompt, without the chat template's.")]
 RandomOutputLen = Annotated[int, typer.Option(help="Tokens of an answer; also of JSONL lines that do not say.")]
 RandomRangeRatio = Annotated[float, typer.Option(help="Lengths vary by this part, 0 to below 1.")]
