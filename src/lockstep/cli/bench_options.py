@@ -40,7 +40,7 @@ Seed = Annotated[int, typer.Option(help="Same seed, same requests at the same ti
 Goodput = Annotated[str, typer.Option(help="Goals in ms, such as ttft:500,tpot:50 (also e2el).")]
 PercentileMetrics = Annotated[str, typer.Option(help="Which of these to report.")]
 MetricPercentiles = Annotated[str, typer.Option(help="Which percentiles to report.")]
-SaveDetailed = Annotated[bool, typer.Option("--save-detailed", help="With the figures of each request.")]
+SaveDetailed = Annotated[bool, typer.Option("--save-detailed", help="The same with the figures of each request.")]
 NumWarmups = Annotated[int, typer.Option(help="Requests before the run that are not measured.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Ask for answers of the whole length.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
