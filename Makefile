@@ -34,6 +34,8 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.grammar
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.worker
+	$(BIN)/python -m benchmarks.client
+	$(BIN)/python -m benchmarks.streaming
 
 # Plain requirement files with hashes and no download addresses.
 lock: $(STAMP)

@@ -133,6 +133,17 @@ def test_lines_of_a_file_are_sent_as_they_are(standin: Start, tmp_path: Path) ->
     assert (second["messages"][0]["content"], second["max_tokens"]) == ("hello", 2)
 
 
+def test_conversations_need_the_endpoint_of_chats(
+    standin: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    url, behaviour = standin()
+    bench(url, "--dataset", f"jsonl:{lines}", "--backend", "openai", code=2)
+    assert "which need --backend openai-chat" in capsys.readouterr().err
+    assert behaviour.bodies == []
+
+
 def test_failures_are_counted_with_their_reasons(standin: Start, capsys: pytest.CaptureFixture[str]) -> None:
     url, _ = standin(fail_every=4, break_every=3)
     bench(url, *SMALL, "--json")
@@ -224,6 +235,10 @@ def until(holds: Callable[[], bool]) -> None:
         (("--extra-body", "[]"), "must be a JSON object"),
         (("--base-url", "ftp://x"), "must look like http://127.0.0.1:9000"),
         (("--metric-percentiles", "x"), "numbers from 0 to 100"),
+        (("--burstiness", "2"), "it needs a --request-rate"),
+        (("--trace-speed", "2"), "need --dataset trace:FILE"),
+        (("--trace-spread",), "need --dataset trace:FILE"),
+        (("--dataset", "trace:x", "--request-rate", "2"), "has its own times; see --trace-speed"),
         (("--base-url", "http://127.0.0.1:9"), "is the server running?"),
     ],
 )
@@ -232,3 +247,15 @@ def test_a_wrong_flag_is_one_line(arguments: tuple[str, ...], message: str, caps
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
+
+
+def test_ctrl_c_during_warm_ups_ends_the_command(standin: Start) -> None:
+    url, behaviour = standin(hang_after=0)
+    command = [sys.executable, "-m", "lockstep", "bench", "serve", "--base-url", url, *SMALL, "--num-warmups", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: behaviour.num_open == 2)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert err == "2 warm-up requests\n"
+    assert len(behaviour.measured()) == 2

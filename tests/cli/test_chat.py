@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -78,28 +79,31 @@ def test_a_terminal_shows_thoughts_dimmed_and_lives_through_errors(url: str, beh
     command = [sys.executable, "-m", "lockstep", "chat", "--base-url", url, "--max-tokens", "3"]
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
-    for number, line in enumerate((b"a\n", b"b\n", b"c\n"), 1):
+    seen = ""
+    for line in (b"a\n", b"b\n", b"c\n", b"/exit\n"):
+        seen += _read_to(controller, "> ")  # earlier, the terminal's echo would fall into the answer
         os.write(controller, line)
-        until(lambda number=number: len(behaviour.measured()) == number and not behaviour.num_open)  # type: ignore[misc]  # mypy cannot infer a lambda's default
-    os.write(controller, b"/exit\n")
-    seen = _read_all(controller)
+    seen += _read_to(controller, None)
     assert process.wait(30) == 0
     assert seen.count("\x1b[2mword0 word1 \x1b[0m\r\n\r\nword2 ") == 2
     assert seen.count("answered 503: the queue is full") == 1
     assert [len(body["messages"]) for body in behaviour.measured()] == [1, 3, 3]
 
 
-def _read_all(descriptor: int) -> str:
-    parts: list[bytes] = []
-    while True:
+def _read_to(descriptor: int, end: str | None) -> str:
+    """What a terminal shows up to a text, or until its other side is gone."""
+    seen = b""
+    while end is None or not seen.endswith(end.encode()):
+        assert select.select([descriptor], [], [], 30)[0], f"no {end!r} in {seen!r}"
         try:
             part = os.read(descriptor, 65536)
         except OSError:  # Linux: the other side of a terminal is gone
             part = b""
         if not part:
             os.close(descriptor)
-            return b"".join(parts).decode()
-        parts.append(part)
+            break
+        seen += part
+    return seen.decode()
 
 
 def test_ctrl_c_stops_the_answer_and_the_servers_generation(url: str, behaviour: Behaviour) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -29,8 +30,11 @@ class Remote:
     def __init__(self, target: Target) -> None:
         self.target = target
         limits = httpx2.Timeout(READ_LIMIT_S, connect=CONNECT_LIMIT_S)
-        # No proxies from the environment: the measuring client has none either, and most servers are near.
-        self._client = httpx2.Client(base_url=target.url, headers=target.headers, timeout=limits, trust_env=False)
+        # As the measuring client does it: no proxies from the environment, and the system's certificates.
+        verify = ssl.create_default_context() if target.tls else False
+        self._client = httpx2.Client(
+            base_url=target.url, headers=target.headers, timeout=limits, trust_env=False, verify=verify
+        )
 
     def models(self) -> list[str]:
         """Names that the server answers to, in its order."""

@@ -90,10 +90,11 @@ class Runner:
             self._watch.on_report(self._watch)
 
     async def _until(self, due_s: float | None) -> None:
-        if due_s is not None:
-            wait_s = self._origin_s + due_s - time.perf_counter()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
+        if due_s is None:
+            return
+        # Again, because timers tick in milliseconds and may be early by half of one.
+        while (wait_s := self._origin_s + due_s - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
 
     async def _one(self, index: int, job: Job, request: bytes) -> None:
         exchange = Exchange()

@@ -86,6 +86,17 @@ class ServeOptions:
             raise UsageError(f"--max-concurrency is {self.max_concurrency}; it must be at least 1")
         if self.num_warmups < 0 or self.seed < 0:
             raise UsageError("--num-warmups and --seed must not be negative")
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        """Nothing that was asked for may be without effect."""
+        is_trace, has_rate = self.dataset.kind == "trace", not math.isinf(self.request_rate)
+        if is_trace and has_rate:
+            raise UsageError("--request-rate has no place beside a trace, which has its own times; see --trace-speed")
+        if self.burstiness != 1.0 and not has_rate:
+            raise UsageError("--burstiness shapes the gaps between requests: it needs a --request-rate")
+        if not is_trace and (self.trace_speed != 1.0 or self.trace_spread):
+            raise UsageError("--trace-speed and --trace-spread need --dataset trace:FILE")
 
     @property
     def is_chat(self) -> bool:
@@ -138,6 +149,8 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
         RemoteError: the server does not answer at all; single failures are part of the result.
     """
     samples = samples_of(options)
+    if not options.is_chat and any(isinstance(part, dict) for sample in samples for part in sample.recipe):
+        raise UsageError("the data set holds conversations (messages), which need --backend openai-chat")
     with Remote(options.target) as remote:
         model = remote.model_or_first(options.model)
         asking = Asking(model, options.is_chat, options.temperature, options.ignore_eos, options.extra_body)
@@ -146,7 +159,9 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
     if options.num_warmups:
         warmups = [Job(None, jobs[i % len(jobs)].write, None) for i in range(options.num_warmups)]
         say(f"{options.num_warmups} warm-up requests")
-        run_load(lambda: Client(options.target), warmups, options.max_concurrency, Watch(len(warmups)))
+        warm = run_load(lambda: Client(options.target), warmups, options.max_concurrency, Watch(len(warmups)))
+        if warm.was_interrupted:
+            raise KeyboardInterrupt
     method = calibration.units.method
     say(f"{len(jobs)} requests to {options.target.url}{options.endpoint}, model {model}, prompts {method}")
     with progress(len(jobs), options.shows_progress) as watch:

@@ -95,7 +95,7 @@ def serve(
     )
     result = run_serve(options, lambda sentence: print(sentence, file=sys.stderr))
     content = result.as_json(detailed=save_detailed)
-    if save_result or result_filename is not None:
+    if save_result or save_detailed or result_filename is not None:
         _save(content, result_filename or _file_name(content))
     _tell(result, options, as_json)
 
