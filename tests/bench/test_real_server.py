@@ -54,7 +54,7 @@ def test_both_sides_count_the_same_tokens(
     """Exact prompt lengths, every token of every answer, and R * (T - 1) latencies between them."""
     load = ("--random-input-len", "40", "--random-output-len", "6", "--num-prompts", "20", "--ignore-eos")
     before = counted(server)
-    result = bench(server, capsys, "--backend", backend, *load, "--max-concurrency", "8", "--save-detailed")
+    result = bench(server, capsys, "--backend", backend, *load, "--max-concurrency", "8")
     after = counted(server)
     assert (result["completed"], result["failed"]) == (20, 0)
     assert result["total_input_tokens"] == 20 * (40 + template_tokens)
