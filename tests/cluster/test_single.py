@@ -194,10 +194,10 @@ async def test_a_step_that_fails_ends_its_requests_with_the_reason(kind: Kind) -
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_metrics_are_told_while_a_long_step_runs(kind: Kind) -> None:
-    async with served("stub://alpha?step_ms=1500", kind) as model:
+    async with served("stub://alpha?step_ms=2000", kind) as model:
         task = asyncio.create_task(answer(model, call("x", SamplingParams(max_tokens=1))))
         await asyncio.sleep(0.3)
-        async with asyncio.timeout(0.8):
+        async with asyncio.timeout(1.2):
             assert (await model.metrics())[NAME].gauges["num_requests_running"] == 1
         assert not task.done()
         await task
@@ -218,7 +218,7 @@ async def test_what_is_known_of_the_model_is_told(stub: SingleModel) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_before_and_after_its_life_a_model_says_that_it_is_not_there(kind: Kind) -> None:
-    model = model_of("stub://alpha?load_ms=300", kind)
+    model = model_of("stub://alpha?load_ms=800", kind)
     starting = asyncio.create_task(model.start())
     await asyncio.sleep(0.1)
     assert model.card(None).tier == "loading"
