@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,73 +11,19 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.base import Accepted
 from lockstep.core.request import FinishReason
-from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
-from lockstep.engine.tokenizer import Tokenizer
+from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import RequestFailedError
 from lockstep.executors.sampling import TokenLogprobs
-from lockstep.executors.stub import END_ID, stub_tokenizer_parts
-from lockstep.server.answer import Answer, Encoder, Heading
-from lockstep.server.chat_answer import ChatEncoder
+from lockstep.executors.stub import END_ID
+from lockstep.server.answer import Answer
 from lockstep.server.choices import CallsReader, Choice
-from lockstep.server.completion_answer import CompletionEncoder
 from lockstep.server.errors import HttpError
 from lockstep.server.logprobs import Tracer
 from lockstep.server.tools.plan import plan_tools
 from tests.server.frames import events_of, texts_of
+from tests.server.making import TOKENIZER, answer_of, chat_encoder, completion_encoder, outputs_of
 
-TOKENIZER = Tokenizer(stub_tokenizer_parts())
 PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), max_size=12)
-
-
-def heading(*, include_usage: bool = False) -> Heading:
-    return Heading("chatcmpl-1", 7, "m", "fp_1", "r", include_usage=include_usage)
-
-
-def chat_encoder(*, include_usage: bool = False) -> ChatEncoder:
-    return ChatEncoder(
-        heading(include_usage=include_usage), TOKENIZER, num_choices=2, has_logprobs=False, tells_ids=False
-    )
-
-
-def completion_encoder(*, include_usage: bool = False) -> CompletionEncoder:
-    return CompletionEncoder(
-        heading(include_usage=include_usage),
-        TOKENIZER,
-        num_choices=2,
-        echoes=[""],
-        has_echo=False,
-        has_logprobs=False,
-        tells_ids=False,
-        tells_prompt_logprobs=False,
-    )
-
-
-def outputs_of(texts: Sequence[Sequence[str]], thoughts: str = "") -> list[TokenOutput]:
-    """The outputs of a request whose choices speak in turn, a token each; the last carries the whole answer."""
-    completions = tuple(
-        Completion(index, "".join(pieces), (65,) * len(pieces), FinishReason.STOP, None, None, thoughts)
-        for index, pieces in enumerate(texts)
-    )
-    whole = RequestOutput(1, (1, 2, 3), completions, 2, 1, Timings(0.001, 0.002, 0.5))
-    told = [
-        TokenOutput(1, index, (65,), pieces[step])
-        for step in range(max(map(len, texts), default=0))
-        for index, pieces in enumerate(texts)
-        if step < len(pieces)
-    ]
-    if thoughts:
-        told = [TokenOutput(1, index, (66,), "", reasoning=thoughts) for index in range(len(texts))] + told
-    last = len(texts) - 1
-    ends = [
-        TokenOutput(1, index, (END_ID,), "", FinishReason.STOP, END_ID, request=whole if index == last else None)
-        for index in range(len(texts))
-    ]
-    return told + ends
-
-
-def answer_of(encoder: Encoder, num_choices: int = 2) -> Answer:
-    choices = [Choice(index, end_ids=frozenset([END_ID])) for index in range(num_choices)]
-    return Answer([Accepted("m", (1, 2, 3))], choices, encoder)
 
 
 @given(first=PIECES, second=PIECES, cuts=st.lists(st.booleans(), min_size=40, max_size=40), is_chat=st.booleans())

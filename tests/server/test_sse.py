@@ -20,7 +20,7 @@ from lockstep.server.reading import ClientLeft, OpenCall
 from lockstep.server.sse import EventStream
 from tests.server.frames import events_of, texts_of
 from tests.server.living import UNTIL_S, Living, living, until
-from tests.server.test_choices import answer_of, completion_encoder
+from tests.server.making import answer_of, completion_encoder
 
 LONG = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 

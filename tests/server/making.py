@@ -1,0 +1,68 @@
+"""Answers that are made without a server: their encoders, and what a cluster would say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.cluster.base import Accepted
+from lockstep.core.request import FinishReason
+from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.executors.stub import END_ID, stub_tokenizer_parts
+from lockstep.server.answer import Answer, Encoder, Heading
+from lockstep.server.chat_answer import ChatEncoder
+from lockstep.server.choices import Choice
+from lockstep.server.completion_answer import CompletionEncoder
+
+TOKENIZER = Tokenizer(stub_tokenizer_parts())
+
+
+def heading(*, include_usage: bool = False) -> Heading:
+    return Heading("chatcmpl-1", 7, "m", "fp_1", "r", include_usage=include_usage)
+
+
+def chat_encoder(*, include_usage: bool = False) -> ChatEncoder:
+    return ChatEncoder(
+        heading(include_usage=include_usage), TOKENIZER, num_choices=2, has_logprobs=False, tells_ids=False
+    )
+
+
+def completion_encoder(*, include_usage: bool = False) -> CompletionEncoder:
+    return CompletionEncoder(
+        heading(include_usage=include_usage),
+        TOKENIZER,
+        num_choices=2,
+        echoes=[""],
+        has_echo=False,
+        has_logprobs=False,
+        tells_ids=False,
+        tells_prompt_logprobs=False,
+    )
+
+
+def outputs_of(texts: Sequence[Sequence[str]], thoughts: str = "") -> list[TokenOutput]:
+    """The outputs of a request whose choices speak in turn, a token each; the last carries the whole answer."""
+    completions = tuple(
+        Completion(index, "".join(pieces), (65,) * len(pieces), FinishReason.STOP, None, None, thoughts)
+        for index, pieces in enumerate(texts)
+    )
+    whole = RequestOutput(1, (1, 2, 3), completions, 2, 1, Timings(0.001, 0.002, 0.5))
+    told = [
+        TokenOutput(1, index, (65,), pieces[step])
+        for step in range(max(map(len, texts), default=0))
+        for index, pieces in enumerate(texts)
+        if step < len(pieces)
+    ]
+    if thoughts:
+        told = [TokenOutput(1, index, (66,), "", reasoning=thoughts) for index in range(len(texts))] + told
+    last = len(texts) - 1
+    ends = [
+        TokenOutput(1, index, (END_ID,), "", FinishReason.STOP, END_ID, request=whole if index == last else None)
+        for index in range(len(texts))
+    ]
+    return told + ends
+
+
+def answer_of(encoder: Encoder, num_choices: int = 2) -> Answer:
+    choices = [Choice(index, end_ids=frozenset([END_ID])) for index in range(num_choices)]
+    return Answer([Accepted("m", (1, 2, 3))], choices, encoder)
