@@ -62,12 +62,30 @@ class Call:
     """Not None: the answer is one vector, in `RequestOutput.embedding` (not normalised)."""
 
 
+class Hop(msgspec.Struct, frozen=True):
+    """A model's finished part of a routed request."""
+
+    model: str
+    completion: str
+    """What it said."""
+    intent: str | None
+    """What was read from it; None: nothing that the rule knows."""
+    target: str | None
+    """Who answers next, as ``set.id`` or an id; None: nobody, the hop's own answer stands."""
+    latency_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
 class Accepted(msgspec.Struct, frozen=True):
     """The first event of a call: it can be served and has its place in the queue."""
 
     model: str
     """The served name of who answers."""
     prompt_token_ids: tuple[int, ...]
+    hops: tuple[Hop, ...] = ()
+    """What others did before, in order, where the request was routed."""
 
 
 Event = Accepted | TokenOutput

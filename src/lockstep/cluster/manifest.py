@@ -1,0 +1,130 @@
+"""The manifest as values: which models there are, under which budgets, and how requests find them.
+
+Closed: no files, no YAML, no clock. `manifest_file.py` makes one of text and text of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from lockstep.cluster.dispatch import DispatchRule
+
+PRIORITIES: Mapping[str, int] = {"critical": -2, "high": -1, "normal": 0, "low": 1}
+"""Names of priority classes; lower is served first, and evicted last."""
+
+
+class Tier(StrEnum):
+    """Where a model is meant to be."""
+
+    RESIDENT = "resident"
+    """Compiled, its KV pool allocated, ready."""
+    STANDBY = "standby"
+    """Checked and in reach: promoted to resident when it is needed."""
+    REMOTE = "remote"
+    """Answered by another server."""
+
+
+class Persona(StrEnum):
+    """Where a model's system prompt stands."""
+
+    PREFIX = "prefix"
+    SUFFIX = "suffix"
+    """After the conversation, so that the hops of a request share the conversation's KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """An OpenAI-compatible endpoint."""
+
+    base_url: str
+    model: str | None = None
+    """Its name there; None: the entry's id."""
+    api_key_env: str | None = None
+    """The environment variable that holds its key."""
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named model: an artifact, a persona and limits."""
+
+    id: str
+    source: str
+    tier: Tier = Tier.RESIDENT
+    set: str | None = None
+    """The list that it stands in, e.g. ``specialists``; None: it stands by its own key."""
+    priority: int = 0
+    max_active_sessions: int | None = None
+    """Sessions whose KV is held on the device; None: the manifest's."""
+    co_activation: tuple[str, ...] = ()
+    """Models whose requests warm this one."""
+    promotes_on_intent: bool = False
+    """``promotion_hint: on_router_classification``: promoted as soon as the intent is known."""
+    aliases: tuple[str, ...] = ()
+    system_prompt: str | None = None
+    persona: Persona = Persona.PREFIX
+    sampling: Mapping[str, float | int] = field(default_factory=dict)
+    """Defaults of SamplingParams for requests that say nothing."""
+    size_bytes: int | None = None
+    """What it needs in memory, where that is known before it is loaded."""
+    engine: Mapping[str, object] = field(default_factory=dict)
+    """Fields of EngineOptions and SchedulerConfig."""
+    keep_alive_s: float | None = None
+    """Idle seconds after which a promoted standby model is demoted; None: only to make room."""
+    remote: Remote | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Budgets in bytes; None: what the machine has."""
+
+    gpu_budget_bytes: int | None = None
+    """Of resident weights and KV pools; on the CPU where there is no accelerator."""
+    ram_budget_bytes: int | None = None
+    """Of standby weights and host KV."""
+    kv_budget_bytes: int | None = None
+    host_kv_budget_bytes: int | None = None
+    disk_kv_budget_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """How long and how many conversations keep their KV."""
+
+    idle_threshold_s: float = 30.0
+    min_lifetime_s: float = 0.25
+    sweep_interval_s: float = 0.5
+    max_active_sessions: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How requests without a model of their own are answered."""
+
+    entry: str
+    rule: DispatchRule
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One cluster. Made by `lockstep.cluster.manifest_file.parse`, which checks that names fit each other."""
+
+    cluster: str
+    entries: tuple[Entry, ...]
+    """In order of definition, which breaks ties; the fallback is the one of `fallback`."""
+    resources: Resources = field(default_factory=Resources)
+    routing: Routing | None = None
+    fallback: str | None = None
+    """Id of the model that answers when the rule names nobody."""
+    sessions: SessionLimits = field(default_factory=SessionLimits)
+    rollouts: Mapping[str, object] | None = None
+    """Another room's block, as it was written; its validator is injected."""
+
+    def entry(self, id_: str) -> Entry:
+        """The model of an id; KeyError when there is none."""
+        for entry in self.entries:
+            if entry.id == id_:
+                return entry
+        raise KeyError(id_)
