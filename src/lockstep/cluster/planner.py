@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
+from lockstep.cluster.budget import megabytes
 from lockstep.cluster.ledger import Ledger
 
 MIN_RELOAD_S = 1e-3
@@ -184,8 +185,8 @@ def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
     others = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT and r.key != key)
     if observed.budget_bytes is None or others + measured_bytes <= observed.budget_bytes:
         return ""
-    left = max(0, observed.budget_bytes - others)
-    return f"it takes {measured_bytes} bytes when it is loaded, and {left} of {observed.budget_bytes} are free"
+    left = megabytes(max(0, observed.budget_bytes - others))
+    return f"loaded, it takes {megabytes(measured_bytes)}; of {megabytes(observed.budget_bytes)}, {left} are free"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +246,8 @@ class _Draft:
                 continue
             refused.add(replica.key)
             if replica.num_waiting:
-                what = f"it needs {replica.bytes} bytes; the budget is {self._budget}, of which models that are"
-                self._actions.append(Refuse(replica.key, f"{what} declared resident keep {kept}"))
+                what = f"it needs {megabytes(replica.bytes)}; of the budget of {megabytes(self._budget)}, models that"
+                self._actions.append(Refuse(replica.key, f"{what} are declared resident keep {megabytes(kept)}"))
         return refused
 
     def _rank(self, refused: set[str]) -> list[_Claim]:
