@@ -17,7 +17,7 @@ import httpx2
 from lockstep.cluster.base import Accepted, Call, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
-from lockstep.cluster.remote_errors import RETRY_AFTER_S, Named, AttemptError
+from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named
 from lockstep.cluster.remote_exchange import Exchange, Patience
 from lockstep.cluster.remote_request import RemoteRequest, remote_request
 from lockstep.cluster.remote_text import remote_tokenizer

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from lockstep.cluster.remote_errors import Named, AttemptError, of_frame
+from lockstep.cluster.remote_errors import AttemptError, Named, of_frame
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import CallPart, Completion, RequestOutput, Timings, TokenCounts, TokenOutput
 from lockstep.errors import RequestFailedError

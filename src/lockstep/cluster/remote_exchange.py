@@ -11,7 +11,7 @@ import httpx2
 
 from lockstep.cluster.base import Call
 from lockstep.cluster.remote_answer import DONE, RemoteAnswer
-from lockstep.cluster.remote_errors import RETRY_AFTER_S, Named, AttemptError, of_status
+from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named, of_status
 from lockstep.cluster.remote_request import RemoteRequest
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import (
