@@ -239,7 +239,10 @@ def _shortened(call: Call, waited_s: float) -> Call:
     """A call with deadlines that count from now."""
     if call.deadline_s is None and call.queue_deadline_s is None:
         return call
-    left = [None if limit is None else max(MIN_DEADLINE_S, limit - waited_s) for limit in (call.deadline_s, call.queue_deadline_s)]
+    left = [
+        None if limit is None else max(MIN_DEADLINE_S, limit - waited_s)
+        for limit in (call.deadline_s, call.queue_deadline_s)
+    ]
     return replace(call, deadline_s=left[0], queue_deadline_s=left[1])
 
 

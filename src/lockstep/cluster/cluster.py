@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.cluster.answering import Answering
@@ -13,7 +13,7 @@ from lockstep.cluster.base import Call, EventStream, Health, ModelCard
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Manifest, Tier
-from lockstep.cluster.manifest_file import Problem, dump, parse
+from lockstep.cluster.manifest_file import Validator, dump, parse
 from lockstep.cluster.models import Model
 from lockstep.cluster.picture import picture
 from lockstep.cluster.planner import Phase
@@ -27,7 +27,7 @@ from lockstep.errors import InvalidParameterError, LockstepError, UnavailableErr
 
 log = logging.getLogger(__name__)
 
-Validators = Mapping[str, Callable[[object], Sequence[Problem]]]
+Validators = Mapping[str, Validator]
 
 
 class ManifestCluster:

@@ -51,7 +51,9 @@ class Roster:
         pairs = zip(declared.entries, served.entries, strict=True)
         self.models: Mapping[str, Model] = {own.id: make(own, entry) for own, entry in pairs}
         """By id, in order of definition."""
-        self._names = {alias: model for model in self.models.values() for alias in model.entry.aliases} | dict(self.models)
+        self._names = {alias: model for model in self.models.values() for alias in model.entry.aliases} | dict(
+            self.models
+        )
         self.router = Router.of(served)
         self._warmed_by: dict[str, tuple[Model, ...]] = {
             id_: tuple(m for m in self.models.values() if id_ in m.entry.co_activation and m.held is not None)

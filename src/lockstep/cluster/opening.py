@@ -1,4 +1,4 @@
-"""From a manifest to what can be loaded: every source opened and checked, artifacts told apart by content, bytes counted.
+"""From a manifest to what can be loaded: sources opened and checked, artifacts told apart by content, bytes counted.
 
 Reads files and may fetch them from the hub, so it runs on a thread of its own.
 """
@@ -25,7 +25,7 @@ from lockstep.executors.stub import SCHEME as STUB
 from lockstep.worker.messages import Loaded
 
 DEFAULT_KV_BYTES = 512 * 1024**2
-"""Of a replica's KV pool, where neither the manifest nor the operator says anything; no pool is larger than it can use."""
+"""Of a replica's KV pool, where nobody says anything; no pool is larger than it can use."""
 STUB_BLOCKS = 8192
 """Of a stub, whose blocks hold nothing: enough for 16 whole contexts."""
 KEY_DIGITS = 8

@@ -14,10 +14,8 @@ from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.models import Model, Roster
 from lockstep.cluster.opening import Opened
-from lockstep.cluster.planner import Phase
 from lockstep.cluster.snapshot import Replaced
 from lockstep.cluster.stage import REPLACED, Stage
-from lockstep.errors import LockstepError
 
 
 async def replace_manifest(stage: Stage, manifest: Manifest) -> Replaced:

@@ -152,7 +152,9 @@ class Replicas:
         if held.is_retired:
             raise UnavailableError("the model is being taken out of service; try again in a moment")
         if held.failure is not None and now_s < held.retry_at_s:
-            raise UnavailableError(f"the model could not be loaded: {held.failure}", retry_after_s=held.retry_at_s - now_s)
+            raise UnavailableError(
+                f"the model could not be loaded: {held.failure}", retry_after_s=held.retry_at_s - now_s
+            )
 
     def _admit(self, held: Held, now_s: float) -> None:
         held.num_busy += 1
@@ -282,9 +284,7 @@ class Replicas:
         except LockstepError as error:
             delay_s = held.failed(error, self._clock())
             self._move(held, Phase.ABSENT, "failed")
-            self._fail_waiting(
-                held, UnavailableError(f"the model could not be loaded: {error}", retry_after_s=delay_s)
-            )
+            self._fail_waiting(held, UnavailableError(f"the model could not be loaded: {error}", retry_after_s=delay_s))
         else:
             held.succeeded(loaded, self._clock())
             self._move(held, Phase.RESIDENT, reason)

@@ -109,7 +109,9 @@ def _with_persona(prompt: Prompt, entry: Entry) -> Prompt:
 
 
 def _with_defaults(params: SamplingParams, sampling: Mapping[str, float | int]) -> SamplingParams:
-    missing = {name: value for name, value in sampling.items() if getattr(params, name) == _DEFAULTS[name]}
+    missing: dict[str, Any] = {
+        name: value for name, value in sampling.items() if getattr(params, name) == _DEFAULTS[name]
+    }
     return replace(params, **missing) if missing else params
 
 
