@@ -271,7 +271,7 @@ class Replicas:
     async def _load(self, held: Held, reason: str) -> None:
         spec = held.spec
         try:
-            loaded = await self._worker.load(spec.key, spec.source, spec.options, self.progress)
+            loaded = await self._worker.load(spec.key, spec.source, spec.options, self.progress, held.priority)
             if held.loaded is None or held.loaded.text != loaded.text:
                 held.tokenizer = await asyncio.to_thread(lambda: Tokenizer(loaded.text.parts()))
             measured = spec.measure(loaded)

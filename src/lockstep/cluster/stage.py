@@ -145,6 +145,7 @@ class Stage:
         held.idle_limit_s = max((limit for limit in limits if limit is not None), default=None)
         if None in limits:
             held.idle_limit_s = None
+        self.worker.prioritise(held.key, held.priority)
 
     async def bring(self, held: Held) -> None:
         """Wait until a replica is resident.
