@@ -64,6 +64,11 @@ class ManifestCluster:
         """What happens here."""
         return self._stage.events
 
+    @property
+    def worker_pid(self) -> int | None:
+        """Of the device worker's process; None: it is a thread, or lost."""
+        return self._stage.worker.pid
+
     # -- base.Cluster ---------------------------------------------------------------------------------------------
 
     def cards(self) -> tuple[ModelCard, ...]:
