@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
-from tests.cluster.clusters import Answer, asking, clustered, model_of, say
+from tests.cluster.clusters import Answer, clustered, model_of, say
 from tests.cluster.support import until
 
 TWO_THAT_DO_NOT_FIT = """
@@ -97,7 +97,12 @@ async def test_deadlines_count_while_a_model_is_loaded() -> None:
             await say(cluster, "hello", "a", queue_deadline_s=0.05)
 
 
-FAILING = "cluster: f\nmodels:\n  good: {source: 'stub://good'}\n  bad: {source: 'stub://bad', tier: standby, engine: {max_model_len: 100000}}\n"
+FAILING = """
+cluster: f
+models:
+  good: {source: 'stub://good'}
+  bad: {source: 'stub://bad', tier: standby, engine: {max_model_len: 100000}}
+"""
 
 
 async def test_a_load_that_fails_tells_all_who_wait_and_backs_off() -> None:
@@ -127,7 +132,7 @@ async def test_a_hint_promotes_before_the_routers_hop_has_ended() -> None:
         begin = cluster.events.last_id
         assert (await say(cluster, "a legal question")).model == "legal"
         assert (await say(cluster, "a billing question")).model == "billing"
-        order = []
+        order: list[str] = []
         async with aclosing(cluster.events.subscribe(begin)) as events:
             while len(order) < 4:
                 event = await anext(events)

@@ -243,6 +243,7 @@ class ManifestCluster:
         while True:
             limits = self._stage.roster.declared.sessions
             await asyncio.sleep(limits.sweep_interval_s)
+            self._stage.notice_losses()
             for session in self._stage.sessions.idle(limits, time.monotonic()):
                 for model in self._stage.roster.models.values():
                     model.sessions.drop(session.id)
