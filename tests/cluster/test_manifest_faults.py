@@ -1,4 +1,4 @@
-"""Every fault of a manifest is told with its line, its path, what it is and what would be right; all of them at once."""
+"""Every fault of a manifest is told with its line, its path, what it is and what would be right; all at once."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ FAULTY: Final = object()
 Reader = Callable[["Place"], Any]
 
 
-def _core_resolvers() -> _Resolvers:
-    """By first character, as PyYAML keeps them."""
-    resolvers: _Resolvers = {}
+def _core_resolvers(others: _Resolvers | None = None) -> _Resolvers:
+    """By first character, as PyYAML keeps them; after others, where there are any."""
+    resolvers: _Resolvers = {character: list(those) for character, those in (others or {}).items()}
     for kind, pattern, first in _CORE:
         whole = re.compile(rf"(?:{pattern.pattern})\Z")
         for character in (*first, *([""] if kind == "null" else [])):
@@ -94,9 +94,9 @@ class ManifestLoader(yaml.SafeLoader):
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Writes strings so that `ManifestLoader` reads strings."""
+    """Writes strings so that `ManifestLoader`, and readers of YAML 1.1, read strings."""
 
-    yaml_implicit_resolvers = _core_resolvers()
+    yaml_implicit_resolvers = _core_resolvers(yaml.SafeDumper.yaml_implicit_resolvers)
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
