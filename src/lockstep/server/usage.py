@@ -12,7 +12,7 @@ MS = 1_000.0
 
 def usage_of(outputs: Sequence[RequestOutput], num_reasoning_tokens: int = 0) -> dict[str, Any]:
     """Tokens over all prompts; a prompt counts once, whatever its `n`."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    prompt = sum(output.num_prompt_tokens for output in outputs)
     completion = sum(output.num_output_tokens for output in outputs)
     return {
         "prompt_tokens": prompt,

@@ -1,0 +1,119 @@
+"""What happens in a cluster, for those who watch: a bounded log that any number of watchers read at their own pace."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+MAX_KEPT_EVENTS = 1024
+"""What a watcher may lag behind, or catch up with after it was away; older events are gone."""
+LAGGED = "lagged"
+
+EVENTS: Mapping[str, Mapping[str, str]] = {
+    "tier_changed": {
+        "model": "id in the manifest",
+        "replica": "key of the replica that it shares",
+        "from": "state before: resident, standby, loading, unloading or failed",
+        "to": "state after",
+        "reason": "why, in a few words",
+        "duration_ms": "how long the change took; 0 at its beginning",
+    },
+    "hop": {
+        "model": "who was asked",
+        "completion": "what it said",
+        "intent": "what the rule read from it; null: nothing that it knows",
+        "target": "who answers next; null: nobody",
+        "duration_ms": "submission to the end of the hop",
+    },
+    "session_admitted": {"session": "its id", "model": "where it began"},
+    "session_evicted": {"session": "its id", "model": "whose KV was given up", "reason": "why, in a few words"},
+    "co_activation_warmed": {"model": "id of the warmed model", "by": "the model whose requests warm it"},
+    "manifest_replacing": {"cluster": "name in the new manifest"},
+    "manifest_replaced": {
+        "cluster": "name in the manifest that holds now",
+        "error": "why the new one does not hold; null: it does",
+        "duration_ms": "from the text to the end of draining",
+    },
+    "worker_restarted": {"reason": "what the device worker ended with"},
+    "step": {
+        "replica": "key of the replica that stepped",
+        "step": "number of its step",
+        "num_seqs": "sequences in it",
+        "num_tokens": "tokens computed",
+        "duration_ms": "of the forward pass and all around it",
+    },
+    LAGGED: {"num_lost": "events that this watcher was too slow for"},
+}
+"""Every type with its fields; `EventLog.emit` takes no others. Steps are sampled, all else is told whole."""
+
+
+class ClusterEvent(msgspec.Struct, frozen=True):
+    """One thing that happened."""
+
+    id: int
+    """Consecutive from 1, so that who was away can say where to go on."""
+    at_s: float
+    """Unix time."""
+    type: str
+    fields: Mapping[str, Any]
+
+
+class EventLog:
+    """Written and read on one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._kept: deque[ClusterEvent] = deque(maxlen=MAX_KEPT_EVENTS)
+        self._last_id = 0
+        self._watchers: list[asyncio.Future[None]] = []
+        """Those who have read everything and wait."""
+
+    @property
+    def last_id(self) -> int:
+        """Of the newest event; 0: nothing has happened."""
+        return self._last_id
+
+    def emit(self, type_: str, /, **fields: Any) -> None:
+        """Tell everybody; fields that the table does not have are a programming error.
+
+        ``from`` is a word of Python: write ``from_``.
+        """
+        if "from_" in fields:
+            fields["from"] = fields.pop("from_")
+        assert fields.keys() == EVENTS[type_].keys(), f"{type_} has the fields {', '.join(EVENTS[type_])}"
+        self._last_id += 1
+        self._kept.append(ClusterEvent(self._last_id, self._clock(), type_, fields))
+        waiting, self._watchers = self._watchers, []
+        for watcher in waiting:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    async def subscribe(self, after_id: int | None = None) -> AsyncGenerator[ClusterEvent, None]:
+        """Events as they happen, without end.
+
+        Args:
+            after_id: begin behind this event, with what happened since; None: with what happens from now on.
+        """
+        read_id = self._last_id if after_id is None else min(max(after_id, 0), self._last_id)
+        while True:
+            num_lost = self._last_id - len(self._kept) - read_id
+            if num_lost > 0:
+                read_id += num_lost
+                yield ClusterEvent(read_id, self._clock(), LAGGED, {"num_lost": num_lost})
+            elif read_id < self._last_id:
+                event = self._kept[read_id - self._last_id]
+                read_id = event.id
+                yield event
+            else:
+                watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._watchers.append(watcher)
+                try:
+                    await watcher
+                finally:
+                    if watcher in self._watchers:
+                        self._watchers.remove(watcher)

@@ -1,0 +1,156 @@
+"""What can be seen of a cluster from outside: plain values, as `GET /v1/cluster` shows them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class BudgetSnapshot(msgspec.Struct, frozen=True):
+    """One budget of the manifest."""
+
+    name: str
+    """``gpu_budget`` or ``ram_budget``."""
+    declared_bytes: int | None
+    """None: the manifest says nothing."""
+    effective_bytes: int | None
+    """What holds: cut to what the machine has; None: nothing bounds it."""
+    used_bytes: int
+
+
+class ReplicaSnapshot(msgspec.Struct, frozen=True):
+    """Weights, KV pool and engine, shared by the models that name one artifact."""
+
+    key: str
+    source: str
+    phase: str
+    """``absent``, ``loading``, ``resident`` or ``unloading``."""
+    models: tuple[str, ...]
+    """Ids, in order of definition."""
+    bytes: int
+    """Measured where it was loaded once, predicted before."""
+    is_measured: bool
+    load_s: float | None
+    """How long its last load took; None: it was never loaded."""
+    num_busy: int
+    """Calls that are being answered."""
+    num_waiting: int
+    """Calls that wait for it to be loaded."""
+    fingerprint: str | None
+    """Of the artifact's content, once it was loaded."""
+    deterministic: bool | None
+    """What the determinism probe found; None: it was not run."""
+    failure: str | None
+    """Why its last load failed; None: it did not."""
+
+
+class ModelSnapshot(msgspec.Struct, frozen=True):
+    """One model of the manifest."""
+
+    id: str
+    set: str | None
+    source: str
+    """As the backend serves it."""
+    tier: str
+    """As declared: ``resident``, ``standby`` or ``remote``."""
+    state: str
+    """As it is: ``resident``, ``standby``, ``loading``, ``unloading``, ``failed`` or ``remote``."""
+    reason: str
+    """Why it cannot answer; empty when it can, or would be loaded for it."""
+    priority: int
+    aliases: tuple[str, ...]
+    replica: str | None
+    """Key of its replica; None: it is remote."""
+    size_bytes: int
+    """Of its replica, which others may share; 0: it is remote."""
+    max_model_len: int | None
+    num_requests: int
+    """Answered or being answered since the start."""
+    num_running: int
+    num_waiting: int
+    num_sessions: int
+    """Sessions whose last request it answered, ephemeral ones included."""
+    max_active_sessions: int
+    co_activation: tuple[str, ...]
+    idle_s: float | None
+    """Since it last answered; None: it never did."""
+
+
+class SessionSnapshot(msgspec.Struct, frozen=True):
+    """One conversation that keeps its KV."""
+
+    id: str
+    model: str
+    """Who answered last."""
+    state: str
+    """``active`` while a request of it is answered, then ``idle``, and ``dropped`` when its KV was given up."""
+    age_s: float
+    idle_s: float
+    num_requests: int
+
+
+class Counters(msgspec.Struct):
+    """Counted since the start."""
+
+    requests_total: int = 0
+    router_hits: int = 0
+    """Requests that went through the entry model."""
+    dispatch_hits: int = 0
+    """Of these, those that the rule sent to a model."""
+    dispatch_fallbacks: int = 0
+    """And those that went to the fallback."""
+    promotions: int = 0
+    """Models that became resident, after the boot."""
+    demotions: int = 0
+    co_activation_warms: int = 0
+    lru_evictions: int = 0
+    """Models that made room for others."""
+
+
+class TransitionSnapshot(msgspec.Struct, frozen=True):
+    """A change of a model's state."""
+
+    at_s: float
+    """Unix time."""
+    model: str
+    before: str = msgspec.field(name="from")
+    after: str = msgspec.field(name="to")
+    reason: str
+    duration_ms: float
+
+
+class ClusterSnapshot(msgspec.Struct, frozen=True):
+    """The whole cluster at one moment."""
+
+    cluster: str
+    backend: str
+    entry: str | None
+    """Who routes; None: nobody does."""
+    fallback: str | None
+    is_replacing: bool
+    """Whether a new manifest is being brought in."""
+    models: tuple[ModelSnapshot, ...]
+    """In order of definition."""
+    replicas: tuple[ReplicaSnapshot, ...]
+    budgets: tuple[BudgetSnapshot, ...]
+    sessions: tuple[SessionSnapshot, ...]
+    """Only those that were named by their clients."""
+    sessions_live: int
+    """Named sessions, and the ephemeral ones of requests that are being answered."""
+    counters: Counters
+    transitions: tuple[TransitionSnapshot, ...]
+    """The latest, oldest first."""
+
+
+class Replaced(msgspec.Struct, frozen=True):
+    """What the replacement of a manifest did."""
+
+    cluster: str
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[str, ...]
+    unchanged: tuple[str, ...]
+    num_drained: int
+    """Calls to what is gone that came to their own end."""
+    num_cut: int
+    """Calls that were ended because draining took too long."""
+    duration_ms: float

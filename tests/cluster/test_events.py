@@ -1,0 +1,70 @@
+"""The log of a cluster's events."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from lockstep.cluster.events import EVENTS, LAGGED, MAX_KEPT_EVENTS, ClusterEvent, EventLog
+
+
+def warm(log: EventLog, model: str) -> None:
+    log.emit("co_activation_warmed", model=model, by="router")
+
+
+async def first(log: EventLog, count: int, after_id: int | None = None) -> list[ClusterEvent]:
+    events = []
+    async with aclosing(log.subscribe(after_id)) as stream:
+        async for event in stream:
+            events.append(event)
+            if len(events) == count:
+                break
+    return events
+
+
+async def test_every_watcher_sees_what_happens_after_it_came() -> None:
+    log = EventLog(clock=lambda: 7.0)
+    warm(log, "early")
+    watchers = [asyncio.create_task(first(log, 2)) for _ in range(3)]
+    await asyncio.sleep(0)
+    warm(log, "a")
+    warm(log, "b")
+    seen = await asyncio.gather(*watchers)
+    assert [[event.fields["model"] for event in events] for events in seen] == [["a", "b"]] * 3
+    assert seen[0][0] == ClusterEvent(2, 7.0, "co_activation_warmed", {"model": "a", "by": "router"})
+
+
+async def test_a_watcher_that_was_away_goes_on_where_it_was() -> None:
+    log = EventLog()
+    for model in "abc":
+        warm(log, model)
+    assert [event.fields["model"] for event in await first(log, 2, after_id=1)] == ["b", "c"]
+
+
+async def test_a_watcher_that_is_too_slow_is_told_how_much_it_lost() -> None:
+    log = EventLog()
+    async with aclosing(log.subscribe(0)) as stream:
+        warm(log, "first")
+        assert (await anext(stream)).id == 1
+        for number in range(MAX_KEPT_EVENTS + 5):
+            warm(log, str(number))
+        lagged = await anext(stream)
+        assert (lagged.type, lagged.fields) == (LAGGED, {"num_lost": 5})
+        assert (await anext(stream)).fields["model"] == "5"
+
+
+async def test_a_watcher_that_leaves_leaves_nothing_behind() -> None:
+    log = EventLog()
+    task = asyncio.create_task(first(log, 1))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert log._watchers == []
+
+
+def test_fields_that_the_table_does_not_have_are_an_error_of_ours() -> None:
+    with pytest.raises(AssertionError, match="model, by"):
+        EventLog().emit("co_activation_warmed", model="a")
+    assert all(text for fields in EVENTS.values() for text in fields.values())
