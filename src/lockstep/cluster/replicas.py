@@ -189,8 +189,10 @@ class Replicas:
         return num_cut
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for something that depends on replicas alone."""
+        """Wait for something that depends on replicas alone; UnavailableError when all is closed before."""
         while not is_so():
+            if self._closing is not None:
+                raise self._closing
             watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchers.append(watcher)
             self._is_quiet = False
@@ -299,6 +301,9 @@ class Replicas:
         """End what is under way; the worker is the caller's to close."""
         self._closing = UnavailableError("the server is closing")
         self.fail_all(self._closing)
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_exception(self._closing)
         if self._look is not None:
             self._look.cancel()
         tasks = tuple(self._tasks)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.budget import BudgetTable, refusal
+from lockstep.cluster.budget import BudgetTable, refusal, table_text
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Entry, Manifest, Tier
@@ -23,6 +24,8 @@ from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions
 from lockstep.errors import ConfigError, LockstepError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
+
+log = logging.getLogger(__name__)
 
 MAX_TRANSITIONS = 256
 """That are remembered."""
@@ -71,7 +74,9 @@ class Stage:
 
     @property
     def roster(self) -> Roster:
-        assert self._roster is not None, "started before it is asked"
+        """The models that calls go to; UnavailableError until their sources have been opened."""
+        if self._roster is None:
+            raise UnavailableError("the models are loading; try again soon")
         return self._roster
 
     @property
@@ -92,6 +97,9 @@ class Stage:
         opened = await asyncio.to_thread(open_manifest, served, self.options.load)
         if reason := refusal(opened.table):
             raise ConfigError(reason)
+        budgets = opened.table.budgets
+        if budgets.gpu.is_cut or budgets.ram.is_cut:
+            log.warning("the machine has less than the manifest's budgets:\n%s", table_text(opened.table))
         return opened
 
     def cast(self, manifest: Manifest, opened: Opened) -> Roster:
