@@ -130,9 +130,9 @@ def compare(sources: Sequence[str], num_streams: int, length_s: float, rounds: i
         total, a, b, *gaps, used = map(statistics.median, zip(*table, strict=True))
         shown = "   ".join(f"{gaps[i]:7.1f} {gaps[i + 1]:8.1f}" for i in (0, 2))
         print(f"  {way:8} {total:5.2f}   {a:5.2f}   {b:5.2f}   {shown}   {used:8.2f}")
-    ratios = [turns[0] / threads[0] for turns, threads in zip(rows["turns"], rows["threads"], strict=True)]
-    low, high = min(ratios), max(ratios)
-    print(f"  sum of turns / sum of threads: {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})")
+    for what, column in (("sum", 0), ("processor time per part", -1)):
+        ratios = [turns[column] / threads[column] for turns, threads in zip(*rows.values(), strict=True)]
+        print(f"  {what}, turns / threads: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     for device in (shared, *apart):
         device.close()
 

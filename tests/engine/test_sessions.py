@@ -51,8 +51,10 @@ def answer(engine: Engine, request: GenerationRequest) -> RequestOutput:
     return output
 
 
-def told(changes: list[SessionChange]) -> list[tuple[str, str, int, str | None]]:
-    said = [(change.session_id, change.what, change.num_blocks, change.reason) for change in changes]
+def told(changes: list[SessionChange]) -> list[tuple[object, ...]]:
+    said: list[tuple[object, ...]] = [
+        (change.session_id, change.what, change.num_blocks, change.reason) for change in changes
+    ]
     changes.clear()
     return said
 

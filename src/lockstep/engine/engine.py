@@ -28,7 +28,7 @@ from lockstep.engine.metrics import EngineMetrics, Inbox, MetricsSnapshot, cache
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
 from lockstep.engine.publish import Publisher, hand_over
-from lockstep.engine.sessions import SessionChange, Sessions
+from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
 from lockstep.engine.stream import LoopMailboxes, OutputStream, collect, stream
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
 from lockstep.executors.sampling import SamplerState
@@ -171,6 +171,10 @@ class Engine:
     def num_free_places(self) -> int:
         """Sequences that the queue takes before it refuses; between steps, when the inbox is drained."""
         return self.config.max_num_queued_reqs - self.scheduler.num_waiting
+
+    def session_reports(self) -> tuple[SessionReport, ...]:
+        """All sessions, least recently used first; between steps."""
+        return self.sessions.reports(self._clock.now_s())
 
     def run(self) -> None:
         """Step until nothing is left to do."""
@@ -315,9 +319,7 @@ class Engine:
         self._finish(live, now_s)
         if live.sink is not None:
             output = live.output(now_s)
-            hand_over(
-                live.sink, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=output)
-            )
+            hand_over(live.sink, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=output))
 
     def _end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
         """End what is still open of a request, outside a step."""

@@ -1,8 +1,8 @@
 """The sessions of one engine: whose prompt blocks stay on the device when a request has ended. Engine thread only.
 
-A session keeps the full blocks of the last prompt that was computed for it; the reply and the partial block are computed
-again with the next prompt, so that a session never changes a bit. What is kept is pinned: other content is evicted
-first, but no request waits for room that only an idle session takes. The number of sessions is bounded, as each request
+A session keeps the full blocks of the last prompt that was computed for it; the reply and the partial block are
+computed again with the next prompt, so that a session changes no bit. What is kept is pinned: other content is evicted
+first, but no request waits for room that only idle sessions take. The number of sessions is bounded, as each request
 says for its owner: the least recently used idle one is swept for a new one, and while all are busy, the new one waits.
 """
 
