@@ -85,5 +85,4 @@ class GateMiddleware:
             await self._app(scope, receive, send)
         finally:
             traffic.leave()
-            usage = record.usage()
-            self._limits.spend(record.tenant, usage.num_prompt_tokens + usage.num_output_tokens, self._now_s())
+            self._limits.spend(record.tenant, record.num_tokens, self._now_s())
