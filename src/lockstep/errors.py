@@ -4,6 +4,7 @@
     ├── UsageError                 the command line or a call was wrong before anything started
     ├── RemoteError                a server that we are a client of cannot be reached, or refuses
     ├── ConfigError                a limit or policy that cannot work, refused at construction
+    │   └── ManifestError              a manifest has faults (`problems` has all of them)
     ├── RequestError               one request is refused or ended; the engine goes on
     │   ├── InvalidParameterError      a parameter has a wrong value (`param` names it)
     │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
@@ -32,6 +33,8 @@ A message says what was wrong, where, and what would be right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -49,6 +52,35 @@ class RemoteError(LockstepError):
 
 class ConfigError(LockstepError):
     """A limit or policy that cannot work, refused at construction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One fault of a manifest."""
+
+    line: int
+    """Counted from 1."""
+    where: str
+    """Path to the value, e.g. ``models.specialists[1].tier``; empty: the whole text."""
+    message: str
+    """What it is and what would be right, a sentence whose subject is `where`."""
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.where or 'the manifest'} {self.message}"
+
+
+class ManifestError(ConfigError):
+    """A manifest has faults; nothing of it is used.
+
+    Args:
+        problems: all of them, in the order of their lines.
+        name: what the text is called, e.g. its file.
+    """
+
+    def __init__(self, problems: Sequence[Problem], name: str = "manifest") -> None:
+        super().__init__("\n".join(f"{name}, {problem}" for problem in problems))
+        self.problems = tuple(problems)
+        self.name = name
 
 
 class RequestError(LockstepError):

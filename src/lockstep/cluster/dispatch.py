@@ -1,14 +1,36 @@
-"""From the entry model's answer to the model that answers the request. Closed: values in, values out."""
+"""From the entry model's answer to the model that answers the request. Closed: values in, values out.
+
+A rule is written ``<entry>.output.<field> -> <set>.{<field>}``: the field's value is the id of who answers; or
+``<entry>.output.<field> -> <set>.<id>``: one model answers whatever is not `NONE_OF_THESE`. A map of literal values
+renames: ``refund=billing`` means that the entry says ``refund`` where ``billing`` is to answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from lockstep.errors import ConfigError
+
+NONE_OF_THESE = "none"
+"""What an entry model says when no specialist fits; no model of a set may have this id."""
+RULE_SHAPE = "<entry>.output.<field> -> <set>.{<field>} or <entry>.output.<field> -> <set>.<id>"
+MAX_ANSWER_CHARS = 4096
+"""Of an entry's answer that is looked at: a word was asked for."""
+_ID = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_RULE = re.compile(
+    rf"(?P<entry>{_ID})\.output\.(?P<field>[A-Za-z_]\w*)\s*->\s*"
+    rf"(?P<set>[A-Za-z_][\w-]*)\.(?:\{{(?P<named>\w+)\}}|(?P<target>{_ID}))",
+    re.ASCII,
+)
+_AROUND_A_WORD = " \t\r\n\"'`.,;:!"
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchRule:
-    """``<entry>.output.<field> -> <set>.{<field>}``, ``... -> <set>.<id>`` or a map of literal values."""
+    """How an entry's answer names who answers next."""
 
     entry: str
     field_name: str
@@ -19,3 +41,103 @@ class DispatchRule:
     """A fixed id; None: the field's value is the id."""
     literal: Mapping[str, str] = field(default_factory=dict)
     """Values of the field that mean another id."""
+
+    def __str__(self) -> str:
+        """As `parse_rule` reads it, without the literal map."""
+        target = f"{{{self.field_name}}}" if self.target is None else self.target
+        return f"{self.entry}.output.{self.field_name} -> {self.set}.{target}"
+
+    def constraint_words(self, ids: Sequence[str]) -> tuple[str, ...]:
+        """What the entry may say: the words that lead to one of these ids, in their order, then `NONE_OF_THESE`.
+
+        Args:
+            ids: of the models in `set`, in order of definition.
+        """
+        if self.target is not None:
+            return (self.target, NONE_OF_THESE)
+        renamed = set(self.literal.values())
+        words = list(self.literal)
+        words += [id_ for id_ in ids if id_ not in renamed and id_ not in self.literal]
+        return (*words, NONE_OF_THESE)
+
+    def read(self, answer: str) -> str | None:
+        """The field's value in an entry's answer; None where it says nothing of the field.
+
+        Understood are a JSON object that has the field, ``field=value`` or ``field: value`` on the first line that is
+        not empty, and that line alone where it is one word. Quotes and punctuation around a value fall away.
+        """
+        text = answer[:MAX_ANSWER_CHARS].strip()
+        if text.startswith("{"):
+            return self._read_json(text)
+        line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+        name, sign, value = line.partition("=" if "=" in line else ":")
+        if sign and name.strip(_AROUND_A_WORD).lower() == self.field_name.lower():
+            line = value
+        word = line.strip(_AROUND_A_WORD)
+        return word if word and not re.search(r"[\s=]", word) else None
+
+    def _read_json(self, text: str) -> str | None:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        value = found.get(self.field_name) if isinstance(found, dict) else None
+        return value.strip(_AROUND_A_WORD) or None if isinstance(value, str) else None
+
+    def target_of(self, value: str | None, ids: Sequence[str]) -> str | None:
+        """The id of who answers; None: nobody, the fallback does. Case decides only between ids that differ in it."""
+        if value is None or value.lower() == NONE_OF_THESE:
+            return None
+        if self.target is not None:
+            return self.target if self.target in ids else None
+        meant = self.literal.get(value)
+        if meant is None and value not in ids:
+            words = [word for word in (*self.literal, *ids) if word.lower() == value.lower()]
+            value = words[0] if len(set(words)) == 1 else value
+            meant = self.literal.get(value)
+        target = value if meant is None else meant
+        return target if target in ids else None
+
+
+def parse_rule(text: str, literal: Mapping[str, str] | None = None) -> DispatchRule:
+    """Read a rule.
+
+    Raises:
+        ConfigError: it has another shape than `RULE_SHAPE`, its braces name another field, or the literal map has no
+            meaning in it.
+    """
+    found = _RULE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"is {_short(text)!r}; it must be {RULE_SHAPE}")
+    if found["named"] not in (None, found["field"]):
+        raise ConfigError(
+            f"is {_short(text)!r}: it reads {found['field']!r} and names {{{found['named']}}}; "
+            f"write {{{found['field']}}}"
+        )
+    if found["target"] is not None and literal:
+        raise ConfigError(
+            f"always leads to {found['target']!r}, so the literal map has no meaning; "
+            f"leave it out, or write {found['set']}.{{{found['field']}}}"
+        )
+    return DispatchRule(found["entry"], found["field"], found["set"], found["target"], dict(literal or {}))
+
+
+def parse_literal(text: str) -> dict[str, str]:
+    """Read a literal map that is written in one line: ``refund=billing, bug=technical``.
+
+    Raises:
+        ConfigError: a part is no ``value=id``, or a value comes twice.
+    """
+    literal: dict[str, str] = {}
+    for part in text.split(","):
+        value, sign, id_ = (piece.strip() for piece in part.partition("="))
+        if not (value and sign and id_):
+            raise ConfigError(f"has {part.strip()!r}; it must be value=id pairs, e.g. refund=billing, bug=technical")
+        if value in literal:
+            raise ConfigError(f"gives {value!r} twice")
+        literal[value] = id_
+    return literal
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:117]}..."

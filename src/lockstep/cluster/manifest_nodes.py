@@ -1,0 +1,268 @@
+"""A manifest's text as nodes that know their lines: bounded before they are looked at, and never turned into objects.
+
+Scalars follow YAML 1.2's core schema, so ``no`` and ``1:30`` are strings. `Place` is a node with its path; readers are
+functions from a place to a value that raise `ConfigError` with a sentence whose subject is the path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import yaml
+
+from lockstep.errors import ConfigError, Problem
+
+MAX_MANIFEST_BYTES = 1 << 18
+"""Some thousand models; YAML is read at about 100 kB/s."""
+MAX_DEPTH = 16
+"""Lists and maps within each other."""
+MAX_NODES = 50_000
+"""With every alias counted as what it stands for, so that a bomb is as large as it wants to become."""
+MAX_INTEGER_DIGITS = 18
+MAX_SHOWN_CHARS = 60
+MAX_PROBLEMS = 200
+"""That are told of one text; more are no help."""
+_CORE = (
+    ("null", re.compile(r"~|null|Null|NULL|"), "~nN"),
+    ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), "tTfF"),
+    ("int", re.compile(r"[-+]?[0-9]+"), "-+0123456789"),
+    (
+        "float",
+        re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
+        "-+0123456789.",
+    ),
+)
+_TAG = "tag:yaml.org,2002:"
+FAULTY: Final = object()
+"""What a place holds whose fault was told."""
+
+Reader = Callable[["Place"], Any]
+
+
+class ManifestLoader(yaml.SafeLoader):
+    """Composes nodes within limits; `ManifestDumper` resolves scalars in the same way."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  # the base class's field
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._num_nodes = 0
+        self._sizes: dict[str, int | None] = {}
+        """Nodes below an anchor; None while they are being composed."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        anchor = getattr(event, "anchor", None)
+        before = self._num_nodes
+        if isinstance(event, yaml.AliasEvent):
+            size = self._sizes.get(event.anchor, 0)
+            if size is None:
+                raise _limit(event, f"contains itself through the alias *{event.anchor}; write out what is meant")
+            self._num_nodes += size
+        elif anchor is not None:
+            self._sizes[anchor] = None
+        self._num_nodes += 1
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _limit(event, f"is nested more than {MAX_DEPTH} deep; no manifest needs that")
+        if self._num_nodes > MAX_NODES:
+            raise _limit(event, f"has more than {MAX_NODES} values once its aliases are written out")
+        node = super().compose_node(parent, index)  # type: ignore[arg-type]  # None is the document
+        self._depth -= 1
+        if anchor is not None and not isinstance(event, yaml.AliasEvent):
+            self._sizes[anchor] = self._num_nodes - before
+        return node
+
+
+class ManifestDumper(yaml.SafeDumper):
+    """Writes strings so that `ManifestLoader` reads strings."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  # the base class's field
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _kind, _pattern, _first in _CORE:
+    _anchored = re.compile(rf"(?:{_pattern.pattern})\Z")
+    for _class in (ManifestLoader, ManifestDumper):
+        _class.add_implicit_resolver(_TAG + _kind, _anchored, [*_first, *([""] if _kind == "null" else [])])
+
+
+def _limit(event: yaml.Event, message: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=message, problem_mark=event.start_mark)
+
+
+@dataclass(slots=True)
+class Reading:
+    """One text being read: its faults so far, and the line on which each path stands."""
+
+    problems: list[Problem] = field(default_factory=list)
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def fault(self, where: str, message: str, line: int | None = None) -> None:
+        """Note a fault of a path; its line is that of the path, or of the nearest above that is there."""
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(Problem(self.line(where) if line is None else line, where, message))
+
+    def line(self, where: str) -> int:
+        while where and where not in self.lines:
+            where = where[: max(where.rfind("."), where.rfind("["), 0)]
+        return self.lines.get(where, 1)
+
+    def compose(self, text: str) -> Place | None:
+        """The text's only document; None when a fault was noted."""
+        if len(text.encode(errors="surrogatepass")) > MAX_MANIFEST_BYTES:
+            self.fault("", f"is larger than {MAX_MANIFEST_BYTES} bytes; no manifest needs that", 1)
+            return None
+        loader = None
+        try:
+            loader = ManifestLoader(text)
+            root = loader.get_single_node()
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            self.fault("", f"has the character {error.character!r}, which YAML does not allow", line)
+            return None
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            told = error.problem or "cannot be read"
+            limit = type(error) is yaml.MarkedYAMLError
+            message = told if limit else ": ".join(filter(None, ("is not YAML", error.context, told)))
+            self.fault("", message, 1 if mark is None else mark.line + 1)
+            return None
+        except (ValueError, yaml.YAMLError) as error:
+            self.fault("", f"is not YAML: {error}", 1)
+            return None
+        finally:
+            if loader is not None:
+                loader.dispose()
+        if root is None:
+            self.fault("", "is empty; it needs at least `cluster:` and `models:`", 1)
+            return None
+        self.lines[""] = root.start_mark.line + 1
+        return Place(root, "", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node and the path to it."""
+
+    node: yaml.Node
+    where: str
+    reading: Reading
+
+    def read(self, reader: Reader) -> Any:
+        """What the reader makes of this place; FAULTY after it was noted."""
+        try:
+            return reader(self)
+        except ConfigError as error:
+            self.reading.fault(self.where, str(error))
+            return FAULTY
+
+    def scalar(self) -> object:
+        """The value of a scalar; ConfigError for a list, a map, or a tag of another schema."""
+        node, kind = self.node, self.node.tag.removeprefix(_TAG)
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"is {self.kind}, where one value is expected")
+        if kind == "str":
+            return node.value
+        if kind == "null" and node.value in ("", "~", "null", "Null", "NULL"):
+            return None
+        try:
+            if kind == "bool" and node.value.lower() in ("true", "false"):
+                return bool(node.value.lower() == "true")
+            if kind == "int" and len(node.value.lstrip("+-")) <= MAX_INTEGER_DIGITS:
+                return int(node.value)
+            if kind == "float":
+                return float(node.value.replace(".inf", "inf").replace(".nan", "nan"))
+        except ValueError:
+            pass
+        raise ConfigError(f"is {shown(node.value)} with the tag {node.tag!r}; write a plain string, number, true or false")
+
+    @property
+    def kind(self) -> str:
+        """What stands here, in words."""
+        if isinstance(self.node, yaml.MappingNode):
+            return "a map"
+        return "a list" if isinstance(self.node, yaml.SequenceNode) else f"the value {shown(self.node.value)}"
+
+    @property
+    def is_map(self) -> bool:
+        return isinstance(self.node, yaml.MappingNode)
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.node, yaml.SequenceNode)
+
+    def items(self) -> list[Place]:
+        """The places of a list; ConfigError for anything else."""
+        if not isinstance(self.node, yaml.SequenceNode):
+            raise ConfigError(f"is {self.kind}, where a list is expected")
+        places = [Place(node, f"{self.where}[{i}]", self.reading) for i, node in enumerate(self.node.value)]
+        for place in places:
+            self.reading.lines[place.where] = place.node.start_mark.line + 1
+        return places
+
+    def entries(self) -> dict[str, Place]:
+        """The places of a map by key, each once: what comes again is noted. ConfigError for anything else."""
+        if not isinstance(self.node, yaml.MappingNode):
+            raise ConfigError(f"is {self.kind}, where a map (`key: value` lines) is expected")
+        places: dict[str, Place] = {}
+        for key_node, node in self.node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode) or not key_node.value:
+                self.reading.fault(self.where, "has a key that is not a name", line)
+                continue
+            key = key_node.value
+            where = f"{self.where}.{key}" if self.where else key
+            if key == "<<":
+                self.reading.fault(where, "is a merge of maps; write the keys out", line)
+            elif key in places:
+                first = self.reading.line(where)
+                self.reading.fault(where, f"is given twice, first on line {first}; keep one of them", line)
+            else:
+                self.reading.lines[where] = line
+                places[key] = Place(node, where, self.reading)
+        return places
+
+    def known_entries(self, known: Iterable[str], required: Sequence[str] = ()) -> dict[str, Place]:
+        """As `entries`, without keys that are not known; those, and required ones that lack, are noted."""
+        names = list(known)
+        places = self.entries()
+        for key in [key for key in places if key not in names]:
+            hint = did_you_mean(key, names) or f"known here are {listed(names)}"
+            self.reading.fault(places.pop(key).where, f"is no key of a manifest at this place; {hint}")
+        for key in required:
+            if key not in places:
+                self.reading.fault(self.where, f"has no `{key}:`; it is required")
+        return places
+
+    def plain(self) -> object:
+        """The whole place as dicts, lists and scalars; the lines of all its paths are kept."""
+        if self.is_map:
+            return {key: place.plain() for key, place in self.entries().items()}
+        return [place.plain() for place in self.items()] if self.is_list else self.scalar()
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a, b and c``, no more of them than a sentence bears."""
+    few = [*names[:16], "…"] if len(names) > 16 else list(names)
+    return " and ".join([", ".join(few[:-1]), few[-1]]) if len(few) > 1 else "".join(few)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names the nearest of the known names; empty where none is near."""
+    by_lower: Mapping[str, str] = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower()[:200], list(by_lower), n=1)
+    return f"did you mean {by_lower[near[0]]!r}?" if near else ""

@@ -1,0 +1,114 @@
+"""Sizes and durations as people write them: always with a unit, and back to the shortest text that means the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+from lockstep.errors import ConfigError
+
+SIZE_UNITS: Mapping[str, int] = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+DURATION_UNITS: Mapping[str, Fraction] = {
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
+MAX_SIZE_BYTES = 2**60
+"""More memory than there is."""
+MAX_DURATION_S = 10.0 * 365 * 86400
+"""Longer than any process lives."""
+MAX_CHARS = 40
+"""Of a number with its unit; what is longer is a mistake, and would only cost time."""
+_NUMBER = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of e.g. ``18GB`` (10^9 each) or ``1.5GiB`` (2^30 each).
+
+    Raises:
+        ConfigError: no number, no unit or an unknown one, negative, or not whole bytes.
+    """
+    number, unit = _split(text, "18GB (10^9 bytes each) or 16GiB (2^30)")
+    if not unit:
+        raise ConfigError(f"is {text!r}, a size without a unit; write e.g. {text}MB, {text}GB or {text}GiB")
+    if unit not in SIZE_UNITS:
+        raise ConfigError(f"is {text!r}, in an unknown unit; {_unit_hint(unit)}")
+    num_bytes = number * SIZE_UNITS[unit]
+    if num_bytes < 0:
+        raise ConfigError(f"is {text!r}; a size is never negative")
+    if num_bytes.denominator != 1:
+        raise ConfigError(f"is {text!r}, which is not a whole number of bytes")
+    if num_bytes > MAX_SIZE_BYTES:
+        raise ConfigError(f"is {text!r}; at most {size_text(MAX_SIZE_BYTES)} can be meant")
+    return num_bytes.numerator
+
+
+def size_text(num_bytes: int) -> str:
+    """The shortest exact text of a size; at the same length the greater unit."""
+    texts = [
+        f"{num_bytes // factor}{unit}"
+        for unit, factor in sorted(SIZE_UNITS.items(), key=lambda each: -each[1])
+        if num_bytes % factor == 0
+    ]
+    return "0B" if num_bytes == 0 else min(texts, key=len)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of e.g. ``250ms``, ``30s``, ``5m``, ``2h`` or ``1d``.
+
+    Raises:
+        ConfigError: no number, no unit or an unknown one, or negative.
+    """
+    number, unit = _split(text, "250ms, 30s or 5m")
+    if not unit:
+        raise ConfigError(f"is {text!r}, a duration without a unit; write e.g. {text}s, {text}ms or {text}m")
+    if unit not in DURATION_UNITS:
+        raise ConfigError(f"is {text!r}, in an unknown unit; known are {', '.join(DURATION_UNITS)}")
+    duration = number * DURATION_UNITS[unit]
+    if duration < 0:
+        raise ConfigError(f"is {text!r}; a duration is never negative")
+    if duration > MAX_DURATION_S:
+        raise ConfigError(f"is {text!r}; at most {duration_text(MAX_DURATION_S)} can be meant")
+    return float(duration)
+
+
+def duration_text(duration_s: float) -> str:
+    """The shortest text that is read as exactly this duration; at the same length the greater unit."""
+    texts = [f"{float(duration_s)!r}s"]
+    for unit, factor in DURATION_UNITS.items():
+        whole = Fraction(duration_s) / factor
+        near = round(whole)
+        if float(near * factor) == duration_s and near < 10**6:
+            texts.append(f"{near}{unit}")
+    return "0s" if duration_s == 0 else min(reversed(texts), key=len)
+
+
+def _split(text: str, example: str) -> tuple[Fraction, str]:
+    found = _NUMBER.fullmatch(text.strip()) if len(text) <= MAX_CHARS else None
+    if found is None:
+        shown = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
+        raise ConfigError(f"is {shown!r}; it must be a number with a unit, e.g. {example}")
+    return Fraction(found[1]), found[2]
+
+
+def _unit_hint(unit: str) -> str:
+    for known in SIZE_UNITS:
+        if known.lower() == unit.lower():
+            return f"did you mean {known}?"
+    long = unit.upper()
+    if f"{long}B" in SIZE_UNITS:
+        return f"write {long}B (powers of 1000) or {long}iB (powers of 1024)"
+    return f"known are {', '.join(SIZE_UNITS)}"
