@@ -71,6 +71,13 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
     total_s: float
 
 
+class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens an answer cost, where another server counted them and their ids are not known here."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """The whole answer to a request."""
 
@@ -86,6 +93,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """[hidden_size], not normalised, of a request with ``pooling``."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One per prompt token where they were asked for; None for the first, which nothing precedes."""
+    counted: TokenCounts | None = None
+    """Not None: all token ids are empty, and this is how many there were."""
 
     @property
     def text(self) -> str:
@@ -98,8 +107,26 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         return self.completions[0].reasoning if self.completions else ""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids) if self.counted is None else self.counted.num_prompt_tokens
+
+    @property
     def num_output_tokens(self) -> int:
+        if self.counted is not None:
+            return self.counted.num_output_tokens
         return sum(len(completion.token_ids) for completion in self.completions)
+
+
+class CallPart(msgspec.Struct, frozen=True, array_like=True):
+    """News of one function call, from a server that tells calls from content itself."""
+
+    index: int
+    """Of the call, in order."""
+    arguments: str
+    """A fragment; together they are JSON text of an object."""
+    id: str | None = None
+    """On a call's first part, as is `name`."""
+    name: str | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -120,6 +147,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """On a request's very last output: the whole answer."""
     reasoning: str = ""
     """New thoughts; never half a tag."""
+    calls: tuple[CallPart, ...] = ()
+    """Never from an engine, whose calls are text."""
 
     @property
     def is_final(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.core.request import FinishReason
-from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.outputs import CallPart, TokenOutput
 from lockstep.errors import RequestFailedError
 from lockstep.server.logprobs import Entry, Tracer
 from lockstep.server.tools.parser import CallDelta, Delta, ToolCall, ToolParser
@@ -48,6 +48,7 @@ class Choice:
         "_tells_ids",
         "_texts",
         "_thoughts",
+        "_told_calls",
         "_tracer",
         "calls",
         "entries",
@@ -81,6 +82,8 @@ class Choice:
         self._content_seen = False
         self._texts: list[str] = []
         self._thoughts: list[str] = []
+        self._told_calls: dict[int, list[CallPart]] = {}
+        """Calls that came as calls, by index."""
         self.calls: list[CallDelta] = []
         self.entries: list[Entry] = []
         self.token_ids: list[int] = []
@@ -109,7 +112,8 @@ class Choice:
     @property
     def whole_calls(self) -> Sequence[ToolCall]:
         """All calls that came to their end."""
-        return () if self._reader is None else self._reader.parser.calls
+        read = [] if self._reader is None else self._reader.parser.calls
+        return [*read, *map(_joined, self._told_calls.values())] if self._told_calls else read
 
     @property
     def has_news(self) -> bool:
@@ -142,6 +146,8 @@ class Choice:
             self.has_thoughts = True
             self._thoughts.append(output.reasoning)
             self.num_pending_bytes += len(output.reasoning)
+        if output.calls:
+            self._take_calls(output.calls)
         if not self._content_seen:
             self.num_reasoning_tokens += len(output.token_ids)
         if self._tells_ids:
@@ -171,6 +177,12 @@ class Choice:
                 self.calls.append(delta)
             else:
                 self._texts.append(delta.text)
+
+    def _take_calls(self, parts: Sequence[CallPart]) -> None:
+        for part in parts:
+            self.calls.append(CallDelta(part.index, part.arguments, part.id, part.name))
+            self.num_pending_bytes += len(part.arguments)
+            self._told_calls.setdefault(part.index, []).append(part)
 
     def _trace(self, output: TokenOutput, tracer: Tracer) -> None:
         for token_id, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
@@ -204,3 +216,8 @@ class Choice:
         if not isinstance(stop_reason, str):
             self.entries += self._held
         self._held.clear()
+
+
+def _joined(parts: Sequence[CallPart]) -> ToolCall:
+    first = parts[0]
+    return ToolCall(first.index, first.id or "", first.name or "", "".join(part.arguments for part in parts))

@@ -53,7 +53,7 @@ class RequestRecord:
     def usage(self) -> Usage:
         outputs = self.outputs
         return Usage(
-            sum(len(output.prompt_token_ids) for output in outputs),
+            sum(output.num_prompt_tokens for output in outputs),
             sum(output.num_cached_tokens for output in outputs),
             sum(output.num_output_tokens for output in outputs),
         )

@@ -13,7 +13,7 @@ MS = 1_000.0
 def usage_of(outputs: Sequence[RequestOutput], num_reasoning_tokens: int = 0) -> dict[str, Any]:
     """Tokens over all prompts; a prompt counts once, whatever its `n`."""
     return usage_of_counts(
-        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(output.num_prompt_tokens for output in outputs),
         sum(output.num_cached_tokens for output in outputs),
         sum(output.num_output_tokens for output in outputs),
         num_reasoning_tokens,

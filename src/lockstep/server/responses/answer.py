@@ -134,7 +134,7 @@ class ResponseAnswer:
     def _usage(self) -> dict[str, Any]:
         output, choice = self._output, self._choice
         assert output is not None, "an answer has its usage when it is complete"
-        num_input, num_output = len(output.prompt_token_ids), output.num_output_tokens
+        num_input, num_output = output.num_prompt_tokens, output.num_output_tokens
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},

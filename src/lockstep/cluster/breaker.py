@@ -1,0 +1,139 @@
+"""A circuit breaker: whether another server is asked at all. Pure: times come in, decisions go out.
+
+After some failures in a row nobody asks for a while; then one request tries, and its first byte lets the others in
+again. Failures of requests that were let in before the state last changed say nothing of now, and are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class BreakerState(StrEnum):
+    """Who is let in."""
+
+    CLOSED = "closed"
+    """Everybody."""
+    OPEN = "open"
+    """Nobody, until its rest is over."""
+    HALF_OPEN = "half_open"
+    """One request, which tries."""
+
+
+class _Event(StrEnum):
+    TRIPPED = "tripped"
+    """As many failures in a row as are borne."""
+    RESTED = "rested"
+    """The rest is over and somebody asks."""
+    BEGAN = "began"
+    """The request that tries has its first byte."""
+    FAILED = "failed"
+    """It has not, and never will."""
+    LEFT = "left"
+    """Its client left before anything was known."""
+
+
+_NEXT: Mapping[tuple[BreakerState, _Event], BreakerState] = {
+    (BreakerState.CLOSED, _Event.TRIPPED): BreakerState.OPEN,
+    (BreakerState.OPEN, _Event.RESTED): BreakerState.HALF_OPEN,
+    (BreakerState.HALF_OPEN, _Event.BEGAN): BreakerState.CLOSED,
+    (BreakerState.HALF_OPEN, _Event.FAILED): BreakerState.OPEN,
+    (BreakerState.HALF_OPEN, _Event.LEFT): BreakerState.OPEN,
+}
+"""Every change there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerOptions:
+    """How much is borne, and how long is rested."""
+
+    num_failures: int = 5
+    """In a row, until it opens."""
+    rest_s: float = 2.0
+    """Of the first opening; each that follows without a whole answer in between doubles it."""
+    max_rest_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        assert self.num_failures >= 1
+        assert 0.0 < self.rest_s <= self.max_rest_s
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that was let in; what becomes of it is told with this."""
+
+    era: int
+    """How often the breaker had changed."""
+
+
+class Breaker:
+    """Of one server. `admit` every request; then tell `began` at its first byte, and one of the three endings."""
+
+    def __init__(self, options: BreakerOptions) -> None:
+        self._options = options
+        self._state = BreakerState.CLOSED
+        self._era = 0
+        self._num_failures = 0
+        self._num_openings = 0
+        """Since the last whole answer."""
+        self._until_s = 0.0
+
+    @property
+    def state(self) -> BreakerState:
+        return self._state
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds after which it is worth asking; at least one retry's worth while another request tries."""
+        if self._state is BreakerState.CLOSED:
+            return 0.0
+        return self._options.rest_s if self._state is BreakerState.HALF_OPEN else max(0.0, self._until_s - now_s)
+
+    def admit(self, now_s: float) -> Admission | None:
+        """Let a request in; None: not now, see `wait_s`."""
+        if self._state is BreakerState.OPEN and now_s >= self._until_s:
+            self._change(_Event.RESTED)
+        elif self._state is not BreakerState.CLOSED:
+            return None
+        return Admission(self._era)
+
+    def began(self, admission: Admission) -> Admission:
+        """The first byte has come: returns what its ending is told with. One failure more would open it again."""
+        if admission.era != self._era or self._state is not BreakerState.HALF_OPEN:
+            return admission
+        self._num_failures = self._options.num_failures - 1
+        self._change(_Event.BEGAN)
+        return Admission(self._era)
+
+    def succeeded(self, admission: Admission) -> None:
+        """It answered as it should, be it with a refusal."""
+        admission = self.began(admission)
+        if admission.era == self._era:
+            self._num_failures = self._num_openings = 0
+
+    def failed(self, admission: Admission, now_s: float) -> None:
+        """It did not answer, or not to the end."""
+        if admission.era != self._era:
+            return
+        if self._state is BreakerState.HALF_OPEN:
+            self._open(_Event.FAILED, now_s)
+            return
+        self._num_failures += 1
+        if self._num_failures >= self._options.num_failures:
+            self._open(_Event.TRIPPED, now_s)
+
+    def left(self, admission: Admission) -> None:
+        """Nobody waits for it any more, and nothing is known: the next that asks may try."""
+        if admission.era == self._era and self._state is BreakerState.HALF_OPEN:
+            self._change(_Event.LEFT)
+
+    def _open(self, event: _Event, now_s: float) -> None:
+        options = self._options
+        self._until_s = now_s + min(options.max_rest_s, options.rest_s * 2 ** min(self._num_openings, 16))
+        self._num_openings += 1
+        self._change(event)
+
+    def _change(self, event: _Event) -> None:
+        self._state = _NEXT[self._state, event]
+        self._era += 1

@@ -1,0 +1,197 @@
+"""The remote tier: a model that another OpenAI-compatible server answers, behind the events of a local one.
+
+The call goes as it is: personas and sampling defaults are put into it before, for every tier alike. Text passes
+through event by event; token ids are not known here, so that outputs have none and the other server's usage counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from dataclasses import dataclass, field
+
+import httpx2
+
+from lockstep.cluster.base import Accepted, Call, EventStream, Health
+from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
+from lockstep.cluster.manifest import Entry
+from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named
+from lockstep.cluster.remote_exchange import Exchange, Patience
+from lockstep.cluster.remote_request import RemoteRequest, remote_request
+from lockstep.cluster.remote_text import remote_tokenizer
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import LockstepError, UnavailableError
+from lockstep.version import __version__
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+"""For a connection; less where the entry's timeout is less."""
+MAX_ATTEMPTS = 3
+"""Of one call, all before the first byte of its answer."""
+BACKOFF_S = 0.1
+"""Before the second attempt; each that follows waits twice as long."""
+MAX_CONNECTIONS = 256
+"""Of one model: more calls than that wait for one to end, as long as for a connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """How much is tried."""
+
+    max_attempts: int = MAX_ATTEMPTS
+    backoff_s: float = BACKOFF_S
+    max_connections: int = MAX_CONNECTIONS
+    breaker: BreakerOptions = field(default_factory=BreakerOptions)
+
+
+class RemoteModel:
+    """One entry of tier remote. Used from one event loop; `close` it.
+
+    Args:
+        entry: its `remote` says where; its timeout bounds the wait for the first byte and every silence after.
+        api_key: the value of the environment variable that the entry names; sent, and never shown.
+    """
+
+    def __init__(self, entry: Entry, api_key: str | None = None, options: RemoteOptions | None = None) -> None:
+        remote = entry.remote
+        assert remote is not None, f"{entry.id} has no remote"
+        self.entry = entry
+        self.tokenizer: Tokenizer = remote_tokenizer()
+        """For those who plan a call; without a vocabulary."""
+        self._options = options or RemoteOptions()
+        self._model = remote.model or entry.id
+        self._silence_s = remote.timeout_s
+        self._who = Named(entry.id, remote.api_key_env)
+        self._breaker = Breaker(self._options.breaker)
+        self._open: dict[Patience, None] = {}
+        connect_s = min(CONNECT_S, remote.timeout_s)
+        num = self._options.max_connections
+        self._client = httpx2.AsyncClient(
+            base_url=f"{remote.base_url.rstrip('/')}/",
+            headers=_headers(api_key),
+            timeout=httpx2.Timeout(remote.timeout_s, connect=connect_s, pool=connect_s),
+            limits=httpx2.Limits(max_connections=num, max_keepalive_connections=num),
+            follow_redirects=False,
+            trust_env=False,  # a proxy or a .netrc of the machine is not what the manifest says
+            verify=ssl.create_default_context() if remote.base_url.startswith("https:") else False,
+        )
+
+    @property
+    def state(self) -> BreakerState:
+        """Whether the other server is asked. An open breaker closes by the first call that tries and succeeds."""
+        return self._breaker.state
+
+    @property
+    def num_open(self) -> int:
+        """Calls that are being answered."""
+        return len(self._open)
+
+    def health(self) -> Health:
+        """Not ready while the other server is left alone after its failures."""
+        is_resting = self.state is BreakerState.OPEN and self._breaker.wait_s(time.monotonic()) > 0
+        return Health(not is_resting, str(self._rested()) if is_resting else "")
+
+    async def stream(self, call: Call) -> EventStream:
+        """Answer a call, as `lockstep.cluster.base.Cluster.stream`. Leaving the stream closes the connection.
+
+        Raises:
+            InvalidParameterError: what is asked cannot be had there, or is refused there.
+            UnavailableError: it cannot be reached, is overloaded, or has failed too often.
+            DeadlineError: it was silent for longer than the entry's timeout, or the call's time is up.
+            RequestFailedError: it broke off, answered nonsense, or refuses us.
+        """
+        request = remote_request(self.entry.id, self._model, call)
+        patience = Patience(call, asyncio.get_running_loop().time())
+        self._open[patience] = None
+        try:
+            exchange, admission = await self._begin(request, patience)
+            try:
+                yield Accepted(self.entry.id, ())
+                is_whole = False
+                while not is_whole:
+                    outputs = await exchange.next()
+                    is_whole = exchange.is_whole
+                    if is_whole:
+                        self._breaker.succeeded(admission)
+                    for output in outputs:
+                        yield output
+            except AttemptError as refused:
+                self._count(admission, refused)
+                raise refused.error from None
+            finally:
+                await exchange.close()
+        finally:
+            del self._open[patience]
+
+    def abort_all(self, error: LockstepError) -> None:
+        """End every open call with this error."""
+        for patience in self._open:
+            patience.end(error)
+
+    async def close(self) -> None:
+        """End what is open and close all connections."""
+        self.abort_all(UnavailableError(f"{self.entry.id!r} is not served any more"))
+        await self._client.aclose()
+
+    async def _begin(self, request: RemoteRequest, patience: Patience) -> tuple[Exchange, Admission]:
+        """Try until an answer begins, waiting longer each time."""
+        options = self._options
+        for attempt in range(options.max_attempts):
+            admission = self._breaker.admit(time.monotonic())
+            if admission is None:
+                raise self._rested()
+            exchange = Exchange(self._client, self._who, request, patience, self._silence_s)
+            try:
+                await exchange.begin()
+            except AttemptError as refused:
+                await exchange.close()
+                self._count(admission, refused)
+                is_over = attempt + 1 == options.max_attempts or self.state is not BreakerState.CLOSED
+                if is_over or not refused.may_retry:
+                    raise refused.error from None
+                wait_s = options.backoff_s * 2**attempt
+                await patience.wait(lambda: asyncio.sleep(wait_s), None, refused.error)  # noqa: B023  awaited here
+            except BaseException:
+                self._breaker.left(admission)
+                await exchange.close()
+                raise
+            else:
+                return exchange, self._began(admission)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _began(self, admission: Admission) -> Admission:
+        before = self.state
+        admission = self._breaker.began(admission)
+        if self.state is not before:
+            log.info("remote %s answers again", self.entry.id)
+        return admission
+
+    def _count(self, admission: Admission, refused: AttemptError) -> None:
+        if not refused.is_fault:
+            self._breaker.succeeded(admission)
+            return
+        before = self.state
+        self._breaker.failed(admission, time.monotonic())
+        if self.state is not before:
+            rest_s = self._breaker.wait_s(time.monotonic())
+            log.warning("remote %s is not asked for %.1f s: %s", self.entry.id, rest_s, refused.error)
+
+    def _rested(self) -> UnavailableError:
+        wait_s = self._breaker.wait_s(time.monotonic())
+        return UnavailableError(
+            f"{self._who} failed too often in a row and is left alone; try again in {wait_s:.1f} s",
+            retry_after_s=max(RETRY_AFTER_S, wait_s),
+        )
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    headers = {
+        "Accept": "text/event-stream",
+        "Accept-Encoding": "identity",
+        "Content-Type": "application/json",
+        "User-Agent": f"lockstep/{__version__}",
+    }
+    return headers if api_key is None else {**headers, "Authorization": f"Bearer {api_key}"}

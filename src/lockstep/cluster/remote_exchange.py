@@ -1,0 +1,216 @@
+"""One attempt at another server: posted, watched for time, read event by event; whatever goes wrong has a name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import TypeVar, cast
+
+import httpx2
+
+from lockstep.cluster.base import Call
+from lockstep.cluster.remote_answer import DONE, RemoteAnswer
+from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named, of_status
+from lockstep.cluster.remote_request import RemoteRequest
+from lockstep.engine.outputs import TokenOutput
+from lockstep.errors import (
+    DeadlineError,
+    LockstepError,
+    QueueDeadlineError,
+    RequestError,
+    RequestFailedError,
+    UnavailableError,
+)
+
+MAX_EVENT_BYTES = 1 << 20
+MAX_ERROR_BYTES = 1 << 16
+"""Of a refusal's body; the rest is not read."""
+REST_S = 0.05
+"""For what follows the end of a stream, so that its connection can be used again."""
+_OK = 200
+_EVENTS = "text/event-stream"
+T = TypeVar("T")
+
+
+class Patience:
+    """How long one call waits, over all its attempts, and whether somebody ended it."""
+
+    def __init__(self, call: Call, now_s: float) -> None:
+        self._began_s = now_s
+        self._call = call
+        self._scope: asyncio.Timeout | None = None
+        self._error: LockstepError | None = None
+        self._is_answered = False
+
+    def end(self, error: LockstepError) -> None:
+        """End the call: whoever waits for its next event gets the error."""
+        self._error = self._error or error
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    def answered(self) -> None:
+        """The first byte has come; the deadline of the queue is kept."""
+        self._is_answered = True
+
+    async def wait(self, what: Callable[[], Awaitable[T]], until_s: float | None, late: Exception) -> T:
+        """Wait for something.
+
+        Args:
+            until_s: on the loop's clock; None: as long as the call's deadlines allow.
+            late: what is raised then.
+
+        Raises:
+            QueueDeadlineError, DeadlineError: the call's time is up.
+        """
+        if self._error is not None:
+            raise self._error
+        when_s, error = self._nearest(until_s, late)
+        try:
+            async with asyncio.timeout_at(when_s) as self._scope:
+                return await what()
+        except TimeoutError:
+            raise self._error or error from None
+        finally:
+            self._scope = None
+
+    def _nearest(self, until_s: float | None, late: Exception) -> tuple[float | None, Exception]:
+        call, bounds = self._call, [] if until_s is None else [(until_s, late)]
+        if call.deadline_s is not None:
+            said = f"the answer was not complete after {call.deadline_s:g} s"
+            bounds.append((self._began_s + call.deadline_s, DeadlineError(said, param="deadline_s")))
+        if call.queue_deadline_s is not None and not self._is_answered:
+            queue_late = QueueDeadlineError(f"nothing was computed within {call.queue_deadline_s:g} s")
+            bounds.append((self._began_s + call.queue_deadline_s, queue_late))
+        return min(bounds, key=lambda bound: bound[0]) if bounds else (None, late)
+
+
+class Exchange:
+    """`begin` it, take its outputs with `next` until `is_whole`, and `close` it in any case.
+
+    Args:
+        silence_s: how long the other server may send nothing.
+    """
+
+    def __init__(
+        self, client: httpx2.AsyncClient, who: Named, request: RemoteRequest, patience: Patience, silence_s: float
+    ) -> None:
+        self._client = client
+        self._who = who
+        self._request = request
+        self._patience = patience
+        self._silence_s = silence_s
+        self._loop = asyncio.get_running_loop()
+        self._sent_s = self._loop.time()
+        self._queue_s = 0.0
+        self._answer = RemoteAnswer(who, request.num_choices, request.has_tools, self._sent_s)
+        self._response: httpx2.Response | None = None
+        self._events: AsyncGenerator[httpx2.ServerSentEvent] | None = None
+        self._first: httpx2.ServerSentEvent | None = None
+        self.is_whole = False
+        """Everything was taken."""
+
+    async def begin(self) -> None:
+        """Send the request and wait for the first event of its answer.
+
+        Raises:
+            AttemptError: there is none.
+            LockstepError: the call was ended, or its time is up.
+        """
+        until_s = self._sent_s + self._silence_s
+        late = AttemptError(DeadlineError(f"{self._who} did not begin to answer within {self._silence_s:g} s"))
+        posted = self._client.build_request("POST", self._request.path.removeprefix("/"), content=self._request.body)
+        with self._translated():
+            self._response = response = await self._patience.wait(
+                lambda: self._client.send(posted, stream=True), until_s, late
+            )
+            self._queue_s = self._loop.time() - self._sent_s
+            if response.status_code != _OK:
+                body = await self._patience.wait(lambda: _beginning(response), until_s, late)
+                raise of_status(self._who, response.status_code, response.headers.get("retry-after"), body)
+            kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != _EVENTS:
+                said = f"{self._who} answered with {kind[:64] or 'no content type'} in place of {_EVENTS}"
+                raise AttemptError(RequestFailedError(f"{said}; is it an OpenAI-compatible server?"))
+            events = aiter(httpx2.EventSource(response, MAX_EVENT_BYTES))
+            self._events = cast("AsyncGenerator[httpx2.ServerSentEvent]", events)  # what it is, and may be closed
+            self._first = await self._patience.wait(lambda: self._next_event(), until_s, late)
+        if self._first is None:
+            raise self._broken("closed the connection before its answer", may_retry=True)
+        self._patience.answered()
+
+    async def next(self) -> list[TokenOutput]:
+        """What the next event brings; may be nothing.
+
+        Raises:
+            AttemptError: the answer ends here, and is not whole.
+            LockstepError: the call was ended, or its time is up.
+        """
+        event, self._first = self._first, None
+        if event is None:
+            until_s = self._loop.time() + self._silence_s
+            late = AttemptError(
+                DeadlineError(f"{self._who} was silent for {self._silence_s:g} s in the middle of its answer")
+            )
+            with self._translated():
+                event = await self._patience.wait(lambda: self._next_event(), until_s, late)
+        if event is not None and event.data != DONE:
+            return self._answer.feed(event.data, self._loop.time()) if event.data else []
+        if not self._answer.is_finished:
+            raise self._broken("broke off in the middle of its answer")
+        self.is_whole = True
+        return [self._answer.end(self._loop.time(), self._queue_s)]
+
+    async def close(self) -> None:
+        """Let the connection go; one whose answer is not whole is closed, which ends the generation there."""
+        response, self._response = self._response, None
+        if response is None:
+            return
+        with contextlib.suppress(httpx2.HTTPError, TimeoutError):
+            if self.is_whole:
+                async with asyncio.timeout(REST_S):
+                    await self._next_event()
+        if self._events is not None:
+            await self._events.aclose()
+        await response.aclose()
+
+    async def _next_event(self) -> httpx2.ServerSentEvent | None:
+        assert self._events is not None
+        return await anext(self._events, None)
+
+    def _broken(self, how: str, *, may_retry: bool = False) -> AttemptError:
+        kind: type[RequestError] = UnavailableError if may_retry else RequestFailedError
+        return AttemptError(kind(f"{self._who} {how}"), may_retry=may_retry)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Whatever the transport raises, as a refusal. Nothing has come of an answer while there is no response."""
+        who, is_new = self._who, self._response is None
+        try:
+            yield
+        except httpx2.PoolTimeout:
+            error = UnavailableError(f"{who} has as many requests of ours as it gets; try again later")
+            raise AttemptError(error, is_fault=False) from None
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            said = f"{who} cannot be reached ({type(error).__name__})"
+            raise AttemptError(UnavailableError(said, retry_after_s=RETRY_AFTER_S), may_retry=True) from None
+        except httpx2.TimeoutException:
+            raise AttemptError(DeadlineError(f"{who} was silent for {self._silence_s:g} s")) from None
+        except httpx2.SSEError as error:
+            raise AttemptError(RequestFailedError(f"{who} sent a stream that cannot be read: {error}")) from None
+        except (httpx2.HTTPError, httpx2.StreamError) as error:
+            if is_new:
+                raise self._broken(f"broke the connection ({type(error).__name__})", may_retry=True) from None
+            raise self._broken("broke off in the middle of its answer") from None
+
+
+async def _beginning(response: httpx2.Response) -> bytes:
+    """As much of a body as tells why."""
+    parts, size = [], 0
+    with contextlib.suppress(httpx2.HTTPError):
+        async for part in response.aiter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size >= MAX_ERROR_BYTES:
+                break
+    return b"".join(parts)[:MAX_ERROR_BYTES]
