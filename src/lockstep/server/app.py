@@ -37,8 +37,8 @@ ROUTERS: tuple[APIRouter, ...] = (
     home.router,
     health.router,
     metrics.router,
+    manage.router,  # before the models', whose ids may hold slashes
     models.router,
-    manage.router,
     watch.router,
     tokenize.router,
     chat.router,

@@ -68,7 +68,7 @@ async def watch_events(
         after = min(int(last_event_id[:16]), MAX_EVENT_ID)
     serving = serving_of(request)
     wanted = {*types, LAGGED} if types else EVENTS.keys()
-    events = cluster.events.subscribe(after)
+    events = cluster.events.subscribe(cluster.events.last_id if after is None else after)
     return WatchResponse(events, wanted, watchers, serving.lifecycle, serving.options.ping_interval_s)
 
 
