@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from lockstep.cluster.base import Accepted, Conversation
-from lockstep.cluster.prompting import generation_request
-from lockstep.cluster.single import MAX_INLINE_CHARS, SingleModel
+from lockstep.cluster.prompting import MAX_INLINE_CHARS, generation_request
+from lockstep.cluster.single import SingleModel
 from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput

@@ -62,20 +62,20 @@ class Managed(SingleModel):
         self.events.emit("manifest_replaced", cluster="new", error=None, duration_ms=1.5)
         return Replaced("new", ("x",), (), (), ("router",), 0, 0, 1.5)
 
-    async def load_model(self, name: str) -> None:
-        if name == "far":
+    async def load_model(self, id_: str) -> None:
+        if id_ == "far":
             raise InvalidParameterError("far is remote: there is nothing to load", param="model")
-        self._move(name, "resident")
+        self._move(id_, "resident")
 
-    async def unload_model(self, name: str) -> None:
-        self._move(name, "standby")
+    async def unload_model(self, id_: str) -> None:
+        self._move(id_, "standby")
 
     def sessions(self) -> tuple[SessionSnapshot, ...]:
         return tuple(self._sessions.values())
 
-    async def end_session(self, id_: str) -> None:
-        del self._sessions[id_]
+    async def end_session(self, id_: str) -> bool:
         self.ended.append(id_)
+        return self._sessions.pop(id_, None) is not None
 
     def _move(self, name: str, state: str) -> None:
         before, self.states[name] = self.states[name], state

@@ -1,25 +1,167 @@
-"""Whose step is next."""
+"""Whose step is next: shares by weight, bounded waits, nothing saved, nothing forgotten, the same every time."""
 
 from __future__ import annotations
 
-from lockstep.worker.turns import Turns
+from collections.abc import Mapping
 
-ALL = ("a", "b", "c")
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.core.request import Priority
+from lockstep.worker.turns import QUANTUM_NS, Turns, weight_of
+
+MS = 1_000_000
+ALL = {"a": 0, "b": 0, "c": 0}
 
 
-def test_everybody_with_work_steps_in_turn() -> None:
+def serve(turns: Turns, priorities: Mapping[str, int], with_work: str, cost_ns: Mapping[str, int]) -> str:
+    """One step of whoever is next."""
+    chosen = turns.choose(priorities, with_work)
+    assert chosen is not None
+    turns.spend(chosen, cost_ns[chosen])
+    return chosen
+
+
+def shares(priorities: Mapping[str, int], cost_ns: Mapping[str, int], num_steps: int) -> dict[str, float]:
+    """Which part of the device's time each got while all had work."""
+    turns, got = Turns(), dict.fromkeys(priorities, 0)
+    for _ in range(num_steps):
+        chosen = serve(turns, priorities, "".join(priorities), cost_ns)
+        got[chosen] += cost_ns[chosen]
+    return {key: round(time / sum(got.values()), 2) for key, time in got.items()}
+
+
+def test_equals_step_in_turn() -> None:
     turns = Turns()
-    assert [turns.choose(ALL, ALL) for _ in range(7)] == ["a", "b", "c", "a", "b", "c", "a"]
+    cost = dict.fromkeys(ALL, MS)
+    assert [serve(turns, ALL, "abc", cost) for _ in range(7)] == ["a", "b", "c", "a", "b", "c", "a"]
 
 
-def test_who_has_no_work_is_passed_over_and_loses_nothing() -> None:
+def test_who_has_no_work_is_passed_over() -> None:
     turns = Turns()
-    assert turns.choose(ALL, ("b",)) == "b"
-    assert turns.choose(ALL, ()) is None
-    assert turns.choose(ALL, ALL) == "c"
+    assert serve(turns, ALL, "b", {"b": MS}) == "b"
+    assert turns.choose(ALL, "") is None
+    assert turns.choose(ALL, "abc") == "a"
 
 
-def test_who_was_unloaded_is_forgotten() -> None:
+def test_who_was_unloaded_is_forgotten_with_its_debt() -> None:
     turns = Turns()
-    assert turns.choose(ALL, ALL) == "a"
-    assert turns.choose(("b", "c"), ("b", "c")) == "b"
+    assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
+    assert turns.choose({"b": 0, "c": 0}, "bc") == "b"
+    assert turns.choose(ALL, "a") == "a"
+
+
+def test_time_is_shared_and_not_steps() -> None:
+    assert shares({"a": 0, "b": 0}, {"a": 40 * MS, "b": MS}, 5000) == {"a": 0.5, "b": 0.5}
+
+
+def test_time_is_shared_by_the_weights_of_the_classes() -> None:
+    priorities = {"l": Priority.LOW, "n": Priority.NORMAL, "h": Priority.HIGH, "c": Priority.CRITICAL}
+    cost = {"l": 30 * MS, "n": 7 * MS, "h": 2 * MS, "c": 11 * MS}
+    assert shares(priorities, cost, 20_000) == {"l": 0.07, "n": 0.13, "h": 0.27, "c": 0.53}
+
+
+def test_any_integer_is_a_class() -> None:
+    assert [weight_of(priority) for priority in (-9, -2, -1, 0, 1, 9)] == [8, 8, 4, 2, 1, 1]
+
+
+def test_who_comes_back_steps_before_worse_classes_of_the_same_round() -> None:
+    priorities = {"router": Priority.CRITICAL, "a": 0, "b": 0}
+    turns = Turns()
+    cost = dict.fromkeys(priorities, MS)
+    assert [serve(turns, priorities, "ab", cost) for _ in range(3)] == ["a", "b", "a"]
+    assert serve(turns, priorities, ("router", "a", "b"), cost) == "router"  # type: ignore[arg-type]  # a collection
+
+
+def test_idleness_saves_nothing() -> None:
+    """After a long time of its own, one that comes back does not keep the device for longer than its round."""
+    turns = Turns()
+    for _ in range(1000):
+        serve(turns, {"a": 0, "b": 0}, "a", {"a": 10 * MS})
+    cost = {"a": MS, "b": MS}
+    served = [serve(turns, {"a": 0, "b": 0}, "ab", cost) for _ in range(60)]
+    longest = max(len(run) for run in "".join(served).split("a"))
+    assert longest * MS <= 2 * QUANTUM_NS * weight_of(0)
+    assert abs(served.count("a") - served.count("b")) * MS <= 2 * QUANTUM_NS * weight_of(0)
+
+
+def test_leaving_and_coming_back_pays_no_debt() -> None:
+    """One whose work comes in bursts of one step gets no more than its share from one that always has work."""
+    turns = Turns()
+    got = {"a": 0, "b": 0}
+    cost = {"a": 50 * MS, "b": MS}
+    is_back = True
+    for _ in range(5000):
+        chosen = serve(turns, {"a": 0, "b": 0}, "ab" if is_back else "b", cost)
+        got[chosen] += cost[chosen]
+        is_back = not is_back
+    assert got["a"] <= got["b"] + 100 * MS
+
+
+def test_a_changed_class_counts_from_the_next_choice() -> None:
+    turns = Turns()
+    cost = {"a": MS, "b": MS}
+    for _ in range(10):
+        serve(turns, {"a": 0, "b": 0}, "ab", cost)
+    served = [serve(turns, {"a": 0, "b": Priority.CRITICAL}, "ab", cost) for _ in range(500)]
+    assert 3.5 <= served.count("b") / served.count("a") <= 4.5
+
+
+REPLICAS = st.lists(st.tuples(st.integers(-3, 2), st.integers(1, 80)), min_size=2, max_size=5)
+
+
+@given(REPLICAS, st.data())
+def test_nobody_with_work_waits_longer_than_the_bound(replicas: list[tuple[int, int]], data: st.DataObject) -> None:
+    """The bound in the module's docstring, whatever the others do and however long steps take."""
+    priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
+    longest = {str(number): most * MS for number, (_, most) in enumerate(replicas)}
+    weights = {key: QUANTUM_NS * weight_of(priority) for key, priority in priorities.items()}
+    bounds = {
+        key: (-(-longest[key] // weights[key]) + 1) * sum(weights[o] + longest[o] for o in priorities if o != key)
+        for key in priorities
+    }
+    turns = Turns()
+    waited = dict.fromkeys(priorities, 0)
+    for _ in range(data.draw(st.integers(1, 80))):
+        busy = data.draw(st.sets(st.sampled_from(sorted(priorities)), min_size=1))
+        chosen = turns.choose(priorities, busy)
+        assert chosen in busy
+        duration_ns = data.draw(st.integers(0, longest[chosen]))
+        turns.spend(chosen, duration_ns)
+        for key in priorities:
+            waited[key] = waited[key] + duration_ns if key in busy and key != chosen else 0
+            assert waited[key] <= bounds[key], f"{key} waited {waited[key]} ns, its bound is {bounds[key]} ns"
+
+
+@given(REPLICAS, st.lists(st.integers(0, 80), min_size=50, max_size=200))
+def test_shares_never_drift_apart(replicas: list[tuple[int, int]], durations: list[int]) -> None:
+    """What two got, each divided by its weight, differs by the bound in the module's docstring at most."""
+    priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
+    weights = {key: weight_of(priority) for key, priority in priorities.items()}
+    turns, got = Turns(), dict.fromkeys(priorities, 0)
+    longest = dict.fromkeys(priorities, 0)
+    for duration in durations:
+        chosen = turns.choose(priorities, priorities)
+        assert chosen is not None
+        turns.spend(chosen, duration * MS)
+        got[chosen] += duration * MS
+        longest[chosen] = max(longest[chosen], duration * MS)
+        even = [got[key] / weights[key] for key in priorities]
+        assert max(even) - min(even) <= QUANTUM_NS + max(longest[key] / weights[key] for key in priorities) + 1
+
+
+@given(REPLICAS, st.lists(st.tuples(st.sets(st.integers(0, 4)), st.integers(0, 80)), max_size=60))
+def test_the_same_inputs_give_the_same_turns(
+    replicas: list[tuple[int, int]], steps: list[tuple[set[int], int]]
+) -> None:
+    priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
+
+    def play() -> list[str | None]:
+        turns, chosen = Turns(), []
+        for busy, duration in steps:
+            chosen.append(turns.choose(priorities, {str(number) for number in busy}))
+            if chosen[-1] is not None:
+                turns.spend(chosen[-1], duration * MS)
+        return chosen
+
+    assert play() == play()

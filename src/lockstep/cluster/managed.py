@@ -34,7 +34,7 @@ class ManagedCluster(Protocol):
         """
         ...
 
-    async def load_model(self, name: str) -> None:
+    async def load_model(self, id_: str) -> None:
         """Promote a model; returns when it can answer at once.
 
         Raises:
@@ -44,7 +44,7 @@ class ManagedCluster(Protocol):
         """
         ...
 
-    async def unload_model(self, name: str) -> None:
+    async def unload_model(self, id_: str) -> None:
         """Demote a model; returns when its calls have ended and its memory is free.
 
         Raises:
@@ -54,6 +54,6 @@ class ManagedCluster(Protocol):
 
     def sessions(self) -> tuple[SessionSnapshot, ...]: ...
 
-    async def end_session(self, id_: str) -> None:
-        """Forget a session and give up its KV; SessionNotFoundError when nobody knows it."""
+    async def end_session(self, id_: str) -> bool:
+        """Forget a session and give up its KV; whether there was one."""
         ...

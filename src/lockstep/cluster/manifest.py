@@ -119,8 +119,8 @@ class Manifest:
     fallback: str | None = None
     """Id of the model that answers when the rule names nobody."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
-    rollouts: Mapping[str, object] | None = None
-    """Another room's block, as it was written; its validator is injected."""
+    rollouts: object | None = None
+    """Another room's block, as it was written, in dicts, lists and scalars; its validator is injected."""
 
     def entry(self, id_: str) -> Entry:
         """The model of an id; KeyError when there is none."""
@@ -128,3 +128,7 @@ class Manifest:
             if entry.id == id_:
                 return entry
         raise KeyError(id_)
+
+    def ids_of(self, set_: str) -> tuple[str, ...]:
+        """Ids of the models of a list, in order of definition."""
+        return tuple(entry.id for entry in self.entries if entry.set == set_)

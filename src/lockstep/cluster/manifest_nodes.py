@@ -7,6 +7,7 @@ functions from a place to a value that raise `ConfigError` with a sentence whose
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 import yaml
 
-from lockstep.errors import ConfigError, Problem
+from lockstep.errors import ConfigError, ManifestError, Problem
 
 MAX_MANIFEST_BYTES = 1 << 18
 """Some thousand models; YAML is read at about 100 kB/s."""
@@ -32,21 +33,32 @@ _CORE = (
     ("int", re.compile(r"[-+]?[0-9]+"), "-+0123456789"),
     (
         "float",
-        re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
+        re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"),
         "-+0123456789.",
     ),
 )
 _TAG = "tag:yaml.org,2002:"
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 FAULTY: Final = object()
 """What a place holds whose fault was told."""
 
 Reader = Callable[["Place"], Any]
 
 
+def _core_resolvers() -> _Resolvers:
+    """By first character, as PyYAML keeps them."""
+    resolvers: _Resolvers = {}
+    for kind, pattern, first in _CORE:
+        whole = re.compile(rf"(?:{pattern.pattern})\Z")
+        for character in (*first, *([""] if kind == "null" else [])):
+            resolvers.setdefault(character, []).append((_TAG + kind, whole))
+    return resolvers
+
+
 class ManifestLoader(yaml.SafeLoader):
     """Composes nodes within limits; `ManifestDumper` resolves scalars in the same way."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  # the base class's field
+    yaml_implicit_resolvers = _core_resolvers()
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -56,13 +68,13 @@ class ManifestLoader(yaml.SafeLoader):
         """Nodes below an anchor; None while they are being composed."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
         anchor = getattr(event, "anchor", None)
         before = self._num_nodes
         if isinstance(event, yaml.AliasEvent):
-            size = self._sizes.get(event.anchor, 0)
+            size = self._sizes.get(anchor or "", 0)
             if size is None:
-                raise _limit(event, f"contains itself through the alias *{event.anchor}; write out what is meant")
+                raise _limit(event, f"contains itself through the alias *{anchor}; write out what is meant")
             self._num_nodes += size
         elif anchor is not None:
             self._sizes[anchor] = None
@@ -72,7 +84,7 @@ class ManifestLoader(yaml.SafeLoader):
             raise _limit(event, f"is nested more than {MAX_DEPTH} deep; no manifest needs that")
         if self._num_nodes > MAX_NODES:
             raise _limit(event, f"has more than {MAX_NODES} values once its aliases are written out")
-        node = super().compose_node(parent, index)  # type: ignore[arg-type]  # None is the document
+        node = super().compose_node(parent, index)
         self._depth -= 1
         if anchor is not None and not isinstance(event, yaml.AliasEvent):
             self._sizes[anchor] = self._num_nodes - before
@@ -82,20 +94,14 @@ class ManifestLoader(yaml.SafeLoader):
 class ManifestDumper(yaml.SafeDumper):
     """Writes strings so that `ManifestLoader` reads strings."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  # the base class's field
+    yaml_implicit_resolvers = _core_resolvers()
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-for _kind, _pattern, _first in _CORE:
-    _anchored = re.compile(rf"(?:{_pattern.pattern})\Z")
-    for _class in (ManifestLoader, ManifestDumper):
-        _class.add_implicit_resolver(_TAG + _kind, _anchored, [*_first, *([""] if _kind == "null" else [])])
-
-
-def _limit(event: yaml.Event, message: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=message, problem_mark=event.start_mark)
+def _limit(event: yaml.Event, message: str) -> ManifestError:
+    return ManifestError([Problem(1 if event.start_mark is None else event.start_mark.line + 1, "", message)])
 
 
 @dataclass(slots=True)
@@ -130,10 +136,11 @@ class Reading:
             return None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            told = error.problem or "cannot be read"
-            limit = type(error) is yaml.MarkedYAMLError
-            message = told if limit else ": ".join(filter(None, ("is not YAML", error.context, told)))
-            self.fault("", message, 1 if mark is None else mark.line + 1)
+            told = ": ".join(filter(None, ("is not YAML", error.context, error.problem)))
+            self.fault("", told, 1 if mark is None else mark.line + 1)
+            return None
+        except ManifestError as error:
+            self.problems += error.problems
             return None
         except (ValueError, yaml.YAMLError) as error:
             self.fault("", f"is not YAML: {error}", 1)
@@ -178,11 +185,13 @@ class Place:
                 return bool(node.value.lower() == "true")
             if kind == "int" and len(node.value.lstrip("+-")) <= MAX_INTEGER_DIGITS:
                 return int(node.value)
-            if kind == "float":
-                return float(node.value.replace(".inf", "inf").replace(".nan", "nan"))
+            if kind == "float" and math.isfinite(number := float(node.value)):
+                return number
         except ValueError:
             pass
-        raise ConfigError(f"is {shown(node.value)} with the tag {node.tag!r}; write a plain string, number, true or false")
+        if kind in ("int", "float"):
+            raise ConfigError(f"is {shown(node.value)}, which is no number that anything here can be")
+        raise ConfigError(f"has the tag {node.tag!r}; write a plain string, number, true or false")
 
     @property
     def kind(self) -> str:
@@ -219,7 +228,7 @@ class Place:
                 self.reading.fault(self.where, "has a key that is not a name", line)
                 continue
             key = key_node.value
-            where = f"{self.where}.{key}" if self.where else key
+            where = f"{self.where}.{key[:MAX_SHOWN_CHARS]}" if self.where else key[:MAX_SHOWN_CHARS]
             if key == "<<":
                 self.reading.fault(where, "is a merge of maps; write the keys out", line)
             elif key in places:

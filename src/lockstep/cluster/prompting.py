@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from lockstep.cluster.base import Call, Conversation
+import asyncio
+
+from lockstep.cluster.base import Call, Conversation, Prompt
 from lockstep.engine.chat import chat_request
 from lockstep.engine.outputs import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
+
+MAX_INLINE_CHARS = 4096
+"""Longer prompts are tokenised on another thread, so that they delay nobody's tokens."""
+
+
+async def prepared_request(tokenizer: Tokenizer, max_model_len: int, call: Call) -> GenerationRequest:
+    """As `generation_request`, without holding up the event loop."""
+    if _is_long(call.prompt):
+        return await asyncio.to_thread(generation_request, tokenizer, max_model_len, call)
+    return generation_request(tokenizer, max_model_len, call)
 
 
 def generation_request(tokenizer: Tokenizer, max_model_len: int, call: Call) -> GenerationRequest:
@@ -52,3 +64,10 @@ def _truncated(ids: tuple[int, ...], max_model_len: int, call: Call) -> tuple[in
             param="truncate_prompt_tokens",
         )
     return ids[-(room if wanted == -1 else wanted) :]
+
+
+def _is_long(prompt: Prompt) -> bool:
+    """Whether tokenising it would be felt by others."""
+    if isinstance(prompt, Conversation):
+        return sum(len(str(message.get("content"))) for message in prompt.messages) > MAX_INLINE_CHARS
+    return isinstance(prompt, str) and len(prompt) > MAX_INLINE_CHARS

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lockstep.cluster.base import Accepted, Call, Conversation, EventStream, Health, ModelCard, Prompt
-from lockstep.cluster.prompting import generation_request
+from lockstep.cluster.base import Accepted, Call, EventStream, Health, ModelCard
+from lockstep.cluster.prompting import prepared_request
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
@@ -18,8 +18,6 @@ from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
 
 REPLICA = "model"
 """The key of the only replica."""
-MAX_INLINE_CHARS = 4096
-"""Longer prompts are tokenised on another thread, so that they delay nobody's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +81,7 @@ class SingleModel:
         mailbox = None
         try:
             max_model_len = loaded.config.max_model_len
-            if _is_long(call.prompt):
-                request = await asyncio.to_thread(generation_request, tokenizer, max_model_len, call)
-            else:
-                request = generation_request(tokenizer, max_model_len, call)
+            request = await prepared_request(tokenizer, max_model_len, call)
             mailbox = self.worker.submit(REPLICA, request)
             outputs = await mailbox.take()
             yield Accepted(card.name, tuple(request.prompt))  # type: ignore[arg-type]  # tokens by now
@@ -148,10 +143,3 @@ class SingleModel:
 
 def _tokenizer(loaded: Loaded) -> Tokenizer:
     return Tokenizer(loaded.text.parts())
-
-
-def _is_long(prompt: Prompt) -> bool:
-    """Whether tokenising it would be felt by others."""
-    if isinstance(prompt, Conversation):
-        return sum(len(str(message.get("content"))) for message in prompt.messages) > MAX_INLINE_CHARS
-    return isinstance(prompt, str) and len(prompt) > MAX_INLINE_CHARS

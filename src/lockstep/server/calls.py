@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.cluster.base import Call, Prompt
 from lockstep.core.request import Priority
+from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.executors.constraint import PARAM as CONSTRAINT
 from lockstep.executors.constraint import Constraint
@@ -164,6 +165,22 @@ def call_of(
         prompt_logprobs=prompt_logprobs,
         shown_specials=shown_specials,
     )
+
+
+def check_tokens_known(tokenizer: Tokenizer, asked: Mapping[str, bool]) -> None:
+    """Refuse what must be said in tokens where only another server knows them.
+
+    Args:
+        asked: by parameter, whether it is asked for.
+    """
+    if tokenizer.vocab_size > 0:
+        return
+    for param, is_asked in asked.items():
+        if is_asked:
+            raise InvalidParameterError(
+                f"{param} cannot be served: another server answers for this model, and its tokens are not known here",
+                param=param,
+            )
 
 
 def labels_of(body: GenerationBody) -> dict[str, str]:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lockstep.cluster.base import Accepted, Cluster
 from lockstep.server.answer import Answer
 from lockstep.server.answer_schema import ChatCompletion, documented
-from lockstep.server.calls import Caller, labels_of
+from lockstep.server.calls import Caller, check_tokens_known, labels_of
 from lockstep.server.chat_answer import ChatEncoder
 from lockstep.server.chat_calls import ChatCall, chat_call
 from lockstep.server.chat_schema import ChatBody
@@ -51,6 +51,7 @@ def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Acc
     """The answer to an accepted call, still empty."""
     params, plan = asked.call.params, asked.plan
     tokenizer = cluster.tokenizer(accepted.model)
+    check_tokens_known(tokenizer, {"return_token_ids": bool(body.return_token_ids)})
     heading = heading_of("chatcmpl", cluster.card(accepted.model), body, record)
     encoder = ChatEncoder(
         heading,

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from lockstep.cluster.base import Accepted, Cluster
 from lockstep.server.answer import Answer
 from lockstep.server.answer_schema import Completion, documented
-from lockstep.server.calls import Caller, labels_of
+from lockstep.server.calls import Caller, check_tokens_known, labels_of
 from lockstep.server.choices import Choice
 from lockstep.server.completion_answer import CompletionEncoder
 from lockstep.server.completion_calls import CompletionCalls, completion_calls
@@ -45,6 +45,8 @@ def completion_answer(
     """The answer to accepted calls, still empty."""
     params = asked.calls[0].params
     tokenizer = cluster.tokenizer(accepted[0].model)
+    cut_echo = bool(body.echo) and body.truncate_prompt_tokens is not None
+    check_tokens_known(tokenizer, {"return_token_ids": bool(body.return_token_ids), "echo": cut_echo})
     heading = heading_of("cmpl", cluster.card(accepted[0].model), body, record)
     echoes = [""] * len(accepted)
     if body.echo:

@@ -103,10 +103,8 @@ async def list_sessions(request: Request) -> Response:
 @router.delete("/sessions/{session_id:path}", responses=described(EndedSession), operation_id="end_session")
 async def end_session(session_id: str, request: Request) -> Response:
     """Forget a conversation and give up its KV."""
-    cluster = managed(request)
-    if all(session.id != session_id for session in cluster.sessions()):
+    if not await managed(request).end_session(session_id):
         raise SessionNotFoundError(f"The session `{session_id}` does not exist.", param="session_id")
-    await cluster.end_session(session_id)
     return _json(EndedSession(session_id, "session", True))
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
+from lockstep.server.calls import check_tokens_known
 from lockstep.server.record import record_of
 from lockstep.server.serving import serving_of
 
@@ -68,6 +69,7 @@ def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     card = cluster.card(body.model)
     record_of(request).model = card.name
     tokenizer = cluster.tokenizer(body.model)
+    check_tokens_known(tokenizer, {"model": True})
     tokens = _tokens(tokenizer, body, serving_of(request).options.chat_template_kwargs)
     strings = [tokenizer.decode((token,), skip_special_tokens=False) for token in tokens]
     return TokenizeResponse(
@@ -84,6 +86,7 @@ def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
     cluster = serving_of(request).cluster
     record_of(request).model = cluster.card(body.model).name
     tokenizer = cluster.tokenizer(body.model)
+    check_tokens_known(tokenizer, {"model": True})
     for index, token in enumerate(body.tokens):
         if token >= tokenizer.vocab_size:
             raise InvalidParameterError(

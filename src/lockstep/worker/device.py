@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from lockstep.engine.clock import Clock, SystemClock
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import (
     ExecutorError,
@@ -38,6 +39,7 @@ from lockstep.worker.messages import (
     MetricsReport,
     Outputs,
     PrefixCacheReset,
+    Prioritise,
     Refused,
     ResetPrefixCache,
     Stop,
@@ -63,15 +65,19 @@ class DeviceWorker:
 
     Args:
         emit: where events go.
+        clock: measures steps.
     """
 
-    def __init__(self, emit: Emit) -> None:
+    def __init__(self, emit: Emit, clock: Clock | None = None) -> None:
         self._emit = emit
+        self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._replicas: dict[str, Replica] = {}
         """In order of loading; replaced and never changed, so that any thread may look."""
         self._taken: set[str] = set()
         """Keys that are loading or loaded."""
+        self._priorities: dict[str, int] = {}
+        """Their classes."""
         self._orders: deque[Unload | Check | ResetPrefixCache] = deque()
         """What the step thread is to do between two steps; as many as were asked, each is answered once."""
         self._preparing: dict[int, bool] = {}
@@ -104,6 +110,9 @@ class DeviceWorker:
                 self._emit(self._health(ask_id))
             case Load():
                 self._start_loading(command)
+            case Prioritise(replica, priority):
+                if replica in self._taken:
+                    self._priorities[replica] = priority
             case Unload():  # behind the load that it may have to wait for
                 self._loads.submit(self._order, command)
             case Check() | ResetPrefixCache():
@@ -188,6 +197,7 @@ class DeviceWorker:
             self._emit(LoadFailed(load.replica, UsageError(f"a replica {load.replica!r} is there already")))
             return
         self._taken.add(load.replica)
+        self._priorities[load.replica] = load.priority
         self._loads.submit(self._load, load).add_done_callback(_log_defect)
 
     def _load(self, load: Load) -> None:
@@ -238,13 +248,16 @@ class DeviceWorker:
         while self._orders:
             self._obey(self._orders.popleft())
         replicas = self._replicas
-        chosen = self._turns.choose(replicas, [key for key, replica in replicas.items() if replica.engine.has_work])
+        priorities = {key: self._priorities[key] for key in replicas}
+        chosen = self._turns.choose(priorities, [key for key, replica in replicas.items() if replica.engine.has_work])
         if chosen is None:
             self._is_idle = True
             self._wake.wait(IDLE_WAIT_S)
             self._progress_s, self._is_idle = time.monotonic(), False
             return
+        started_s = self._clock.now_s()
         replicas[chosen].engine.step()
+        self._turns.spend(chosen, round((self._clock.now_s() - started_s) * 1e9))
         self._progress_s = time.monotonic()
         self._publish()
 
@@ -271,6 +284,7 @@ class DeviceWorker:
         if replica is not None:
             with self._lock:
                 self._replicas = {other: kept for other, kept in self._replicas.items() if other != key}
+            del self._priorities[key]
             self._taken.discard(key)
             replica.engine.abort_all()
             self._publish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import GenerationRequest, TokenOutput
@@ -41,6 +42,15 @@ class Load(_Command, frozen=True):
     source: str
     options: LoadOptions
     trial: TrialOptions
+    priority: int = Priority.NORMAL
+    """Its class where replicas take turns on the device; see `lockstep.worker.turns`."""
+
+
+class Prioritise(_Command, frozen=True):
+    """Change the class of a replica that is loading or loaded. Nothing answers."""
+
+    replica: str
+    priority: int
 
 
 class Unload(_Command, frozen=True):
@@ -92,7 +102,7 @@ class Stop(_Command, frozen=True):
     """End every request, free every replica and end. Nothing answers."""
 
 
-Command = Load | Unload | Submit | Abort | AskMetrics | AskHealth | Check | ResetPrefixCache | Stop
+Command = Load | Prioritise | Unload | Submit | Abort | AskMetrics | AskHealth | Check | ResetPrefixCache | Stop
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):

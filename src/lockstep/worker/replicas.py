@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
+import msgspec
+
 from lockstep.engine.loading import Progress
 from lockstep.errors import LockstepError
 from lockstep.worker.correspondence import resolve
@@ -63,6 +65,13 @@ class Replicas:
     def want(self, load: Load) -> None:
         """It was loaded, and is to be there from now on."""
         self._wanted[load.replica] = load
+
+    def prioritise(self, replica: str, priority: int) -> bool:
+        """Its class has changed; False: it is not wanted."""
+        load = self._wanted.get(replica)
+        if load is not None:
+            self._wanted[replica] = msgspec.structs.replace(load, priority=priority)
+        return load is not None
 
     def failed(self, load: Load, error: LockstepError) -> None:
         """It could not be loaded again."""

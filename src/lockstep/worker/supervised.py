@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import GenerationRequest
@@ -40,6 +41,7 @@ from lockstep.worker.messages import (
     MetricsReport,
     Outputs,
     PrefixCacheReset,
+    Prioritise,
     Refused,
     ResetPrefixCache,
     Submit,
@@ -132,19 +134,34 @@ class SupervisedWorker:
 
     # -- replicas -------------------------------------------------------------------------------------------------
 
-    async def load(self, replica: str, source: str, options: LoadOptions, progress: Progress | None = None) -> Loaded:
+    async def load(
+        self,
+        replica: str,
+        source: str,
+        options: LoadOptions,
+        progress: Progress | None = None,
+        priority: int = Priority.NORMAL,
+    ) -> Loaded:
         """Load a model, while others serve; from then on every successor of this worker has it too.
+
+        Args:
+            priority: its class where replicas take turns on the device.
 
         Raises:
             LockstepError: it cannot be loaded, or the worker was lost over it.
         """
         trial = self._options.trial if self._options.kind == "process" else TrialOptions(enabled=False)
-        load = Load(replica, source, options, trial)
+        load = Load(replica, source, options, trial, priority)
         await self._replicas.unloaded(replica)
         loaded = await self._load(load, progress)
         self._replicas.want(load)
         self._restarts.up(time.monotonic())
         return loaded
+
+    def prioritise(self, replica: str, priority: int) -> None:
+        """Change the class of a replica, here and in the worker's successors; one that is not wanted has none."""
+        if self._replicas.prioritise(replica, priority):
+            self._send(Prioritise(replica, priority))
 
     async def unload(self, replica: str) -> None:
         """End a replica's requests with ``abort`` and free it; one that is not there is gone already."""
@@ -291,17 +308,18 @@ class SupervisedWorker:
             if self._link is None:
                 await self._start_link()
             for load in missing:
-                await self._load_again(load)
+                await self._load_again(load.replica)
         except LockstepError as error:
             log.error("the device worker did not come back: %s", error)
 
-    async def _load_again(self, load: Load) -> None:
+    async def _load_again(self, replica: str) -> None:
         """One that cannot be loaded keeps no other from it.
 
         Raises:
             UnavailableError: there is no worker any more.
         """
-        if load not in self._replicas.missing():
+        load = next((load for load in self._replicas.missing() if load.replica == replica), None)
+        if load is None:
             return
         try:
             await self._load(load, None)

@@ -1,0 +1,264 @@
+"""How calls are answered: by one model, or by the entry model and whoever it sends them to. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import msgspec
+
+from lockstep.cluster.base import Accepted, Call, EventStream, Hop
+from lockstep.cluster.events import EventLog
+from lockstep.cluster.held import Held
+from lockstep.cluster.models import Model, Roster
+from lockstep.cluster.planner import Phase
+from lockstep.cluster.prompting import prepared_request
+from lockstep.cluster.replicas import Replicas
+from lockstep.cluster.routing import Router, addressed
+from lockstep.cluster.sessions import Sessions
+from lockstep.cluster.snapshot import Counters
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import DeadlineError, LockstepError, QueueDeadlineError, UnavailableError
+from lockstep.worker.supervised import SupervisedWorker
+
+MAX_WAIT_S = 300.0
+"""For a session and a replica, where the call has no deadline of its own."""
+
+MIN_DEADLINE_S = 1e-3
+"""Left to an engine, which then says itself that the time is up."""
+
+
+class Answering:
+    """Takes calls through their hops.
+
+    Args:
+        roster: the models that there are now.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        worker: SupervisedWorker,
+        replicas: Replicas,
+        roster: Callable[[], Roster],
+        sessions: Sessions,
+        counters: Counters,
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._worker = worker
+        self._replicas = replicas
+        self._roster = roster
+        self._sessions = sessions
+        self._counters = counters
+        self._events = events
+        self._clock = clock
+        self.num_open = 0
+        self.num_ephemeral = 0
+        """Open calls without a session id."""
+
+    async def stream(self, call: Call) -> EventStream:
+        """As `lockstep.cluster.base.Cluster.stream`."""
+        roster = self._roster()
+        model = roster.find(call.model)
+        self._counters.requests_total += 1
+        self.num_open += 1
+        self._begin_session(call, model)
+        try:
+            if roster.router is not None and call.pooling is None and roster.is_routed(call.model):
+                events = self._routed(roster.router, model, call)
+            else:
+                events = self._answered(model, call, ())
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            self.num_open -= 1
+            self._end_session(call)
+
+    # -- hops -----------------------------------------------------------------------------------------------------
+
+    async def _routed(self, router: Router, entry: Model, call: Call) -> EventStream:
+        """The entry's hop, whole, and then the events of who answers."""
+        started_s = self._clock()
+        self._counters.router_hits += 1
+        accepted, outputs = await self._ask(router, entry, router.question(call))
+        answer = outputs[-1].request
+        assert answer is not None, "a stream ends with the whole answer"
+        roster = self._roster()  # the manifest may have been replaced meanwhile; what holds now decides
+        decision = (roster.router or router).decide(answer.text)
+        target = None if decision.target is None else roster.models.get(decision.target)
+        if decision.target is not None and target is None:
+            raise UnavailableError(f"{decision.target} was just taken out of service; send the request again")
+        latency_s = self._clock() - started_s
+        where = None if target is None else _qualified(target)
+        hop = Hop(
+            model=entry.id,
+            completion=answer.text,
+            intent=decision.intent,
+            target=where,
+            latency_s=latency_s,
+            num_prompt_tokens=len(answer.prompt_token_ids),
+            num_cached_tokens=answer.num_cached_tokens,
+            num_output_tokens=answer.num_output_tokens,
+        )
+        self._events.emit(
+            "hop",
+            model=entry.id,
+            completion=answer.text,
+            intent=decision.intent,
+            target=where,
+            duration_ms=round(latency_s * 1e3, 3),
+        )
+        if target is None:
+            yield msgspec.structs.replace(accepted, hops=(hop,))
+            for output in outputs:
+                yield output
+            return
+        self._counters.dispatch_hits += not decision.is_fallback
+        self._counters.dispatch_fallbacks += decision.is_fallback
+        rest = replace(_shortened(call, latency_s), queue_deadline_s=None)  # its first step was the entry's
+        async with aclosing(self._answered(target, rest, (hop,))) as events:
+            async for event in events:
+                yield event
+
+    async def _ask(self, router: Router, entry: Model, question: Call) -> tuple[Accepted, list[TokenOutput]]:
+        """The entry's whole answer; what it will decide is promoted as soon as that is known."""
+        models = self._roster().models
+        has_hints = any(m.entry.promotes_on_intent and _is_absent(m.held) for m in models.values())
+        accepted = Accepted(entry.id, ())
+        outputs: list[TokenOutput] = []
+        text = ""
+        async with aclosing(self._answered(entry, question, ())) as events:
+            async for event in events:
+                if isinstance(event, Accepted):
+                    accepted = event
+                    continue
+                outputs.append(event)
+                text += event.text
+                if has_hints and (foreseen := models.get(router.foresee(text) or "")) is not None:
+                    has_hints = False
+                    if foreseen.entry.promotes_on_intent and foreseen.held is not None:
+                        self._replicas.warm(foreseen.held)
+        return accepted, outputs
+
+    async def _answered(self, model: Model, call: Call, hops: tuple[Hop, ...]) -> EventStream:
+        """One model's answer."""
+        self._warm(model)
+        model.num_requests += 1
+        async with self._admitted(model, addressed(call, model.entry)) as asked:
+            if model.remote is not None:
+                async with aclosing(model.remote.stream(asked)) as events:
+                    async for event in events:
+                        yield msgspec.structs.replace(event, hops=hops) if isinstance(event, Accepted) else event
+                return
+            assert model.held is not None, "a model is local or remote"
+            held = model.held
+            max_model_len, tokenizer = self._text_side(held)
+            request = await prepared_request(tokenizer, max_model_len, asked)
+            mailbox = self._worker.submit(held.key, request)
+            try:
+                outputs = await mailbox.take()
+                yield Accepted(model.id, tuple(request.prompt), hops)  # type: ignore[arg-type]  # tokens by now
+                while True:
+                    for output in outputs:
+                        yield output
+                        if output.request is not None:
+                            return
+                    outputs = await mailbox.take()
+            finally:
+                self._worker.leave(mailbox)
+
+    @asynccontextmanager
+    async def _admitted(self, model: Model, call: Call) -> AsyncIterator[Call]:
+        """Hold a session and a replica for the block, which gets the call with the time that it has left."""
+        began_s = self._clock()
+        session = call.session_id
+        limits = (MAX_WAIT_S, call.deadline_s, call.queue_deadline_s)
+        model.num_waiting += 1
+        try:
+            async with asyncio.timeout(min(limit for limit in limits if limit is not None)):
+                await model.sessions.enter(session)
+                try:
+                    if model.held is not None:
+                        await self._replicas.acquire(model.held)
+                except BaseException:
+                    model.sessions.leave(session)
+                    raise
+        except TimeoutError:
+            raise _too_late(model, call, self._clock() - began_s) from None
+        finally:
+            model.num_waiting -= 1
+        model.num_running += 1
+        try:
+            yield _shortened(call, self._clock() - began_s)
+        finally:
+            model.num_running -= 1
+            model.last_used_s = self._clock()
+            if model.held is not None:
+                self._replicas.release(model.held)
+            model.sessions.leave(session)
+
+    def _text_side(self, held: Held) -> tuple[int, Tokenizer]:
+        """Context and tokenizer, as told by the worker that serves now; an artifact may change with a restart."""
+        loaded = self._worker.loaded(held.key)
+        if loaded is None:
+            raise self._worker.unavailable(held.key)
+        if held.loaded is None or held.tokenizer is None or loaded.text != held.loaded.text:
+            held.tokenizer = Tokenizer(loaded.text.parts())
+        held.loaded = loaded
+        return loaded.config.max_model_len, held.tokenizer
+
+    def _warm(self, model: Model) -> None:
+        """Promote who is named together with this one, once however many requests ask."""
+        for other in self._roster().warmed_by(model.id):
+            if other.held is not None and self._replicas.warm(other.held):
+                self._counters.co_activation_warms += 1
+                self._events.emit("co_activation_warmed", model=other.id, by=model.id)
+
+    # -- sessions -------------------------------------------------------------------------------------------------
+
+    def _begin_session(self, call: Call, model: Model) -> None:
+        if call.session_id is None:
+            self.num_ephemeral += 1
+        elif self._sessions.begin(call.session_id, model.id, self._clock()):
+            self._events.emit("session_admitted", session=call.session_id, model=model.id)
+
+    def _end_session(self, call: Call) -> None:
+        if call.session_id is None:
+            self.num_ephemeral -= 1
+        else:
+            self._sessions.end(call.session_id, self._clock())
+
+
+def _shortened(call: Call, waited_s: float) -> Call:
+    """A call with deadlines that count from now."""
+    if call.deadline_s is None and call.queue_deadline_s is None:
+        return call
+    left = [
+        None if limit is None else max(MIN_DEADLINE_S, limit - waited_s)
+        for limit in (call.deadline_s, call.queue_deadline_s)
+    ]
+    return replace(call, deadline_s=left[0], queue_deadline_s=left[1])
+
+
+def _too_late(model: Model, call: Call, waited_s: float) -> LockstepError:
+    """Why a call is not waited for any longer."""
+    what = f"{model.id} could not take the request within {waited_s:.1f} s"
+    if call.deadline_s is not None and waited_s >= call.deadline_s:
+        return DeadlineError(what)
+    if call.queue_deadline_s is not None and waited_s >= call.queue_deadline_s:
+        return QueueDeadlineError(what)
+    return UnavailableError(what)
+
+
+def _is_absent(held: Held | None) -> bool:
+    return held is not None and held.phase is Phase.ABSENT
+
+
+def _qualified(model: Model) -> str:
+    return model.id if model.entry.set is None else f"{model.entry.set}.{model.id}"

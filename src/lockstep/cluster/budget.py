@@ -1,0 +1,262 @@
+"""Who needs how many bytes, against which budget. Closed: sizes of files and of the machine enter as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lockstep.cluster.manifest import Resources, Tier
+
+WEIGHTS_FACTOR = 1.25
+"""What loaded weights take, in parts of their files, when nothing better is known: the compiled graph comes on top."""
+GPU_BUDGET = "gpu_budget"
+RAM_BUDGET = "ram_budget"
+
+
+class Origin(StrEnum):
+    """How a size is known."""
+
+    DECLARED = "declared"
+    PREDICTED = "predicted"
+    MEASURED = "measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one replica takes."""
+
+    resident_bytes: int
+    """Under `gpu_budget`, while it is resident: weights and KV pool."""
+    standby_bytes: int = 0
+    """Under `ram_budget`, while it is not: weights that are kept ready."""
+    host_bytes: int = 0
+    """Under `ram_budget`, always: KV on the host."""
+    origin: Origin = Origin.PREDICTED
+
+
+def predict(
+    declared_bytes: int | None,
+    file_bytes: int,
+    kv_bytes: int,
+    host_bytes: int = 0,
+    factor: float = WEIGHTS_FACTOR,
+) -> Footprint:
+    """What a replica will take, before it was ever loaded.
+
+    Args:
+        declared_bytes: what the manifest says that it needs, KV pool included; a stub declares its weights, and has no
+            KV.
+        file_bytes: of the artifact's weights.
+        kv_bytes: of the KV pool on the device.
+        host_bytes: of the KV on the host.
+    """
+    if declared_bytes is not None:
+        return Footprint(declared_bytes, declared_bytes, host_bytes, Origin.DECLARED)
+    weights = round(file_bytes * factor)
+    return Footprint(weights + kv_bytes, weights, host_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to share."""
+
+    memory_bytes: int
+    """That this process may still take."""
+    accelerator_bytes: int | None = None
+    """None: there is no accelerator, and resident models live in memory as well."""
+    load_peak_bytes: int = 0
+    """Of memory, that loading takes on top while it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """One ceiling."""
+
+    name: str
+    declared_bytes: int | None
+    """None: the manifest says nothing."""
+    effective_bytes: int | None
+    """What holds; None: nothing bounds it."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the machine has less than the manifest says."""
+        return None not in (self.declared_bytes, self.effective_bytes) and self.declared_bytes != self.effective_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Both ceilings of a manifest."""
+
+    gpu: Budget
+    ram: Budget
+
+
+def effective_budgets(resources: Resources, machine: Machine | None) -> Budgets:
+    """Budgets that the machine can keep.
+
+    What is declared is cut in proportion where both together exceed the memory that they share; what is not declared is
+    what the others leave.
+
+    Args:
+        machine: None: sizes are fictitious (stubs), and nothing is cut.
+    """
+    gpu, ram = resources.gpu_budget_bytes, resources.ram_budget_bytes
+    if machine is None:
+        return Budgets(Budget(GPU_BUDGET, gpu, gpu), Budget(RAM_BUDGET, ram, ram))
+    memory = max(0, machine.memory_bytes - machine.load_peak_bytes)
+    if machine.accelerator_bytes is not None:
+        (gpu_bytes,), (ram_bytes,) = _share([gpu], machine.accelerator_bytes), _share([ram], memory)
+    else:
+        gpu_bytes, ram_bytes = _share([gpu, ram], memory)
+    return Budgets(Budget(GPU_BUDGET, gpu, gpu_bytes), Budget(RAM_BUDGET, ram, ram_bytes))
+
+
+def _share(declared: Sequence[int | None], available: int) -> list[int]:
+    """Shares of one memory; together never more than there is."""
+    total = sum(each or 0 for each in declared)
+    left = max(0, available - total) // max(1, sum(each is None for each in declared))
+    return [left if each is None else each if total <= available else each * available // total for each in declared]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One model of a manifest."""
+
+    model: str
+    tier: Tier
+    replica: str | None = None
+    """Key of its replica, which other models may share; None: it is remote."""
+    footprint: Footprint | None = None
+    """Of the replica; None: it is remote."""
+
+
+class Verdict(StrEnum):
+    """Whether a model has its room."""
+
+    FITS = "fits"
+    EXCEEDS = "over budget"
+    """With those before it, it needs more than the budget."""
+    NEVER_FITS = "can never be loaded"
+    """Beside the models that are declared resident; it would be refused whenever it is asked for."""
+    REMOTE = "remote"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one model adds."""
+
+    model: str
+    tier: Tier
+    verdict: Verdict
+    shares_with: str | None = None
+    """Not None: it is the artifact of this model, and adds nothing."""
+    gpu_bytes: int = 0
+    ram_bytes: int = 0
+    origin: Origin | None = None
+    """None: it is remote."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetTable:
+    """Who needs what, and whether all of it fits."""
+
+    rows: tuple[Row, ...]
+    """In order of definition."""
+    budgets: Budgets
+    gpu_needed_bytes: int
+    ram_needed_bytes: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the manifest can be booted."""
+        return all(row.verdict is not Verdict.EXCEEDS for row in self.rows)
+
+
+def check(needs: Sequence[Need], budgets: Budgets) -> BudgetTable:
+    """The placement of a manifest at boot.
+
+    A replica is resident when one of its models is, and counts where the first of its models stands.
+    """
+    resident = {need.replica for need in needs if need.tier is Tier.RESIDENT}
+    footprints = {need.replica: need.footprint for need in needs if need.footprint is not None}
+    pinned_bytes = sum(each.resident_bytes for replica, each in footprints.items() if replica in resident)
+    owners: dict[str, str] = {}
+    rows: list[Row] = []
+    gpu_bytes = ram_bytes = 0
+    for need in needs:
+        if need.replica is None or need.footprint is None:
+            rows.append(Row(need.model, need.tier, Verdict.REMOTE))
+            continue
+        row = _row(need, need.footprint, need.replica in resident, owners.get(need.replica))
+        owners.setdefault(need.replica, need.model)
+        gpu_bytes, ram_bytes = gpu_bytes + row.gpu_bytes, ram_bytes + row.ram_bytes
+        if _exceeds(row.gpu_bytes, gpu_bytes, budgets.gpu) or _exceeds(row.ram_bytes, ram_bytes, budgets.ram):
+            row = replace(row, verdict=Verdict.EXCEEDS)
+        elif need.replica not in resident and _exceeds(1, pinned_bytes + need.footprint.resident_bytes, budgets.gpu):
+            row = replace(row, verdict=Verdict.NEVER_FITS)
+        rows.append(row)
+    return BudgetTable(tuple(rows), budgets, gpu_bytes, ram_bytes)
+
+
+def _row(need: Need, footprint: Footprint, is_resident: bool, owner: str | None) -> Row:
+    if owner is not None:
+        return Row(need.model, need.tier, Verdict.FITS, owner, origin=footprint.origin)
+    gpu_bytes = footprint.resident_bytes if is_resident else 0
+    ram_bytes = footprint.host_bytes + (0 if is_resident else footprint.standby_bytes)
+    return Row(need.model, need.tier, Verdict.FITS, None, gpu_bytes, ram_bytes, footprint.origin)
+
+
+def _exceeds(added: int, total: int, budget: Budget) -> bool:
+    return added > 0 and budget.effective_bytes is not None and total > budget.effective_bytes
+
+
+def megabytes(num_bytes: int) -> str:
+    """Bytes for people: millions, and one decimal of few."""
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes < 10_000_000 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+def table_text(table: BudgetTable) -> str:
+    """The table as `lockstep check` prints it and a refused boot tells it: a line a model, then a line a budget."""
+    lines = [("model", "tier", "resident", "in memory", "size", "verdict")]
+    lines += [_cells(row) for row in table.rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    budgets = table.budgets
+    texts.append(_budget_text(budgets.gpu, table.gpu_needed_bytes))
+    texts.append(_budget_text(budgets.ram, table.ram_needed_bytes))
+    return "\n".join(texts)
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str, str]:
+    if row.origin is None:
+        return row.model, row.tier, "-", "-", "-", row.verdict
+    if row.shares_with is not None:
+        return row.model, row.tier, f"with {row.shares_with}", "-", row.origin, row.verdict
+    gpu, ram = (megabytes(each) if each else "-" for each in (row.gpu_bytes, row.ram_bytes))
+    return row.model, row.tier, gpu, ram, row.origin, row.verdict
+
+
+def _budget_text(budget: Budget, needed_bytes: int) -> str:
+    needed = f"{budget.name}: {megabytes(needed_bytes)} needed"
+    if budget.effective_bytes is None:
+        return f"{needed}, no bound"
+    text = f"{needed} of {megabytes(budget.effective_bytes)}"
+    if budget.is_cut and budget.declared_bytes is not None:
+        text += f" (declared {megabytes(budget.declared_bytes)}; the machine has no more)"
+    missing = needed_bytes - budget.effective_bytes
+    return f"{text}, {megabytes(missing)} too much" if missing > 0 else text
+
+
+def refusal(table: BudgetTable) -> str:
+    """What a boot over budget says: which budget, what would help, and the table; empty: nothing is exceeded."""
+    if table.is_kept:
+        return ""
+    budgets = ((table.budgets.gpu, table.gpu_needed_bytes), (table.budgets.ram, table.ram_needed_bytes))
+    over = [budget for budget, needed in budgets if _exceeds(needed, needed, budget)]
+    helps = "raise it, or declare fewer models resident" if over[0].name == GPU_BUDGET else "raise it, or drop models"
+    if over[0].is_cut:
+        helps = "the machine has no more for it; declare fewer or smaller models"
+    names = " and ".join(budget.name for budget in over)
+    return f"the models need more than {names}: {helps}\n{table_text(table)}"

@@ -1,0 +1,275 @@
+"""A cluster as a manifest describes it: many models on one device worker, and some of other servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.cluster.answering import Answering
+from lockstep.cluster.base import Call, EventStream, Health, ModelCard
+from lockstep.cluster.events import EventLog
+from lockstep.cluster.held import Held
+from lockstep.cluster.manifest import Manifest, Tier
+from lockstep.cluster.manifest_file import Validator, dump, parse
+from lockstep.cluster.models import Model
+from lockstep.cluster.picture import picture
+from lockstep.cluster.planner import Phase
+from lockstep.cluster.replacing import replace_manifest
+from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
+from lockstep.cluster.stage import ClusterOptions, Stage
+from lockstep.engine.loading import Progress
+from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError, LockstepError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+Validators = Mapping[str, Validator]
+
+
+class ManifestCluster:
+    """Implements `lockstep.cluster.base.Cluster`, and what can be done to a cluster while it serves.
+
+    Args:
+        manifest: what is served at first.
+        validators: of other rooms' blocks, for manifests that replace it.
+        progress: told about the stages of the first loading.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        options: ClusterOptions | None = None,
+        *,
+        validators: Validators | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._manifest = manifest
+        self._validators = validators or {}
+        self._progress = progress
+        self._stage = Stage(options or ClusterOptions())
+        stage = self._stage
+        self._answering = Answering(
+            stage.worker, stage.replicas, lambda: stage.roster, stage.sessions, stage.counters, stage.events
+        )
+        self._created_s = int(time.time())
+        self._sweeping: asyncio.Task[None] | None = None
+        self._replacing: asyncio.Task[Replaced] | None = None
+
+    @property
+    def events(self) -> EventLog:
+        """What happens here."""
+        return self._stage.events
+
+    # -- base.Cluster ---------------------------------------------------------------------------------------------
+
+    def cards(self) -> tuple[ModelCard, ...]:
+        return tuple(self._card(model) for model in self._stage.roster.models.values())
+
+    def card(self, name: str | None) -> ModelCard:
+        return self._card(self._stage.roster.find(name))
+
+    def tokenizer(self, name: str | None) -> Tokenizer:
+        model = self._stage.roster.find(name)
+        if model.remote is not None:
+            return model.remote.tokenizer
+        assert model.held is not None, "a model is local or remote"
+        if model.held.tokenizer is None:
+            raise self._stage.worker.unavailable(model.held.key)
+        return model.held.tokenizer
+
+    def stream(self, call: Call) -> EventStream:
+        return self._answering.stream(call)
+
+    async def metrics(self) -> Mapping[str, MetricsSnapshot]:
+        """Under the first model of each replica, since others that share it are counted with it."""
+        by_replica = await self._stage.worker.metrics()
+        found = {}
+        for held in self._stage.replicas.all():
+            models = self._stage.models_on(held)
+            if held.key in by_replica and models:
+                found[models[0].id] = by_replica[held.key]
+        return found
+
+    def health(self) -> Health:
+        """Ready while every model that is declared resident can answer."""
+        if not self._stage.is_booted:
+            return Health(False, "the models are loading")
+        for model in self._stage.roster.models.values():
+            held = model.held
+            if held is None or model.entry.tier is not Tier.RESIDENT or not held.is_pinned:
+                continue
+            if held.phase is not Phase.RESIDENT and held.failure is not None:
+                return Health(False, f"{model.id}: {held.failure}")
+            if reason := self._stage.worker.trouble(held.key):
+                return Health(False, f"{model.id}: {reason}")
+        return Health(True, "")
+
+    async def check(self) -> str:
+        checked = await self._stage.worker.check()
+        return "the worker does not answer" if checked is None else checked.fault
+
+    async def reset_prefix_cache(self) -> int:
+        return await self._stage.worker.reset_prefix_cache()
+
+    @property
+    def num_open(self) -> int:
+        return self._answering.num_open
+
+    async def start(self) -> None:
+        stage = self._stage
+        try:
+            opened = await stage.open(self._manifest)
+            await stage.worker.start()
+            stage.replicas.progress = self._progress
+            roster = stage.cast(self._manifest, opened)
+            stage.enter(roster, opened.table)
+            async with asyncio.TaskGroup() as loads:
+                for held in stage.replicas.all():
+                    loads.create_task(stage.bring(held) if held.is_pinned else self._read_text(held))
+        except BaseException as error:
+            await self.close()
+            raise _first(error) from None
+        stage.replicas.progress = None
+        stage.is_booted = True
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    def abort_all(self, error: LockstepError) -> None:
+        self._stage.worker.abort_all(error)
+        self._stage.replicas.fail_all(error)
+        if self._stage.is_set:
+            for model in self._stage.roster.models.values():
+                model.sessions.fail_all(error)
+                if model.remote is not None:
+                    model.remote.abort_all(error)
+
+    async def close(self) -> None:
+        self.abort_all(UnavailableError("the server is closing"))
+        tasks: list[asyncio.Task[Any]] = [task for task in (self._sweeping, self._replacing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await self._stage.replicas.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._stage.is_set:
+            for model in self._stage.roster.models.values():
+                if model.remote is not None:
+                    await model.remote.close()
+        await self._stage.worker.close()
+
+    # -- what can be seen, and done by hand -----------------------------------------------------------------------
+
+    def snapshot(self) -> ClusterSnapshot:
+        return picture(self._stage, self._is_replacing, self._answering.num_ephemeral)
+
+    def manifest_text(self) -> str:
+        """The manifest that holds, as text that could replace it."""
+        return dump(self._stage.roster.declared)
+
+    async def replace(self, text: str) -> Replaced:
+        """Serve another manifest; see `lockstep.cluster.replacing`. Goes on when the caller leaves.
+
+        Raises:
+            ManifestError: the text is no manifest; every fault is named.
+            UnavailableError: another one is being brought in.
+            LockstepError: it cannot be served; what was served still is.
+        """
+        manifest = parse(text, validators=self._validators)
+        if self._is_replacing:
+            raise UnavailableError("another manifest is being brought in; try again when that is done")
+        self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest))
+        return await asyncio.shield(self._replacing)
+
+    async def load_model(self, id_: str) -> None:
+        """Make a model resident; LockstepError says why it cannot be."""
+        held = self._held(id_)
+        self._stage.appoint(held, self._stage.roster)
+        await self._stage.bring(held)
+
+    async def unload_model(self, id_: str) -> None:
+        """Take a model, and those that share its replica, off the device; the next request brings it back."""
+        held = self._held(id_)
+        held.is_pinned = False
+        self._stage.replicas.retire(held)
+        try:
+            await self._stage.replicas.drain(held, self._stage.options.drain_s, "by hand")
+        finally:
+            held.is_retired = False
+
+    def sessions(self) -> tuple[SessionSnapshot, ...]:
+        return self._stage.sessions.snapshot(time.monotonic())
+
+    async def end_session(self, id_: str) -> bool:
+        """Give up a session's KV and forget it; whether there was one."""
+        session = self._stage.sessions.forget(id_)
+        for model in self._stage.roster.models.values():
+            model.sessions.drop(id_)
+        return session is not None
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_replacing(self) -> bool:
+        return self._replacing is not None and not self._replacing.done()
+
+    async def _replace(self, manifest: Manifest) -> Replaced:
+        began_s = time.monotonic()
+        self.events.emit("manifest_replacing", cluster=manifest.cluster)
+        reason: str | None = None
+        try:
+            return await replace_manifest(self._stage, manifest)
+        except BaseException as error:
+            first = _first(error)
+            reason = str(first)
+            raise first from None
+        finally:
+            cluster = self._stage.roster.declared.cluster
+            duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
+            self.events.emit("manifest_replaced", cluster=cluster, error=reason, duration_ms=duration_ms)
+
+    async def _read_text(self, held: Held) -> None:
+        """So that requests to a model that was never loaded can be planned."""
+        await self._stage.replicas.tokenizer_of(held)
+
+    async def _sweep(self) -> None:
+        """Give up the KV of sessions that nobody comes back to."""
+        while True:
+            limits = self._stage.roster.declared.sessions
+            await asyncio.sleep(limits.sweep_interval_s)
+            for session in self._stage.sessions.idle(limits, time.monotonic()):
+                for model in self._stage.roster.models.values():
+                    model.sessions.drop(session.id)
+                self._stage.swept(session.id, session.model, "idle")
+
+    def _held(self, id_: str) -> Held:
+        held = self._stage.roster.find(id_).held
+        if held is None:
+            raise InvalidParameterError(f"{id_} is remote: there is nothing to load here", param="model")
+        return held
+
+    def _card(self, model: Model) -> ModelCard:
+        held = model.held
+        loaded = None if held is None else held.loaded
+        probe = None if loaded is None else loaded.probe
+        tokenizer = None if held is None else held.tokenizer
+        mates = () if held is None else self._stage.models_on(held)
+        return ModelCard(
+            name=model.id,
+            aliases=model.entry.aliases,
+            root=model.entry.source,
+            created_s=self._created_s,
+            tier=self._stage.state_of(model, time.monotonic()),
+            max_model_len=None if loaded is None else loaded.config.max_model_len,
+            deterministic=None if probe is None else probe.deterministic,
+            has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
+            parent=mates[0].id if mates and mates[0] is not model else None,
+        )
+
+
+def _first(error: BaseException) -> BaseException:
+    """The reason, out of the group that came with it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,120 @@
+"""One replica as the cluster holds it: what is loaded or could be, who uses it and who waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lockstep.cluster.planner import MOVES, Phase, Replica
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import LockstepError
+from lockstep.worker.messages import Loaded
+
+FIRST_BACKOFF_S = 1.0
+"""After a load failed; doubled by each that fails in a row."""
+MAX_BACKOFF_S = 60.0
+EXPECTED_LOAD_S = 1.0
+"""Of what was never loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """What there is to load. Models whose specs have the same key share a replica."""
+
+    key: str
+    source: str
+    options: LoadOptions
+    predicted_bytes: int
+    """Weights and KV pool."""
+    tokenizer: Callable[[], Tokenizer]
+    """Its text side, readable before it is loaded; takes a moment."""
+    measure: Callable[[Loaded], int]
+    """Weights and KV pool, as far as loading knows better."""
+
+
+class Waiter(NamedTuple):
+    """A call that waits to be admitted."""
+
+    admitted: asyncio.Future[None]
+    since_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Changed by `Replicas` only."""
+
+    spec: ReplicaSpec
+    priority: int
+    """The most urgent class of its models."""
+    is_pinned: bool
+    idle_limit_s: float | None
+    phase: Phase = Phase.ABSENT
+    bytes: int = 0
+    loaded: Loaded | None = None
+    """What its last load measured."""
+    tokenizer: Tokenizer | None = None
+    num_busy: int = 0
+    waiting: deque[Waiter] = field(default_factory=deque)
+    last_used_s: float = 0.0
+    load_s: float | None = None
+    since_s: float = 0.0
+    """When it came to its phase."""
+    retry_at_s: float = 0.0
+    num_failures: int = 0
+    """In a row."""
+    failure: LockstepError | None = None
+    """Why its last load failed; None: it did not."""
+    wants_warm: bool = False
+    makes_room_for: str | None = None
+    """For whom it drains or is unloaded; None: for nobody."""
+    is_retired: bool = False
+    """On its way out of the manifest, or sent away by hand: it takes no calls."""
+
+    @property
+    def key(self) -> str:
+        return self.spec.key
+
+    @property
+    def is_draining(self) -> bool:
+        return self.phase is Phase.RESIDENT and self.makes_room_for is not None
+
+    def move_to(self, phase: Phase, now_s: float) -> None:
+        """A move that the planner's table does not have is a programming error."""
+        assert phase in MOVES[self.phase], f"a replica does not go from {self.phase} to {phase}"
+        self.phase, self.since_s = phase, now_s
+
+    def failed(self, error: LockstepError, now_s: float) -> float:
+        """A load failed; seconds until the next is tried."""
+        delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self.num_failures, 16))
+        self.num_failures += 1
+        self.failure, self.retry_at_s = error, now_s + delay_s
+        self.wants_warm = False
+        return delay_s
+
+    def succeeded(self, loaded: Loaded, now_s: float) -> None:
+        self.loaded, self.load_s, self.last_used_s = loaded, loaded.load_s, now_s
+        self.failure, self.num_failures, self.retry_at_s = None, 0, 0.0
+        self.wants_warm = False
+
+    def observed(self) -> Replica:
+        """As the planner sees it."""
+        return Replica(
+            key=self.key,
+            phase=self.phase,
+            bytes=self.bytes,
+            num_busy=self.num_busy,
+            num_waiting=len(self.waiting),
+            waiting_since_s=self.waiting[0].since_s if self.waiting else None,
+            last_used_s=self.last_used_s,
+            reload_s=EXPECTED_LOAD_S if self.load_s is None else self.load_s,
+            priority=self.priority,
+            is_pinned=self.is_pinned and not self.is_retired,
+            retry_at_s=self.retry_at_s,
+            wants_warm=self.wants_warm,
+            idle_limit_s=self.idle_limit_s,
+            makes_room_for=self.makes_room_for,
+        )

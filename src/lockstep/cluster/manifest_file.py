@@ -1,0 +1,247 @@
+"""A manifest's text and its value: `parse` tells every fault at once, with its line; `dump` writes canonical YAML.
+
+``parse(dump(manifest)) == manifest``. The environment comes in as a value; nothing is opened or read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import yaml
+
+from lockstep.cluster.dispatch import NONE_OF_THESE, parse_literal, parse_rule
+from lockstep.cluster.manifest import Entry, Manifest, Resources, Routing, SessionLimits, Tier
+from lockstep.cluster.manifest_checks import EntryDraft, ManifestDraft, check_draft
+from lockstep.cluster.manifest_keys import RESOURCES, SESSIONS, entry_keys
+from lockstep.cluster.manifest_nodes import FAULTY, ManifestDumper, Place, Reading, shown
+from lockstep.cluster.manifest_readers import Key, check_name, check_set_name, name, read_fields, text, written
+from lockstep.errors import ConfigError, ManifestError, Problem
+
+Validator = Callable[[object], Sequence[Problem]]
+"""Checks another room's block, given as plain dicts, lists and scalars. The line of a problem may be 0: it is found by
+`where`, a path from the top of the manifest."""
+
+TOP_KEYS = ("cluster", "resources", "models", "fallback", "routing", "sessions", "rollouts")
+ROUTING_KEYS = ("entry", "dispatch_rule", "literal")
+FALLBACK_ID = "fallback"
+"""What the model under ``fallback:`` is called that has no ``id:``."""
+_LINE_CHARS = 120
+
+
+def parse(
+    text: str,
+    name: str = "manifest",
+    validators: Mapping[str, Validator] = {},
+    environment: Mapping[str, str] = {},
+) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        text: YAML.
+        name: what the text is called in errors, e.g. its file.
+        validators: by key, of the blocks that belong to other rooms; a block without one is a fault.
+        environment: what ``${NAME}`` stands for in ``remote:``. Leave it empty for texts that come from the network.
+
+    Raises:
+        ManifestError: it has faults; all of them, in the order of lines.
+    """
+    reading = Reading()
+    manifest = None
+    root = reading.compose(text)
+    if root is not None:
+        manifest = _manifest(root, validators, environment)
+    if manifest is None or reading.problems:
+        raise ManifestError(sorted(reading.problems, key=lambda problem: problem.line), name)
+    return manifest
+
+
+def dump(manifest: Manifest) -> str:
+    """Canonical YAML: keys in one order, defaults left out, quantities in their shortest form."""
+    keys = {"id": Key(name), **entry_keys({})}
+    top: dict[str, Any] = {"cluster": manifest.cluster}
+    blocks = {
+        "resources": written(RESOURCES, manifest.resources),
+        "models": {},
+        "fallback": manifest.fallback,
+        "routing": None if manifest.routing is None else _routing_written(manifest.routing),
+        "sessions": written(SESSIONS, manifest.sessions),
+        "rollouts": manifest.rollouts,
+    }
+    models: dict[str, Any] = {}
+    last = len(manifest.entries) - 1
+    for index, entry in enumerate(manifest.entries):
+        block = written(keys, entry, ("id", "source", "tier"))
+        if entry.remote is not None and entry.source == entry.remote.base_url:
+            del block["source"]
+        if entry.set is not None:
+            models.setdefault(entry.set, []).append(block)
+        elif index == last and manifest.fallback == entry.id and index:
+            blocks["fallback"] = block
+            if entry.id == FALLBACK_ID:
+                del block["id"]
+        else:
+            models[block.pop("id")] = block
+    blocks["models"] = models
+    top |= {key: block for key, block in blocks.items() if block not in (None, {})}
+    parts = [
+        yaml.dump({key: block}, Dumper=ManifestDumper, sort_keys=False, allow_unicode=True, width=_LINE_CHARS)
+        for key, block in top.items()
+    ]
+    return "\n".join(parts)
+
+
+def _routing_written(routing: Routing) -> dict[str, Any]:
+    block: dict[str, Any] = {"entry": routing.entry, "dispatch_rule": str(routing.rule)}
+    if routing.rule.literal:
+        block["literal"] = dict(routing.rule.literal)
+    return block
+
+
+def _manifest(root: Place, validators: Mapping[str, Validator], environment: Mapping[str, str]) -> Manifest | None:
+    """The value; None when something was noted."""
+    draft, reading = ManifestDraft(), root.reading
+    try:
+        places = root.known_entries(TOP_KEYS, ("cluster", "models"))
+    except ConfigError as error:
+        reading.fault("", str(error))
+        return None
+    keys = entry_keys(environment)
+    if "cluster" in places:
+        draft.cluster = _or_none(places["cluster"].read(name))
+    if "resources" in places:
+        draft.resources = _or_none(places["resources"].read(lambda place: read_fields(place, RESOURCES))) or {}
+    if "models" in places:
+        places["models"].read(lambda place: _models(place, draft, keys))
+    if "fallback" in places:
+        places["fallback"].read(lambda place: _fallback(place, draft, keys))
+    if "routing" in places:
+        places["routing"].read(lambda place: _routing(place, draft))
+    if "sessions" in places:
+        draft.sessions = _or_none(places["sessions"].read(lambda place: read_fields(place, SESSIONS))) or {}
+    if "rollouts" in places:
+        draft.rollouts = _or_none(places["rollouts"].read(lambda place: _foreign(place, validators)))
+    check_draft(draft, reading)
+    return None if reading.problems else _built(draft)
+
+
+def _or_none(value: Any) -> Any:
+    return None if value is FAULTY else value
+
+
+def _models(place: Place, draft: ManifestDraft, keys: Mapping[str, Key]) -> None:
+    for key, child in place.entries().items():
+        if child.is_list:
+            _check_key(child, check_set_name, key)
+            child.read(partial(_set, draft, keys, key))
+        else:
+            _check_key(child, check_name, key)
+            child.read(partial(_model, draft, keys, None, key))
+    if not place.entries():
+        raise ConfigError("is empty; name at least one model")
+
+
+def _check_key(place: Place, check: Callable[[str], str], key: str) -> None:
+    place.read(lambda _: check(key))
+
+
+def _set(draft: ManifestDraft, keys: Mapping[str, Key], set_: str, place: Place) -> None:
+    items = place.items()
+    if not items:
+        raise ConfigError("is an empty list; name at least one model, or leave it out")
+    for item in items:
+        item.read(partial(_model, draft, keys, set_, None))
+
+
+def _model(draft: ManifestDraft, keys: Mapping[str, Key], set_: str | None, key: str | None, place: Place) -> None:
+    draft.entries.append(_entry(place, keys, set_, key))
+
+
+def _fallback(place: Place, draft: ManifestDraft, keys: Mapping[str, Key]) -> None:
+    """A model of its own, or the name of another."""
+    if not place.is_map:
+        draft.fallback = str(name(place))
+        return
+    entry = _entry(place, keys, None, None)
+    if "fallback.id" not in place.reading.lines:
+        entry.id, entry.id_where = FALLBACK_ID, place.where
+    draft.entries.append(entry)
+    draft.fallback = entry.id
+
+
+def _entry(place: Place, keys: Mapping[str, Key], set_: str | None, key: str | None) -> EntryDraft:
+    """A model; its id is its key, or its ``id:``."""
+    own = {"id": Key(name if key is None else partial(_equal, key)), **keys}
+    fields = read_fields(place, own, () if set_ is None else ("id",))
+    id_ = fields.pop("id", None)
+    lines, where = place.reading.lines, place.where
+    if f"{where}.source" not in lines:
+        if "remote" in fields:
+            fields["source"] = fields["remote"].base_url
+        elif f"{where}.remote" not in lines:
+            place.reading.fault(where, "has no `source:`; write hf://org/name, a path, or `remote: {base_url: …}`")
+    id_where = f"{where}.id" if f"{where}.id" in lines and key is None else where
+    return EntryDraft(where, set_, key or id_, fields, id_where)
+
+
+def _equal(key: str, place: Place) -> str:
+    if (value := text(place)) != key:
+        raise ConfigError(f"is {shown(value)}, but its key {key!r} is its id; leave `id:` out")
+    return value
+
+
+def _routing(place: Place, draft: ManifestDraft) -> None:
+    places = place.known_entries(ROUTING_KEYS, ("entry", "dispatch_rule"))
+    literal: dict[str, str] = {}
+    if "entry" in places:
+        draft.entry = _or_none(places["entry"].read(name))
+    if "literal" in places:
+        literal = _or_none(places["literal"].read(_literal)) or {}
+    if "dispatch_rule" in places:
+        draft.rule = _or_none(places["dispatch_rule"].read(lambda rule: parse_rule(text(rule), literal)))
+
+
+def _literal(place: Place) -> dict[str, str]:
+    """A map, or ``value=id`` pairs in one string."""
+    if not place.is_map:
+        literal = parse_literal(text(place))
+    else:
+        read = {key: child.read(name) for key, child in place.entries().items()}
+        literal = {key: id_ for key, id_ in read.items() if id_ is not FAULTY}
+    if not literal and not place.reading.problems:
+        raise ConfigError("is empty; write value=id pairs, or leave it out")
+    for value in literal:
+        check_name(value)
+        if value.lower() == NONE_OF_THESE:
+            raise ConfigError(f"renames {value!r}, the word for no specialist, which leads to the fallback")
+    return literal
+
+
+def _foreign(place: Place, validators: Mapping[str, Validator]) -> object:
+    """Another room's block; a FAULTY one was noted."""
+    if place.where not in validators:
+        raise ConfigError("is of no use here: nothing that was started reads it; leave it out")
+    block = place.plain()
+    problems = validators[place.where](block)
+    for problem in problems:
+        place.reading.fault(problem.where or place.where, problem.message, problem.line or None)
+    return FAULTY if problems else block
+
+
+def _built(draft: ManifestDraft) -> Manifest:
+    """The value of a draft without faults."""
+    entries = []
+    for entry in draft.entries:
+        if "remote" in entry.fields:
+            entry.fields["tier"] = Tier.REMOTE
+        entries.append(Entry(id=str(entry.id), set=entry.set, **entry.fields))
+    return Manifest(
+        cluster=str(draft.cluster),
+        entries=tuple(entries),
+        resources=Resources(**draft.resources),
+        routing=None if draft.entry is None or draft.rule is None else Routing(draft.entry, draft.rule),
+        fallback=draft.fallback,
+        sessions=SessionLimits(**draft.sessions),
+        rollouts=draft.rollouts,
+    )

@@ -1,0 +1,158 @@
+"""From a manifest to what can be loaded: sources opened and checked, artifacts told apart by content, bytes counted.
+
+Reads files and may fetch them from the hub, so it runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.source import open_artifact
+from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, check, effective_budgets, predict
+from lockstep.cluster.held import ReplicaSpec
+from lockstep.cluster.manifest import Entry, Manifest, Tier
+from lockstep.engine.loading import LoadOptions, default_cache_dir
+from lockstep.engine.sizing import EngineOptions, available_memory_bytes
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import ConfigError
+from lockstep.executors.stub import DECLARED_BYTES, StubOptions, stub_tokenizer_parts
+from lockstep.executors.stub import SCHEME as STUB
+from lockstep.worker.messages import Loaded
+
+DEFAULT_KV_BYTES = 512 * 1024**2
+"""Of a replica's KV pool, where nobody says anything; no pool is larger than it can use."""
+STUB_BLOCKS = 8192
+"""Of a stub, whose blocks hold nothing: enough for 16 whole contexts."""
+KEY_DIGITS = 8
+_ENGINE_FIELDS = {f.name for f in fields(EngineOptions)} - {"scheduler"}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A manifest whose models can be loaded."""
+
+    manifest: Manifest
+    """As the backend serves it."""
+    specs: Mapping[str, ReplicaSpec]
+    """By model id; none of remote ones."""
+    table: BudgetTable
+
+
+def open_manifest(manifest: Manifest, base: LoadOptions) -> Opened:
+    """Open every source that is not remote.
+
+    Args:
+        manifest: as the backend serves it.
+        base: how models are loaded, where their own ``engine`` does not say otherwise.
+
+    Raises:
+        ArtifactError: a source cannot be served; the message names the model.
+        ConfigError: a remote model says not where it is, or an ``engine`` has an unknown name.
+    """
+    local = [entry for entry in manifest.entries if entry.tier is not Tier.REMOTE]
+    for entry in manifest.entries:
+        if entry.tier is Tier.REMOTE and entry.remote is None:
+            raise ConfigError(
+                f"{entry.id}: a remote model needs remote.base_url under the backend auto; "
+                "give it, or serve with --backend stub or pocket"
+            )
+    sources = {entry.source for entry in local}
+    kv_bytes = _share(manifest.resources.kv_budget_bytes, len(sources), DEFAULT_KV_BYTES)
+    host_bytes = _share(manifest.resources.host_kv_budget_bytes, len(sources), 0)
+    base = replace(base, engine=_with_pool(base.engine, kv_bytes, host_bytes))
+    sources_of = {source: _Source.open(source, base) for source in sorted(sources)}
+    specs: dict[str, ReplicaSpec] = {}
+    footprints: dict[str, Footprint] = {}
+    for entry in local:
+        source = sources_of[entry.source]
+        options = replace(base, engine=_engine_options(entry, source.adapted(base.engine)))
+        footprint = source.footprint(entry, options.engine)
+        spec = _spec(entry, source, options, footprint)
+        footprints.setdefault(spec.key, footprint)
+        specs[entry.id] = spec
+    needs = [
+        Need(e.id, e.tier, specs[e.id].key, footprints[specs[e.id].key]) if e.id in specs else Need(e.id, e.tier)
+        for e in manifest.entries
+    ]
+    is_real = any(not source.is_stub for source in sources_of.values())
+    budgets = effective_budgets(manifest.resources, Machine(available_memory_bytes()) if is_real else None)
+    return Opened(manifest, specs, check(needs, budgets))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One opened source."""
+
+    source: str
+    name: str
+    fingerprint: str
+    file_bytes: int
+    parts: Any
+    """Reads the text side."""
+    is_stub: bool
+
+    @classmethod
+    def open(cls, source: str, base: LoadOptions) -> _Source:
+        if source.startswith(STUB):
+            stub = StubOptions.parse(source)
+            return cls(source, stub.name, source, DECLARED_BYTES, stub_tokenizer_parts, is_stub=True)
+        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir())
+        return cls(
+            source, artifact.name, artifact.fingerprint, artifact.num_bytes, artifact.load_tokenizer, is_stub=False
+        )
+
+    def adapted(self, engine: EngineOptions) -> EngineOptions:
+        """A stub's blocks take no memory, so its pool is counted in blocks."""
+        is_free = self.is_stub and engine.num_blocks is None
+        return replace(engine, num_blocks=STUB_BLOCKS) if is_free else engine
+
+    def footprint(self, entry: Entry, engine: EngineOptions) -> Footprint:
+        if self.is_stub:
+            return predict(entry.size_bytes or DECLARED_BYTES, 0, 0)
+        return predict(
+            entry.size_bytes, self.file_bytes, engine.kv_cache_memory_bytes or 0, engine.host_kv_memory_bytes or 0
+        )
+
+
+def _share(budget_bytes: int | None, num_replicas: int, default_bytes: int) -> int:
+    return default_bytes if budget_bytes is None else budget_bytes // max(1, num_replicas)
+
+
+def _with_pool(engine: EngineOptions, kv_bytes: int, host_bytes: int) -> EngineOptions:
+    """Pools of a size that is known beforehand; what the operator said stands."""
+    return replace(
+        engine,
+        kv_cache_memory_bytes=kv_bytes if engine.kv_cache_memory_bytes is None else engine.kv_cache_memory_bytes,
+        host_kv_memory_bytes=host_bytes if engine.host_kv_memory_bytes is None else engine.host_kv_memory_bytes,
+        scheduler={"order": "priority", **engine.scheduler},
+    )
+
+
+def _engine_options(entry: Entry, base: EngineOptions) -> EngineOptions:
+    known = {name: value for name, value in entry.engine.items() if name in _ENGINE_FIELDS}
+    scheduler = {name: value for name, value in entry.engine.items() if name not in _ENGINE_FIELDS}
+    return replace(base, **known, scheduler={**base.scheduler, **scheduler})  # type: ignore[arg-type]  # checked by it
+
+
+def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:
+    own = sorted((name, repr(value)) for name, value in entry.engine.items())
+    digest = hashlib.blake2b(repr((source.fingerprint, own)).encode()).hexdigest()[:KEY_DIGITS]
+    pool_bytes = options.engine.kv_cache_memory_bytes or 0
+
+    def measure(loaded: Loaded) -> int:
+        if entry.size_bytes is not None or source.is_stub:
+            return footprint.resident_bytes
+        return footprint.resident_bytes - pool_bytes + loaded.config.num_blocks * loaded.geometry.bytes_per_block
+
+    def tokenizer() -> Tokenizer:
+        parts: TokenizerParts = source.parts()
+        template = options.chat_template
+        return Tokenizer(parts if template is None else replace(parts, chat_template=template))
+
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name)
+    return ReplicaSpec(f"{name}-{digest}", source.source, options, footprint.resident_bytes, tokenizer, measure)

@@ -1,0 +1,104 @@
+"""The cluster as a snapshot: read from what there is, changing nothing."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from lockstep.cluster.budget import Budget
+from lockstep.cluster.held import Held
+from lockstep.cluster.models import Model
+from lockstep.cluster.planner import Phase
+from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, ModelSnapshot, ReplicaSnapshot
+from lockstep.cluster.stage import Stage
+
+
+def picture(stage: Stage, is_replacing: bool, num_ephemeral: int) -> ClusterSnapshot:
+    """Everything, at this moment.
+
+    Args:
+        is_replacing: whether a manifest is being brought in.
+        num_ephemeral: sessions of open calls that named none.
+    """
+    roster, now_s = stage.roster, time.monotonic()
+    models = tuple(_model(stage, model, now_s) for model in roster.models.values())
+    named = stage.sessions.snapshot(now_s)
+    return ClusterSnapshot(
+        cluster=roster.declared.cluster,
+        backend=stage.options.backend,
+        entry=None if roster.router is None else roster.router.entry,
+        fallback=roster.declared.fallback,
+        is_replacing=is_replacing,
+        models=models,
+        replicas=tuple(_replica(stage, held) for held in stage.replicas.all()),
+        budgets=_budgets(stage),
+        sessions=named,
+        sessions_live=num_ephemeral + sum(session.state != "dropped" for session in named),
+        counters=msgspec.structs.replace(stage.counters),
+        transitions=tuple(stage.transitions),
+    )
+
+
+def _budgets(stage: Stage) -> tuple[BudgetSnapshot, ...]:
+    assert stage.table is not None
+    held = [each for each in stage.replicas.all() if each.phase is not Phase.ABSENT]
+
+    def shown(budget: Budget, used_bytes: int) -> BudgetSnapshot:
+        return BudgetSnapshot(budget.name, budget.declared_bytes, budget.effective_bytes, used_bytes)
+
+    budgets = stage.table.budgets
+    return (
+        shown(budgets.gpu, sum(each.bytes for each in held)),
+        shown(budgets.ram, stage.table.ram_needed_bytes),
+    )
+
+
+def _model(stage: Stage, model: Model, now_s: float) -> ModelSnapshot:
+    held, entry = model.held, model.entry
+    state = stage.state_of(model, now_s)
+    reason = ""
+    if held is not None and held.phase is Phase.RESIDENT:
+        reason = stage.worker.trouble(held.key)
+    elif state == "failed" and held is not None:
+        reason = str(held.failure)
+    elif model.remote is not None:
+        reason = model.remote.health().reason
+    return ModelSnapshot(
+        id=model.id,
+        set=entry.set,
+        source=entry.source,
+        tier=model.declared.tier,
+        state=state,
+        reason=reason,
+        priority=entry.priority,
+        aliases=entry.aliases,
+        replica=None if held is None else held.key,
+        size_bytes=0 if held is None else held.bytes,
+        max_model_len=None if held is None or held.loaded is None else held.loaded.config.max_model_len,
+        num_requests=model.num_requests,
+        num_running=model.num_running,
+        num_waiting=model.num_waiting,
+        num_sessions=model.sessions.num_held,
+        max_active_sessions=model.sessions.limit,
+        co_activation=entry.co_activation,
+        idle_s=None if model.last_used_s is None else now_s - model.last_used_s,
+    )
+
+
+def _replica(stage: Stage, held: Held) -> ReplicaSnapshot:
+    loaded = held.loaded
+    return ReplicaSnapshot(
+        key=held.key,
+        source=held.spec.source,
+        phase=held.phase,
+        models=tuple(model.id for model in stage.models_on(held)),
+        bytes=held.bytes,
+        is_measured=loaded is not None,
+        load_s=held.load_s,
+        num_busy=held.num_busy,
+        num_waiting=len(held.waiting),
+        fingerprint=None if loaded is None else loaded.fingerprint,
+        deterministic=None if loaded is None or loaded.probe is None else loaded.probe.deterministic,
+        failure=None if held.failure is None else str(held.failure),
+    )

@@ -1,0 +1,395 @@
+"""Who is loaded and who has to go: one pure function from what is seen to what should be done.
+
+Closed: no clock, no worker, no manifest. A shell observes its replicas, asks for a plan after every event and whenever
+`look_again_s` says so, and carries out all of it. What the shell owes to the planner:
+
+- Calls of a resident replica are admitted at once, unless the last plan names it in a `Drain`: then they wait.
+- The waiting calls of a replica are admitted in the moment in which it becomes resident, before the next plan.
+- Waiting calls are admitted in the order of their arrival.
+- A load that fails fails its waiters, and sets `retry_at_s`; so does one that `overshoot` finds too large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+
+from lockstep.cluster.budget import megabytes
+from lockstep.cluster.ledger import Ledger
+
+MIN_RELOAD_S = 1e-3
+"""Shorter reloads are all equally cheap."""
+OVER_BUDGET = ""
+"""Stands for the key of a replica where room is made for nobody, because more is loaded than the budget allows."""
+
+
+class Phase(StrEnum):
+    """Where a replica is in its life."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    UNLOADING = "unloading"
+
+
+MOVES = {
+    Phase.ABSENT: (Phase.LOADING,),
+    Phase.LOADING: (Phase.RESIDENT, Phase.ABSENT, Phase.UNLOADING),
+    Phase.RESIDENT: (Phase.UNLOADING, Phase.ABSENT),
+    Phase.UNLOADING: (Phase.ABSENT,),
+}
+"""From loading to unloading: an overshoot, or an order; from resident to absent: the worker was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What the planner sees of one replica."""
+
+    key: str
+    phase: Phase
+    bytes: int
+    """As measured, when it was loaded once; predicted until then."""
+    num_busy: int = 0
+    """Calls that are being answered."""
+    num_waiting: int = 0
+    """Calls that wait to be admitted; whoever asked for it to be loaded counts as one."""
+    waiting_since_s: float | None = None
+    """Of the oldest of them; None exactly when nobody waits."""
+    last_used_s: float = 0.0
+    """When it became resident, or a call of it was admitted or ended, whichever was last."""
+    reload_s: float = 1.0
+    """As measured, or as expected."""
+    priority: int = 0
+    """The most urgent class of its models; lower is more urgent."""
+    is_pinned: bool = False
+    """Declared resident: always wanted, never evicted."""
+    retry_at_s: float = 0.0
+    """Not loaded before, because the last load failed."""
+    wants_warm: bool = False
+    """Somebody will probably need it soon."""
+    idle_limit_s: float | None = None
+    """Unused for so long it is unloaded; None: only to make room."""
+    makes_room_for: str | None = None
+    """Of a draining or unloading replica: what the last `Drain` or the `Unload` said."""
+
+    def __post_init__(self) -> None:
+        assert (self.num_waiting > 0) == (self.waiting_since_s is not None), f"who waits for {self.key}, since when?"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All replicas and the budget that they share."""
+
+    replicas: tuple[Replica, ...]
+    """In order of definition, which breaks ties."""
+    budget_bytes: int | None
+    """For all that is loading, resident or unloading; None: there is no bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPolicy:
+    """How patient the planner is."""
+
+    max_wait_s: float = 2.0
+    """A resident model is served while its own requests come, until others have waited so long for its room."""
+    reload_patience: float = 2.0
+    """... and so many times what their load takes, so that loading never takes most of the time."""
+    linger_s: float = 0.1
+    """Used so recently, a replica counts as in use: the next request is probably on its way."""
+    max_parallel_loads: int = 2
+
+
+class LoadReason(StrEnum):
+    """Why a replica is loaded."""
+
+    REQUEST = "request"
+    RESIDENT = "resident"
+    """Declared so."""
+    WARM = "warm"
+
+
+class UnloadReason(StrEnum):
+    """Why a replica is unloaded."""
+
+    ROOM = "room"
+    IDLE = "idle"
+    BUDGET = "budget"
+    """More is loaded than the budget allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Start to load; the room is there."""
+
+    key: str
+    reason: LoadReason
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Nobody uses it: free it."""
+
+    key: str
+    reason: UnloadReason
+    makes_room_for: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Admit no call until a plan comes that does not say so again; what is being answered goes on."""
+
+    key: str
+    makes_room_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Fail all that wait: no eviction could ever make room."""
+
+    key: str
+    reason: str
+
+
+Action = Load | Unload | Drain | Refuse
+
+
+def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:
+    """What to do now. Carried out, and asked again in the same moment, only the same drains remain.
+
+    - Room is given to those who waited too long, oldest first, then by priority and age. Who declared to be resident
+      and is not waits since it could be loaded.
+    - What is evicted is idle: cheapest first, by bytes freed per second of reloading (within a factor of two), the
+      least urgent, the least recently used, the first defined; and nothing that the room does not need.
+    - Only for one who waited too long are calls of others held back: all whose room is needed drain, and when the last
+      of them is idle they go together.
+    - Warming takes free room and nothing else, and none while somebody waits for room.
+    """
+    return _Draft(observed, now_s, policy).actions()
+
+
+def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float | None:
+    """The next moment at which another plan could come out although nothing happened; None: never."""
+    times: list[float] = []
+    for replica in observed.replicas:
+        if replica.phase is Phase.ABSENT and _is_wanted(replica):
+            times += [replica.retry_at_s, _overdue_at_s(replica, policy)]
+        elif replica.phase is Phase.RESIDENT:
+            times += [replica.last_used_s + policy.linger_s, replica.last_used_s + (replica.idle_limit_s or 0.0)]
+    return min((time_s for time_s in times if time_s > now_s), default=None)
+
+
+def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
+    """Why a replica that was just loaded has to be unloaded again, in one sentence; empty: it may stay."""
+    others = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT and r.key != key)
+    if observed.budget_bytes is None or others + measured_bytes <= observed.budget_bytes:
+        return ""
+    left = megabytes(max(0, observed.budget_bytes - others))
+    return f"loaded, it takes {megabytes(measured_bytes)}; of {megabytes(observed.budget_bytes)}, {left} are free"
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """One who needs room."""
+
+    key: str
+    bytes: int
+    since_s: float
+    is_overdue: bool
+    reason: LoadReason = LoadReason.REQUEST
+
+
+class _Outcome(Enum):
+    """What became of a claim."""
+
+    ON_ITS_WAY = auto()
+    """Loading, or waiting for what is being unloaded."""
+    DRAINING = auto()
+    BLOCKED = auto()
+    """Those whose room it needs are in use."""
+    HOLDS = auto()
+    """The same, for too long: nobody younger may take room."""
+
+
+class _Draft:
+    """A plan as it is made."""
+
+    def __init__(self, observed: Observed, now_s: float, policy: PlanPolicy) -> None:
+        self._replicas = observed.replicas
+        self._now_s = now_s
+        self._policy = policy
+        self._actions: list[Action] = []
+        self._going: set[str] = set()
+        """Whose room this plan disposes of."""
+        used = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT)
+        total = sum(r.bytes for r in observed.replicas)
+        self._budget = total if observed.budget_bytes is None else observed.budget_bytes
+        self._claims = self._rank(self._refuse())
+        coming = [(r.makes_room_for, r.bytes) for r in observed.replicas if r.phase is Phase.UNLOADING]
+        self._ledger = Ledger(self._budget - used, coming, [OVER_BUDGET, *(claim.key for claim in self._claims)])
+
+    def actions(self) -> tuple[Action, ...]:
+        self._demote()
+        self._make_room(_Claim(OVER_BUDGET, self._ledger.missing, -math.inf, True), UnloadReason.BUDGET)
+        self._warm(self._satisfy())
+        return tuple(self._actions)
+
+    # -- who wants what -------------------------------------------------------------------------------------------
+
+    def _refuse(self) -> set[str]:
+        """Tell those who wait for what can never be loaded; who that is."""
+        refused = set()
+        for index, replica in enumerate(self._replicas):
+            kept = sum(r.bytes for i, r in enumerate(self._replicas) if _outranks(i, r, index, replica))
+            if replica.phase is not Phase.ABSENT or replica.bytes <= self._budget - kept:
+                continue
+            refused.add(replica.key)
+            if replica.num_waiting:
+                what = f"it needs {megabytes(replica.bytes)}; of the budget of {megabytes(self._budget)}, models that"
+                self._actions.append(Refuse(replica.key, f"{what} are declared resident keep {megabytes(kept)}"))
+        return refused
+
+    def _rank(self, refused: set[str]) -> list[_Claim]:
+        """Who may be loaded now because it is needed, in the order in which they get room."""
+        ranked = []
+        for index, replica in enumerate(self._replicas):
+            is_claimant = replica.phase is Phase.ABSENT and _is_needed(replica) and replica.key not in refused
+            if not is_claimant or self._now_s < replica.retry_at_s:
+                continue
+            since_s, is_overdue = _since_s(replica), self._now_s >= _overdue_at_s(replica, self._policy)
+            rank = (0, 0, since_s, index) if is_overdue else (1, replica.priority, since_s, index)
+            reason = LoadReason.REQUEST if replica.num_waiting else LoadReason.RESIDENT
+            ranked.append((rank, _Claim(replica.key, replica.bytes, since_s, is_overdue, reason)))
+        return [claim for _, claim in sorted(ranked, key=lambda pair: pair[0])]
+
+    # -- giving room ----------------------------------------------------------------------------------------------
+
+    def _demote(self) -> None:
+        for replica in self._replicas:
+            is_unused = replica.phase is Phase.RESIDENT and not (replica.num_busy or replica.num_waiting)
+            if not is_unused or replica.is_pinned or replica.wants_warm or replica.idle_limit_s is None:
+                continue
+            if self._now_s >= replica.last_used_s + replica.idle_limit_s:
+                self._unload([replica], UnloadReason.IDLE, None)
+
+    def _satisfy(self) -> int:
+        """Give room to claims in their order; how many more loads may start when all are on their way, else 0."""
+        num_free = self._policy.max_parallel_loads - sum(r.phase is Phase.LOADING for r in self._replicas)
+        is_satisfied = True
+        for claim in self._claims:
+            if num_free <= 0:
+                return 0
+            if claim.bytes <= self._ledger.room:
+                self._ledger.spend(claim.key, claim.bytes)
+                self._actions.append(Load(claim.key, claim.reason))
+                outcome = _Outcome.ON_ITS_WAY
+            else:
+                outcome = self._make_room(claim, UnloadReason.ROOM)
+            if outcome is _Outcome.HOLDS:
+                return 0
+            num_free -= outcome is _Outcome.ON_ITS_WAY
+            is_satisfied = is_satisfied and outcome is _Outcome.ON_ITS_WAY
+        return num_free if is_satisfied else 0
+
+    def _make_room(self, claim: _Claim, reason: UnloadReason) -> _Outcome:
+        """Claim what is free and becomes free, and evict or drain for the rest."""
+        lacking = self._ledger.lacking(claim.key, claim.bytes)
+        if lacking <= 0:
+            self._ledger.reserve(claim.key, claim.bytes)
+            return _Outcome.ON_ITS_WAY
+        idle = [r for r in self._replicas if self._is_evictable(r, claim)]
+        victims = self._cheapest(idle, lacking, claim)
+        if victims:
+            self._unload(victims, reason, claim.key)
+            self._ledger.reserve(claim.key, claim.bytes)
+            return _Outcome.ON_ITS_WAY
+        if not claim.is_overdue:
+            return _Outcome.BLOCKED
+        victims = self._cheapest(idle + [r for r in self._replicas if self._is_drainable(r, claim)], lacking, claim)
+        if not victims:
+            return _Outcome.HOLDS
+        self._going.update(r.key for r in victims)
+        self._actions += [Drain(r.key, claim.key) for r in victims]
+        self._ledger.reserve(claim.key, claim.bytes, expected=sum(r.bytes for r in victims))
+        return _Outcome.DRAINING
+
+    def _unload(self, replicas: Iterable[Replica], reason: UnloadReason, makes_room_for: str | None) -> None:
+        for replica in replicas:
+            self._going.add(replica.key)
+            self._actions.append(Unload(replica.key, reason, makes_room_for))
+            self._ledger.add_coming(makes_room_for, replica.bytes)
+
+    def _warm(self, num_free: int) -> None:
+        for replica in self._replicas:
+            is_meant = replica.phase is Phase.ABSENT and replica.wants_warm and not _is_needed(replica)
+            if is_meant and self._now_s >= replica.retry_at_s and replica.bytes <= self._ledger.room and num_free > 0:
+                num_free -= 1
+                self._ledger.spend(replica.key, replica.bytes)
+                self._actions.append(Load(replica.key, LoadReason.WARM))
+
+    # -- whose room -----------------------------------------------------------------------------------------------
+
+    def _is_evictable(self, replica: Replica, claim: _Claim) -> bool:
+        """Whether it may go at once."""
+        if replica.num_busy or not self._is_replaceable(replica, claim):
+            return False
+        if replica.num_waiting and replica.makes_room_for is None:
+            return False  # about to serve them
+        return claim.is_overdue or self._now_s >= replica.last_used_s + self._policy.linger_s
+
+    def _is_drainable(self, replica: Replica, claim: _Claim) -> bool:
+        return replica.num_busy > 0 and self._is_replaceable(replica, claim)
+
+    def _is_replaceable(self, replica: Replica, claim: _Claim) -> bool:
+        """Whether its room may ever be another's: who waits for it must be younger, and the other overdue."""
+        if replica.phase is not Phase.RESIDENT or replica.is_pinned or replica.key in self._going:
+            return False
+        return not replica.num_waiting or (claim.is_overdue and claim.since_s < _since_s(replica))
+
+    def _cheapest(self, candidates: Sequence[Replica], lacking: int, claim: _Claim) -> list[Replica]:
+        """The cheapest that free so many bytes, and no more of them than needed; empty: all together do not."""
+        order = {r.key: i for i, r in enumerate(self._replicas)}
+
+        def cost(replica: Replica) -> tuple[bool, bool, int, int, float, int]:
+            is_new = replica.makes_room_for != claim.key
+            worth = math.frexp(replica.bytes / max(replica.reload_s, MIN_RELOAD_S))[1]
+            return is_new, replica.num_busy > 0, -worth, -replica.priority, replica.last_used_s, order[replica.key]
+
+        chosen: list[Replica] = []
+        for replica in sorted(candidates, key=cost):
+            if lacking > 0 and replica.bytes > 0:
+                chosen.append(replica)
+                lacking -= replica.bytes
+        if lacking > 0:
+            return []
+        for replica in reversed(tuple(chosen)):
+            if lacking + replica.bytes <= 0:
+                chosen.remove(replica)
+                lacking += replica.bytes
+        return chosen
+
+
+def _outranks(i: int, other: Replica, index: int, replica: Replica) -> bool:
+    """Whether another's room is never to be had: it is declared resident, and there or defined first."""
+    is_settled = other.phase is not Phase.ABSENT or not replica.is_pinned or i < index
+    return other.is_pinned and i != index and is_settled
+
+
+def _is_needed(replica: Replica) -> bool:
+    return replica.num_waiting > 0 or replica.is_pinned
+
+
+def _is_wanted(replica: Replica) -> bool:
+    return _is_needed(replica) or replica.wants_warm
+
+
+def _since_s(replica: Replica) -> float:
+    """Since when it is needed."""
+    asked = [] if replica.waiting_since_s is None else [replica.waiting_since_s]
+    return min(asked + ([replica.retry_at_s] if replica.is_pinned else []), default=math.inf)
+
+
+def _overdue_at_s(replica: Replica, policy: PlanPolicy) -> float:
+    """From when on others are drained for it."""
+    return _since_s(replica) + max(policy.max_wait_s, policy.reload_patience * replica.reload_s)

@@ -1,0 +1,122 @@
+"""From one manifest to the next, under load: validate, weigh, load what is new, switch, drain what is gone, unload.
+
+Whatever fails before the switch changes nothing. The switch is one assignment; after it, the new manifest holds,
+whatever becomes of the old one's remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from lockstep.cluster.held import Held
+from lockstep.cluster.manifest import Manifest, Tier
+from lockstep.cluster.models import Model, Roster
+from lockstep.cluster.opening import Opened
+from lockstep.cluster.snapshot import Replaced
+from lockstep.cluster.stage import REPLACED, Stage
+
+
+async def replace_manifest(stage: Stage, manifest: Manifest) -> Replaced:
+    """Bring a manifest in; one at a time.
+
+    Raises:
+        LockstepError: it cannot be served; what was served still is.
+    """
+    began_s = time.monotonic()
+    old = stage.roster
+    opened = await stage.open(manifest)
+    known = {held.key for held in stage.replicas.all()}
+    roster = stage.cast(manifest, opened)
+    needed = _resident(roster)
+    kept = {held.key for held in _replicas(roster)}
+    gone = [held for held in stage.replicas.all() if held.key not in kept]
+    try:
+        await _load(stage, roster, opened, needed, gone)
+    except BaseException:
+        await _undo(stage, roster, [held for held in _replicas(roster) if held.key not in known], gone)
+        raise
+    stage.enter(roster, opened.table)
+    left = [model.remote for model in old.models.values() if model.remote is not None]
+    now = [model.remote for model in roster.models.values()]
+    num_drained, num_cut = await _drain(stage, gone)
+    for remote in left:
+        if remote not in now:
+            await remote.close()
+    added, removed, changed, unchanged = differences(old, roster)
+    duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
+    return Replaced(manifest.cluster, added, removed, changed, unchanged, num_drained, num_cut, duration_ms)
+
+
+def differences(old: Roster, new: Roster) -> tuple[tuple[str, ...], ...]:
+    """Ids of models that are added, removed, changed and unchanged."""
+    common = [(model, old.models[model.id]) for model in new.models.values() if model.id in old.models]
+    return (
+        tuple(id_ for id_ in new.models if id_ not in old.models),
+        tuple(id_ for id_ in old.models if id_ not in new.models),
+        tuple(now.id for now, before in common if now is not before),
+        tuple(now.id for now, before in common if now is before),
+    )
+
+
+async def _load(stage: Stage, roster: Roster, opened: Opened, needed: Sequence[Held], gone: Sequence[Held]) -> None:
+    """Load what the new manifest wants resident, beside the old models if the budget allows both."""
+    replicas = stage.replicas
+    stage.announce(roster)
+    budgets = (replicas.budget_bytes, opened.table.budgets.gpu.effective_bytes)
+    bounds = [budget for budget in budgets if budget is not None]
+    replicas.budget_bytes = max(bounds) if len(bounds) == len(budgets) else None
+    pinned = {held.key: held.bytes for held in replicas.all() if held.is_pinned} | {h.key: h.bytes for h in needed}
+    if replicas.budget_bytes is not None and sum(pinned.values()) > replicas.budget_bytes:
+        for held in gone:
+            replicas.retire(held)
+        await asyncio.gather(*(replicas.drain(held, stage.options.drain_s, REPLACED) for held in gone))
+    for held in needed:
+        held.is_pinned = True
+    async with asyncio.TaskGroup() as loads:
+        for held in needed:
+            loads.create_task(stage.bring(held))
+
+
+async def _undo(stage: Stage, roster: Roster, new: Sequence[Held], gone: Sequence[Held]) -> None:
+    """As it was before: what was only half brought in goes, what was taken away comes back."""
+    stage.announce(None)
+    for held in new:
+        stage.replicas.retire(held)
+    await asyncio.gather(*(stage.replicas.drain(held, 0.0, REPLACED) for held in new))
+    for held in new:
+        stage.replicas.forget(held.key)
+    for held in gone:
+        held.is_retired = False
+    old = stage.roster
+    for model in roster.models.values():
+        if model.remote is not None and model.remote not in [m.remote for m in old.models.values()]:
+            await model.remote.close()
+    assert stage.table is not None
+    stage.enter(old, stage.table)
+    await asyncio.gather(*(stage.bring(held) for held in _resident(old)), return_exceptions=True)
+
+
+async def _drain(stage: Stage, gone: Sequence[Held]) -> tuple[int, int]:
+    """Let what is gone answer what it has begun; how many calls came to their own end, and how many were cut."""
+    num_busy = sum(held.num_busy for held in gone)
+    for held in gone:
+        stage.replicas.retire(held)
+    cut = await asyncio.gather(*(stage.replicas.drain(held, stage.options.drain_s, REPLACED) for held in gone))
+    for held in gone:
+        stage.replicas.forget(held.key)
+    return num_busy - sum(cut), sum(cut)
+
+
+def _replicas(roster: Roster) -> list[Held]:
+    return list(dict.fromkeys(m.held for m in roster.models.values() if m.held is not None))
+
+
+def _resident(roster: Roster) -> list[Held]:
+    """Replicas of models that are declared resident."""
+
+    def is_resident(model: Model) -> bool:
+        return model.held is not None and model.entry.tier is Tier.RESIDENT
+
+    return list(dict.fromkeys(m.held for m in roster.models.values() if is_resident(m) and m.held is not None))

@@ -1,0 +1,324 @@
+"""Who is loaded: the shell that carries out the planner's plans on a device worker. Event loop only.
+
+A call takes part in a replica between `acquire` and `release`. While its replica is not there, or is held back for
+others, it waits; waiters of one replica share its load. What the worker does, it does in tasks of this shell, so that
+a client that leaves ends its own wait and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
+
+from lockstep.cluster.held import Held, ReplicaSpec, Waiter
+from lockstep.cluster.planner import (
+    Drain,
+    Load,
+    Observed,
+    Phase,
+    PlanPolicy,
+    Refuse,
+    Unload,
+    look_again_s,
+    overshoot,
+    plan,
+)
+from lockstep.engine.loading import Progress
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import LockstepError, QueueFullError, UnavailableError
+from lockstep.worker.supervised import SupervisedWorker
+
+MAX_WAITING_CALLS = 1024
+"""That wait for replicas, all together; more are refused."""
+MIN_LOOK_S = 0.005
+"""Plans that only time could change are no closer together."""
+
+
+class Watcher(Protocol):
+    """Who is told that a replica has come to another phase."""
+
+    def __call__(self, held: Held, before: Phase, reason: str, duration_s: float) -> None: ...
+
+
+class Replicas:
+    """All replicas of a cluster.
+
+    Args:
+        worker: does the loading and unloading.
+        policy: the planner's patience.
+        on_moved: told of every change of phase, after it.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        worker: SupervisedWorker,
+        policy: PlanPolicy,
+        on_moved: Watcher,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._worker = worker
+        self._policy = policy
+        self._on_moved = on_moved
+        self._clock = clock
+        self._held: dict[str, Held] = {}
+        """In order of definition."""
+        self.budget_bytes: int | None = None
+        self.progress: Progress | None = None
+        """Told about loads."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._look: asyncio.TimerHandle | None = None
+        self._watchers: list[asyncio.Future[None]] = []
+        self._is_quiet = True
+        """Nobody waits for anything, so that the end of a call changes no plan."""
+        self._closing: LockstepError | None = None
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    def all(self) -> tuple[Held, ...]:
+        return tuple(self._held.values())
+
+    def get(self, key: str) -> Held:
+        return self._held[key]
+
+    def hold(self, spec: ReplicaSpec) -> Held:
+        """The replica of a spec; a new one is absent until somebody needs it."""
+        held = self._held.get(spec.key)
+        if held is None:
+            held = Held(spec, priority=0, is_pinned=False, idle_limit_s=None, bytes=spec.predicted_bytes)
+            self._held[spec.key] = held
+        return held
+
+    def order(self, keys: Iterable[str]) -> None:
+        """These come first, in this order: it breaks ties."""
+        first = {key: self._held[key] for key in keys}
+        self._held = first | self._held
+
+    def forget(self, key: str) -> None:
+        """One that is absent is no part of this any more."""
+        assert self._held[key].phase is Phase.ABSENT
+        del self._held[key]
+
+    async def tokenizer_of(self, held: Held) -> Tokenizer:
+        """Its text side, loaded or not."""
+        if held.tokenizer is None:
+            held.tokenizer = await asyncio.to_thread(held.spec.tokenizer)
+        return held.tokenizer
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    async def acquire(self, held: Held) -> None:
+        """Wait until a call may be sent to a replica, which then stays until `release`.
+
+        Raises:
+            UnavailableError: it cannot be loaded now, or is on its way out.
+            QueueFullError: too many wait already.
+        """
+        now_s = self._clock()
+        self._refuse(held, now_s)
+        if held.phase is Phase.RESIDENT and not held.is_draining:
+            self._admit(held, now_s)
+            return
+        if sum(len(other.waiting) for other in self._held.values()) >= MAX_WAITING_CALLS:
+            raise QueueFullError(f"{MAX_WAITING_CALLS} requests already wait for models to be loaded; try again later")
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = Waiter(admitted, now_s)
+        held.waiting.append(waiter)
+        self.pump()
+        try:
+            await admitted
+        except BaseException:
+            if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
+                self.release(held)  # admitted in the moment in which it left
+            raise
+        finally:
+            if waiter in held.waiting:
+                held.waiting.remove(waiter)
+                self.pump()
+
+    def release(self, held: Held) -> None:
+        """A call of a replica has ended."""
+        held.num_busy -= 1
+        held.last_used_s = self._clock()
+        assert held.num_busy >= 0
+        if not held.num_busy and not (self._is_quiet and held.idle_limit_s is None):
+            self.pump()
+
+    def _refuse(self, held: Held, now_s: float) -> None:
+        if self._closing is not None:
+            raise self._closing
+        if held.is_retired:
+            raise UnavailableError("the model is being taken out of service; try again in a moment")
+        if held.failure is not None and now_s < held.retry_at_s:
+            raise UnavailableError(
+                f"the model could not be loaded: {held.failure}", retry_after_s=held.retry_at_s - now_s
+            )
+
+    def _admit(self, held: Held, now_s: float) -> None:
+        held.num_busy += 1
+        held.last_used_s = now_s
+
+    def _admit_waiting(self, held: Held) -> None:
+        now_s = self._clock()
+        while held.waiting:
+            admitted = held.waiting.popleft().admitted
+            if not admitted.done():
+                self._admit(held, now_s)
+                admitted.set_result(None)
+
+    def _fail_waiting(self, held: Held, error: LockstepError) -> None:
+        while held.waiting:
+            admitted = held.waiting.popleft().admitted
+            if not admitted.done():
+                admitted.set_exception(error)
+
+    # -- what is done ---------------------------------------------------------------------------------------------
+
+    def warm(self, held: Held) -> bool:
+        """Load it when there is free room; whether it was not wanted already."""
+        if held.phase is not Phase.ABSENT or held.wants_warm or held.waiting or held.is_retired:
+            return False
+        if held.failure is not None and self._clock() < held.retry_at_s:
+            return False
+        held.wants_warm = True
+        self.pump()
+        return True
+
+    def retire(self, held: Held) -> None:
+        """It takes no more calls, and those that wait are told so."""
+        held.is_retired, held.wants_warm = True, False
+        self._fail_waiting(held, UnavailableError("the model is being taken out of service; try again in a moment"))
+        self.pump()
+
+    async def drain(self, held: Held, limit_s: float, reason: str) -> int:
+        """Unload a retired replica when its calls have ended, or when the time is up; how many calls that cut."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.until(lambda: held.num_busy == 0 and held.phase is not Phase.LOADING)
+        except TimeoutError:
+            await self.until(lambda: held.phase is not Phase.LOADING)
+        num_cut = held.num_busy
+        if held.phase is Phase.RESIDENT:
+            self._start_unload(held, reason, None)
+        await self.until(lambda: held.phase is Phase.ABSENT)
+        return num_cut
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait for something that depends on replicas alone."""
+        while not is_so():
+            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchers.append(watcher)
+            self._is_quiet = False
+            await watcher
+
+    def pump(self) -> None:
+        """Plan, and carry it out."""
+        if self._closing is not None:
+            return
+        observed, now_s = self._observed(), self._clock()
+        drains: dict[str, str] = {}
+        for action in plan(observed, now_s, self._policy):
+            match action:
+                case Load(key, reason):
+                    self._start_load(self._held[key], reason)
+                case Unload(key, reason, makes_room_for):
+                    self._start_unload(self._held[key], reason, makes_room_for)
+                case Drain(key, makes_room_for):
+                    drains[key] = makes_room_for
+                case Refuse(key, why):
+                    self._fail_waiting(self._held[key], UnavailableError(f"the model cannot be loaded: {why}"))
+        for held in self._held.values():
+            if held.phase is Phase.RESIDENT:
+                held.makes_room_for = drains.get(held.key)
+                if held.waiting and held.makes_room_for is None:
+                    self._admit_waiting(held)
+        waiting, self._watchers = self._watchers, []
+        for watcher in waiting:
+            if not watcher.done():
+                watcher.set_result(None)
+        self._look_again(self._observed())
+
+    def _look_again(self, observed: Observed) -> None:
+        """See to it that there is another plan when time alone may change it."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        wanted = any(r.phase is not Phase.RESIDENT and (r.num_waiting or r.is_pinned) for r in observed.replicas)
+        used_bytes = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT)
+        is_over = observed.budget_bytes is not None and used_bytes > observed.budget_bytes
+        self._is_quiet = not (wanted or is_over or self._watchers)
+        if self._is_quiet and all(r.idle_limit_s is None for r in observed.replicas):
+            return
+        now_s = self._clock()
+        at_s = look_again_s(observed, now_s, self._policy)
+        if at_s is not None:
+            self._look = asyncio.get_running_loop().call_later(max(MIN_LOOK_S, at_s - now_s), self.pump)
+
+    def _observed(self) -> Observed:
+        return Observed(tuple(held.observed() for held in self._held.values()), self.budget_bytes)
+
+    def _move(self, held: Held, phase: Phase, reason: str) -> None:
+        before, since_s = held.phase, held.since_s
+        held.move_to(phase, self._clock())
+        self._on_moved(held, before, reason, held.since_s - since_s)
+
+    def _start_load(self, held: Held, reason: str) -> None:
+        self._move(held, Phase.LOADING, reason)
+        self._run(self._load(held, reason))
+
+    async def _load(self, held: Held, reason: str) -> None:
+        spec = held.spec
+        try:
+            loaded = await self._worker.load(spec.key, spec.source, spec.options, self.progress)
+            if held.loaded is None or held.loaded.text != loaded.text:
+                held.tokenizer = await asyncio.to_thread(lambda: Tokenizer(loaded.text.parts()))
+            measured = spec.measure(loaded)
+            excess = overshoot(self._observed(), spec.key, measured)
+            held.bytes = measured
+            if excess:
+                self._move(held, Phase.UNLOADING, "budget")
+                await self._worker.unload(spec.key)
+                raise UnavailableError(excess)
+        except LockstepError as error:
+            delay_s = held.failed(error, self._clock())
+            self._move(held, Phase.ABSENT, "failed")
+            self._fail_waiting(held, UnavailableError(f"the model could not be loaded: {error}", retry_after_s=delay_s))
+        else:
+            held.succeeded(loaded, self._clock())
+            self._move(held, Phase.RESIDENT, reason)
+            self._admit_waiting(held)
+        self.pump()
+
+    def _start_unload(self, held: Held, reason: str, makes_room_for: str | None) -> None:
+        self._move(held, Phase.UNLOADING, reason)
+        held.makes_room_for = makes_room_for
+        self._run(self._unload(held, reason))
+
+    async def _unload(self, held: Held, reason: str) -> None:
+        await self._worker.unload(held.key)
+        held.makes_room_for = None
+        self._move(held, Phase.ABSENT, reason)
+        self.pump()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def fail_all(self, error: LockstepError) -> None:
+        """Nobody waits any longer."""
+        for held in self._held.values():
+            self._fail_waiting(held, error)
+
+    async def close(self) -> None:
+        """End what is under way; the worker is the caller's to close."""
+        self._closing = UnavailableError("the server is closing")
+        self.fail_all(self._closing)
+        if self._look is not None:
+            self._look.cancel()
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,125 @@
+"""What a routed request becomes at each of its hops. Pure: calls and answers in, calls and decisions out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lockstep.cluster.backend import targets_of
+from lockstep.cluster.base import Call, Conversation, Prompt
+from lockstep.cluster.manifest import Entry, Manifest, Persona, Routing
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.sampling_params import SamplingParams
+
+_DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SamplingParams)}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the entry model's answer means."""
+
+    intent: str | None
+    """What was read from it; None: nothing."""
+    target: str | None
+    """Id of who answers next; None: the answer stands."""
+    is_fallback: bool = False
+    """The target is the fallback, as the rule names nobody."""
+
+
+class Router:
+    """The routing of one manifest, with what follows from it worked out once."""
+
+    def __init__(self, manifest: Manifest, routing: Routing) -> None:
+        self.entry = routing.entry
+        self._rule = routing.rule
+        self._fallback = manifest.fallback
+        self._ids = targets_of(manifest)
+        words = routing.rule.constraint_words(self._ids)
+        choices = (*words, *(f"{routing.rule.field_name}={word}" for word in words))
+        self._params = SamplingParams(
+            temperature=0.0,
+            # No tokenizer has more tokens than bytes; one more for the end.
+            max_tokens=1 + max(len(choice.encode()) for choice in choices),
+            constraint=Constraint.choice(choices),
+        )
+        self._meanings = tuple((choice, self.decide(choice).target) for choice in choices)
+
+    @staticmethod
+    def of(manifest: Manifest) -> Router | None:
+        """None: no request is routed."""
+        return None if manifest.routing is None else Router(manifest, manifest.routing)
+
+    def question(self, call: Call) -> Call:
+        """The entry model's part of a call: greedy, and nothing but an id that the rule knows, or none of them.
+
+        Raises:
+            InvalidParameterError: the prompt is tokens, which mean something to one model only.
+        """
+        return replace(
+            call,
+            model=self.entry,
+            prompt=_conversation(call.prompt),
+            params=self._params,
+            truncate_prompt_tokens=None,
+            prompt_logprobs=None,
+            shown_specials=(),
+        )
+
+    def decide(self, answer: str) -> Decision:
+        """Who answers next."""
+        value = self._rule.read(answer)
+        target = None if value is None else self._rule.target_of(value, self._ids)
+        if target is not None:
+            return Decision(value, target)
+        return Decision(value, self._fallback, is_fallback=self._fallback is not None)
+
+    def foresee(self, beginning: str) -> str | None:
+        """Who will answer next, as soon as the beginning of the entry's answer leaves one target only."""
+        possible = {target for choice, target in self._meanings if choice.startswith(beginning)}
+        return possible.pop() if beginning and len(possible) == 1 else None
+
+
+def addressed(call: Call, entry: Entry) -> Call:
+    """A call as one model is to answer it: its persona, its sampling where the call says nothing, its priority."""
+    return replace(
+        call,
+        model=entry.id,
+        prompt=_with_persona(call.prompt, entry),
+        params=_with_defaults(call.params, entry.sampling),
+        priority=call.priority + entry.priority,
+    )
+
+
+def _with_persona(prompt: Prompt, entry: Entry) -> Prompt:
+    """Only conversations have room for a persona; a plain prompt is the caller's own."""
+    words = entry.system_prompt
+    if words is None or not isinstance(prompt, Conversation):
+        return prompt
+    own: Mapping[str, Any] = {"role": "system", "content": words}
+    messages: Sequence[Mapping[str, Any]] = prompt.messages
+    if entry.persona is Persona.SUFFIX:
+        return replace(prompt, messages=[*messages, own])
+    first = messages[0] if messages else {}
+    if first.get("role") == "system" and isinstance(first.get("content"), str):
+        # Many templates take one system message, and only as the first.
+        return replace(prompt, messages=[{**first, "content": f"{words}\n\n{first['content']}"}, *messages[1:]])
+    return replace(prompt, messages=[own, *messages])
+
+
+def _with_defaults(params: SamplingParams, sampling: Mapping[str, float | int]) -> SamplingParams:
+    missing: dict[str, Any] = {
+        name: value for name, value in sampling.items() if getattr(params, name) == _DEFAULTS[name]
+    }
+    return replace(params, **missing) if missing else params
+
+
+def _conversation(prompt: Prompt) -> Conversation:
+    if isinstance(prompt, Conversation):
+        return replace(prompt, reasoning="off")
+    if isinstance(prompt, str):
+        return Conversation([{"role": "user", "content": prompt}], reasoning="off")
+    raise InvalidParameterError(
+        "the prompt is token ids, which mean something to one model only; name a model, or send text", param="prompt"
+    )

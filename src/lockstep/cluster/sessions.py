@@ -1,0 +1,197 @@
+"""Conversations that keep their KV: how many a model may hold on the device, who waits, and who gives way.
+
+A request without a session id is a session of its own that ends with it. Event loop only; times are values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.cluster.manifest import SessionLimits
+from lockstep.cluster.snapshot import SessionSnapshot
+from lockstep.errors import LockstepError, QueueFullError
+
+MAX_SESSIONS = 4096
+"""That are remembered; beyond it the least recently used idle one is forgotten."""
+MAX_WAITING_SESSIONS = 1024
+"""Requests that wait for one model's sessions; more are refused."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What is known of one named conversation."""
+
+    id: str
+    model: str
+    began_s: float
+    last_used_s: float
+    num_requests: int = 0
+    num_active: int = 0
+    is_held: bool = True
+    """Its KV is kept on the device."""
+
+    def snapshot(self, now_s: float) -> SessionSnapshot:
+        state = "active" if self.num_active else "idle" if self.is_held else "dropped"
+        idle_s = 0.0 if self.num_active else now_s - self.last_used_s
+        return SessionSnapshot(self.id, self.model, state, now_s - self.began_s, idle_s, self.num_requests)
+
+
+class ModelSessions:
+    """The sessions whose KV one model holds.
+
+    Args:
+        limit: how many may be held at once.
+        on_swept: told which idle session gave way.
+    """
+
+    def __init__(self, limit: int, on_swept: Callable[[str], None]) -> None:
+        self.limit = limit
+        self._on_swept = on_swept
+        self._num_ephemeral = 0
+        self._active: dict[str, int] = {}
+        """Requests in flight by named session."""
+        self._idle: dict[str, None] = {}
+        """Least recently used first."""
+        self._waiting: deque[tuple[asyncio.Future[None], str | None]] = deque()
+
+    @property
+    def num_active(self) -> int:
+        return self._num_ephemeral + len(self._active)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_active + len(self._idle)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def enter(self, session: str | None) -> None:
+        """Wait until a request of a session may run; every one leaves by `leave`.
+
+        Raises:
+            QueueFullError: too many wait already.
+        """
+        if not self._waiting and self._has_room(session):
+            self._take(session)
+            return
+        if len(self._waiting) >= MAX_WAITING_SESSIONS:
+            raise QueueFullError(f"{MAX_WAITING_SESSIONS} requests already wait for this model's sessions")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = (turn, session)
+        self._waiting.append(waiter)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave(session)
+            else:
+                self._waiting.remove(waiter)
+            raise
+
+    def leave(self, session: str | None) -> None:
+        """A request has ended; a named session stays as an idle one."""
+        if session is None:
+            self._num_ephemeral -= 1
+        elif self._active[session] > 1:
+            self._active[session] -= 1
+        else:
+            del self._active[session]
+            self._idle[session] = None
+        self._next()
+
+    def drop(self, session: str) -> bool:
+        """Give up an idle session's KV; whether it was held."""
+        is_held = session in self._idle
+        self._idle.pop(session, None)
+        if is_held:
+            self._next()
+        return is_held
+
+    def fail_all(self, error: LockstepError) -> None:
+        """Nobody waits any longer."""
+        while self._waiting:
+            turn, _ = self._waiting.popleft()
+            if not turn.done():
+                turn.set_exception(error)
+
+    def _has_room(self, session: str | None) -> bool:
+        return session in self._active or session in self._idle or self.num_active < self.limit
+
+    def _take(self, session: str | None) -> None:
+        if session is None:
+            self._num_ephemeral += 1
+        else:
+            self._idle.pop(session, None)
+            self._active[session] = self._active.get(session, 0) + 1
+        while self.num_held > self.limit and self._idle:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            self._on_swept(oldest)
+
+    def _next(self) -> None:
+        while self._waiting and self._has_room(self._waiting[0][1]):
+            turn, session = self._waiting.popleft()
+            if not turn.done():
+                self._take(session)
+                turn.set_result(None)
+
+
+class Sessions:
+    """All named sessions of a cluster, in order of last use."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Session] = {}
+
+    def begin(self, id_: str, model: str, now_s: float) -> bool:
+        """A request of a session; whether the session is new."""
+        session = self._known.pop(id_, None)
+        is_new = session is None
+        if session is None:
+            session = Session(id_, model, now_s, now_s)
+        self._known[id_] = session
+        session.model, session.is_held, session.last_used_s = model, True, now_s
+        session.num_requests += 1
+        session.num_active += 1
+        return is_new
+
+    def end(self, id_: str, now_s: float) -> None:
+        """It has been answered, whatever became of it."""
+        session = self._known.get(id_)
+        if session is not None:
+            session.num_active -= 1
+            session.last_used_s = now_s
+
+    def answered_by(self, id_: str, model: str) -> None:
+        if id_ in self._known:
+            self._known[id_].model = model
+
+    def dropped(self, id_: str) -> None:
+        """Its KV was given up."""
+        if id_ in self._known:
+            self._known[id_].is_held = False
+
+    def forget(self, id_: str) -> Session | None:
+        """Its client ended it; None: nobody knows it."""
+        return self._known.pop(id_, None)
+
+    def idle(self, limits: SessionLimits, now_s: float) -> list[Session]:
+        """Those whose KV may be given up, as nobody came back for long, and who are one too many to remember."""
+        excess = len(self._known) - MAX_SESSIONS
+        for session in list(self._known.values())[: max(0, excess)]:
+            if not session.num_active and not session.is_held:
+                del self._known[session.id]
+        return [
+            session
+            for session in self._known.values()
+            if session.is_held
+            and not session.num_active
+            and now_s - session.last_used_s >= limits.idle_threshold_s
+            and now_s - session.began_s >= limits.min_lifetime_s
+        ]
+
+    def snapshot(self, now_s: float) -> tuple[SessionSnapshot, ...]:
+        return tuple(session.snapshot(now_s) for session in self._known.values())

@@ -1,0 +1,208 @@
+"""What is on: the models that there are now, the replicas under them, and what is told of their comings and goings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.budget import BudgetTable, refusal
+from lockstep.cluster.events import EventLog
+from lockstep.cluster.held import Held
+from lockstep.cluster.manifest import Entry, Manifest, Tier
+from lockstep.cluster.models import Model, Roster
+from lockstep.cluster.opening import Opened, open_manifest
+from lockstep.cluster.planner import Phase, PlanPolicy
+from lockstep.cluster.remote import RemoteModel
+from lockstep.cluster.replicas import Replicas
+from lockstep.cluster.sessions import ModelSessions, Sessions
+from lockstep.cluster.snapshot import Counters, TransitionSnapshot
+from lockstep.engine.loading import LoadOptions
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
+
+MAX_TRANSITIONS = 256
+"""That are remembered."""
+DRAIN_S = 10.0
+"""For calls to what goes; then they are cut."""
+REPLACED = "replaced"
+"""Why a replica goes that the manifest does not have any more."""
+_STATES = {
+    Phase.ABSENT: "standby",
+    Phase.LOADING: "loading",
+    Phase.RESIDENT: "resident",
+    Phase.UNLOADING: "unloading",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """How a manifest is served."""
+
+    backend: Backend = Backend.AUTO
+    load: LoadOptions = field(default_factory=LoadOptions)
+    """Of every model, where its own ``engine`` says nothing else."""
+    worker: WorkerOptions = field(default_factory=WorkerOptions)
+    policy: PlanPolicy = field(default_factory=PlanPolicy)
+    drain_s: float = DRAIN_S
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Where the keys of remote models are looked up."""
+
+
+class Stage:
+    """Changed by booting, by replacing, and by loading and unloading by hand."""
+
+    def __init__(self, options: ClusterOptions) -> None:
+        self.options = options
+        self.worker = SupervisedWorker(options.worker)
+        self.events = EventLog()
+        self.counters = Counters()
+        self.sessions = Sessions()
+        self.transitions: deque[TransitionSnapshot] = deque(maxlen=MAX_TRANSITIONS)
+        self.replicas = Replicas(self.worker, options.policy, self._moved)
+        self.table: BudgetTable | None = None
+        self.is_booted = False
+        self._roster: Roster | None = None
+        self._coming: Roster | None = None
+        """The models of a manifest that is being brought in."""
+
+    @property
+    def roster(self) -> Roster:
+        assert self._roster is not None, "started before it is asked"
+        return self._roster
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there are models yet."""
+        return self._roster is not None
+
+    # -- a manifest's way onto the stage --------------------------------------------------------------------------
+
+    async def open(self, manifest: Manifest) -> Opened:
+        """Open a manifest's sources and weigh them against its budgets.
+
+        Raises:
+            ArtifactError: a source cannot be served.
+            ConfigError: the models that are to be resident need more than the budgets.
+        """
+        served = served_by(manifest, self.options.backend)
+        opened = await asyncio.to_thread(open_manifest, served, self.options.load)
+        if reason := refusal(opened.table):
+            raise ConfigError(reason)
+        return opened
+
+    def cast(self, manifest: Manifest, opened: Opened) -> Roster:
+        """The models of a manifest; those that it does not change go on as they are."""
+        before = self._roster
+
+        def make(declared: Entry, entry: Entry) -> Model:
+            spec = opened.specs.get(entry.id)
+            held = None if spec is None else self.replicas.hold(spec)
+            old = None if before is None else before.models.get(entry.id)
+            limit = entry.max_active_sessions or manifest.sessions.max_active_sessions
+            if old is not None and (old.entry, old.declared, old.held) == (entry, declared, held):
+                old.sessions.limit = limit
+                return old
+            remote = self._remote(entry, old) if held is None else None
+            model = Model(entry, declared, held, remote, ModelSessions(limit, self._sweeper(entry.id)))
+            if old is not None:
+                model.num_requests = old.num_requests
+            return model
+
+        return Roster(manifest, opened.manifest, make)
+
+    def _remote(self, entry: Entry, old: Model | None) -> RemoteModel:
+        if old is not None and old.remote is not None and old.entry == entry:
+            return old.remote
+        key_name = None if entry.remote is None else entry.remote.api_key_env
+        return RemoteModel(entry, None if key_name is None else self.options.environment.get(key_name))
+
+    def _sweeper(self, model: str) -> Callable[[str], None]:
+        return lambda session: self.swept(session, model, "room")
+
+    def announce(self, roster: Roster | None) -> None:
+        """These models are about to come; None: no longer."""
+        self._coming = roster
+
+    def enter(self, roster: Roster, table: BudgetTable) -> None:
+        """From now on calls go to these models."""
+        self._roster, self._coming, self.table = roster, None, table
+        self.replicas.budget_bytes = table.budgets.gpu.effective_bytes
+        for held in self.replicas.all():
+            self.appoint(held, roster)
+        self.replicas.order(dict.fromkeys(m.held.key for m in roster.models.values() if m.held is not None))
+        self.replicas.pump()
+
+    def appoint(self, held: Held, roster: Roster) -> None:
+        """What a replica's models ask of it."""
+        entries = [model.entry for model in roster.models.values() if model.held is held]
+        limits = [entry.keep_alive_s for entry in entries]
+        held.is_pinned = any(entry.tier is Tier.RESIDENT for entry in entries)
+        held.priority = min((entry.priority for entry in entries), default=0)
+        held.idle_limit_s = max((limit for limit in limits if limit is not None), default=None)
+        if None in limits:
+            held.idle_limit_s = None
+
+    async def bring(self, held: Held) -> None:
+        """Wait until a replica is resident.
+
+        Raises:
+            LockstepError: why it is not.
+        """
+        try:
+            await self.replicas.acquire(held)
+        except LockstepError as error:
+            raise (held.failure or error) from None
+        self.replicas.release(held)
+
+    # -- what is told of it ---------------------------------------------------------------------------------------
+
+    def models_on(self, held: Held) -> tuple[Model, ...]:
+        """Who shares a replica."""
+        rosters = [roster for roster in (self._roster, self._coming) if roster is not None]
+        found = {m.id: m for roster in reversed(rosters) for m in roster.models.values() if m.held is held}
+        return tuple(found.values())
+
+    def state_of(self, model: Model, now_s: float) -> str:
+        """Where a model is: its declared tier says only where it is meant to be."""
+        held = model.held
+        if held is None:
+            return "remote"
+        if held.phase is Phase.RESIDENT:
+            return self.worker.tier(held.key)  # its worker may have been lost
+        if held.phase is Phase.ABSENT and held.failure is not None and now_s < held.retry_at_s:
+            return "failed"
+        return _STATES[held.phase]
+
+    def swept(self, session: str, model: str, reason: str) -> None:
+        """A session's KV was given up."""
+        self.sessions.dropped(session)
+        self.events.emit("session_evicted", session=session, model=model, reason=reason)
+
+    def _moved(self, held: Held, before: Phase, reason: str, duration_s: float) -> None:
+        after = _STATES[held.phase] if reason != "failed" else "failed"
+        duration_ms = 0.0 if held.phase in (Phase.LOADING, Phase.UNLOADING) else round(duration_s * 1e3, 3)
+        for model in self.models_on(held):
+            if self.is_booted:
+                self._count(held.phase, reason)
+            change = TransitionSnapshot(time.time(), model.id, _STATES[before], after, reason, duration_ms)
+            self.transitions.append(change)
+            self.events.emit(
+                "tier_changed",
+                model=model.id,
+                replica=held.key,
+                from_=change.before,
+                to=after,
+                reason=reason,
+                duration_ms=duration_ms,
+            )
+
+    def _count(self, phase: Phase, reason: str) -> None:
+        if phase is Phase.RESIDENT:
+            self.counters.promotions += 1
+        elif phase is Phase.UNLOADING and reason != REPLACED:
+            self.counters.demotions += 1
+            self.counters.lru_evictions += reason == "room"

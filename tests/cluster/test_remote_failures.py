@@ -1,0 +1,233 @@
+"""A server that misbehaves: whatever it does, the call ends, with an error that fits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import aclosing
+
+import pytest
+
+from lockstep.cluster.breaker import BreakerState
+from lockstep.core.request import FinishReason
+from lockstep.errors import (
+    DeadlineError,
+    InvalidParameterError,
+    LockstepError,
+    PromptTooLongError,
+    QueueDeadlineError,
+    RequestFailedError,
+    UnavailableError,
+)
+from lockstep.executors.sampling_params import SamplingParams
+from tests.cluster.remotes import (
+    HEAD,
+    KEY,
+    LONG_S,
+    Reply,
+    answer_of,
+    call,
+    chunk,
+    crooked,
+    event,
+    events_of,
+    refuses,
+    remote,
+    says,
+    tokens_of,
+    whole,
+)
+
+BEGUN = HEAD + chunk({"role": "assistant", "content": "Once"})
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n<h1>Welcome</h1>"
+CUT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n"
+PINGS: list[bytes | float] = [b": ping\n\n", 0.2] * 20
+FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
+    "500": (refuses(500, {"error": {"message": "boom"}}), RequestFailedError, "answered 500: boom"),
+    "500, no JSON": (refuses(500), RequestFailedError, "answered 500"),
+    "502": (refuses(502, "bad gateway"), UnavailableError, "502: bad gateway"),
+    "504": (refuses(504), DeadlineError, "504"),
+    "redirect": (refuses(307, None, "Location: http://example.com/"), RequestFailedError, "redirect"),
+    "nothing": (says(), UnavailableError, "broke the connection"),
+    "not HTTP": (says(b"220 mail.example.com ESMTP\r\n"), UnavailableError, "broke the connection"),
+    "slow first byte": (says(LONG_S), DeadlineError, "did not begin"),
+    "slow first event": (says(HEAD, LONG_S), DeadlineError, "did not begin"),
+    "pings and no event": (says(HEAD, *PINGS), DeadlineError, "did not begin"),
+    "silence in the middle": (says(BEGUN, LONG_S), DeadlineError, "silent"),
+    "no event": (says(HEAD), UnavailableError, "before its answer"),
+    "cut": (says(BEGUN), RequestFailedError, "broke off"),
+    "cut in an event": (says(BEGUN + b'data: {"choi'), RequestFailedError, "broke off"),
+    "cut in the body": (says(CUT_HEAD + chunk({"content": "a"})), RequestFailedError, "broke off"),
+    "early [DONE]": (says(BEGUN + event(b"[DONE]")), RequestFailedError, "broke off"),
+    "no JSON": (says(BEGUN + event(b"{nonsense")), RequestFailedError, "no completion chunk"),
+    "another JSON": (says(BEGUN + event({"choices": 7})), RequestFailedError, "no completion chunk"),
+    "an endless event": (says(HEAD + b"data: " + b"x" * 2_000_000), RequestFailedError, "cannot be read"),
+    "choice 7": (says(BEGUN + chunk({"content": "a"}, index=7)), RequestFailedError, "choice 7 of 1"),
+    "a call": (says(BEGUN + chunk({"tool_calls": [{"index": 0}]})), RequestFailedError, "a call of a function"),
+    "content type": (says(PLAIN), RequestFailedError, "text/html"),
+    "error frame": (says(BEGUN + event({"error": {"message": "boom"}})), RequestFailedError, "ended its answer: boom"),
+    "error frame first": (says(HEAD + event({"error": "boom"})), RequestFailedError, "ended its answer: boom"),
+    "ending": (says(BEGUN + chunk({}, "abort")), RequestFailedError, "'abort'"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+async def test_every_failure_has_its_error_and_counts(name: str) -> None:
+    reply, kind, match = FAILURES[name]
+    async with crooked(reply) as server, remote(server.url, timeout_s=0.5, num_failures=1) as model:
+        with pytest.raises(LockstepError, match=match) as caught:
+            await events_of(model)
+        assert type(caught.value) is kind
+        assert model.state is BreakerState.OPEN
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind"),
+    [
+        (400, {"message": "top_p: too high", "param": "top_p"}, InvalidParameterError),
+        (422, {"message": "no"}, InvalidParameterError),
+        (400, {"message": "too long", "code": "context_length_exceeded"}, PromptTooLongError),
+        (401, {"message": f"wrong key {KEY}"}, RequestFailedError),
+        (404, {"message": "no such model"}, RequestFailedError),
+        (429, {"message": "slow down"}, UnavailableError),
+    ],
+)
+async def test_refusals_are_told_and_say_nothing_against_the_server(
+    status: int, error: dict[str, str], kind: type[LockstepError]
+) -> None:
+    async with crooked(refuses(status, {"error": error})) as server, remote(server.url, num_failures=1) as model:
+        with pytest.raises(kind) as caught:
+            await events_of(model)
+        assert KEY not in str(caught.value)
+        assert getattr(caught.value, "param", None) == error.get("param")
+        assert model.state is BreakerState.CLOSED
+
+
+async def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    async with remote(f"http://127.0.0.1:{port}/v1", max_attempts=3) as model:
+        with pytest.raises(UnavailableError, match="cannot be reached") as caught:
+            await events_of(model)
+    assert caught.value.retry_after_s > 0
+
+
+async def test_when_to_come_back_is_passed_on() -> None:
+    async with crooked(refuses(503, None, "Retry-After: 7")) as server, remote(server.url, max_attempts=3) as model:
+        with pytest.raises(UnavailableError) as caught:
+            await events_of(model)
+        assert caught.value.retry_after_s == 7.0
+        assert len(server.requests) == 1
+
+
+async def test_attempts_are_made_again_before_the_first_byte_and_bounded() -> None:
+    async with (
+        crooked(says(), refuses(500), says(whole("Once"))) as server,
+        remote(server.url, max_attempts=3) as model,
+    ):
+        assert answer_of(await events_of(model)).text == "Once"
+        assert len(server.requests) == 3
+    async with crooked(refuses(500)) as server, remote(server.url, max_attempts=3) as model:
+        with pytest.raises(RequestFailedError):
+            await events_of(model)
+        assert len(server.requests) == 3
+
+
+async def test_after_the_first_byte_nothing_is_tried_again() -> None:
+    async with crooked(says(BEGUN), says(whole("Once"))) as server, remote(server.url, max_attempts=3) as model:
+        with pytest.raises(RequestFailedError):
+            await events_of(model)
+        assert len(server.requests) == 1
+
+
+async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    replies = (says(BEGUN), refuses(500), says(HEAD, 0.2, whole("Once").removeprefix(HEAD)), says(whole("Twice")))
+    async with crooked(*replies) as server, remote(server.url, num_failures=2) as model:
+        for _ in range(2):
+            with pytest.raises(RequestFailedError):
+                await events_of(model)
+        with pytest.raises(UnavailableError, match="left alone") as caught:
+            await events_of(model)
+        assert caught.value.retry_after_s >= 1.0
+        assert not model.health().ready
+        assert len(server.requests) == 2
+        await asyncio.sleep(0.25)
+        assert model.health().ready
+        trial = asyncio.create_task(events_of(model))
+        await asyncio.sleep(0.1)
+        with pytest.raises(UnavailableError, match="left alone"):
+            await events_of(model)
+        assert answer_of(await trial).text == "Once"
+        assert answer_of(await events_of(model)).text == "Twice"
+    assert "far is not asked for 0.2 s" in caplog.text
+    assert "far answers again" in caplog.text
+    assert KEY not in caplog.text
+
+
+async def test_a_client_that_leaves_while_it_tries_leaves_the_place_to_the_next() -> None:
+    async with (
+        crooked(refuses(500), says(LONG_S), says(whole("Once"))) as server,
+        remote(server.url, num_failures=1) as model,
+    ):
+        with pytest.raises(RequestFailedError):
+            await events_of(model)
+        await asyncio.sleep(0.25)
+        trial = asyncio.create_task(events_of(model))
+        await asyncio.sleep(0.1)
+        assert model.state is BreakerState.HALF_OPEN
+        trial.cancel()
+        await asyncio.gather(trial, return_exceptions=True)
+        assert answer_of(await events_of(model)).text == "Once"
+
+
+async def test_leaving_closes_the_connection() -> None:
+    async with crooked(says(BEGUN, LONG_S)) as server, remote(server.url) as model:
+        async with aclosing(model.stream(call())) as stream:
+            await anext(stream)
+            assert server.num_open == 1
+        async with asyncio.timeout(LONG_S):
+            while server.num_open:
+                await asyncio.sleep(0.01)
+        assert model.state is BreakerState.CLOSED
+
+
+async def test_deadlines_are_the_calls_and_say_nothing_against_the_server() -> None:
+    async with crooked(says(BEGUN, LONG_S), says(LONG_S)) as server, remote(server.url, num_failures=1) as model:
+        with pytest.raises(DeadlineError, match=r"0\.2 s") as caught:
+            await events_of(model, call(deadline_s=0.2, queue_deadline_s=0.1))
+        assert type(caught.value) is DeadlineError
+        with pytest.raises(QueueDeadlineError):
+            await events_of(model, call(queue_deadline_s=0.1))
+        assert model.state is BreakerState.CLOSED
+
+
+async def test_what_is_sent_is_what_was_asked_with_the_key() -> None:
+    async with crooked(says(whole("Once ", "upon"))) as server, remote(server.url) as model:
+        outputs = tokens_of(await events_of(model, call(params=SamplingParams(temperature=0.0, stop=("x",)))))
+        [(head, body)] = server.requests
+    assert f"Authorization: Bearer {KEY}" in head
+    assert head.startswith("POST /v1/chat/completions ")
+    assert body == {
+        "model": "served",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.0,
+        "stop": ["x"],
+    }
+    assert [output.text for output in outputs] == ["Once ", "upon", ""]
+    request = outputs[-1].request
+    assert request is not None
+    assert (request.num_prompt_tokens, request.num_output_tokens, request.num_cached_tokens) == (5, 2, 3)
+    assert request.timings.ttft_s is not None
+    assert 0 <= request.timings.queue_s <= request.timings.ttft_s <= request.timings.total_s
+
+
+async def test_thoughts_stay_thoughts_and_a_filter_is_named() -> None:
+    answer = HEAD + chunk({"reasoning_content": "Hm."}) + chunk({"content": "Yes."}) + chunk({}, "content_filter")
+    async with crooked(says(answer)) as server, remote(server.url) as model:
+        completion = answer_of(await events_of(model)).completions[0]
+    assert (completion.reasoning, completion.text) == ("Hm.", "Yes.")
+    assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, "content_filter")

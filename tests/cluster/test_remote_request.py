@@ -1,0 +1,121 @@
+"""What is sent to another server: everything that a call says, under the names of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.base import Call, Conversation
+from lockstep.cluster.remote_request import remote_request
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.sampling_params import SamplingParams
+
+SAID = {"messages": [{"role": "user", "content": "Hello"}]}
+NOT_SENT = {"logprobs", "constraint"}
+"""The one is refused, the other has tests of its own."""
+SOMETHING = SamplingParams(
+    temperature=0.5,
+    top_k=3,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.3,
+    logit_bias={7: 1.5},
+    seed=1,
+    max_tokens=5,
+    min_tokens=2,
+    stop=("x",),
+    stop_token_ids=(9,),
+    ignore_eos=True,
+    n=2,
+)
+
+
+def sent(params: SamplingParams | None = None, kwargs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    call = Call("far", Conversation(SAID["messages"], kwargs or {}), params or SamplingParams(), **more)
+    body: dict[str, Any] = json.loads(remote_request("far", "served", call).body)
+    assert body.pop("model") == "served"
+    assert body.pop("stream") is True
+    assert body.pop("stream_options") == {"include_usage": True}
+    return body
+
+
+def test_what_was_not_said_is_not_sent() -> None:
+    assert sent() == SAID
+
+
+def test_every_parameter_is_sent_under_its_name() -> None:
+    body = sent(SOMETHING)
+    names = {field.name for field in fields(SamplingParams)} - NOT_SENT
+    assert set(body) - {"messages"} == names
+    for name in names - {"logit_bias"}:
+        value = getattr(SOMETHING, name)
+        assert body[name] == (list(value) if isinstance(value, tuple) else value)
+    assert body["logit_bias"] == {"7": 1.5}
+
+
+def test_zero_is_something_that_was_said() -> None:
+    assert sent(SamplingParams(temperature=0.0, seed=0)) == {**SAID, "temperature": 0.0, "seed": 0}
+
+
+def test_variables_of_templates_are_parameters_where_the_api_has_them() -> None:
+    kwargs = {"tools": [{"type": "function"}], "reasoning_effort": "low", "enable_thinking": False}
+    assert sent(kwargs=kwargs) == {
+        **SAID,
+        "tools": [{"type": "function"}],
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert sent(kwargs={"tools": []}) == SAID
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        (Constraint.json_object(), {"response_format": {"type": "json_object"}}),
+        (
+            Constraint.json_schema({"type": "string"}),
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": {"type": "string"}, "strict": True},
+                }
+            },
+        ),
+        (Constraint.choice(["a", "b"]), {"structured_outputs": {"choice": ["a", "b"]}}),
+        (Constraint.regex("a+"), {"structured_outputs": {"regex": "a+"}}),
+        (Constraint.lark('start: "a"'), {"structured_outputs": {"grammar": 'start: "a"'}}),
+    ],
+)
+def test_constraints_have_the_names_that_others_know(constraint: Constraint, expected: dict[str, Any]) -> None:
+    assert sent(SamplingParams(constraint=constraint)) == {**SAID, **expected}
+
+
+def test_what_is_this_clusters_own_stays_here() -> None:
+    assert sent(priority=-2, tenant="acme", session_id="s", deadline_s=1.0) == SAID
+    assert sent(cache_salt="salt", truncate_prompt_tokens=5) == {
+        **SAID,
+        "cache_salt": "salt",
+        "truncate_prompt_tokens": 5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (Call("far", (1, 2, 3)), "prompt"),
+        (Call("far", "Once", SamplingParams(logprobs=0)), "logprobs"),
+        (Call("far", "Once", prompt_logprobs=0), "prompt_logprobs"),
+        (Call("far", "Once", pooling="mean"), "input"),
+        (Call("far", "Once", SamplingParams(constraint=Constraint.json_schema("{"))), "constraint"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_name(call: Call, param: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        remote_request("far", "served", call)
+    assert caught.value.param == param

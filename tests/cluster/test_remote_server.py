@@ -1,0 +1,164 @@
+"""A remote model behind the HTTP server: usage, calls of functions, errors and refusals as clients see them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx2
+import pytest
+
+from lockstep.cluster.base import Call, EventStream, Health, ModelCard
+from lockstep.cluster.remote import RemoteModel
+from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import LockstepError
+from lockstep.server.app import create_app
+from tests.cluster.remotes import HEAD, Reply, chunk, crooked, event, refuses, remote, says, whole
+
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+ARGUMENTS = '{"id": 7}'
+CALLING = b"".join(
+    (
+        HEAD,
+        chunk({"role": "assistant", "content": "Let me see."}),
+        chunk({"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "look_up", "arguments": ""}}]}),
+        *(chunk({"tool_calls": [{"index": 0, "function": {"arguments": part}}]}) for part in ARGUMENTS),
+        chunk({}, "tool_calls"),
+        event(b"[DONE]"),
+    )
+)
+
+
+class OnlyRemote:
+    """The smallest cluster: one remote model."""
+
+    def __init__(self, model: RemoteModel) -> None:
+        self._model = model
+
+    def cards(self) -> tuple[ModelCard, ...]:
+        return (ModelCard("far", (), "hf://a/b", 0, "remote", None, None, True),)
+
+    def card(self, name: str | None) -> ModelCard:
+        return self.cards()[0]
+
+    def tokenizer(self, name: str | None) -> Tokenizer:
+        return self._model.tokenizer
+
+    def stream(self, call: Call) -> EventStream:
+        return self._model.stream(call)
+
+    async def metrics(self) -> Mapping[str, MetricsSnapshot]:
+        return {}
+
+    def health(self) -> Health:
+        return self._model.health()
+
+    async def check(self) -> str:
+        return ""
+
+    async def reset_prefix_cache(self) -> int:
+        return 0
+
+    @property
+    def num_open(self) -> int:
+        return self._model.num_open
+
+    async def start(self) -> None:
+        pass
+
+    def abort_all(self, error: LockstepError) -> None:
+        self._model.abort_all(error)
+
+    async def close(self) -> None:
+        await self._model.close()
+
+
+@contextlib.asynccontextmanager
+async def client_of(*replies: Reply) -> AsyncIterator[tuple[httpx2.AsyncClient, list[tuple[str, dict[str, Any]]]]]:
+    """A client of a server whose only model is remote, and what that one is asked."""
+    async with crooked(*replies) as server, remote(server.url) as model:
+        transport = httpx2.ASGITransport(app=create_app(OnlyRemote(model)))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield client, server.requests
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "far", "messages": [{"role": "user", "content": "Hello"}], **more}
+
+
+async def test_usage_is_the_other_servers() -> None:
+    async with client_of(says(whole("Once", " upon"))) as (client, _):
+        answer = (await client.post("/v1/chat/completions", json=body())).json()
+    assert answer["choices"][0]["message"]["content"] == "Once upon"
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 2)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert answer["lockstep"]["tokens_per_second"] > 0
+
+
+async def test_calls_of_functions_pass_through_whole_and_streamed() -> None:
+    async with client_of(says(CALLING)) as (client, asked):
+        answer = (await client.post("/v1/chat/completions", json=body(tools=[TOOL]))).json()
+        streamed = (await client.post("/v1/chat/completions", json=body(tools=[TOOL], stream=True))).text
+    assert asked[0][1]["tools"][0]["function"]["name"] == "look_up"
+    choice = answer["choices"][0]
+    expected = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": ARGUMENTS}}
+    assert choice["message"]["tool_calls"] == [expected]
+    assert choice["message"]["content"] == "Let me see."
+    assert choice["finish_reason"] == "tool_calls"
+    frames = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    calls = [call for one in frames for call in one["choices"][0]["delta"].get("tool_calls", ())]
+    assert calls[0]["id"] == "call_1"
+    assert calls[0]["function"]["name"] == "look_up"
+    assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
+    assert frames[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_variables_that_are_parameters_there_pass_through() -> None:
+    async with client_of(says(whole("Once"))) as (client, asked):
+        (await client.post("/v1/chat/completions", json=body(reasoning_effort="low"))).raise_for_status()
+    assert asked[0][1]["reasoning_effort"] == "low"
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"logprobs": True}, "top_logprobs"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ],
+)
+async def test_what_needs_the_models_tokens_is_refused_by_name(more: dict[str, Any], param: str) -> None:
+    async with client_of(says(whole("Once"))) as (client, _):
+        answer = await client.post("/v1/chat/completions", json=body(**more))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_tokens_are_not_told() -> None:
+    async with client_of(says(whole("Once"))) as (client, _):
+        answer = await client.post("/tokenize", json={"model": "far", "prompt": "Hello"})
+        back = await client.post("/detokenize", json={"model": "far", "tokens": []})
+    assert answer.status_code == back.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("reply", "status"), [(refuses(500), 500), (refuses(503, None, "Retry-After: 9"), 503), (refuses(504), 504)]
+)
+async def test_failures_before_the_first_byte_have_their_status(reply: Reply, status: int) -> None:
+    async with client_of(reply) as (client, _):
+        answer = await client.post("/v1/chat/completions", json=body(stream=True))
+    assert answer.status_code == status
+    assert "'far'" in answer.json()["error"]["message"]
+    assert answer.headers.get("retry-after") == ("9" if status == 503 else None)
+
+
+async def test_a_stream_that_is_cut_ends_with_an_error_frame() -> None:
+    async with client_of(says(HEAD + chunk({"content": "Once"}))) as (client, _):
+        answer = await client.post("/v1/chat/completions", json=body(stream=True))
+    *_, failure, done = answer.text.strip().split("\n\n")
+    assert "broke off" in json.loads(failure.removeprefix("data: "))["error"]["message"]
+    assert done == "data: [DONE]"
