@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from lockstep.cluster.base import ModelCard
 from lockstep.cluster.events import EventLog
@@ -34,6 +35,7 @@ class Managed(SingleModel):
         self.text = MANIFEST
         self.states = {"router": "resident", "org/legal": "standby", "far": "remote"}
         self.ended: list[str] = []
+        self.environments: list[Mapping[str, str] | None] = []
         self._sessions = {"a/b": SessionSnapshot("a/b", "router", "idle", 2.0, 1.0, 3)}
 
     def card(self, name: str | None) -> ModelCard:
@@ -52,7 +54,8 @@ class Managed(SingleModel):
     def manifest_text(self) -> str:
         return self.text
 
-    async def replace(self, text: str) -> Replaced:
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
+        self.environments.append(environment)
         if "bad" in text:
             raise ManifestError(FAULTS)
         if "big" in text:

@@ -67,6 +67,8 @@ class ManifestCluster:
     # -- base.Cluster ---------------------------------------------------------------------------------------------
 
     def cards(self) -> tuple[ModelCard, ...]:
+        if not self._stage.is_set:
+            return ()
         return tuple(self._card(model) for model in self._stage.roster.models.values())
 
     def card(self, name: str | None) -> ModelCard:
@@ -168,15 +170,18 @@ class ManifestCluster:
         """The manifest that holds, as text that could replace it."""
         return dump(self._stage.roster.declared)
 
-    async def replace(self, text: str) -> Replaced:
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
         """Serve another manifest; see `lockstep.cluster.replacing`. Goes on when the caller leaves.
+
+        Args:
+            environment: what the text may refer to; nothing, where it came from the network.
 
         Raises:
             ManifestError: the text is no manifest; every fault is named.
             UnavailableError: another one is being brought in.
             LockstepError: it cannot be served; what was served still is.
         """
-        manifest = parse(text, validators=self._validators)
+        manifest = parse(text, validators=self._validators, environment=environment or {})
         if self._is_replacing:
             raise UnavailableError("another manifest is being brought in; try again when that is done")
         self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest))

@@ -5,6 +5,7 @@ Who serves one model without a manifest implements nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from lockstep.cluster.events import EventLog
@@ -24,8 +25,11 @@ class ManagedCluster(Protocol):
         """The effective manifest as YAML; `replace` takes it."""
         ...
 
-    async def replace(self, text: str) -> Replaced:
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
         """Bring a new manifest in, as one unit.
+
+        Args:
+            environment: what the text may refer to; nothing, where it came from the network.
 
         Raises:
             ManifestError: it has faults. Nothing has changed, as with all that follow.

@@ -21,7 +21,7 @@ from lockstep.cluster.replicas import Replicas
 from lockstep.cluster.sessions import ModelSessions, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
 
 MAX_TRANSITIONS = 256
@@ -71,7 +71,9 @@ class Stage:
 
     @property
     def roster(self) -> Roster:
-        assert self._roster is not None, "started before it is asked"
+        """The models that calls go to; UnavailableError until their sources have been opened."""
+        if self._roster is None:
+            raise UnavailableError("the models are loading; try again soon")
         return self._roster
 
     @property
