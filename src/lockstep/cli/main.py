@@ -1,4 +1,4 @@
-"""`lockstep`: the entry point. Whatever goes wrong becomes one line, a manifest's faults one line each, and exit code 2;
+"""`lockstep`: the entry point. Whatever goes wrong becomes one line, a manifest's faults one each, and exit code 2;
 `--debug` shows the traceback."""
 
 from __future__ import annotations
