@@ -23,7 +23,7 @@ from lockstep.cluster.stage import ClusterOptions, Stage
 from lockstep.engine.loading import Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import InvalidParameterError, LockstepError, UnavailableError
+from lockstep.errors import InvalidParameterError, LockstepError, SessionNotFoundError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,11 @@ class ManifestCluster:
     def events(self) -> EventLog:
         """What happens here."""
         return self._stage.events
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Of the device worker's process; None: it is a thread, or lost."""
+        return self._stage.worker.pid
 
     # -- base.Cluster ---------------------------------------------------------------------------------------------
 
@@ -206,12 +211,12 @@ class ManifestCluster:
     def sessions(self) -> tuple[SessionSnapshot, ...]:
         return self._stage.sessions.snapshot(time.monotonic())
 
-    async def end_session(self, id_: str) -> bool:
-        """Give up a session's KV and forget it; whether there was one."""
-        session = self._stage.sessions.forget(id_)
+    async def end_session(self, id_: str) -> None:
+        """Give up a session's KV and forget it; SessionNotFoundError when nobody knows it."""
+        if self._stage.sessions.forget(id_) is None:
+            raise SessionNotFoundError(f"No session with id '{id_}'.", param="session_id")
         for model in self._stage.roster.models.values():
             model.sessions.drop(id_)
-        return session is not None
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -243,6 +248,7 @@ class ManifestCluster:
         while True:
             limits = self._stage.roster.declared.sessions
             await asyncio.sleep(limits.sweep_interval_s)
+            self._stage.notice_losses()
             for session in self._stage.sessions.idle(limits, time.monotonic()):
                 for model in self._stage.roster.models.values():
                     model.sessions.drop(session.id)

@@ -111,7 +111,7 @@ def parse_rule(text: str, literal: Mapping[str, str] | None = None) -> DispatchR
         raise ConfigError(f"is {_short(text)!r}; it must be {RULE_SHAPE}")
     if found["named"] not in (None, found["field"]):
         raise ConfigError(
-            f"is {_short(text)!r}: it reads {found['field']!r} and names {{{found['named']}}}; "
+            f"is {_short(text)!r}, which reads {found['field']!r} and names {{{found['named']}}}; "
             f"write {{{found['field']}}}"
         )
     if found["target"] is not None and literal:

@@ -134,7 +134,7 @@ def _check_fallback(draft: ManifestDraft, fallback: str, reading: Reading) -> No
 def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> None:
     where = "routing.dispatch_rule"
     is_known = _check_known(where, rule.entry, draft.ids, reading)
-    if is_known and draft.entry is not None and rule.entry != draft.entry:
+    if is_known and draft.entry in draft.ids and rule.entry != draft.entry:
         message = f"reads the output of {rule.entry!r}, but `entry:` is {draft.entry!r}; they must be the same"
         reading.fault(where, message)
     sets = list(dict.fromkeys(entry.set for entry in draft.entries if entry.set is not None))
@@ -142,11 +142,11 @@ def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> N
         return
     ids = draft.ids_of(rule.set)
     for entry in draft.entries:
-        if entry.set == rule.set and entry.id is not None:
-            if entry.id.lower() == NONE_OF_THESE:
-                reading.fault(entry.id_where, f"is {entry.id!r}, the word for no specialist; rename it")
-            if entry.id == rule.entry:
-                reading.fault(entry.id_where, f"is {entry.id!r}, the entry, which cannot be a target of its own rule")
+        if entry.set == rule.set and entry.id is not None and entry.id.lower() == NONE_OF_THESE:
+            reading.fault(entry.id_where, f"is {entry.id!r}, the word for no specialist; rename it")
+    asked = next((entry for entry in draft.entries if entry.id == rule.entry), None)
+    if asked is not None and asked.set == rule.set and rule.entry == draft.entry:
+        reading.fault(asked.id_where, f"is {rule.entry!r}, the entry, which cannot be a target of its own rule")
     if rule.target is not None:
         _check_known(where, rule.target, ids, reading, f"models of {rule.set}")
     for value, id_ in rule.literal.items():

@@ -41,12 +41,15 @@ def engine_block(place: Place) -> object:
     if len(place.reading.problems) > before:
         return FAULTY
     options = engine_options(given)
-    SchedulerConfig(
-        block_size=options.block_size or _TYPICAL_BLOCK_TOKENS,
-        num_blocks=1,
-        max_model_len=options.max_model_len or 2,
-        **options.scheduler,
-    )
+    try:
+        SchedulerConfig(
+            block_size=options.block_size or _TYPICAL_BLOCK_TOKENS,
+            num_blocks=1,
+            max_model_len=options.max_model_len or 2,
+            **options.scheduler,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"cannot work: {error}") from None
     return given
 
 

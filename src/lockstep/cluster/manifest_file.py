@@ -131,14 +131,15 @@ def _or_none(value: Any) -> Any:
 
 
 def _models(place: Place, draft: ManifestDraft, keys: Mapping[str, Key]) -> None:
-    for key, child in place.entries().items():
+    places = place.entries()
+    for key, child in places.items():
         if child.is_list:
             _check_key(child, check_set_name, key)
             child.read(partial(_set, draft, keys, key))
         else:
             _check_key(child, check_name, key)
             child.read(partial(_model, draft, keys, None, key))
-    if not place.entries():
+    if not places:
         raise ConfigError("is empty; name at least one model")
 
 

@@ -46,7 +46,7 @@ def priority(place: Place) -> int:
         return int(one_of(PRIORITIES)(place))
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_PRIORITY:
         raise ConfigError(
-            f"is {shown(value)}; it must be {listed(list(PRIORITIES))}, or a whole number of "
+            f"is {shown(value)}; it must be {listed(list(PRIORITIES), 'or')}, or a whole number of "
             f"-{MAX_PRIORITY}..{MAX_PRIORITY}, lower first"
         )
     return value
@@ -84,7 +84,7 @@ def source(place: Place) -> str:
 
             StubOptions.parse(value)
     except (ArtifactError, UsageError) as error:
-        raise ConfigError(f"is {shown(value)}, {str(error).removeprefix(f'{value}: ')}") from None
+        raise ConfigError(f"is {shown(value)}: {str(error).removeprefix(f'{value}: ')}") from None
     return value
 
 

@@ -25,6 +25,8 @@ MAX_NODES = 50_000
 """With every alias counted as what it stands for, so that a bomb is as large as it wants to become."""
 MAX_INTEGER_DIGITS = 18
 MAX_SHOWN_CHARS = 60
+MAX_LISTED = 16
+"""Names in one message."""
 MAX_PROBLEMS = 200
 """That are told of one text; more are no help."""
 _CORE = (
@@ -45,9 +47,9 @@ FAULTY: Final = object()
 Reader = Callable[["Place"], Any]
 
 
-def _core_resolvers() -> _Resolvers:
-    """By first character, as PyYAML keeps them."""
-    resolvers: _Resolvers = {}
+def _core_resolvers(others: _Resolvers | None = None) -> _Resolvers:
+    """By first character, as PyYAML keeps them; after others, where there are any."""
+    resolvers: _Resolvers = {character: list(those) for character, those in (others or {}).items()}
     for kind, pattern, first in _CORE:
         whole = re.compile(rf"(?:{pattern.pattern})\Z")
         for character in (*first, *([""] if kind == "null" else [])):
@@ -92,9 +94,9 @@ class ManifestLoader(yaml.SafeLoader):
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Writes strings so that `ManifestLoader` reads strings."""
+    """Writes strings so that `ManifestLoader`, and readers of YAML 1.1, read strings."""
 
-    yaml_implicit_resolvers = _core_resolvers()
+    yaml_implicit_resolvers = _core_resolvers(yaml.SafeDumper.yaml_implicit_resolvers)
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -132,7 +134,7 @@ class Reading:
             root = loader.get_single_node()
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
-            self.fault("", f"has the character {error.character!r}, which YAML does not allow", line)
+            self.fault("", f"has the character U+{error.character:04X}, which YAML does not allow", line)
             return None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
@@ -191,14 +193,20 @@ class Place:
             pass
         if kind in ("int", "float"):
             raise ConfigError(f"is {shown(node.value)}, which is no number that anything here can be")
-        raise ConfigError(f"has the tag {node.tag!r}; write a plain string, number, true or false")
+        raise ConfigError(f"has the tag {shown(node.tag)}; write a plain string, number, true or false")
+
+    def _check_tag(self, kind: str) -> None:
+        if self.node.tag != _TAG + kind:
+            raise ConfigError(f"has the tag {shown(self.node.tag)}; leave it out")
 
     @property
     def kind(self) -> str:
         """What stands here, in words."""
         if isinstance(self.node, yaml.MappingNode):
             return "a map"
-        return "a list" if isinstance(self.node, yaml.SequenceNode) else f"the value {shown(self.node.value)}"
+        if isinstance(self.node, yaml.SequenceNode):
+            return "a list"
+        return f"the value {shown(self.node.value)}" if self.node.value else "empty"
 
     @property
     def is_map(self) -> bool:
@@ -212,6 +220,7 @@ class Place:
         """The places of a list; ConfigError for anything else."""
         if not isinstance(self.node, yaml.SequenceNode):
             raise ConfigError(f"is {self.kind}, where a list is expected")
+        self._check_tag("seq")
         places = [Place(node, f"{self.where}[{i}]", self.reading) for i, node in enumerate(self.node.value)]
         for place in places:
             self.reading.lines[place.where] = place.node.start_mark.line + 1
@@ -221,6 +230,7 @@ class Place:
         """The places of a map by key, each once: what comes again is noted. ConfigError for anything else."""
         if not isinstance(self.node, yaml.MappingNode):
             raise ConfigError(f"is {self.kind}, where a map (`key: value` lines) is expected")
+        self._check_tag("map")
         places: dict[str, Place] = {}
         for key_node, node in self.node.value:
             line = key_node.start_mark.line + 1
@@ -245,7 +255,7 @@ class Place:
         places = self.entries()
         for key in [key for key in places if key not in names]:
             hint = did_you_mean(key, names) or f"known here are {listed(names)}"
-            self.reading.fault(places.pop(key).where, f"is no key of a manifest at this place; {hint}")
+            self.reading.fault(places.pop(key).where, f"is an unknown key; {hint}")
         for key in required:
             if key not in places:
                 self.reading.fault(self.where, f"has no `{key}:`; it is required")
@@ -259,15 +269,17 @@ class Place:
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it."""
-    text = repr(value)
+    """A value as a message quotes it, in YAML's words."""
+    if value is None:
+        return "empty"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], word: str = "and") -> str:
     """``a, b and c``, no more of them than a sentence bears."""
-    few = [*names[:16], "…"] if len(names) > 16 else list(names)
-    return " and ".join([", ".join(few[:-1]), few[-1]]) if len(few) > 1 else "".join(few)
+    few = [*names[:MAX_LISTED], "…"] if len(names) > MAX_LISTED else list(names)
+    return f" {word} ".join([", ".join(few[:-1]), few[-1]]) if len(few) > 1 else "".join(few)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

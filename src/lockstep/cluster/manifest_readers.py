@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
-from lockstep.cluster.manifest_nodes import FAULTY, Place, Reader, did_you_mean, shown
+from lockstep.cluster.manifest_nodes import FAULTY, Place, Reader, did_you_mean, listed, shown
 from lockstep.cluster.quantities import duration_text, parse_duration, parse_size
 from lockstep.errors import ConfigError
 
@@ -39,7 +39,7 @@ def text(place: Place) -> str:
     value = place.scalar()
     if not isinstance(value, str):
         quote = f'; write "{value}" in quotes if that is meant' if value is not None else ""
-        raise ConfigError(f"is {'empty' if value is None else shown(value)}; it must be a string{quote}")
+        raise ConfigError(f"is {shown(value)}; it must be a string{quote}")
     if not value.strip():
         raise ConfigError("is empty; it must be a string")
     return value
@@ -80,7 +80,7 @@ def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -
         value = place.scalar()
         if not isinstance(value, str) or value not in known:
             hint = did_you_mean(value, known) if isinstance(value, str) else ""
-            raise ConfigError(f"is {shown(value)}; it must be {' or '.join(names)}{hint and '; '}{hint}")
+            raise ConfigError(f"is {shown(value)}; it must be {listed(names, 'or')}{hint and '; '}{hint}")
         return known[value]
 
     return read

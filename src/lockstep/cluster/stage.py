@@ -17,7 +17,7 @@ from lockstep.cluster.models import Model, Roster
 from lockstep.cluster.opening import Opened, open_manifest
 from lockstep.cluster.planner import Phase, PlanPolicy
 from lockstep.cluster.remote import RemoteModel
-from lockstep.cluster.replicas import Replicas
+from lockstep.cluster.replicas import FAILED, Replicas
 from lockstep.cluster.sessions import ModelSessions, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions
@@ -147,6 +147,7 @@ class Stage:
         held.idle_limit_s = max((limit for limit in limits if limit is not None), default=None)
         if None in limits:
             held.idle_limit_s = None
+        self.worker.prioritise(held.key, held.priority)
 
     async def bring(self, held: Held) -> None:
         """Wait until a replica is resident.
@@ -159,6 +160,12 @@ class Stage:
         except LockstepError as error:
             raise (held.failure or error) from None
         self.replicas.release(held)
+
+    def notice_losses(self) -> None:
+        """What the successor of a lost worker could not load again is absent now."""
+        for held in self.replicas.all():
+            if held.phase is Phase.RESIDENT and self.worker.tier(held.key) == "failed":
+                self.replicas.lost(held, UnavailableError(self.worker.trouble(held.key)))
 
     # -- what is told of it ---------------------------------------------------------------------------------------
 
@@ -185,7 +192,7 @@ class Stage:
         self.events.emit("session_evicted", session=session, model=model, reason=reason)
 
     def _moved(self, held: Held, before: Phase, reason: str, duration_s: float) -> None:
-        after = _STATES[held.phase] if reason != "failed" else "failed"
+        after = _STATES[held.phase] if reason != FAILED else "failed"
         duration_ms = 0.0 if held.phase in (Phase.LOADING, Phase.UNLOADING) else round(duration_s * 1e3, 3)
         for model in self.models_on(held):
             if self.is_booted:

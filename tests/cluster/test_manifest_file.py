@@ -1,0 +1,214 @@
+"""A manifest's text means what it says, and what is written is read as the same value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.cluster.dispatch import DispatchRule
+from lockstep.cluster.manifest import Entry, Manifest, Persona, Remote, Resources, Routing, SessionLimits, Tier
+from lockstep.cluster.manifest_engine import engine_options
+from lockstep.cluster.manifest_file import dump, parse
+from lockstep.errors import ManifestError, Problem
+from tests.cluster.manifests import manifests
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FULL = """\
+cluster: full
+
+resources: {gpu_budget: 16GiB, ram_budget: 1.5TB, kv_budget: 4GB, host_kv_budget: 0B, disk_kv_budget: 1TiB}
+
+models:
+  router:
+    id: router
+    source: ./router.gguf
+    tier: active
+    priority: -5
+    persona: suffix
+    system_prompt: |
+      Route the last message.
+      Answer with one word.
+    sampling: {temperature: 0, top_k: 1}
+    size: 800MB
+    engine: {max_num_seqs: 8, kv_cache_memory_bytes: 256MiB, chunking: false, order: fair}
+    aliases: gpt-3.5-turbo
+  specialists:
+    - id: billing
+      source: pocket://
+      co_activation: [router, legal]
+      keep_alive: 5m
+      aliases: [openai/gpt-4o, "4"]
+    - {id: legal, source: 'hf://org/legal@v2#Q4_K_M', tier: standby, promotion_hint: on_router_classification}
+  extra:
+    - id: cloud
+      remote: {base_url: 'https://${HOST}/v1', model: 'a$$b', api_key_env: CLOUD_KEY, timeout: 2500ms}
+
+fallback: cloud
+
+routing:
+  entry: router
+  dispatch_rule: router.output.intent->specialists.{intent}
+  literal: refund=billing, contract=legal
+
+sessions: {idle_threshold: 1h, min_lifetime: 0s, sweep_interval: 50ms, max_active_sessions: 4}
+"""
+
+
+def problems_of(text: str) -> tuple[Problem, ...]:
+    """Empty where there are none; any other exception is a fault of ours."""
+    try:
+        parse(text)
+    except ManifestError as error:
+        return error.problems or (Problem(0, "", "an error without a problem"),)
+    return ()
+
+
+def test_every_key_means_its_field() -> None:
+    cloud = Remote("https://api.example.com/v1", "a$b", "CLOUD_KEY", 2.5)
+    assert parse(FULL, environment={"HOST": "api.example.com"}) == Manifest(
+        cluster="full",
+        entries=(
+            Entry(
+                id="router",
+                source="./router.gguf",
+                priority=-5,
+                aliases=("gpt-3.5-turbo",),
+                system_prompt="Route the last message.\nAnswer with one word.\n",
+                persona=Persona.SUFFIX,
+                sampling={"temperature": 0, "top_k": 1},
+                size_bytes=800_000_000,
+                engine={"max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20, "chunking": False, "order": "fair"},
+            ),
+            Entry(
+                id="billing",
+                source="pocket://",
+                set="specialists",
+                co_activation=("router", "legal"),
+                aliases=("openai/gpt-4o", "4"),
+                keep_alive_s=300.0,
+            ),
+            Entry(
+                id="legal",
+                source="hf://org/legal@v2#Q4_K_M",
+                tier=Tier.STANDBY,
+                set="specialists",
+                promotes_on_intent=True,
+            ),
+            Entry(id="cloud", source="https://api.example.com/v1", tier=Tier.REMOTE, set="extra", remote=cloud),
+        ),
+        resources=Resources(16 << 30, 1_500_000_000_000, 4_000_000_000, 0, 1 << 40),
+        routing=Routing(
+            "router", DispatchRule("router", "intent", "specialists", None, {"refund": "billing", "contract": "legal"})
+        ),
+        fallback="cloud",
+        sessions=SessionLimits(3600.0, 0.0, 0.05, 4),
+    )
+
+
+def test_the_customer_support_manifest() -> None:
+    manifest = parse((EXAMPLES / "customer-support.yaml").read_text())
+    assert [(entry.id, entry.set, entry.tier.value) for entry in manifest.entries] == [
+        ("router", None, "resident"),
+        ("billing", "specialists", "resident"),
+        ("technical", "specialists", "resident"),
+        ("legal", "specialists", "standby"),
+        ("fallback", None, "remote"),
+    ]
+    assert manifest.entry("router").priority == -2
+    assert manifest.entry("technical").co_activation == ("router",)
+    assert manifest.entry("legal").promotes_on_intent
+    assert manifest.resources == Resources(18_000_000_000, 32_000_000_000)
+    assert manifest.routing == Routing("router", DispatchRule("router", "intent", "specialists"))
+    assert manifest.fallback == "fallback"
+
+
+@pytest.mark.parametrize(("name", "num_resident", "num_standby"), [("density-50", 26, 25), ("warming-heavy", 1, 8)])
+def test_the_larger_examples_have_their_counts(name: str, num_resident: int, num_standby: int) -> None:
+    manifest = parse((EXAMPLES / f"{name}.yaml").read_text(), name)
+    tiers = [entry.tier for entry in manifest.entries]
+    assert (tiers.count(Tier.RESIDENT), tiers.count(Tier.STANDBY)) == (num_resident, num_standby)
+    assert len({entry.source for entry in manifest.entries}) == len(manifest.entries)
+    num_warmed = sum(entry.co_activation == ("router",) for entry in manifest.entries)
+    assert num_warmed == (8 if name == "warming-heavy" else 0)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_example_is_written_and_read_as_itself(path: Path) -> None:
+    manifest = parse(path.read_text())
+    assert parse(dump(manifest)) == manifest
+    assert dump(parse(dump(manifest))) == dump(manifest)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(manifests())
+def test_what_is_written_is_read_as_the_same_value(manifest: Manifest) -> None:
+    text = dump(manifest)
+    again = parse(text, validators={"rollouts": lambda block: ()})
+    assert again == manifest
+    assert dump(again) == text, "canonical: one value, one text"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: data.decode("latin-1")))
+def test_any_text_is_a_manifest_or_a_manifest_error(text: str) -> None:
+    for candidate in (text, f"cluster: x\nmodels:\n  m: {{source: {text}}}\n", FULL.replace("full", text)):
+        for problem in problems_of(candidate):
+            assert 1 <= problem.line <= len(candidate.splitlines()) + 1
+
+
+def test_a_remote_model_needs_no_source_and_no_tier() -> None:
+    manifest = parse("cluster: x\nmodels: {m: {remote: {base_url: 'http://127.0.0.1:1/v1'}}}\n")
+    assert manifest.entries == (
+        Entry("m", "http://127.0.0.1:1/v1", Tier.REMOTE, remote=Remote("http://127.0.0.1:1/v1")),
+    )
+    assert "source" not in dump(manifest)
+
+
+def test_the_environment_is_what_was_passed_in_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST", "from-the-process")
+    with pytest.raises(ManifestError, match=r"\$\{HOST\}, which is not set"):
+        parse(FULL)
+    assert parse(FULL, environment={"HOST": "a.b"}).entry("cloud").source == "https://a.b/v1"
+
+
+def test_dollars_of_a_remote_are_not_expanded_twice() -> None:
+    text = FULL.replace("a$$b", "${NAME}")
+    manifest = parse(text, environment={"HOST": "a.b", "NAME": "${HOST}$$"})
+    assert manifest.entry("cloud").remote == Remote("https://a.b/v1", "${HOST}$$", "CLOUD_KEY", 2.5)
+    assert parse(dump(manifest)) == manifest
+
+
+def test_words_that_yaml_once_took_for_booleans_are_words() -> None:
+    manifest = parse("cluster: no\nmodels: {on: {source: off}}\n")
+    assert (manifest.cluster, manifest.entries[0].id, manifest.entries[0].source) == ("no", "on", "off")
+
+
+def test_what_is_written_is_plain_yaml_for_others() -> None:
+    manifest = parse(FULL, environment={"HOST": "a.b"})
+    told = yaml.safe_load(dump(manifest))
+    assert told["models"]["router"]["size"] == "800MB"
+    assert told["fallback"] == "cloud"
+    odd = Manifest("no", (Entry("1e5", "off"), Entry("1:30", "~")))
+    assert yaml.safe_load(dump(odd))["models"] == {
+        "1e5": {"source": "off", "tier": "resident"},
+        "1:30": {"source": "~", "tier": "resident"},
+    }
+
+
+def test_engine_blocks_are_what_loading_takes() -> None:
+    router = parse(FULL, environment={"HOST": "a.b"}).entry("router")
+    options = engine_options(router.engine)
+    assert options.kv_cache_memory_bytes == 256 << 20
+    assert options.scheduler == {"max_num_seqs": 8, "chunking": False, "order": "fair"}
+
+
+def test_models_of_one_source_are_counted_once_against_a_budget() -> None:
+    text = "cluster: x\nresources: {gpu_budget: 1GB}\nmodels:\n  all:\n"
+    text += "".join(f"    - {{id: m{i}, source: pocket://, size: 800MB}}\n" for i in range(10))
+    assert len(parse(text).entries) == 10
+    with pytest.raises(ManifestError, match=r"needs 1600MB \(m0 800MB, m9 800MB\)"):
+        parse(text.replace("m9, source: pocket://", "m9, source: other.gguf"))
