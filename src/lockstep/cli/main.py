@@ -1,4 +1,5 @@
-"""`lockstep`: the entry point. Whatever goes wrong becomes one line and exit code 2; `--debug` shows the traceback."""
+"""`lockstep`: the entry point. Whatever goes wrong becomes one line, a manifest's faults one each, and exit code 2;
+`--debug` shows the traceback."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from lockstep.cli.completion import VARIABLE, completion, enable_completion
 from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
+from lockstep.cli.ps import ps
 from lockstep.cli.run import run
 from lockstep.cli.serve import ENVIRONMENT_PREFIX, serve
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, ManifestError
 from lockstep.version import __version__
 
 EXIT_ERROR = 2
@@ -34,6 +36,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
+app.command()(ps)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)
@@ -75,6 +78,10 @@ def invoke(argv: list[str]) -> int:
         sys.stdout.flush()
     except typer.TyperException as error:
         return _fail(f"{error.format_message()} (see --help)", argv)
+    except ManifestError as error:
+        for problem in error.problems:
+            _fail(f"{error.name}, {problem}", argv)
+        return EXIT_ERROR
     except LockstepError as error:
         return _fail(str(error), argv)
     except (KeyboardInterrupt, typer.Abort):
