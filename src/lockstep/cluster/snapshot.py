@@ -86,7 +86,7 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     age_s: float
     idle_s: float
     num_requests: int
-    num_tokens: int
+    num_tokens: int = 0
     """Of its prompts, kept on the device by all its models together."""
 
 

@@ -24,7 +24,7 @@ from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import ConfigError, LockstepError, UnavailableError
-from lockstep.worker.life import Loss
+from lockstep.worker.life import Lost
 from lockstep.worker.messages import SessionsChanged
 from lockstep.worker.steps import StepReport
 from lockstep.worker.supervised import Notice, SupervisedWorker, WorkerOptions
@@ -231,7 +231,7 @@ class Stage:
             case SessionsChanged(changes=changes):
                 for change in changes:
                     self._session_changed(change)
-            case Loss(reason):
+            case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
                 for session in self.sessions.ids:
                     self._gave_up(session, "worker lost")

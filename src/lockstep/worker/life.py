@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
 
 
 class WorkerState(Enum):
@@ -25,8 +25,9 @@ MOVES = {
 }
 
 
-class Loss(NamedTuple):
-    """A worker ended that was not told to; the next one is on its way."""
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Notice that the worker ended, with its sessions and all that it had loaded; the next one is on its way."""
 
     reason: str
     """What it ended with."""
