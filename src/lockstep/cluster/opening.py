@@ -6,7 +6,6 @@ Reads files and may fetch them from the hub, so it runs on a thread of its own.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -28,7 +27,7 @@ DEFAULT_KV_BYTES = 512 * 1024**2
 """Of a replica's KV pool, where nobody says anything; no pool is larger than it can use."""
 STUB_BLOCKS = 8192
 """Of a stub, whose blocks hold nothing: enough for 16 whole contexts."""
-KEY_DIGITS = 8
+KEY_DIGITS = 12
 _ENGINE_FIELDS = {f.name for f in fields(EngineOptions)} - {"scheduler"}
 
 
@@ -89,7 +88,6 @@ class _Source:
     """One opened source."""
 
     source: str
-    name: str
     fingerprint: str
     file_bytes: int
     parts: Any
@@ -99,11 +97,11 @@ class _Source:
     @classmethod
     def open(cls, source: str, base: LoadOptions) -> _Source:
         if source.startswith(STUB):
-            stub = StubOptions.parse(source)
-            return cls(source, stub.name, source, DECLARED_BYTES, stub_tokenizer_parts, is_stub=True)
+            StubOptions.parse(source)
+            return cls(source, source, DECLARED_BYTES, stub_tokenizer_parts, is_stub=True)
         artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir())
         return cls(
-            source, artifact.name, artifact.fingerprint, artifact.num_bytes, artifact.load_tokenizer, is_stub=False
+            source, artifact.fingerprint, artifact.num_bytes, artifact.load_tokenizer, is_stub=False
         )
 
     def adapted(self, engine: EngineOptions) -> EngineOptions:
@@ -154,5 +152,4 @@ def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footpr
         template = options.chat_template
         return Tokenizer(parts if template is None else replace(parts, chat_template=template))
 
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name)
-    return ReplicaSpec(f"{name}-{digest}", source.source, options, footprint.resident_bytes, tokenizer, measure)
+    return ReplicaSpec(digest, source.source, options, footprint.resident_bytes, tokenizer, measure)
