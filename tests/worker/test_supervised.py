@@ -18,6 +18,7 @@ from lockstep.engine.outputs import GenerationRequest, RequestOutput
 from lockstep.engine.sessions import Swept
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.life import Lost
 from lockstep.worker.messages import SessionsChanged
 from lockstep.worker.steps import StepReport
 from lockstep.worker.supervised import Notice, SupervisedWorker, WorkerOptions
@@ -114,6 +115,7 @@ async def test_a_new_worker_knows_who_is_watched_and_no_session(kind: Kind) -> N
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         await until(lambda: worker.loaded("a") is None)
+        assert [notice for notice in notices if isinstance(notice, Lost)] == [Lost("signal 9 (SIGKILL)")]
         assert await worker.sessions() == {}
         await until(lambda: worker.loaded("a") is not None and worker.loaded("b") is not None)
         assert {load.replica: load.priority for load in worker._replicas._wanted.values()} == {
