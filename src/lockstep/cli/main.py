@@ -11,6 +11,7 @@ import typer
 
 from lockstep.cli.bench import bench_app
 from lockstep.cli.chat import chat
+from lockstep.cli.check import check
 from lockstep.cli.collect_env import collect_env
 from lockstep.cli.completion import VARIABLE, completion, enable_completion
 from lockstep.cli.hub import list_models, pull, rm
@@ -18,7 +19,7 @@ from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
 from lockstep.cli.run import run
 from lockstep.cli.serve import ENVIRONMENT_PREFIX, serve
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, ManifestError
 from lockstep.version import __version__
 
 EXIT_ERROR = 2
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
+app.command()(check)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)
@@ -75,6 +77,8 @@ def invoke(argv: list[str]) -> int:
         sys.stdout.flush()
     except typer.TyperException as error:
         return _fail(f"{error.format_message()} (see --help)", argv)
+    except ManifestError as error:
+        return max(_fail(fault, argv) for fault in str(error).splitlines())
     except LockstepError as error:
         return _fail(str(error), argv)
     except (KeyboardInterrupt, typer.Abort):
