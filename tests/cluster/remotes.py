@@ -58,9 +58,7 @@ async def crooked(*replies: Reply) -> AsyncIterator[Crooked]:
         yield server
     finally:
         listening.close()
-        async with asyncio.timeout(LONG_S):
-            while server.num_open:
-                await asyncio.sleep(0.01)
+        await until(lambda: server.num_open == 0)
 
 
 def says(*pieces: bytes | float) -> Reply:
@@ -102,7 +100,7 @@ def whole(*texts: str) -> bytes:
 
 @contextlib.asynccontextmanager
 async def remote(
-    base_url: str, *, timeout_s: float = LONG_S, num_failures: int = 100, max_attempts: int = 1, rest_s: float = 0.2
+    base_url: str, *, timeout_s: float = LONG_S, num_failures: int = 100, max_attempts: int = 1, rest_s: float = 1.0
 ) -> AsyncIterator[RemoteModel]:
     """A remote model that tries once and never loses its patience, if it is not told otherwise."""
     entry = Entry("far", "hf://a/b", Tier.REMOTE, remote=Remote(base_url, "served", "FAR_KEY", timeout_s))
@@ -114,6 +112,12 @@ async def remote(
         assert model.num_open == 0
     finally:
         await model.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not is_so():
+            await asyncio.sleep(0.01)
 
 
 def call(text: str = "Hello", params: SamplingParams | None = None, **more: Any) -> Call:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.cluster.base import Call, Conversation
+from lockstep.cluster.base import Call, Conversation, Event, EventStream
 from lockstep.core.request import FinishReason
 from lockstep.errors import DeadlineError, InvalidParameterError, RequestFailedError, UnavailableError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
-from tests.cluster.remotes import KEY, LONG_S, answer_of, call, events_of, remote, tokens_of
+from tests.cluster.remotes import KEY, LONG_S, answer_of, call, events_of, remote, tokens_of, until
 from tests.server.process import IN_THREAD, ServerProcess, serve
 
 STEP_S = 0.02
@@ -42,6 +42,11 @@ def direct(server: ServerProcess, **body: Any) -> dict[str, Any]:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         answer: dict[str, Any] = client.post(path, json=body).raise_for_status().json()
     return answer
+
+
+async def last_of(stream: EventStream) -> Event:
+    async with asyncio.timeout(LONG_S):
+        return [event async for event in stream][-1]
 
 
 async def settled(server: ServerProcess) -> None:
@@ -179,15 +184,15 @@ async def test_a_server_that_dies_in_mid_stream_ends_the_answer_and_a_new_one_is
     with serve("stub://alpha?step_ms=20", *IN_THREAD, "--served-model-name", "served") as server:
         port = server.base_url.rpartition(":")[2]
         async with remote(url(server), num_failures=1) as model:
-            answer = asyncio.create_task(events_of(model, call(params=ENDLESS)))
-            await asyncio.sleep(10 * STEP_S)
-            server.signal(signal.SIGKILL)
-            with pytest.raises(RequestFailedError, match=r"'far'.* broke off"):
-                await answer
+            async with aclosing(model.stream(call(params=ENDLESS))) as stream:
+                await anext(stream)
+                server.signal(signal.SIGKILL)
+                with pytest.raises(RequestFailedError, match=r"'far'.* broke off"):
+                    await last_of(stream)
             with pytest.raises(UnavailableError, match="left alone"):
                 await events_of(model)
             assert not model.health().ready
             with serve("stub://alpha", *IN_THREAD, "--served-model-name", "served", "--port", port):
-                await asyncio.sleep(0.3)
+                await until(lambda: model.health().ready)
                 answer_of(await events_of(model))
                 assert model.health().ready

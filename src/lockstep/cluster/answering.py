@@ -208,7 +208,9 @@ class Answering:
         loaded = self._worker.loaded(held.key)
         if loaded is None:
             raise self._worker.unavailable(held.key)
-        if held.loaded is None or held.tokenizer is None or loaded.text != held.loaded.text:
+        if held.tokenizer is None or (
+            loaded is not held.loaded and (held.loaded is None or loaded.text != held.loaded.text)
+        ):
             held.tokenizer = Tokenizer(loaded.text.parts())
         held.loaded = loaded
         return loaded.config.max_model_len, held.tokenizer

@@ -64,9 +64,16 @@ class ManifestCluster:
         """What happens here."""
         return self._stage.events
 
+    @property
+    def worker_pid(self) -> int | None:
+        """Of the device worker's process; None: it is a thread, or lost."""
+        return self._stage.worker.pid
+
     # -- base.Cluster ---------------------------------------------------------------------------------------------
 
     def cards(self) -> tuple[ModelCard, ...]:
+        if not self._stage.is_set:
+            return ()
         return tuple(self._card(model) for model in self._stage.roster.models.values())
 
     def card(self, name: str | None) -> ModelCard:
@@ -168,15 +175,18 @@ class ManifestCluster:
         """The manifest that holds, as text that could replace it."""
         return dump(self._stage.roster.declared)
 
-    async def replace(self, text: str) -> Replaced:
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
         """Serve another manifest; see `lockstep.cluster.replacing`. Goes on when the caller leaves.
+
+        Args:
+            environment: what the text may refer to; nothing, where it came from the network.
 
         Raises:
             ManifestError: the text is no manifest; every fault is named.
             UnavailableError: another one is being brought in.
             LockstepError: it cannot be served; what was served still is.
         """
-        manifest = parse(text, validators=self._validators)
+        manifest = parse(text, validators=self._validators, environment=environment or {})
         if self._is_replacing:
             raise UnavailableError("another manifest is being brought in; try again when that is done")
         self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest))
@@ -238,6 +248,7 @@ class ManifestCluster:
         while True:
             limits = self._stage.roster.declared.sessions
             await asyncio.sleep(limits.sweep_interval_s)
+            self._stage.notice_losses()
             for session in self._stage.sessions.idle(limits, time.monotonic()):
                 for model in self._stage.roster.models.values():
                     model.sessions.drop(session.id)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lockstep.cluster.planner import MOVES, Phase, Replica
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UnavailableError
 from lockstep.worker.messages import Loaded
 
 FIRST_BACKOFF_S = 1.0
@@ -45,7 +45,7 @@ class Waiter(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """Changed by `Replicas` only."""
+    """Changed by `Replicas`, and appointed by `Stage`."""
 
     spec: ReplicaSpec
     priority: int
@@ -99,6 +99,41 @@ class Held:
         self.loaded, self.load_s, self.last_used_s = loaded, loaded.load_s, now_s
         self.failure, self.num_failures, self.retry_at_s = None, 0, 0.0
         self.wants_warm = False
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def refusal(self, now_s: float) -> UnavailableError | None:
+        """Why no call is taken now; None: it may at least wait."""
+        if self.is_retired:
+            return self.retirement()
+        if self.failure is None or now_s >= self.retry_at_s:
+            return None
+        return UnavailableError(f"the model could not be loaded: {self.failure}", retry_after_s=self.retry_at_s - now_s)
+
+    @staticmethod
+    def retirement() -> UnavailableError:
+        """What calls are told while it goes."""
+        return UnavailableError("the model is being taken out of service; try again in a moment")
+
+    def admit(self, now_s: float) -> None:
+        self.num_busy += 1
+        self.last_used_s = now_s
+
+    def admit_waiting(self, now_s: float) -> None:
+        """In the order in which they came."""
+        while self.waiting:
+            admitted = self.waiting.popleft().admitted
+            if not admitted.done():
+                self.admit(now_s)
+                admitted.set_result(None)
+
+    def fail_waiting(self, error: LockstepError) -> None:
+        while self.waiting:
+            admitted = self.waiting.popleft().admitted
+            if not admitted.done():
+                admitted.set_exception(error)
+
+    # -- the planner ----------------------------------------------------------------------------------------------
 
     def observed(self) -> Replica:
         """As the planner sees it."""

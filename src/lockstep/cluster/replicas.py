@@ -35,6 +35,9 @@ MAX_WAITING_CALLS = 1024
 MIN_LOOK_S = 0.005
 """Plans that only time could change are no closer together."""
 
+FAILED = "failed"
+"""Why a replica is absent that could not be loaded."""
+
 
 class Watcher(Protocol):
     """Who is told that a replica has come to another phase."""
@@ -117,9 +120,10 @@ class Replicas:
             QueueFullError: too many wait already.
         """
         now_s = self._clock()
-        self._refuse(held, now_s)
+        if (error := self._closing or held.refusal(now_s)) is not None:
+            raise error
         if held.phase is Phase.RESIDENT and not held.is_draining:
-            self._admit(held, now_s)
+            held.admit(now_s)
             return
         if sum(len(other.waiting) for other in self._held.values()) >= MAX_WAITING_CALLS:
             raise QueueFullError(f"{MAX_WAITING_CALLS} requests already wait for models to be loaded; try again later")
@@ -146,34 +150,6 @@ class Replicas:
         if not held.num_busy and not (self._is_quiet and held.idle_limit_s is None):
             self.pump()
 
-    def _refuse(self, held: Held, now_s: float) -> None:
-        if self._closing is not None:
-            raise self._closing
-        if held.is_retired:
-            raise UnavailableError("the model is being taken out of service; try again in a moment")
-        if held.failure is not None and now_s < held.retry_at_s:
-            raise UnavailableError(
-                f"the model could not be loaded: {held.failure}", retry_after_s=held.retry_at_s - now_s
-            )
-
-    def _admit(self, held: Held, now_s: float) -> None:
-        held.num_busy += 1
-        held.last_used_s = now_s
-
-    def _admit_waiting(self, held: Held) -> None:
-        now_s = self._clock()
-        while held.waiting:
-            admitted = held.waiting.popleft().admitted
-            if not admitted.done():
-                self._admit(held, now_s)
-                admitted.set_result(None)
-
-    def _fail_waiting(self, held: Held, error: LockstepError) -> None:
-        while held.waiting:
-            admitted = held.waiting.popleft().admitted
-            if not admitted.done():
-                admitted.set_exception(error)
-
     # -- what is done ---------------------------------------------------------------------------------------------
 
     def warm(self, held: Held) -> bool:
@@ -189,7 +165,14 @@ class Replicas:
     def retire(self, held: Held) -> None:
         """It takes no more calls, and those that wait are told so."""
         held.is_retired, held.wants_warm = True, False
-        self._fail_waiting(held, UnavailableError("the model is being taken out of service; try again in a moment"))
+        held.fail_waiting(held.retirement())
+        self.pump()
+
+    def lost(self, held: Held, error: LockstepError) -> None:
+        """The worker does not have it any more, and could not bring it back."""
+        held.failed(error, self._clock())
+        self._move(held, Phase.ABSENT, FAILED)
+        self._run(self._worker.unload(held.key))
         self.pump()
 
     async def drain(self, held: Held, limit_s: float, reason: str) -> int:
@@ -206,8 +189,10 @@ class Replicas:
         return num_cut
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for something that depends on replicas alone."""
+        """Wait for something that depends on replicas alone; UnavailableError when all is closed before."""
         while not is_so():
+            if self._closing is not None:
+                raise self._closing
             watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchers.append(watcher)
             self._is_quiet = False
@@ -228,12 +213,12 @@ class Replicas:
                 case Drain(key, makes_room_for):
                     drains[key] = makes_room_for
                 case Refuse(key, why):
-                    self._fail_waiting(self._held[key], UnavailableError(f"the model cannot be loaded: {why}"))
+                    self._held[key].fail_waiting(UnavailableError(f"the model cannot be loaded: {why}"))
         for held in self._held.values():
             if held.phase is Phase.RESIDENT:
                 held.makes_room_for = drains.get(held.key)
                 if held.waiting and held.makes_room_for is None:
-                    self._admit_waiting(held)
+                    held.admit_waiting(self._clock())
         waiting, self._watchers = self._watchers, []
         for watcher in waiting:
             if not watcher.done():
@@ -283,12 +268,12 @@ class Replicas:
                 raise UnavailableError(excess)
         except LockstepError as error:
             delay_s = held.failed(error, self._clock())
-            self._move(held, Phase.ABSENT, "failed")
-            self._fail_waiting(held, UnavailableError(f"the model could not be loaded: {error}", retry_after_s=delay_s))
+            self._move(held, Phase.ABSENT, FAILED)
+            held.fail_waiting(UnavailableError(f"the model could not be loaded: {error}", retry_after_s=delay_s))
         else:
             held.succeeded(loaded, self._clock())
             self._move(held, Phase.RESIDENT, reason)
-            self._admit_waiting(held)
+            held.admit_waiting(self._clock())
         self.pump()
 
     def _start_unload(self, held: Held, reason: str, makes_room_for: str | None) -> None:
@@ -310,12 +295,15 @@ class Replicas:
     def fail_all(self, error: LockstepError) -> None:
         """Nobody waits any longer."""
         for held in self._held.values():
-            self._fail_waiting(held, error)
+            held.fail_waiting(error)
 
     async def close(self) -> None:
         """End what is under way; the worker is the caller's to close."""
         self._closing = UnavailableError("the server is closing")
         self.fail_all(self._closing)
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_exception(self._closing)
         if self._look is not None:
             self._look.cancel()
         tasks = tuple(self._tasks)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.budget import BudgetTable, refusal
+from lockstep.cluster.budget import BudgetTable, refusal, table_text
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Entry, Manifest, Tier
@@ -17,12 +18,14 @@ from lockstep.cluster.models import Model, Roster
 from lockstep.cluster.opening import Opened, open_manifest
 from lockstep.cluster.planner import Phase, PlanPolicy
 from lockstep.cluster.remote import RemoteModel
-from lockstep.cluster.replicas import Replicas
+from lockstep.cluster.replicas import FAILED, Replicas
 from lockstep.cluster.sessions import ModelSessions, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
+
+log = logging.getLogger(__name__)
 
 MAX_TRANSITIONS = 256
 """That are remembered."""
@@ -71,7 +74,9 @@ class Stage:
 
     @property
     def roster(self) -> Roster:
-        assert self._roster is not None, "started before it is asked"
+        """The models that calls go to; UnavailableError until their sources have been opened."""
+        if self._roster is None:
+            raise UnavailableError("the models are loading; try again soon")
         return self._roster
 
     @property
@@ -92,6 +97,9 @@ class Stage:
         opened = await asyncio.to_thread(open_manifest, served, self.options.load)
         if reason := refusal(opened.table):
             raise ConfigError(reason)
+        budgets = opened.table.budgets
+        if budgets.gpu.is_cut or budgets.ram.is_cut:
+            log.warning("the machine has less than the manifest's budgets:\n%s", table_text(opened.table))
         return opened
 
     def cast(self, manifest: Manifest, opened: Opened) -> Roster:
@@ -159,6 +167,12 @@ class Stage:
             raise (held.failure or error) from None
         self.replicas.release(held)
 
+    def notice_losses(self) -> None:
+        """What the successor of a lost worker could not load again is absent now."""
+        for held in self.replicas.all():
+            if held.phase is Phase.RESIDENT and self.worker.tier(held.key) == "failed":
+                self.replicas.lost(held, UnavailableError(self.worker.trouble(held.key)))
+
     # -- what is told of it ---------------------------------------------------------------------------------------
 
     def models_on(self, held: Held) -> tuple[Model, ...]:
@@ -184,7 +198,7 @@ class Stage:
         self.events.emit("session_evicted", session=session, model=model, reason=reason)
 
     def _moved(self, held: Held, before: Phase, reason: str, duration_s: float) -> None:
-        after = _STATES[held.phase] if reason != "failed" else "failed"
+        after = _STATES[held.phase] if reason != FAILED else "failed"
         duration_ms = 0.0 if held.phase in (Phase.LOADING, Phase.UNLOADING) else round(duration_s * 1e3, 3)
         for model in self.models_on(held):
             if self.is_booted:

@@ -1,0 +1,168 @@
+"""Replacing a manifest under load: nothing fails where both fit, and what cannot come changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from itertools import chain
+
+import pytest
+
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest_file import parse
+from lockstep.errors import ConfigError, LockstepError, ManifestError, UnavailableError
+from tests.cluster.clusters import Answer, clustered, model_of, say
+from tests.cluster.support import LIMIT_S, until
+
+OLD = """
+cluster: old
+resources: {gpu_budget: 10GB}
+models:
+  router: {source: 'stub://router?field=intent&ids=legal,billing'}
+  specialists:
+    - {id: legal, source: 'stub://legal?step_ms=2'}
+    - {id: billing, source: 'stub://billing?step_ms=2'}
+routing:
+  entry: router
+  dispatch_rule: router.output.intent -> specialists.{intent}
+"""
+NEW = OLD.replace("cluster: old", "cluster: new").replace(
+    "stub://billing?step_ms=2", "stub://billing2?step_ms=1&load_ms=100"
+)
+
+
+def states(cluster: ManifestCluster) -> list[tuple[str, str, str]]:
+    return [(model.id, model.source, model.state) for model in cluster.snapshot().models]
+
+
+async def test_no_request_fails_while_a_manifest_is_replaced_under_sixteen_streams() -> None:
+    async with clustered(OLD) as cluster:
+        is_over = False
+
+        async def client(number: int) -> list[Answer]:
+            answers = []
+            while not is_over:
+                answers.append(await say(cluster, f"a {('legal', 'billing')[number % 2]} question", max_tokens=20))
+            return answers
+
+        clients = [asyncio.create_task(client(number)) for number in range(16)]
+        await until(lambda: cluster.num_open == 16)
+        legal = model_of(cluster, "legal").num_requests
+        replaced = await cluster.replace(NEW)
+        assert (replaced.changed, replaced.unchanged) == (("billing",), ("router", "legal"))
+        assert (replaced.added, replaced.removed, replaced.num_cut) == ((), (), 0)
+        await asyncio.sleep(0.2)
+        is_over = True
+        answers = list(chain(*await asyncio.gather(*clients)))
+        assert {said.model for said in answers} == {"legal", "billing"}
+        texts = {said.text[:15] for said in answers}
+        assert {"[stub:billing] ", "[stub:billing2]"} <= texts, "the old one answered before, the new one after"
+        assert len(cluster.snapshot().replicas) == 3, "what is gone is unloaded"
+        assert model_of(cluster, "legal").num_requests > legal
+        loads = [change.model for change in cluster.snapshot().transitions if change.after == "loading"]
+        assert sorted(loads) == ["billing", "billing", "legal", "router"], "what is unchanged is not touched"
+        assert cluster.manifest_text().startswith("cluster: new")
+
+
+FAULTS = {
+    "no manifest": ("cluster: x\nmodels: {}\n", ManifestError),
+    "over budget": (OLD.replace("10GB", "1GB"), ConfigError),
+    "no such file": (OLD.replace("stub://billing?step_ms=2", "/nowhere.gguf"), LockstepError),
+    "cannot be loaded": (
+        OLD.replace("stub://billing?step_ms=2'", "stub://other', engine: {max_model_len: 100000}"),
+        LockstepError,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_manifest_that_cannot_come_changes_nothing(fault: str) -> None:
+    text, kind = FAULTS[fault]
+    async with clustered(OLD) as cluster:
+        before, manifest = states(cluster), cluster.manifest_text()
+        with pytest.raises(kind):
+            await cluster.replace(text)
+        assert (states(cluster), cluster.manifest_text()) == (before, manifest)
+        assert len(cluster.snapshot().replicas) == 3
+        assert cluster.health().ready
+        assert (await say(cluster, "a billing question")).text.startswith("[stub:billing]")
+        assert not cluster.snapshot().is_replacing
+
+
+async def test_where_both_do_not_fit_new_requests_are_refused_while_the_old_ones_end() -> None:
+    text = "cluster: c\nresources: {gpu_budget: 1GB}\nmodels:\n  m: {source: 'stub://first?step_ms=10'}\n"
+    async with clustered(text) as cluster:
+        running = asyncio.create_task(say(cluster, "hello"))
+        await until(lambda: model_of(cluster, "m").num_running == 1)
+        replacing = asyncio.create_task(cluster.replace(text.replace("first", "second")))
+        await until(lambda: cluster.snapshot().is_replacing)
+        await asyncio.sleep(0.1)
+        with pytest.raises(UnavailableError) as refused:
+            await say(cluster, "hello")
+        assert refused.value.retry_after_s > 0
+        with pytest.raises(UnavailableError, match="another manifest"):
+            await cluster.replace(text)
+        await replacing
+        assert (await running).text.startswith("[stub:first] ok")
+        assert (await say(cluster, "hello")).text.startswith("[stub:second]")
+
+
+async def test_where_both_do_not_fit_a_failed_load_brings_the_old_model_back() -> None:
+    text = "cluster: c\nresources: {gpu_budget: 1GB}\nmodels:\n  m: {source: 'stub://first'}\n"
+    async with clustered(text) as cluster:
+        with pytest.raises(LockstepError, match="max_model_len"):
+            await cluster.replace(text.replace("stub://first'", "stub://second', engine: {max_model_len: 100000}"))
+        assert (await say(cluster, "hello")).text.startswith("[stub:first]")
+        assert cluster.health().ready
+
+
+async def test_calls_that_do_not_end_are_cut_when_the_time_is_up() -> None:
+    text = "cluster: c\nmodels:\n  m: {source: 'stub://first?step_ms=50'}\n"
+    async with clustered(text, drain_s=0.1) as cluster:
+        running = asyncio.create_task(say(cluster, "hello"))
+        await until(lambda: model_of(cluster, "m").num_running == 1)
+        replaced = await cluster.replace(text.replace("first", "second"))
+        assert (replaced.num_drained, replaced.num_cut) == (0, 1)
+        assert (await running).output.completions[0].finish_reason.value == "abort"
+
+
+async def test_a_replacement_goes_on_when_its_caller_leaves() -> None:
+    async with clustered(OLD) as cluster:
+        caller = asyncio.create_task(cluster.replace(NEW))
+        await until(lambda: cluster.snapshot().is_replacing)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        await until(lambda: not cluster.snapshot().is_replacing)
+        assert cluster.manifest_text().startswith("cluster: new")
+
+
+async def test_closing_does_not_wait_for_a_replacement() -> None:
+    cluster = ManifestCluster(parse(OLD))
+    await cluster.start()
+    caller = asyncio.create_task(cluster.replace(NEW.replace("load_ms=100", "load_ms=1000")))
+    await until(lambda: _loads(cluster) == 4)
+    await asyncio.wait_for(cluster.close(), LIMIT_S)
+    with pytest.raises((UnavailableError, asyncio.CancelledError)):
+        await caller
+
+
+async def test_a_worker_that_dies_in_the_middle_leaves_the_old_manifest_or_the_new_one() -> None:
+    async with clustered(OLD, kind="process") as cluster:
+        replacing = asyncio.create_task(cluster.replace(NEW.replace("load_ms=100", "load_ms=500")))
+        await until(lambda: model_of(cluster, "billing").state == "loading" or _loads(cluster) == 4)
+        pid = cluster.worker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(LockstepError):
+            await replacing
+        assert cluster.manifest_text().startswith("cluster: old")
+        assert [source for _, source, _ in states(cluster)][2] == "stub://billing?step_ms=2"
+        await until(lambda: cluster.health().ready)
+        assert (await say(cluster, "a billing question")).text.startswith("[stub:billing]")
+        assert (await cluster.replace(NEW)).changed == ("billing",)
+        assert (await say(cluster, "a billing question")).text.startswith("[stub:billing2]")
+
+
+def _loads(cluster: ManifestCluster) -> int:
+    return sum(change.after == "loading" for change in cluster.snapshot().transitions)

@@ -1,0 +1,118 @@
+"""Sessions: how many a model holds, who gives way, who waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lockstep.cluster.manifest import SessionLimits
+from lockstep.cluster.sessions import MAX_WAITING_SESSIONS, ModelSessions, Sessions
+from lockstep.errors import QueueFullError, SessionNotFoundError
+from tests.cluster.clusters import clustered, model_of, say
+from tests.cluster.support import until
+
+ONE = "cluster: c\nmodels:\n  m: {source: 'stub://m?step_ms=2', max_active_sessions: 2}\n"
+
+
+async def test_the_least_recently_used_idle_session_gives_way() -> None:
+    swept: list[str] = []
+    held = ModelSessions(2, swept.append)
+    for session in ("a", "b", "a"):
+        await held.enter(session)
+        held.leave(session)
+    await held.enter("c")
+    assert (swept, held.num_held, held.num_active) == (["b"], 2, 1)
+    await held.enter(None)
+    assert (swept, held.num_held) == (["b", "a"], 2)
+
+
+async def test_when_all_are_busy_a_request_waits_for_its_turn() -> None:
+    held = ModelSessions(1, lambda session: None)
+    await held.enter("a")
+    await held.enter("a")  # another request of the same session takes no more room
+    turns = [asyncio.create_task(held.enter(session)) for session in ("b", None, "c")]
+    await asyncio.sleep(0)
+    assert held.num_waiting == 3
+    turns[0].cancel()
+    await asyncio.gather(turns[0], return_exceptions=True)
+    held.leave("a")
+    assert held.num_waiting == 2, "the session is still busy"
+    held.leave("a")
+    await turns[1]
+    assert (held.num_waiting, held.num_active) == (1, 1)
+    held.leave(None)
+    await turns[2]
+    held.leave("c")
+    assert (held.num_active, held.num_held, held.num_waiting) == (0, 1, 0)
+
+
+async def test_a_turn_that_comes_to_one_who_has_left_goes_to_the_next() -> None:
+    held = ModelSessions(1, lambda session: None)
+    await held.enter(None)
+    turns = [asyncio.create_task(held.enter(None)) for _ in range(2)]
+    await asyncio.sleep(0)
+    held.leave(None)
+    turns[0].cancel()
+    await asyncio.gather(turns[0], return_exceptions=True)
+    await turns[1]
+    held.leave(None)
+    assert (held.num_active, held.num_waiting) == (0, 0)
+
+
+async def test_the_queue_is_bounded() -> None:
+    held = ModelSessions(1, lambda session: None)
+    await held.enter(None)
+    turns = [asyncio.create_task(held.enter(None)) for _ in range(MAX_WAITING_SESSIONS)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError):
+        await held.enter(None)
+    for turn in turns:
+        turn.cancel()
+    await asyncio.gather(*turns, return_exceptions=True)
+
+
+def test_only_idle_sessions_of_some_age_are_given_up() -> None:
+    sessions, limits = Sessions(), SessionLimits(idle_threshold_s=30, min_lifetime_s=0.25)
+    for number, id_ in enumerate("abc"):
+        assert sessions.begin(id_, "m", number)
+    sessions.end("a", 5)
+    sessions.end("b", 10)
+    assert [session.id for session in sessions.idle(limits, 34.9)] == []
+    assert [session.id for session in sessions.idle(limits, 35)] == ["a"]
+    assert [session.id for session in sessions.idle(limits, 100)] == ["a", "b"]
+    sessions.dropped("a")
+    assert not sessions.begin("b", "m", 101)
+    assert [session.id for session in sessions.idle(limits, 200)] == []
+    assert [(s.id, s.state, s.idle_s) for s in sessions.snapshot(200)] == [
+        ("a", "dropped", 195),
+        ("c", "active", 0),
+        ("b", "active", 0),
+    ]
+
+
+async def test_a_models_sessions_are_bounded_and_the_rest_wait() -> None:
+    async with clustered(ONE) as cluster:
+        tasks = [asyncio.create_task(say(cluster, "hello", session=f"s{number}")) for number in range(6)]
+        most = 0
+        while not all(task.done() for task in tasks):
+            most = max(most, model_of(cluster, "m").num_running)
+            await asyncio.sleep(0.001)
+        assert {(await task).model for task in tasks} == {"m"}
+        assert most == 2
+        states = sorted(session.state for session in cluster.sessions())
+        assert states == ["dropped"] * 4 + ["idle"] * 2
+
+
+async def test_sessions_are_listed_swept_and_ended() -> None:
+    text = ONE + "sessions: {idle_threshold: 50ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
+    async with clustered(text) as cluster:
+        await say(cluster, "hello", session="s")
+        assert [(session.id, session.model, session.num_requests) for session in cluster.sessions()] == [("s", "m", 1)]
+        await until(lambda: cluster.sessions()[0].state == "dropped")
+        assert cluster.snapshot().sessions_live == 0
+        await say(cluster, "hello again", session="s")
+        await cluster.end_session("s")
+        assert cluster.sessions() == ()
+        with pytest.raises(SessionNotFoundError):
+            await cluster.end_session("s")

@@ -1,0 +1,206 @@
+"""Models that come and go: loads that are shared, room that is made, warming, and loads that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from itertools import cycle, islice
+
+import pytest
+
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
+from tests.cluster.clusters import Answer, clustered, model_of, say
+from tests.cluster.support import until
+
+TWO_THAT_DO_NOT_FIT = """
+cluster: two
+resources: {gpu_budget: 1GB}
+models:
+  extra:
+    - {id: a, source: 'stub://a?load_ms=20', tier: standby}
+    - {id: b, source: 'stub://b?load_ms=20', tier: standby}
+"""
+WARMING = "cluster: warm\nmodels:\n  router: {source: 'stub://router'}\n  extra:\n" + "".join(
+    f"    - {{id: s{number}, source: 'stub://s{number}?load_ms=10', tier: standby, co_activation: router}}\n"
+    for number in range(8)
+)
+ROUTED = """
+cluster: hinted
+models:
+  router: {source: 'stub://router?field=intent&ids=legal,billing&step_ms=5'}
+  specialists:
+    - {id: legal, source: stub://legal, tier: standby, promotion_hint: on_router_classification}
+    - {id: billing, source: stub://billing, tier: standby}
+routing:
+  entry: router
+  dispatch_rule: router.output.intent -> specialists.{intent}
+"""
+
+
+def num_loads(cluster: ManifestCluster) -> int:
+    return sum(change.after == "loading" for change in cluster.snapshot().transitions)
+
+
+async def test_requests_to_a_cold_model_share_one_load() -> None:
+    async with clustered(TWO_THAT_DO_NOT_FIT) as cluster:
+        answers = await asyncio.gather(*(say(cluster, "hello", "a") for _ in range(8)))
+        assert {said.model for said in answers} == {"a"}
+        assert num_loads(cluster) == 1
+
+
+async def test_two_models_that_do_not_fit_take_turns_without_thrashing() -> None:
+    async with clustered(TWO_THAT_DO_NOT_FIT) as cluster:
+        answers = await asyncio.gather(*(say(cluster, "hello", name) for name in islice(cycle("ab"), 40)))
+        assert [said.model for said in answers] == list(islice(cycle("ab"), 40))
+        assert num_loads(cluster) == 2, "those who wait for one model are served together"
+        counters = cluster.snapshot().counters
+        assert (counters.promotions, counters.demotions, counters.lru_evictions) == (2, 1, 1)
+        assert cluster.snapshot().budgets[0].used_bytes <= 1_000_000_000
+
+
+async def test_a_steady_stream_to_one_model_does_not_starve_the_other() -> None:
+    async with clustered(TWO_THAT_DO_NOT_FIT.replace("stub://a?load_ms=20", "stub://a?step_ms=2")) as cluster:
+        is_over = False
+
+        async def client() -> int:
+            count = 0
+            while not is_over:
+                assert (await say(cluster, "hello", "a", max_tokens=20)).model == "a"
+                count += 1
+            return count
+
+        clients = [asyncio.create_task(client()) for _ in range(4)]
+        await until(lambda: model_of(cluster, "a").num_running == 4)
+        assert (await say(cluster, "hello", "b")).model == "b"
+        is_over = True
+        assert all(await asyncio.gather(*clients))
+        assert num_loads(cluster) <= 3
+
+
+async def test_a_waiter_that_leaves_leaves_no_count_and_its_load_finishes() -> None:
+    async with clustered(TWO_THAT_DO_NOT_FIT.replace("load_ms=20", "load_ms=100")) as cluster:
+        waiter = asyncio.create_task(say(cluster, "hello", "a"))
+        await until(lambda: model_of(cluster, "a").num_waiting == 1)
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        replica = cluster.snapshot().replicas[0]
+        assert (replica.num_busy, replica.num_waiting, model_of(cluster, "a").num_sessions) == (0, 0, 0)
+        await until(lambda: model_of(cluster, "a").state == "resident")
+
+
+async def test_deadlines_count_while_a_model_is_loaded() -> None:
+    async with clustered(TWO_THAT_DO_NOT_FIT.replace("load_ms=20", "load_ms=400")) as cluster:
+        with pytest.raises(DeadlineError):
+            await say(cluster, "hello", "a", deadline_s=0.05)
+        with pytest.raises(QueueDeadlineError):
+            await say(cluster, "hello", "a", queue_deadline_s=0.05)
+
+
+FAILING = """
+cluster: f
+models:
+  good: {source: 'stub://good'}
+  bad: {source: 'stub://bad', tier: standby, engine: {max_model_len: 100000}}
+"""
+
+
+async def test_a_load_that_fails_tells_all_who_wait_and_backs_off() -> None:
+    async with clustered(FAILING) as cluster:
+        results = await asyncio.gather(*(say(cluster, "hello", "bad") for _ in range(4)), return_exceptions=True)
+        assert all(isinstance(result, UnavailableError) for result in results)
+        assert {"max_model_len is 100000" in str(result) for result in results} == {True}
+        with pytest.raises(UnavailableError, match="max_model_len") as refused:
+            await say(cluster, "hello", "bad")
+        assert 0 < refused.value.retry_after_s <= 1
+        assert num_loads(cluster) == 2, "the good one's at boot, and one that failed"
+        assert (model_of(cluster, "bad").state, cluster.health().ready) == ("failed", True)
+        assert "max_model_len" in model_of(cluster, "bad").reason
+
+
+async def test_each_model_is_warmed_once_however_many_requests_ask() -> None:
+    async with clustered(WARMING) as cluster:
+        assert cluster.snapshot().budgets[0].used_bytes == 800_000_000
+        await asyncio.gather(*(say(cluster, "hello", "router") for _ in range(20)))
+        await until(lambda: all(model.state == "resident" for model in cluster.snapshot().models))
+        counters = cluster.snapshot().counters
+        assert (counters.co_activation_warms, counters.promotions, num_loads(cluster)) == (8, 8, 9)
+
+
+async def test_a_hint_promotes_before_the_routers_hop_has_ended() -> None:
+    async with clustered(ROUTED) as cluster:
+        begin = cluster.events.last_id
+        assert (await say(cluster, "a legal question")).model == "legal"
+        assert (await say(cluster, "a billing question")).model == "billing"
+        order: list[str] = []
+        async with aclosing(cluster.events.subscribe(begin)) as events:
+            while len(order) < 4:
+                event = await anext(events)
+                if event.type == "hop" or event.fields.get("to") == "loading":
+                    order.append(str(event.fields.get("target") or event.fields["model"]))
+        assert order == ["legal", "specialists.legal", "specialists.billing", "billing"]
+
+
+async def test_a_model_is_demoted_when_nobody_has_used_it_for_its_time() -> None:
+    text = TWO_THAT_DO_NOT_FIT.replace("id: a,", "id: a, keep_alive: 50ms,")
+    async with clustered(text) as cluster:
+        await say(cluster, "hello", "a")
+        assert model_of(cluster, "a").state == "resident"
+        await until(lambda: model_of(cluster, "a").state == "standby")
+        assert cluster.snapshot().transitions[-1].reason == "idle"
+        assert (await say(cluster, "again", "a")).text.startswith("[stub:a]")
+
+
+async def test_models_are_loaded_and_unloaded_by_hand() -> None:
+    async with clustered(ROUTED) as cluster:
+        await cluster.load_model("billing")
+        assert model_of(cluster, "billing").state == "resident"
+        await cluster.unload_model("billing")
+        await cluster.unload_model("router")
+        assert [model.state for model in cluster.snapshot().models] == ["standby"] * 3
+        assert cluster.health().ready, "who unloads a model by hand knows that it is not there"
+        assert (await say(cluster, "a billing question")).model == "billing"
+        assert cluster.tokenizer("legal").encode("a") == [97], "known before it is loaded"
+
+
+async def test_unloading_by_hand_lets_calls_end_and_refuses_new_ones_until_then() -> None:
+    text = "cluster: c\nmodels:\n  m: {source: 'stub://m?step_ms=10'}\n"
+    async with clustered(text) as cluster:
+        running = asyncio.create_task(say(cluster, "hello"))
+        await until(lambda: model_of(cluster, "m").num_running == 1)
+        unloading = asyncio.create_task(cluster.unload_model("m"))
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="out of service"):
+            await say(cluster, "hello")
+        await unloading
+        assert (await running).text.startswith("[stub:m] ok")
+
+
+async def test_what_is_remote_cannot_be_loaded_here() -> None:
+    text = "cluster: c\nmodels:\n  m: {source: stub://m}\nfallback: {remote: {base_url: 'http://127.0.0.1:9/v1'}}\n"
+    async with clustered(text) as cluster:
+        with pytest.raises(InvalidParameterError, match="remote"):
+            await cluster.load_model("fallback")
+        with pytest.raises(UnavailableError):
+            await say(cluster, "hello", "fallback")
+        assert model_of(cluster, "fallback").state == "remote"
+
+
+async def test_a_random_crowd_is_served_whole_under_a_small_budget() -> None:
+    text = "cluster: many\nresources: {gpu_budget: 2500MB}\nmodels:\n  extra:\n" + "".join(
+        f"    - {{id: m{number}, source: 'stub://m{number}?load_ms=5', tier: standby}}\n" for number in range(8)
+    )
+    async with clustered(text) as cluster:
+        most = 0
+
+        async def client(number: int) -> list[Answer]:
+            nonlocal most
+            answers = []
+            for turn in range(6):
+                answers.append(await say(cluster, "hello", f"m{(number * 3 + turn * 5) % 8}"))
+                most = max(most, cluster.snapshot().budgets[0].used_bytes)
+            return answers
+
+        answers = await asyncio.gather(*(client(number) for number in range(12)))
+        assert sum(map(len, answers)) == 72
+        assert most <= 2_500_000_000
