@@ -11,6 +11,8 @@
     │   ├── ModelNotFoundError         no model of that name is served
     │   ├── ResponseNotFoundError      no response of that id is stored
     │   ├── SessionNotFoundError       no session of that id is known
+    │   ├── NoManifestError            what only a cluster with a manifest can do
+    │   ├── NotLoadableError           a model or manifest that a request wants cannot be brought in
     │   ├── QueueFullError             the bounded queue is full; try again later
     │   ├── UnavailableError           loading, draining or restarting; try again later (`retry_after_s`)
     │   │   └── WorkerLostError            the process that computed the answer ended
@@ -115,6 +117,14 @@ class ResponseNotFoundError(RequestError):
 
 class SessionNotFoundError(RequestError):
     """No session of that id is known: it never was, it was ended, or it was idle for too long to be kept."""
+
+
+class NoManifestError(RequestError):
+    """Only a cluster that a manifest describes can do that."""
+
+
+class NotLoadableError(RequestError):
+    """A model or manifest that a request wants cannot be brought in; nothing has changed."""
 
 
 class QueueFullError(RequestError):

@@ -212,5 +212,5 @@ def test_what_cannot_be_read_is_one_line(check: Check, tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere.yaml", tmp_path, tmp_path / "latin.yaml"):
         code, out, err = check(path)
         assert (code, out) == (2, "")
-        assert err.startswith(f"lockstep: error: {path} cannot be read (")
+        assert err.startswith(f"lockstep: error: the manifest {path} cannot be read (")
         assert err.count("\n") == 1

@@ -17,7 +17,7 @@ from lockstep.cli.config_file import read_config
 from lockstep.cli.foreign_flags import ForeignFlags, answers_to
 from lockstep.cli.main import app, invoke
 from lockstep.cli.serve import engine_options, server_options, split_address, split_keys
-from lockstep.cli.serve_flags import EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
+from lockstep.cli.serve_flags import ClusterFlags, EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
 from lockstep.engine.sizing import plan_config
 from lockstep.errors import ConfigError, UsageError
 from lockstep.executors.base import Geometry
@@ -83,6 +83,13 @@ def test_flags_without_effect_are_said_once(config: Path) -> None:
     ("arguments", "message"),
     [
         ((), "Missing argument 'model'"),
+        ((STUB, "--manifest", "cluster.yaml"), "serve one model, or a manifest of many"),
+        ((STUB, "--backend", "stub"), "--backend is said of a manifest's models"),
+        ((STUB, "--watch"), "--watch is said of a manifest's models"),
+        (("--manifest", "no/such.yaml"), "--manifest no/such.yaml cannot be read"),
+        (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name is said of one model"),
+        (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template is said of one model"),
+        (("--manifest", "c.yaml", "--backend", "mock"), "--backend"),
         ((STUB, "--bogus"), "--bogus"),
         ((STUB, "--port", "70000"), "--port"),
         ((STUB, "--port", "http"), "--port"),
@@ -180,7 +187,11 @@ def test_the_files_values_become_what_flags_would_hold(tmp_path: Path) -> None:
 
 
 def known_flags() -> set[str]:
-    return {f.name for group in (ListenFlags, ModelFlags, EngineFlags, LimitFlags, ReportFlags) for f in fields(group)}
+    return {
+        f.name
+        for group in (ListenFlags, ModelFlags, ClusterFlags, EngineFlags, LimitFlags, ReportFlags)
+        for f in fields(group)
+    }
 
 
 def test_defaults_are_the_options_own() -> None:

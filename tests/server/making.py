@@ -18,7 +18,7 @@ TOKENIZER = Tokenizer(stub_tokenizer_parts())
 
 
 def heading(*, include_usage: bool = False) -> Heading:
-    return Heading("chatcmpl-1", 7, "m", "fp_1", "r", include_usage=include_usage)
+    return Heading("chatcmpl-1", 7, "m", "fp_1", "r", 0.0, include_usage=include_usage)
 
 
 def chat_encoder(*, include_usage: bool = False) -> ChatEncoder:

@@ -38,8 +38,7 @@ class Remote:
 
     def models(self) -> list[str]:
         """Names that the server answers to, in its order."""
-        with self._spoken():
-            answer = _checked(self._client.get("/v1/models"))
+        answer = self.get("/v1/models")
         entries = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(entries, list):
             raise RemoteError(f"{self.target.url}/v1/models is no list of models; is this an OpenAI-compatible server?")
@@ -53,6 +52,11 @@ class Remote:
         if not names:
             raise RemoteError(f"{self.target.url} serves no model; give one by --model")
         return names[0]
+
+    def get(self, path: str) -> Any:
+        """The JSON that a GET answers; RemoteError says why there is none."""
+        with self._spoken():
+            return _checked(self._client.get(path))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON that a POST answers; RemoteError says why there is none."""

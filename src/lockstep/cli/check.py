@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lockstep.cli import options as flags
+from lockstep.cli.manifests import manifest_of, read_manifest
 from lockstep.engine.loading import LoadOptions
-from lockstep.errors import ManifestError, UsageError
+from lockstep.errors import ManifestError
 
 if TYPE_CHECKING:
     from lockstep.cluster.budget import Budget
@@ -40,7 +40,7 @@ def check(
     from lockstep.cluster.placement import lines_of, place
 
     try:
-        manifest = read_manifest(file)
+        manifest = _manifest(file)
     except ManifestError as error:
         if not as_json:
             raise
@@ -61,22 +61,8 @@ def check(
         raise typer.Exit(EXIT_REFUSED)
 
 
-def read_manifest(file: Path) -> Manifest:
-    """The manifest of a file, with this process's environment for ``remote:``.
-
-    Raises:
-        ManifestError: it has faults.
-        UsageError: it cannot be read.
-    """
-    from lockstep.cluster.manifest_file import parse
-    from lockstep.cluster.manifest_nodes import MAX_MANIFEST_BYTES
-
-    try:
-        with sys.stdin.buffer if str(file) == "-" else file.open("rb") as stream:
-            text = stream.read(MAX_MANIFEST_BYTES + 1).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read ({error}); a manifest is a YAML file in UTF-8") from error
-    return parse(text, _called(file), environment=os.environ)
+def _manifest(file: Path) -> Manifest:
+    return manifest_of(sys.stdin.buffer.read(), _called(file)) if str(file) == "-" else read_manifest(file)
 
 
 def _called(file: Path) -> str:

@@ -1,4 +1,5 @@
-"""`lockstep`: the entry point. Whatever goes wrong becomes one line and exit code 2; `--debug` shows the traceback."""
+"""`lockstep`: the entry point. Whatever goes wrong becomes one line, a manifest's faults one each, and exit code 2;
+`--debug` shows the traceback."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from lockstep.cli.completion import VARIABLE, completion, enable_completion
 from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
+from lockstep.cli.ps import ps
 from lockstep.cli.run import run
 from lockstep.cli.serve import ENVIRONMENT_PREFIX, serve
 from lockstep.errors import LockstepError, ManifestError
@@ -36,6 +38,7 @@ app = typer.Typer(
 app.command()(run)
 app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
 app.command()(check)
+app.command()(ps)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)
@@ -78,7 +81,9 @@ def invoke(argv: list[str]) -> int:
     except typer.TyperException as error:
         return _fail(f"{error.format_message()} (see --help)", argv)
     except ManifestError as error:
-        return max(_fail(fault, argv) for fault in str(error).splitlines())
+        for problem in error.problems:
+            _fail(f"{error.name}, {problem}", argv)
+        return EXIT_ERROR
     except LockstepError as error:
         return _fail(str(error), argv)
     except (KeyboardInterrupt, typer.Abort):

@@ -13,12 +13,10 @@ from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import UsageError
 from lockstep.executors.openvino.options import OpenVINOOptions
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A .gguf file, a Hugging Face or OpenVINO directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
-    ),
-]
+MODEL_HELP = (
+    "A .gguf file, a Hugging Face or OpenVINO directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
+)
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 MaxModelLen = Annotated[int | None, typer.Option(help="Prompt + output in tokens; by default what the model declares.")]
 KvBytes = Annotated[int | None, typer.Option(help="Size of the KV pool in bytes.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of a forward pass; by default the cores of the cgroup.")]

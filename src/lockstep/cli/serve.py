@@ -1,9 +1,11 @@
-"""`lockstep serve MODEL`: flags, environment and a file become option values; the server does the rest."""
+"""`lockstep serve MODEL`, or `--manifest FILE`: flags, environment and a file become option values; the server does
+the rest."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,14 +16,17 @@ from lockstep.cli import options as flags
 from lockstep.cli.config_file import use_config
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.foreign_flags import ForeignFlags, answers_to
-from lockstep.cli.serve_flags import EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
+from lockstep.cli.manifests import read_manifest
+from lockstep.cli.serve_flags import ClusterFlags, EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.cluster.single import SingleModel
+    from lockstep.cluster.base import Cluster
     from lockstep.server.options import ServerOptions
+    from lockstep.server.reloading import ManifestReload
+    from lockstep.worker.supervised import WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ TOKENS_BESIDE_DECODES = 16
 
 @with_flags
 def serve(
-    model: flags.Model,
+    model: Annotated[str | None, typer.Argument(help=flags.MODEL_HELP, show_default="none, with --manifest")] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -49,22 +54,23 @@ def serve(
     *,
     listen: ListenFlags,
     what: ModelFlags,
+    many: ClusterFlags,
     engine: EngineFlags,
     limits: LimitFlags,
     report: ReportFlags,
     foreign: ForeignFlags,
 ) -> None:
-    """Serve a model to OpenAI clients."""
+    """Serve a model, or a cluster of them, to OpenAI clients."""
     from lockstep.server.run import run_server
     from lockstep.worker.logs import log_to_stderr
 
     options = server_options(listen, what, engine, limits, report)
-    cluster = _cluster(model, what, engine, report)
+    cluster, reload = _cluster(model, what, many, engine, report)
     warnings = answers_to(foreign)
     log_to_stderr(report.log_format, report.log_level, "server")
     for warning in warnings:
         log.warning(warning)
-    run_server(cluster, options, announce=_announce)
+    run_server(cluster, options, _announce, reload)
 
 
 def _announce(line: str) -> None:
@@ -142,11 +148,14 @@ def engine_options(engine: EngineFlags) -> EngineOptions:
     )
 
 
-def _cluster(model: str, what: ModelFlags, engine: EngineFlags, report: ReportFlags) -> SingleModel:
-    """The one place that knows who stands behind the server."""
+def _cluster(
+    model: str | None, what: ModelFlags, many: ClusterFlags, engine: EngineFlags, report: ReportFlags
+) -> tuple[Cluster, ManifestReload | None]:
+    """Who stands behind the server, and how a manifest is brought in again; the one place that knows."""
     from lockstep.cluster.single import SingleModel, SingleModelOptions
     from lockstep.worker.supervised import WorkerOptions
 
+    _check_together(model, what, many)
     load = LoadOptions(
         engine=engine_options(engine),
         openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
@@ -155,7 +164,39 @@ def _cluster(model: str, what: ModelFlags, engine: EngineFlags, report: ReportFl
         chat_template=flags.read_template(what.chat_template),
     )
     worker = WorkerOptions(kind=what.worker, log_format=report.log_format, log_level=report.log_level)
-    return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load, worker))
+    if many.manifest is not None:
+        return _of_manifest(many.manifest, many, load, worker)
+    assert model is not None, "one of the two is given"
+    return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load, worker)), None
+
+
+def _of_manifest(
+    path: Path, many: ClusterFlags, load: LoadOptions, worker: WorkerOptions
+) -> tuple[Cluster, ManifestReload]:
+    from lockstep.cluster.backend import Backend
+    from lockstep.cluster.cluster import ManifestCluster
+    from lockstep.cluster.stage import ClusterOptions
+    from lockstep.server.reloading import ManifestReload
+
+    options = ClusterOptions(Backend(many.backend or "auto"), load, worker, environment=os.environ)
+    cluster = ManifestCluster(read_manifest(path), options)
+    return cluster, ManifestReload(cluster, path, os.environ, watches=many.watch)
+
+
+def _check_together(model: str | None, what: ModelFlags, many: ClusterFlags) -> None:
+    """A model or a manifest; what is said of the one means nothing for the other."""
+    if many.manifest is None:
+        if model is None:
+            raise UsageError("Missing argument 'model'; give a MODEL to serve, or --manifest FILE")
+        given = {"--backend": many.backend is not None, "--watch": many.watch}
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            raise UsageError(f"{flag} is said of a manifest's models; give --manifest FILE, or leave it out")
+        return
+    if model is not None:
+        raise UsageError(f"MODEL is {model!r} and --manifest {many.manifest}; serve one model, or a manifest of many")
+    single = {"--served-model-name": bool(what.served_model_name), "--chat-template": what.chat_template is not None}
+    for flag in (flag for flag, is_given in single.items() if is_given):
+        raise UsageError(f"{flag} is said of one model; in a manifest every model says it for itself")
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -73,6 +74,24 @@ class ModelFlags:
     worker: Annotated[
         Literal["process", "thread"], typer.Option(help="Where the model runs: a supervised process of its own.")
     ] = "process"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFlags:
+    """Many models in the place of one."""
+
+    manifest: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A cluster of models, as YAML, instead of MODEL; SIGHUP brings it in again."),
+    ] = None
+    backend: Annotated[
+        Literal["auto", "stub", "pocket"] | None,
+        typer.Option(
+            help="Of a manifest's models: their own sources; stubs without files; the embedded model.",
+            show_default="auto",
+        ),
+    ] = None
+    watch: Annotated[bool, typer.Option("--watch", help="Bring the manifest in whenever its file changes.")] = False
 
 
 @dataclass(frozen=True, slots=True)

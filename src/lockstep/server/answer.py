@@ -12,6 +12,7 @@ from lockstep.cluster.base import Accepted, Event
 from lockstep.engine.outputs import RequestOutput
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
+from lockstep.server.hops import Route
 from lockstep.server.usage import extension_of, usage_of
 
 encode = msgspec.json.Encoder().encode
@@ -32,6 +33,8 @@ class Heading:
     model: str
     fingerprint: str | None
     request_id: str
+    started_s: float
+    """When the request came, on the monotonic clock."""
     session_id: str | None = None
     include_usage: bool = False
 
@@ -41,6 +44,10 @@ class Encoder(Protocol):
 
     @property
     def heading(self) -> Heading: ...
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """Frames that are shown before there is any token."""
+        ...
 
     def chunk(self, choice: Choice, extension: dict[str, Any] | None) -> bytes:
         """Frames that show what a choice has; ``extension`` goes with its end."""
@@ -66,6 +73,7 @@ class Answer:
         self._outputs: list[RequestOutput | None] = [None] * len(accepted)
         self._num_open = len(accepted)
         self._changed: list[Choice] = []
+        self._opening = encoder.opening(choices)
 
     @property
     def is_complete(self) -> bool:
@@ -83,8 +91,9 @@ class Answer:
 
     @property
     def extension(self) -> dict[str, Any]:
-        heading = self._encoder.heading
-        return extension_of(heading.request_id, heading.session_id, self.outputs)
+        heading, outputs = self._encoder.heading, self.outputs
+        route = Route(self.accepted, heading.started_s)
+        return extension_of(heading.request_id, heading.session_id, outputs) | route.told(outputs)
 
     def feed(self, call: int, events: Sequence[Event]) -> None:
         """Take events of one call, in order.
@@ -109,7 +118,10 @@ class Answer:
 
     def take(self) -> bytes:
         """Frames of what has come since the last call: one piece per choice, however many outputs it was."""
-        changed = self._changed
+        changed, opening = self._changed, self._opening
+        if opening:
+            self._opening = b""
+            return opening + self.take()
         if not changed:
             return b""
         self._changed = []

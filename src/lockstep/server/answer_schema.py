@@ -31,6 +31,18 @@ class Usage(Shape):
     completion_tokens_details: CompletionTokensDetails
 
 
+class RoutedHop(Shape):
+    """One model's part of a routed request."""
+
+    model: str
+    completion: str
+    """What it said; of several choices the first."""
+    intent: str | None
+    """What a router's word was read as."""
+    latency_ms: float
+    usage: Usage
+
+
 class Extension(Shape):
     """Where the time went, measured at the engine's steps."""
 
@@ -40,6 +52,16 @@ class Extension(Shape):
     tokens_per_second: float | None
     preemptions: int
     session_id: str | None
+    entry_model: str | None = None
+    """Who routed the request; this and the following are there only if somebody did."""
+    final_model: str | None = None
+    """Who answered it."""
+    intent: str | None = None
+    """What the routing model's word was read as; null: nothing that the routing rule knows."""
+    latency_ms: float | None = None
+    """From the arrival of the request to the end of its answer."""
+    hops: list[RoutedHop] | None = None
+    """All models that were asked, in order; the last one is who answered."""
 
 
 class Logprob(Shape):

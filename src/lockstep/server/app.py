@@ -17,13 +17,16 @@ from lockstep.server import (
     faults,
     health,
     home,
+    manage,
     metrics,
     models,
     responses,
     tokenize,
+    watch,
 )
 from lockstep.server.body import BodyMiddleware
 from lockstep.server.gate import GateMiddleware
+from lockstep.server.lifecycle import Traffic
 from lockstep.server.logs import RequestLog
 from lockstep.server.options import ServerOptions
 from lockstep.server.recording import RecordMiddleware, RecordObserver
@@ -34,7 +37,9 @@ ROUTERS: tuple[APIRouter, ...] = (
     home.router,
     health.router,
     metrics.router,
+    manage.router,  # before the models', whose ids may hold slashes
     models.router,
+    watch.router,
     tokenize.router,
     chat.router,
     completions.router,
@@ -69,6 +74,7 @@ def create_app(
     )
     app.state.serving = serving
     app.state.http_counts = metrics.HttpCounts()
+    app.state.watchers = Traffic()
     app.state.response_store = response_store or responses.memory_store(options)
     faults.install(app)
     routers = (*ROUTERS, debug.router) if options.enable_debug_endpoints else ROUTERS

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.server.errors import HttpError
+from lockstep.server.manifest_text import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
 from lockstep.server.refusals import refuse
 
 BODY_TIMEOUT_S = 60.0
@@ -20,6 +21,8 @@ MAX_DEPTH = 128
 """Objects and lists within each other; parsers and schema compilers recurse."""
 MAX_DISCARDED_BODIES = 8
 """A refused body of up to this many times the limit is read and dropped, so that its sender sees the refusal."""
+TAKES_YAML = ("PUT", "/v1/manifest")
+"""The one request whose body may be YAML."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|([\[{])|([\]}])', re.DOTALL)
 _SURROGATES = re.compile(
@@ -52,7 +55,8 @@ class BodyMiddleware:
             return
         if body is None:  # the client left
             return
-        fault = body_fault(body, headers.get("content-type", ""))
+        takes_yaml = (scope["method"], scope["path"]) == TAKES_YAML
+        fault = body_fault(body, headers.get("content-type", ""), takes_yaml=takes_yaml)
         if fault is not None:
             await refuse(fault, scope, receive, send)
             return
@@ -94,25 +98,27 @@ class _RefusedError(Exception):
         self.error = error
 
 
-def body_fault(body: bytes, content_type: str) -> HttpError | None:
+def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> HttpError | None:
     """What is wrong with a body before anyone parses it; None: nothing. An empty body is nobody's fault here."""
     if not body:
         return None
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    kind = kind_of(content_type)
+    is_yaml = takes_yaml and kind in YAML_TYPES
+    if not is_yaml and kind != JSON_TYPE and not (kind.startswith("application/") and kind.endswith("+json")):
+        right = f"JSON with `Content-Type: {JSON_TYPE}`" + (f" or YAML with `{YAML_TYPE}`" if takes_yaml else "")
         return HttpError(
             415,
             "invalid_request_error",
-            f"The content type is {kind or 'missing'}; send JSON with `Content-Type: application/json`.",
+            f"The content type is {kind or 'missing'}; send {right}.",
             code="unsupported_media_type",
         )
     try:
         body.decode()
     except UnicodeDecodeError as error:
-        return _invalid(f"The body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}; send JSON in UTF-8.")
+        return _invalid(f"The body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}; send it in UTF-8.")
     if nests_deeper_than(body, MAX_DEPTH):
         return _invalid(f"The body nests objects and lists deeper than {MAX_DEPTH}; send it flatter.")
-    if has_lone_surrogate(body):
+    if not is_yaml and has_lone_surrogate(body):
         return _invalid(r"The body holds half of a surrogate pair (like \ud83d alone); send whole characters.")
     return None
 

@@ -20,7 +20,7 @@ from lockstep.server.chat_schema import ChatBody
 from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.heading import heading_of
 from lockstep.server.logprobs import Tracer
-from lockstep.server.record import record_of
+from lockstep.server.record import RequestRecord, record_of
 from lockstep.server.responding import AnswerResponse, Job
 from lockstep.server.serving import serving_of
 
@@ -42,23 +42,24 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         asked = chat_call(body, caller, tokenizer)
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        return chat_answer(serving.cluster, body, asked, accepted[0], record.request_id)
+        return chat_answer(serving.cluster, body, asked, accepted[0], record)
 
     return AnswerResponse(request, Job((asked.call,), make_answer, asked.names, bool(body.stream)))
 
 
-def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Accepted, request_id: str) -> Answer:
+def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Accepted, record: RequestRecord) -> Answer:
     """The answer to an accepted call, still empty."""
     params, plan = asked.call.params, asked.plan
     tokenizer = cluster.tokenizer(accepted.model)
     check_tokens_known(tokenizer, {"return_token_ids": bool(body.return_token_ids)})
-    heading = heading_of("chatcmpl", cluster.card(accepted.model), body, request_id)
+    heading = heading_of("chatcmpl", cluster.card(accepted.model), body, record)
     encoder = ChatEncoder(
         heading,
         tokenizer,
         num_choices=params.n,
         has_logprobs=bool(body.logprobs),
         tells_ids=bool(body.return_token_ids),
+        hops=() if body.tools or body.lockstep_hops is False else accepted.hops,
     )
     end_ids = frozenset(tokenizer.end_token_ids)
     after = accepted.prompt_token_ids[-1] if accepted.prompt_token_ids else None

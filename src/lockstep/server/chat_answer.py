@@ -5,22 +5,37 @@ What is the same in every chunk of a choice is encoded once; a token costs the e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from lockstep.cluster.base import Hop
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.answer import Answer, Heading, encode, frame
 from lockstep.server.choices import Choice
+from lockstep.server.hops import dispatch_calls
 from lockstep.server.logprobs import chat_logprobs, prompt_logprobs
 from lockstep.server.tools.parser import CallDelta
 
 
 class ChatEncoder:
-    """Implements `lockstep.server.answer.Encoder`."""
+    """Implements `lockstep.server.answer.Encoder`.
+
+    Args:
+        hops: what is shown of who was asked before, as calls of a function.
+    """
 
     def __init__(
-        self, heading: Heading, tokenizer: Tokenizer, *, num_choices: int, has_logprobs: bool, tells_ids: bool
+        self,
+        heading: Heading,
+        tokenizer: Tokenizer,
+        *,
+        num_choices: int,
+        has_logprobs: bool,
+        tells_ids: bool,
+        hops: Sequence[Hop] = (),
     ) -> None:
         self.heading = heading
+        self._dispatched = dispatch_calls(heading.id, hops)
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
         self._tells_ids = tells_ids
@@ -39,6 +54,15 @@ class ChatEncoder:
             for index in range(num_choices)
         ]
         self._text_tail = b'},"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        if not self._dispatched:
+            return b""
+        calls = [{"index": index, **call} for index, call in enumerate(self._dispatched)]
+        delta = {"role": "assistant", "content": "", "tool_calls": calls}
+        for choice in choices:
+            choice.has_begun = True
+        return b"".join([self._frame(choice.index, delta) for choice in choices])
 
     def chunk(self, choice: Choice, extension: dict[str, Any] | None) -> bytes:
         opening = b""
@@ -93,8 +117,8 @@ class ChatEncoder:
         }
         if choice.reasoning:
             message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
-        if calls:
-            message["tool_calls"] = [
+        if calls or self._dispatched:
+            message["tool_calls"] = self._dispatched + [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
             ]

@@ -19,6 +19,7 @@ from lockstep.server.calls import (
     sampling_params,
 )
 from lockstep.server.chat_schema import ChatBody, Message, NamedToolChoice
+from lockstep.server.hops import is_dispatch
 from lockstep.server.tools.plan import ToolPlan, plan_tools
 
 
@@ -101,14 +102,15 @@ def _length(body: ChatBody) -> tuple[str, int | None]:
 
 def template_message(message: Message) -> dict[str, Any]:
     """A message as templates expect it: the members that were given, under the names that they know."""
-    content, calls = message.content, message.tool_calls
+    content = message.content
+    calls = [call for call in message.tool_calls or () if not is_dispatch(call.id, call.function.name)]
     thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
     told: dict[str, Any] = {
         "role": message.role,
         "content": [part.model_dump() for part in content] if isinstance(content, list) else content,
         "name": message.name,
         "tool_call_id": message.tool_call_id,
-        "tool_calls": None if calls is None else [call.model_dump(exclude={"index"}) for call in calls],
+        "tool_calls": [call.model_dump(exclude={"index"}) for call in calls] or None,
         "reasoning_content": thoughts,
     }
     return {name: value for name, value in told.items() if value is not None}

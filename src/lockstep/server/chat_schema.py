@@ -141,6 +141,9 @@ class ChatBody(GenerationBody):
     """Variables that the model's chat template reads, e.g. `enable_thinking`; others are refused."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Where the model's chat template reads it; `none` also where it reads `enable_thinking`."""
+    lockstep_hops: bool | None = None
+    """False: what a router decided is not shown as a call of the function `dispatch_to_specialist`. Requests with
+    `tools` of their own are never shown it."""
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
     verbosity: Literal["medium"] | None = None
     """The only one there is."""

@@ -56,6 +56,9 @@ class CompletionEncoder:
         ]
         self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
 
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
     def chunk(self, choice: Choice, extension: dict[str, Any] | None) -> bytes:
         opening = b""
         if not choice.has_begun:

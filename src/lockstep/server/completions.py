@@ -18,7 +18,7 @@ from lockstep.server.completion_calls import CompletionCalls, completion_calls
 from lockstep.server.completion_schema import CompletionBody
 from lockstep.server.heading import heading_of
 from lockstep.server.logprobs import Tracer
-from lockstep.server.record import record_of
+from lockstep.server.record import RequestRecord, record_of
 from lockstep.server.responding import AnswerResponse, Job
 from lockstep.server.serving import serving_of
 
@@ -34,20 +34,20 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     asked = completion_calls(body, Caller(record.tenant, serving.options))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        return completion_answer(serving.cluster, body, asked, accepted, record.request_id)
+        return completion_answer(serving.cluster, body, asked, accepted, record)
 
     return AnswerResponse(request, Job(asked.calls, make_answer, asked.names, bool(body.stream)))
 
 
 def completion_answer(
-    cluster: Cluster, body: CompletionBody, asked: CompletionCalls, accepted: Sequence[Accepted], request_id: str
+    cluster: Cluster, body: CompletionBody, asked: CompletionCalls, accepted: Sequence[Accepted], record: RequestRecord
 ) -> Answer:
     """The answer to accepted calls, still empty."""
     params = asked.calls[0].params
     tokenizer = cluster.tokenizer(accepted[0].model)
     cut_echo = bool(body.echo) and body.truncate_prompt_tokens is not None
     check_tokens_known(tokenizer, {"return_token_ids": bool(body.return_token_ids), "echo": cut_echo})
-    heading = heading_of("cmpl", cluster.card(accepted[0].model), body, request_id)
+    heading = heading_of("cmpl", cluster.card(accepted[0].model), body, record)
     echoes = [""] * len(accepted)
     if body.echo:
         whole = body.truncate_prompt_tokens is None

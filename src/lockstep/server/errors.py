@@ -6,19 +6,24 @@ The body is ``{"error": {"message", "type", "param", "code"}}``, also in a strea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.errors import (
     ChatTemplateError,
     DeadlineError,
     InvalidParameterError,
+    ManifestError,
     ModelNotFoundError,
+    NoManifestError,
+    NotLoadableError,
+    Problem,
     PromptTooLongError,
     QueueDeadlineError,
     QueueFullError,
     RequestError,
     ResponseNotFoundError,
+    SessionNotFoundError,
     UnavailableError,
     WorkerLostError,
 )
@@ -37,9 +42,19 @@ class HttpError:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    """Of a manifest that is refused, all of them."""
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.problems:
+            error["problems"] = [asdict(problem) for problem in self.problems]
+        return {"error": error}
 
 
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
@@ -48,6 +63,10 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ChatTemplateError, 400, "invalid_request_error", "chat_template"),
     (ModelNotFoundError, 404, "not_found_error", "model_not_found"),
     (ResponseNotFoundError, 404, "not_found_error", "response_not_found"),
+    (SessionNotFoundError, 404, "not_found_error", "session_not_found"),
+    (NoManifestError, 404, "not_found_error", "no_manifest"),
+    (NotLoadableError, 422, "invalid_request_error", "not_loadable"),
+    (ManifestError, 400, "invalid_request_error", "invalid_manifest"),
     (QueueDeadlineError, 408, "timeout_error", "queue_deadline"),
     (DeadlineError, 504, "timeout_error", "deadline"),
     (QueueFullError, 429, "rate_limit_error", "queue_full"),
@@ -62,7 +81,8 @@ def http_error(error: BaseException) -> HttpError:
     param = error.param if isinstance(error, RequestError) else None
     for kind, status, type_, code in _KINDS:
         if isinstance(error, kind):
-            return HttpError(status, type_, str(error), param, code, _headers(error))
+            problems = error.problems if isinstance(error, ManifestError) else ()
+            return HttpError(status, type_, str(error), param, code, _headers(error), problems)
     message = str(error) if isinstance(error, RequestError) else f"internal error: {type(error).__name__}"
     return HttpError(500, "server_error", message, param, "internal_error")
 

@@ -24,6 +24,14 @@ _SHOWN_CHARS = 64
 _OF_BODY = ("body", "query", "path", "header")
 
 
+class ManifestProblem(BaseModel):
+    """One fault of a manifest."""
+
+    line: int
+    where: str
+    message: str
+
+
 class ErrorDetail(BaseModel):
     """What went wrong."""
 
@@ -31,6 +39,8 @@ class ErrorDetail(BaseModel):
     type: str
     param: str | None
     code: str | None
+    problems: list[ManifestProblem] | None = None
+    """Of a manifest that is refused, all of them."""
 
 
 class ErrorBody(BaseModel):

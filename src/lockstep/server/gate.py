@@ -17,12 +17,13 @@ from lockstep.server.serving import Serving
 
 DRAINING_RETRY_S = 5.0
 """After this long another server may have taken this one's place."""
+WORK = frozenset({"POST", "PUT"})
 BUSY_RETRY_S = 1
 """When as many requests as allowed are being answered, some will end soon."""
 
 
 class GateMiddleware:
-    """Counts, charges and refuses. Work is whatever is posted to a path that needs a key."""
+    """Counts, charges and refuses. Work is whatever is posted or put to a path that needs a key."""
 
     def __init__(self, app: ASGIApp, serving: Serving, now_s: Callable[[], float] = time.monotonic) -> None:
         options = serving.options
@@ -37,7 +38,7 @@ class GateMiddleware:
             await self._app(scope, receive, send)
             return
         record: RequestRecord = scope["state"]["record"]
-        is_work = scope["method"] == "POST"
+        is_work = scope["method"] in WORK
         refusal = (
             self._known_host(scope) or self._authenticate(scope, record) or (self._admit(record) if is_work else None)
         )
@@ -85,5 +86,4 @@ class GateMiddleware:
             await self._app(scope, receive, send)
         finally:
             traffic.leave()
-            usage = record.usage()
-            self._limits.spend(record.tenant, usage.num_prompt_tokens + usage.num_output_tokens, self._now_s())
+            self._limits.spend(record.tenant, record.num_tokens, self._now_s())

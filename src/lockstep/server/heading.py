@@ -8,11 +8,12 @@ import time
 
 from lockstep.cluster.base import ModelCard
 from lockstep.server.answer import Heading
+from lockstep.server.record import RequestRecord
 from lockstep.server.schema import GenerationBody
 from lockstep.version import __version__
 
 
-def heading_of(prefix: str, card: ModelCard, body: GenerationBody, request_id: str) -> Heading:
+def heading_of(prefix: str, card: ModelCard, body: GenerationBody, record: RequestRecord) -> Heading:
     """A new heading; ``prefix`` is the kind of its id."""
     options = body.stream_options
     return Heading(
@@ -20,7 +21,8 @@ def heading_of(prefix: str, card: ModelCard, body: GenerationBody, request_id: s
         created_s=int(time.time()),
         model=card.name,
         fingerprint=system_fingerprint(card),
-        request_id=request_id,
+        request_id=record.request_id,
+        started_s=record.started_s,
         session_id=body.session_id,
         include_usage=options is not None and bool(options.include_usage),
     )

@@ -34,6 +34,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self._phase = Phase.ADMITTING
         self._changed = asyncio.Event()
+        self._drains = asyncio.Event()
 
     @property
     def phase(self) -> Phase:
@@ -47,11 +48,16 @@ class Lifecycle:
         """SIGTERM or SIGINT came."""
         self._phase = AFTER_SIGNAL[self._phase]
         self._changed.set()
+        self._drains.set()
 
     def end(self) -> None:
         """Time is up for what is in flight."""
         if self._phase is Phase.DRAINING:
             self._phase = Phase.ENDING
+
+    async def drains(self) -> None:
+        """Wait until nothing new is admitted; any number may wait."""
+        await self._drains.wait()
 
     async def changed(self) -> Phase:
         """Wait for a signal; one that came since the last wait counts."""

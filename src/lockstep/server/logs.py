@@ -56,6 +56,7 @@ def request_fields(record: RequestRecord, duration_s: float, *, shows_prompts: b
         fields["preemptions"] = sum(output.num_preemptions for output in record.outputs) or None
         fields["queue_ms"] = _ms(max(timing.queue_s for timing in timings))
         fields["ttft_ms"] = _ms(min(ttfts)) if ttfts else None
+    fields["hops"] = [f"{hop.model}:{hop.intent or 'none'}" for hop in record.hops]
     fields["finish_reasons"] = record.finish_reasons
     fields["metadata"] = dict(record.metadata)
     error = record.error

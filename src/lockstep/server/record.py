@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from lockstep.cluster.base import Hop
 from lockstep.engine.outputs import RequestOutput
 from lockstep.server.errors import HttpError
 
@@ -38,6 +39,8 @@ class RequestRecord:
     is_stream: bool = False
     outputs: list[RequestOutput] = field(default_factory=list)
     """One per prompt that was answered: usage and timings are read from them."""
+    hops: list[Hop] = field(default_factory=list)
+    """Of models that were asked before those who answered; their tokens are not in `outputs`."""
     finish_reasons: list[str] = field(default_factory=list)
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own labels."""
@@ -54,6 +57,13 @@ class RequestRecord:
             sum(output.num_cached_tokens for output in outputs),
             sum(output.num_output_tokens for output in outputs),
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """What the request cost in all, routing included."""
+        usage = self.usage()
+        hops = sum(hop.num_prompt_tokens + hop.num_output_tokens for hop in self.hops)
+        return usage.num_prompt_tokens + usage.num_output_tokens + hops
 
 
 def record_of(request: Request) -> RequestRecord:

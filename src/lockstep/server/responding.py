@@ -57,6 +57,7 @@ class AnswerResponse(Response):
         try:
             opened = await while_connected(receive, open_calls(self._serving.cluster, job.calls, job.param_names))
             record.model = opened[0].accepted.model
+            record.hops = [hop for call in opened for hop in call.accepted.hops]
             answer = job.make_answer([call.accepted for call in opened])
             if job.is_stream:
                 stream = EventStream(opened, answer, self._serving.options, job.before_end)

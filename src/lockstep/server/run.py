@@ -20,6 +20,7 @@ from lockstep.server.lifecycle import Phase
 from lockstep.server.listening import BACKLOG, listen, url_of
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import bounded_protocol
+from lockstep.server.reloading import ManifestReload
 from lockstep.server.responses import open_store
 from lockstep.server.serving import Serving
 from lockstep.server.tracing import RequestTracer
@@ -38,8 +39,17 @@ Announce = Callable[[str], None]
 """Called with a line for people and supervisors: where the server listens, and that it is ready."""
 
 
-def run_server(cluster: Cluster, options: ServerOptions, announce: Announce) -> None:
+MAX_SHOWN_NAMES = 8
+"""More models are announced by their number."""
+
+
+def run_server(
+    cluster: Cluster, options: ServerOptions, announce: Announce, reload: ManifestReload | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT.
+
+    Args:
+        reload: brings the cluster's manifest in again, asked for by SIGHUP.
 
     Raises:
         UsageError: it cannot listen there.
@@ -55,7 +65,7 @@ def run_server(cluster: Cluster, options: ServerOptions, announce: Announce) -> 
             asyncio.Runner(loop_factory=_loop_factory()) as runner,
         ):
             app = create_app(cluster, options, () if tracer is None else (tracer,), store)
-            runner.run(_Run(app, listener, announce).serve())
+            runner.run(_Run(app, listener, announce, reload).serve())
     finally:
         if tracer is not None:
             tracer.close()
@@ -71,11 +81,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Run:
-    def __init__(self, app: FastAPI, listener: socket.socket, announce: Announce) -> None:
+    def __init__(
+        self, app: FastAPI, listener: socket.socket, announce: Announce, reload: ManifestReload | None
+    ) -> None:
         self._app = app
         self._serving: Serving = app.state.serving
         self._listener = listener
         self._announce = announce
+        self._reload = reload
 
     async def serve(self) -> None:
         serving = self._serving
@@ -95,7 +108,7 @@ class _Run:
                 timeout_graceful_shutdown=CLOSING_S,
             )
         )
-        with _signals(serving.lifecycle.on_signal):
+        with _signals(serving.lifecycle.on_signal), _hangups(self._reload):
             web = asyncio.create_task(server.serve(sockets=[self._listener]), name="web")
             web.add_done_callback(lambda _: serving.lifecycle.on_signal())  # a server that broke is not waited for
             try:
@@ -111,18 +124,20 @@ class _Run:
     async def _live(self) -> None:
         """Load, answer, and drain; returns when nothing is in flight or nobody may wait any longer."""
         serving, url = self._serving, url_of(self._listener)
-        names = ", ".join(card.name for card in serving.cluster.cards())
-        self._announce(f"lockstep: listening on {url}, loading {names}")
+        self._announce(f"lockstep: listening on {url}, loading {_names(serving.cluster)}")
         loading = asyncio.create_task(serving.cluster.start(), name="load")
         signalled = asyncio.create_task(serving.lifecycle.changed(), name="signal")
+        tasks = [loading, signalled]
         try:
             await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
-                self._announce(f"lockstep: ready on {url}, serving {names}")
+                self._announce(f"lockstep: ready on {url}, serving {_names(serving.cluster)}")
+                if self._reload is not None:
+                    tasks.append(asyncio.create_task(self._reload.run(), name="reload"))
             await signalled
         finally:
-            for task in (loading, signalled):
+            for task in tasks:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, LockstepError):
                     await task
@@ -141,6 +156,11 @@ class _Run:
             UnavailableError("the server is shutting down before this answer was complete; send the request again")
         )
         await _first(traffic.idle(), lifecycle.changed(), timeout_s=ENDING_S)
+
+
+def _names(cluster: Cluster) -> str:
+    names = [card.name for card in cluster.cards()]
+    return ", ".join(names) if 0 < len(names) <= MAX_SHOWN_NAMES else f"{len(names) or 'the'} models"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -183,3 +203,17 @@ def _signals(on_signal: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _hangups(reload: ManifestReload | None) -> Iterator[None]:
+    """Ask for the manifest again on every SIGHUP, until the block ends; where there is such a signal."""
+    if reload is None or sys.platform == "win32":
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, reload.ask)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)

@@ -120,7 +120,7 @@ class GenerationBody(Body):
     """Parameters of chat completions and completions."""
 
     model: Name | None = None
-    """A served name; absent: the one model that is served."""
+    """A served name; absent: whoever the cluster's routing finds, or the one model that is served."""
     temperature: Annotated[float | None, Field(ge=0)] = None
     """0: greedy. Default: the model's, else 1."""
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None

@@ -12,13 +12,22 @@ MS = 1_000.0
 
 def usage_of(outputs: Sequence[RequestOutput], num_reasoning_tokens: int = 0) -> dict[str, Any]:
     """Tokens over all prompts; a prompt counts once, whatever its `n`."""
-    prompt = sum(output.num_prompt_tokens for output in outputs)
-    completion = sum(output.num_output_tokens for output in outputs)
+    return usage_of_counts(
+        sum(output.num_prompt_tokens for output in outputs),
+        sum(output.num_cached_tokens for output in outputs),
+        sum(output.num_output_tokens for output in outputs),
+        num_reasoning_tokens,
+    )
+
+
+def usage_of_counts(
+    num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int = 0
+) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
     }
 

@@ -11,6 +11,7 @@ from lockstep.engine.outputs import RequestOutput
 from lockstep.server.answer import encode
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
+from lockstep.server.hops import Route
 from lockstep.server.logprobs import Entry, chat_logprobs
 from lockstep.server.responses.conversation import JsonObject
 from lockstep.server.responses.events import ResponseWriter
@@ -28,13 +29,22 @@ class ResponseAnswer:
         choice: what the call's outputs are read into.
         request_id: of the HTTP request.
         session_id: of the call.
+        route: how the request came to who answers it.
     """
 
-    def __init__(self, writer: ResponseWriter, choice: Choice, request_id: str, session_id: str | None = None) -> None:
+    def __init__(
+        self,
+        writer: ResponseWriter,
+        choice: Choice,
+        request_id: str,
+        session_id: str | None = None,
+        route: Route | None = None,
+    ) -> None:
         self._writer = writer
         self._choice = choice
         self._request_id = request_id
         self._session_id = session_id
+        self._route = route
         self._output: RequestOutput | None = None
         self._final: JsonObject | None = None
         self._entries: list[Entry] = []
@@ -73,7 +83,10 @@ class ResponseAnswer:
             self._end_text(is_cut)
             for call in self._choice.whole_calls:
                 self._writer.write_call(call.id, call.name, call.arguments)
-            usage = {"usage": self._usage(), "lockstep": extension_of(self._request_id, self._session_id, self.outputs)}
+            extension = extension_of(self._request_id, self._session_id, self.outputs)
+            if self._route is not None:
+                extension |= self._route.told(self.outputs)
+            usage = {"usage": self._usage(), "lockstep": extension}
             if is_cut:
                 self._final = self._writer.cut(**usage)
             else:

@@ -17,6 +17,7 @@ from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.server.calls import Caller, labels_of
 from lockstep.server.chat_calls import ChatCall, chat_call
 from lockstep.server.choices import CallsReader, Choice
+from lockstep.server.hops import Route
 from lockstep.server.logprobs import Tracer
 from lockstep.server.record import record_of
 from lockstep.server.responding import AnswerResponse, Job
@@ -56,7 +57,8 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     def make_answer(accepted: Sequence[Accepted]) -> ResponseAnswer:
         base = response_base(body, response_id, accepted[0].model, int(time.time()))
         choice = _choice(asked, tokenizer, accepted[0])
-        answers.append(ResponseAnswer(ResponseWriter(base, _new_id), choice, record.request_id, body.session_id))
+        writer, route = ResponseWriter(base, _new_id), Route(accepted, record.started_s)
+        answers.append(ResponseAnswer(writer, choice, record.request_id, body.session_id, route))
         return answers[0]
 
     async def keep() -> None:

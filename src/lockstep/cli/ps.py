@@ -1,0 +1,101 @@
+"""`lockstep ps`: what a running cluster holds, in a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+
+from lockstep.cli import bench_options as remote_flags
+from lockstep.cli import options as flags
+from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, ModelSnapshot
+from lockstep.errors import RemoteError
+
+_COLUMNS = ("MODEL", "TIER", "STATE", "BYTES", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE")
+_NUM_LEFT = 3
+"""Columns of words; numbers stand on the right."""
+
+
+def ps(
+    base_url: remote_flags.BaseUrl = remote_flags.DEFAULT_URL,
+    api_key: remote_flags.ApiKey = None,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
+) -> None:
+    """Show the models of a running cluster, its budgets and its counters."""
+    from lockstep.bench.remote import Remote
+    from lockstep.bench.target import Target
+
+    with Remote(Target.parse(base_url, api_key)) as remote:
+        answer = remote.get("/v1/cluster")
+    if as_json:
+        print(json.dumps(answer))
+        return
+    try:
+        snapshot = msgspec.convert(answer, ClusterSnapshot)
+    except msgspec.ValidationError as error:
+        raise RemoteError(f"{base_url} shows its cluster otherwise than this version reads it ({error})") from None
+    print(text_of(snapshot))
+
+
+def text_of(snapshot: ClusterSnapshot) -> str:
+    """The table, then a line per budget, then the counters that are not zero."""
+    lines = table([_COLUMNS, *(_row(model) for model in snapshot.models)])
+    notes = [f"{model.id}: {model.reason}" for model in snapshot.models if model.reason]
+    counters = {name: value for name, value in msgspec.to_builtins(snapshot.counters).items() if value}
+    counted = ", ".join(f"{name} {value}" for name, value in counters.items())
+    return "\n".join(
+        [
+            *lines,
+            "",
+            *notes,
+            *(_budget(budget) for budget in snapshot.budgets),
+            f"sessions: {len(snapshot.sessions)} named, {snapshot.sessions_live} live",
+            f"counted: {counted or 'nothing yet'}",
+        ]
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines, their columns aligned."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < _NUM_LEFT else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def size(num_bytes: int) -> str:
+    """Bytes as manifests write them: GB is 10^9."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _row(model: ModelSnapshot) -> tuple[str, ...]:
+    name = model.id if model.set is None else f"{model.set}.{model.id}"
+    return (
+        name,
+        model.tier,
+        model.state,
+        "-" if model.replica is None else size(model.size_bytes),
+        str(model.num_running),
+        str(model.num_waiting),
+        f"{model.num_sessions}/{model.max_active_sessions}",
+        str(model.num_requests),
+        "-" if model.idle_s is None else f"{model.idle_s:.0f} s",
+    )
+
+
+def _budget(budget: BudgetSnapshot) -> str:
+    if budget.effective_bytes is None:
+        return f"{budget.name}: {size(budget.used_bytes)} in use, unbounded"
+    cut = ""
+    if budget.declared_bytes is not None and budget.declared_bytes != budget.effective_bytes:
+        cut = f", cut from {size(budget.declared_bytes)} to what the machine has"
+    return f"{budget.name}: {size(budget.used_bytes)} of {size(budget.effective_bytes)} in use{cut}"

@@ -1,0 +1,137 @@
+"""The cluster from above: what it is doing, its manifest, its sessions, and models that are loaded by hand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from lockstep.cluster.base import Cluster
+from lockstep.cluster.managed import ManagedCluster
+from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
+from lockstep.errors import (
+    LockstepError,
+    ManifestError,
+    NoManifestError,
+    NotLoadableError,
+    RequestError,
+    SessionNotFoundError,
+)
+from lockstep.server.manifest_text import JSON_TYPE, YAML_TYPE, manifest_text
+from lockstep.server.serving import serving_of
+from lockstep.server.struct_schema import described
+
+T = TypeVar("T")
+router = APIRouter(prefix="/v1", tags=["cluster"])
+_TEXT: dict[str, Any] = {"schema": {"type": "string"}}
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    """Conversations that were named by their clients, in order of their last use."""
+
+    object: str
+    data: tuple[SessionSnapshot, ...]
+
+
+class EndedSession(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    deleted: bool
+
+
+@router.get("/cluster", responses=described(ClusterSnapshot), operation_id="retrieve_cluster")
+async def retrieve_cluster(request: Request) -> Response:
+    """Models and where they are, bytes against budgets, sessions, counters, the latest changes."""
+    return _json(managed(request).snapshot())
+
+
+@router.get(
+    "/manifest",
+    responses={200: {"content": {YAML_TYPE: _TEXT}, "description": "What holds, additions and defaults included."}},
+    response_class=Response,
+    operation_id="retrieve_manifest",
+)
+async def retrieve_manifest(request: Request) -> Response:
+    """The effective manifest, which may be put back."""
+    return Response(managed(request).manifest_text(), media_type=YAML_TYPE)
+
+
+@router.put(
+    "/manifest",
+    responses=described(Replaced),
+    openapi_extra={
+        "requestBody": {"required": True, "content": {YAML_TYPE: _TEXT, JSON_TYPE: {"schema": {"type": "object"}}}}
+    },
+    operation_id="replace_manifest",
+)
+async def replace_manifest(request: Request) -> Response:
+    """Replace the manifest as one unit: all of it is brought in, or nothing changes and the error says all that is
+    wrong. Models that are in both go on as they are, those that are gone answer what they have begun."""
+    cluster = managed(request)
+    text = manifest_text(await request.body(), request.headers.get("content-type", ""))
+    async with _loading("the manifest is not brought in"):
+        return _json(await cluster.replace(text))
+
+
+@router.post("/models/{model_id:path}/load", responses=described(ModelSnapshot), operation_id="load_model")
+async def load_model(model_id: str, request: Request) -> Response:
+    """Promote a model; answers when it can."""
+    cluster, name = managed(request), serving_of(request).cluster.card(model_id).name
+    async with _loading(f"the model {name!r} is not loaded"):
+        await cluster.load_model(name)
+    return _json(_model(cluster, name))
+
+
+@router.post("/models/{model_id:path}/unload", responses=described(ModelSnapshot), operation_id="unload_model")
+async def unload_model(model_id: str, request: Request) -> Response:
+    """Demote a model; answers when its calls have ended and its memory is free."""
+    cluster, name = managed(request), serving_of(request).cluster.card(model_id).name
+    async with _loading(f"the model {name!r} is not unloaded"):
+        await cluster.unload_model(name)
+    return _json(_model(cluster, name))
+
+
+@router.get("/sessions", responses=described(SessionList), operation_id="list_sessions")
+async def list_sessions(request: Request) -> Response:
+    """Conversations that keep their KV, or kept it."""
+    return _json(SessionList("list", tuple(managed(request).sessions())))
+
+
+@router.delete("/sessions/{session_id:path}", responses=described(EndedSession), operation_id="end_session")
+async def end_session(session_id: str, request: Request) -> Response:
+    """Forget a conversation and give up its KV."""
+    if not await managed(request).end_session(session_id):
+        raise SessionNotFoundError(f"The session `{session_id}` does not exist.", param="session_id")
+    return _json(EndedSession(session_id, "session", True))
+
+
+def managed(request: Request) -> ManagedCluster:
+    """The cluster behind a manifest; NoManifestError where there is none."""
+    cluster: Cluster = serving_of(request).cluster
+    if not isinstance(cluster, ManagedCluster):
+        raise NoManifestError(
+            "This server serves one model and has no manifest; start it with `lockstep serve --manifest FILE`."
+        )
+    return cluster
+
+
+@asynccontextmanager
+async def _loading(what: str) -> AsyncIterator[None]:
+    """What cannot be loaded is a refusal of the request, and told with its reason."""
+    try:
+        yield
+    except (RequestError, ManifestError):
+        raise
+    except LockstepError as error:
+        raise NotLoadableError(f"{what}: {error}") from error
+
+
+def _model(cluster: ManagedCluster, name: str) -> ModelSnapshot | None:
+    return next((model for model in cluster.snapshot().models if model.id == name), None)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON_TYPE)

@@ -1,0 +1,139 @@
+"""`GET /v1/events`: what happens in the cluster, as server-sent events until the watcher leaves or the server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Collection
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
+from lockstep.errors import InvalidParameterError, QueueFullError
+from lockstep.server.lifecycle import Lifecycle, Traffic
+from lockstep.server.manage import managed
+from lockstep.server.reading import disconnected
+from lockstep.server.serving import serving_of
+from lockstep.server.sse import HEADERS, MAX_STALL_S, PING
+
+MAX_WATCHERS = 64
+"""Each costs the encoding of every event."""
+MAX_EVENT_ID = 2**53 - 1
+"""What a JSON number holds exactly."""
+router = APIRouter(tags=["cluster"])
+
+
+def description() -> str:
+    """Every type of event with its fields, for the OpenAPI document."""
+    lines = [
+        f"- `{type_}`: " + "; ".join(f"`{name}` {what}" for name, what in fields.items())
+        for type_, fields in EVENTS.items()
+    ]
+    return "\n".join(
+        [
+            "Each event has `id`, `event` (its type) and `data`: a JSON object with `at_s` (Unix time) and its fields.",
+            "",
+            *lines,
+        ]
+    )
+
+
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": description(),
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@router.get("/v1/events", responses=DOCUMENTED, response_class=Response, operation_id="watch_events")
+async def watch_events(
+    request: Request,
+    after: Annotated[int | None, Query(ge=0, le=MAX_EVENT_ID, description="Begin behind the event of this id.")] = None,
+    types: Annotated[list[str] | None, Query(alias="type", description="Only these types; may be repeated.")] = None,
+    last_event_id: Annotated[str | None, Header(description="As `after`; what browsers send when they return.")] = None,
+) -> Response:
+    """Events from now on, or from where a watcher was before; a comment after 15 s of silence."""
+    cluster, watchers = managed(request), request.app.state.watchers
+    for type_ in types or ():
+        if type_ not in EVENTS:
+            raise InvalidParameterError(f"type is {type_[:64]!r}; it must be one of {', '.join(EVENTS)}", param="type")
+    if watchers.num_open >= MAX_WATCHERS:
+        raise QueueFullError(f"{MAX_WATCHERS} watchers are here already; try again when one has left")
+    if after is None and last_event_id is not None and last_event_id.isdecimal():
+        after = min(int(last_event_id[:16]), MAX_EVENT_ID)
+    serving = serving_of(request)
+    wanted = {*types, LAGGED} if types else EVENTS.keys()
+    events = cluster.events.subscribe(cluster.events.last_id if after is None else after)
+    return WatchResponse(events, wanted, watchers, serving.lifecycle, serving.options.ping_interval_s)
+
+
+class WatchResponse(Response):
+    """Sends events as they come. How far a slow watcher may lag is bounded by the log that it reads."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[ClusterEvent, None],
+        wanted: Collection[str],
+        watchers: Traffic,
+        lifecycle: Lifecycle,
+        ping_interval_s: float,
+    ) -> None:
+        super().__init__()
+        self._events = events
+        self._wanted = wanted
+        self._watchers = watchers
+        self._lifecycle = lifecycle
+        self._ping_interval_s = ping_interval_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._watchers.enter()
+        tasks = [
+            asyncio.ensure_future(work) for work in (self._write(send), disconnected(receive), self._lifecycle.drains())
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0] in done:
+                with contextlib.suppress(TimeoutError):  # it takes nothing any more: as good as gone
+                    tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._events.aclose()
+            self._watchers.leave()
+        if tasks[2] in done:
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await _put(send, b": watching\n\n")
+        following = asyncio.ensure_future(anext(self._events))
+        try:
+            while True:
+                done, _ = await asyncio.wait((following,), timeout=self._ping_interval_s)
+                if not done:
+                    await _put(send, PING)
+                    continue
+                event = following.result()
+                following = asyncio.ensure_future(anext(self._events))
+                if event.type in self._wanted:
+                    await _put(send, frame_of(event))
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+                await following
+
+
+async def _put(send: Send, data: bytes) -> None:
+    async with asyncio.timeout(MAX_STALL_S):
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def frame_of(event: ClusterEvent) -> bytes:
+    data = msgspec.json.encode({"at_s": event.at_s, **event.fields})
+    return b"id: %d\nevent: %b\ndata: %b\n\n" % (event.id, event.type.encode(), data)

@@ -1,0 +1,69 @@
+"""`lockstep ps` against a running cluster, and what its table says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import invoke
+from lockstep.cli.ps import size, table, text_of
+from lockstep.cluster.snapshot import BudgetSnapshot
+from tests.server.managing import Managed
+from tests.server.process import IN_THREAD, serve
+
+MANIFEST = Path(__file__).resolve().parents[2] / "examples" / "customer-support.yaml"
+
+
+def test_a_running_cluster_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve("--manifest", str(MANIFEST), "--backend", "stub", *IN_THREAD) as server:
+        assert invoke(["ps", "--base-url", server.base_url]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert invoke(["ps", "--base-url", server.base_url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["cluster"] == "customer-support-agent"
+    assert shown[0].split() == ["MODEL", "TIER", "STATE", "BYTES", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE"]
+    assert [line.split()[:3] for line in shown[1:5]] == [
+        ["router", "resident", "resident"],
+        ["specialists.billing", "resident", "resident"],
+        ["specialists.technical", "resident", "resident"],
+        ["specialists.legal", "standby", "standby"],
+    ]
+    assert any(line.startswith("gpu_budget: 2.4 GB of ") for line in shown)
+    assert shown[-1] == "counted: nothing yet"
+
+
+def test_a_server_of_one_model_has_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve("stub://alpha", *IN_THREAD) as server:
+        assert invoke(["ps", "--base-url", server.base_url]) == 2
+    assert "has no manifest" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["ps", "--base-url", "http://127.0.0.1:9"]) == 2
+    assert "cannot connect to http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_budget_that_was_cut_says_so() -> None:
+    shown = text_of(Managed().snapshot())
+    assert "gpu_budget: 40 B of 80 B in use, cut from 100 B to what the machine has" in shown
+    assert "counted: requests_total 3" in shown
+    assert "far        remote    remote        -" in shown
+
+
+def test_what_nothing_bounds_is_unbounded() -> None:
+    from msgspec.structs import replace
+
+    snapshot = replace(Managed().snapshot(), budgets=(BudgetSnapshot("ram_budget", None, None, 5_000),))
+    assert "ram_budget: 5.0 kB in use, unbounded" in text_of(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1_000, "1.0 kB"), (2_400_000_000, "2.4 GB")]
+)
+def test_sizes(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_numbers_stand_on_the_right() -> None:
+    assert table([("a", "b", "c", "d"), ("aa", "b", "c", "10")]) == ["a   b  c   d", "aa  b  c  10"]

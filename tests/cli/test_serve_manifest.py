@@ -1,0 +1,108 @@
+"""`lockstep serve --manifest`: a cluster boots from its file, and the file is brought in again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import invoke
+from tests.server.living import until
+from tests.server.process import IN_THREAD, ServerProcess, serve
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = """\
+cluster: small
+models:
+  router:
+    source: stub://router
+  specialists:
+    - id: billing
+      source: stub://billing
+routing:
+  entry: router
+  dispatch_rule: router.output.intent -> specialists.{intent}
+"""
+GROWN = SMALL.replace("routing:", "    - id: legal\n      source: stub://legal\nrouting:")
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def names_of(server: ServerProcess) -> list[str]:
+    with server.client() as client:
+        return [model["id"] for model in client.get("/v1/models").json()["data"]]
+
+
+def test_the_example_boots_as_it_stands_and_routes() -> None:
+    with serve("--manifest", str(EXAMPLES / "customer-support.yaml"), "--backend", "stub") as server:
+        assert names_of(server) == ["router", "billing", "technical", "legal", "fallback"]
+        body = {"messages": [{"role": "user", "content": "My invoice shows a wrong payment"}], "max_tokens": 4}
+        with server.client() as client:
+            answer = client.post("/v1/chat/completions", json=body).json()
+            direct = client.post("/v1/chat/completions", json={**body, "model": "legal"}).json()
+    assert answer["lockstep"]["entry_model"] == "router"
+    assert len(answer["lockstep"]["hops"]) == 2
+    assert answer["lockstep"]["final_model"] == answer["model"]
+    assert direct["model"] == "legal", "a standby model is loaded for who asks for it"
+    assert "hops" not in direct["lockstep"]
+
+
+def test_every_fault_of_a_manifest_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, SMALL.replace("source: stub://router", "tier: hot") + "zebra: 1\n")
+    assert invoke(["serve", "--manifest", str(path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 3
+    assert all(line.startswith(f"lockstep: error: {path}, line ") for line in lines)
+    assert any("tier" in line for line in lines)
+    assert any("zebra" in line for line in lines)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such signal")
+def test_a_hangup_brings_the_file_in_and_a_faulty_one_changes_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path, SMALL)
+    with serve("--manifest", str(path), *IN_THREAD) as server:
+        assert names_of(server) == ["router", "billing"]
+        path.write_text(GROWN)
+        server.signal(signal.SIGHUP)
+        until(lambda: "legal" in names_of(server), "the new model is served")
+        path.write_text(SMALL + "zebra: 1\n")
+        server.signal(signal.SIGHUP)
+        until(lambda: "is not brought in: line 11" in server.stderr, "the fault is logged with its line")
+        assert "legal" in names_of(server)
+        assert server.stop() == 0
+
+
+def test_a_watched_file_is_brought_in_by_itself(tmp_path: Path) -> None:
+    path = written(tmp_path, SMALL)
+    with serve("--manifest", str(path), "--watch", *IN_THREAD) as server:
+        path.unlink()
+        replaced = tmp_path / "new.yaml"
+        replaced.write_text(GROWN)
+        os.replace(replaced, path)
+        until(lambda: "legal" in names_of(server), "the new model is served")
+
+
+def test_a_manifest_is_put_and_got_over_http(tmp_path: Path) -> None:
+    with serve("--manifest", str(written(tmp_path, SMALL)), *IN_THREAD) as server, server.client() as client:
+        yaml = {"Content-Type": "application/yaml"}
+        put = client.put("/v1/manifest", content=GROWN, headers=yaml)
+        assert put.status_code == 200
+        assert put.json()["added"] == ["legal"]
+        got = client.get("/v1/manifest").text
+        assert client.put("/v1/manifest", content=got, headers=yaml).json()["unchanged"] == [
+            "router",
+            "billing",
+            "legal",
+        ]
+        refused = client.put("/v1/manifest", content=SMALL + "zebra: 1\n", headers=yaml)
+        assert refused.status_code == 400
+        [problem] = refused.json()["error"]["problems"]
+        assert problem["line"] == 11
+        assert client.get("/v1/manifest").text == got

@@ -1,0 +1,110 @@
+"""A managed cluster without models: what the routes ask of `ManagedCluster`, in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from lockstep.cluster.base import ModelCard
+from lockstep.cluster.events import EventLog
+from lockstep.cluster.single import SingleModel, SingleModelOptions
+from lockstep.cluster.snapshot import (
+    BudgetSnapshot,
+    ClusterSnapshot,
+    Counters,
+    ModelSnapshot,
+    Replaced,
+    SessionSnapshot,
+)
+from lockstep.errors import ConfigError, InvalidParameterError, ManifestError, ModelNotFoundError, Problem
+
+MANIFEST = "cluster: small\nmodels:\n  router:\n    source: stub://router\n"
+FAULTS = (Problem(2, "models.router.tier", "is 'hot'; it must be resident"), Problem(3, "routing.entry", "is missing"))
+
+
+class Managed(SingleModel):
+    """Serves nothing; remembers what it was told.
+
+    Lines of a new manifest decide what becomes of it: ``bad`` has faults, ``big`` does not fit.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(SingleModelOptions("stub://router", ("router",)))
+        self.events = EventLog()
+        self.text = MANIFEST
+        self.states = {"router": "resident", "org/legal": "standby", "far": "remote"}
+        self.ended: list[str] = []
+        self.environments: list[Mapping[str, str] | None] = []
+        self._sessions = {"a/b": SessionSnapshot("a/b", "router", "idle", 2.0, 1.0, 3)}
+
+    def card(self, name: str | None) -> ModelCard:
+        found = {"law": "org/legal"}.get(name or "router", name or "router")
+        if found not in self.states:
+            raise ModelNotFoundError(f"The model `{name}` does not exist.", param="model")
+        return ModelCard(found, (), "stub://x", 1, self.states[found], 10, None, True)
+
+    def snapshot(self) -> ClusterSnapshot:
+        models = tuple(_model(name, state) for name, state in self.states.items())
+        budget = BudgetSnapshot("gpu_budget", 100, 80, 40)
+        return ClusterSnapshot(
+            "small", "stub", "router", None, False, models, (), (budget,), self.sessions(), 1, Counters(3), ()
+        )
+
+    def manifest_text(self) -> str:
+        return self.text
+
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
+        self.environments.append(environment)
+        if "bad" in text:
+            raise ManifestError(FAULTS)
+        if "big" in text:
+            raise ConfigError("router needs 3 GB, gpu_budget is 2 GB")
+        self.text = text
+        await asyncio.sleep(0)
+        self.events.emit("manifest_replaced", cluster="new", error=None, duration_ms=1.5)
+        return Replaced("new", ("x",), (), (), ("router",), 0, 0, 1.5)
+
+    async def load_model(self, id_: str) -> None:
+        if id_ == "far":
+            raise InvalidParameterError("far is remote: there is nothing to load", param="model")
+        self._move(id_, "resident")
+
+    async def unload_model(self, id_: str) -> None:
+        self._move(id_, "standby")
+
+    def sessions(self) -> tuple[SessionSnapshot, ...]:
+        return tuple(self._sessions.values())
+
+    async def end_session(self, id_: str) -> bool:
+        self.ended.append(id_)
+        return self._sessions.pop(id_, None) is not None
+
+    def _move(self, name: str, state: str) -> None:
+        before, self.states[name] = self.states[name], state
+        self.events.emit(
+            "tier_changed", model=name, replica="r", from_=before, to=state, reason="by hand", duration_ms=0.5
+        )
+
+
+def _model(name: str, state: str) -> ModelSnapshot:
+    return ModelSnapshot(
+        id=name,
+        set=None,
+        source="stub://x",
+        tier=state,
+        state=state,
+        reason="",
+        priority=0,
+        aliases=(),
+        replica=None if state == "remote" else "r",
+        size_bytes=40,
+        max_model_len=10,
+        num_requests=7,
+        num_running=1,
+        num_waiting=0,
+        num_sessions=1,
+        max_active_sessions=16,
+        co_activation=(),
+        idle_s=time.monotonic() * 0,
+    )

@@ -1,0 +1,194 @@
+"""The routes that look at a cluster and change it, against a small cluster in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+
+from lockstep.cluster.managed import ManagedCluster
+from lockstep.server.app import create_app
+from lockstep.server.lifecycle import Phase
+from lockstep.server.manifest_text import manifest_text
+from lockstep.server.options import ServerOptions
+from tests.server.managing import FAULTS, MANIFEST, Managed
+from tests.server.support import client_of, error_of
+
+YAML = {"Content-Type": "application/yaml"}
+ROUTES = (
+    ("GET", "/v1/cluster"),
+    ("GET", "/v1/manifest"),
+    ("PUT", "/v1/manifest"),
+    ("GET", "/v1/sessions"),
+    ("DELETE", "/v1/sessions/a"),
+    ("GET", "/v1/events"),
+    ("POST", "/v1/models/org/alpha/load"),
+    ("POST", "/v1/models/alpha/unload"),
+)
+
+
+@contextlib.asynccontextmanager
+async def managing(options: ServerOptions | None = None) -> AsyncIterator[tuple[httpx2.AsyncClient, Managed]]:
+    cluster = Managed()
+    transport = httpx2.ASGITransport(app=create_app(cluster, options))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client, cluster
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_a_server_of_one_model_says_that_it_has_no_manifest(method: str, path: str) -> None:
+    async with client_of() as client:
+        response = await client.request(method, path)
+    assert response.status_code == 404
+    error = error_of(response)
+    assert error["code"] == "no_manifest"
+    assert "--manifest FILE" in error["message"]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_every_route_needs_the_key(method: str, path: str) -> None:
+    async with managing(ServerOptions(api_keys=("secret",))) as (client, _):
+        assert (await client.request(method, path)).status_code == 401
+
+
+async def test_the_cluster_is_shown_as_it_is() -> None:
+    async with managing() as (client, cluster):
+        assert isinstance(cluster, ManagedCluster)
+        shown = (await client.get("/v1/cluster")).json()
+    assert shown["cluster"] == "small"
+    assert [(model["id"], model["state"]) for model in shown["models"]] == list(cluster.states.items())
+    assert shown["budgets"] == [{"name": "gpu_budget", "declared_bytes": 100, "effective_bytes": 80, "used_bytes": 40}]
+    assert shown["counters"]["requests_total"] == 3
+
+
+async def test_what_is_got_can_be_put_back() -> None:
+    async with managing() as (client, cluster):
+        got = await client.get("/v1/manifest")
+        assert got.headers["content-type"].startswith("application/yaml")
+        put = await client.put("/v1/manifest", content=got.content, headers=YAML)
+    assert put.status_code == 200
+    assert cluster.text == got.text == MANIFEST
+    assert put.json()["unchanged"] == ["router"]
+
+
+async def test_a_manifest_may_be_json() -> None:
+    value = {"cluster": "caf\u00e9 \U0001f600", "models": {"a": {"source": "stub://a"}}}
+    async with managing() as (client, cluster):
+        assert (await client.put("/v1/manifest", json=value)).status_code == 200
+        assert yaml.safe_load(cluster.text) == value
+        escaped = json.dumps(value, ensure_ascii=True, indent="\t").encode()
+        response = await client.put("/v1/manifest", content=escaped, headers={"Content-Type": "application/json"})
+        assert response.status_code == 200
+        assert yaml.safe_load(cluster.text) == value
+
+
+def test_the_lines_of_json_are_the_clients_where_they_can_be() -> None:
+    text = '{"cluster":\n\n "a"}'
+    assert manifest_text(text.encode(), "application/json; charset=utf-8") == text
+
+
+async def test_all_faults_are_told_at_once_and_nothing_changes() -> None:
+    async with managing() as (client, cluster):
+        response = await client.put("/v1/manifest", content="bad: 1", headers=YAML)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "invalid_manifest"
+    assert error["problems"] == [{"line": p.line, "where": p.where, "message": p.message} for p in FAULTS]
+    assert all(str(fault) in error["message"] for fault in FAULTS)
+    assert cluster.text == MANIFEST
+
+
+async def test_what_does_not_fit_is_told_with_its_reason() -> None:
+    async with managing() as (client, _):
+        response = await client.put("/v1/manifest", content="big: 1", headers=YAML)
+    assert response.status_code == 422
+    error = error_of(response)
+    assert (error["code"], error["type"]) == ("not_loadable", "invalid_request_error")
+    assert error["message"] == "the manifest is not brought in: router needs 3 GB, gpu_budget is 2 GB"
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "words"),
+    [
+        (b"a: 1", {"Content-Type": "text/csv"}, 415, "or YAML with `application/yaml`"),
+        (b"a: \xff", YAML, 400, "not UTF-8"),
+        (b"  \n", YAML, 400, "the body is empty"),
+        (b"", {}, 400, "the body is empty"),
+        (b"{", {"Content-Type": "application/json"}, 400, "not valid JSON"),
+        (b"a: " + b"[" * 200, YAML, 400, "nests objects and lists deeper"),
+    ],
+)
+async def test_a_body_that_is_no_manifest_is_refused(
+    content: bytes, headers: dict[str, str], status: int, words: str
+) -> None:
+    async with managing() as (client, cluster):
+        response = await client.put("/v1/manifest", content=content, headers=headers)
+    assert response.status_code == status
+    assert words in error_of(response)["message"]
+    assert cluster.text == MANIFEST
+
+
+async def test_yaml_is_for_manifests_only() -> None:
+    async with managing() as (client, _):
+        assert (await client.post("/v1/chat/completions", content="a: 1", headers=YAML)).status_code == 415
+
+
+async def test_no_manifest_is_replaced_while_the_server_drains() -> None:
+    cluster = Managed()
+    app = create_app(cluster)
+    app.state.serving.lifecycle.on_signal()
+    assert app.state.serving.lifecycle.phase is Phase.DRAINING
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
+        response = await client.put("/v1/manifest", content=MANIFEST, headers=YAML)
+    assert response.status_code == 503
+
+
+@pytest.mark.parametrize("name", ["org/legal", "law"])
+async def test_a_model_is_loaded_and_unloaded_by_hand(name: str) -> None:
+    """By its id, slashes and all, or an alias."""
+    async with managing() as (client, cluster):
+        loaded = await client.post(f"/v1/models/{name}/load")
+        assert (loaded.json()["id"], loaded.json()["state"]) == ("org/legal", "resident")
+        assert cluster.states["org/legal"] == "resident"
+        assert (await client.post(f"/v1/models/{name}/unload")).json()["state"] == "standby"
+
+
+async def test_a_model_that_is_not_there_or_far_away_cannot_be_loaded() -> None:
+    async with managing() as (client, _):
+        missing, far = [await client.post(f"/v1/models/{name}/load") for name in ("nobody", "far")]
+        assert (await client.get("/v1/models/far/load")).status_code == 404, "loading is a POST"
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "model_not_found")
+    assert (far.status_code, error_of(far)["param"]) == (400, "model")
+
+
+async def test_sessions_are_listed_and_ended() -> None:
+    async with managing() as (client, cluster):
+        listed = (await client.get("/v1/sessions")).json()
+        assert listed["data"] == [
+            {"id": "a/b", "model": "router", "state": "idle", "age_s": 2.0, "idle_s": 1.0, "num_requests": 3}
+        ]
+        ended = await client.delete("/v1/sessions/a/b")
+        assert ended.json() == {"id": "a/b", "object": "session", "deleted": True}
+        again = await client.delete("/v1/sessions/a/b")
+    assert cluster.ended == ["a/b", "a/b"]
+    assert (again.status_code, error_of(again)["code"]) == (404, "session_not_found")
+
+
+def answers_of(document: dict[str, Any], path: str, method: str) -> dict[str, Any]:
+    content: dict[str, Any] = document["paths"][path][method]["responses"]["200"]["content"]
+    return content
+
+
+def test_the_document_knows_the_shapes() -> None:
+    document = create_app(Managed()).openapi()
+    schema = answers_of(document, "/v1/cluster", "get")["application/json"]["schema"]
+    assert "$ref" not in json.dumps(schema)
+    assert {"models", "budgets", "counters"} <= schema["properties"].keys()
+    assert schema["properties"]["models"]["items"]["properties"]["state"] == {"type": "string"}
+    body = document["paths"]["/v1/manifest"]["put"]["requestBody"]["content"]
+    assert body.keys() == {"application/yaml", "application/json"}
