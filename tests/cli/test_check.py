@@ -207,6 +207,13 @@ def test_standard_input_is_a_file(check: Check, monkeypatch: pytest.MonkeyPatch)
     assert err.startswith("lockstep: error: standard input, line 2: models.b is empty")
 
 
+def test_a_file_that_is_too_large_is_refused_for_that(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "large.yaml").write_bytes("é".encode() * 200_000)
+    code, _, err = check(tmp_path / "large.yaml")
+    assert code == 2
+    assert "line 1: the manifest is larger than 262144 bytes" in err
+
+
 def test_what_cannot_be_read_is_one_line(check: Check, tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"cluster: caf\xe9\n")
     for path in (tmp_path / "nowhere.yaml", tmp_path, tmp_path / "latin.yaml"):

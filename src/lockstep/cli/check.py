@@ -62,7 +62,11 @@ def check(
 
 
 def _manifest(file: Path) -> Manifest:
-    return manifest_of(sys.stdin.buffer.read(), _called(file)) if str(file) == "-" else read_manifest(file)
+    if str(file) != "-":
+        return read_manifest(file)
+    from lockstep.cluster.manifest_nodes import MAX_MANIFEST_BYTES
+
+    return manifest_of(sys.stdin.buffer.read(MAX_MANIFEST_BYTES + 1), _called(file))
 
 
 def _called(file: Path) -> str:

@@ -33,9 +33,11 @@ def read_manifest(path: Path) -> Manifest:
 def manifest_of(data: bytes, name: str) -> Manifest:
     """The manifest in what was read from ``name``; otherwise as `read_manifest`."""
     from lockstep.cluster.manifest_file import parse
+    from lockstep.cluster.manifest_nodes import MAX_MANIFEST_BYTES
 
+    errors = "replace" if len(data) > MAX_MANIFEST_BYTES else "strict"  # cut anywhere, and refused for its size
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise UsageError(f"the manifest {name} cannot be read ({error}); {_RIGHT}") from error
     return parse(text, name, environment=os.environ)

@@ -186,7 +186,7 @@ class ManifestCluster:
             UnavailableError: another one is being brought in.
             LockstepError: it cannot be served; what was served still is.
         """
-        manifest = parse(text, validators=self._validators, environment=environment or {})
+        manifest = await asyncio.to_thread(parse, text, validators=self._validators, environment=environment or {})
         if self._is_replacing:
             raise UnavailableError("another manifest is being brought in; try again when that is done")
         self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest))
