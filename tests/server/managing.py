@@ -17,7 +17,14 @@ from lockstep.cluster.snapshot import (
     Replaced,
     SessionSnapshot,
 )
-from lockstep.errors import ConfigError, InvalidParameterError, ManifestError, ModelNotFoundError, Problem
+from lockstep.errors import (
+    ConfigError,
+    InvalidParameterError,
+    ManifestError,
+    ModelNotFoundError,
+    Problem,
+    SessionNotFoundError,
+)
 
 MANIFEST = "cluster: small\nmodels:\n  router:\n    source: stub://router\n"
 FAULTS = (Problem(2, "models.router.tier", "is 'hot'; it must be resident"), Problem(3, "routing.entry", "is missing"))
@@ -76,9 +83,11 @@ class Managed(SingleModel):
     def sessions(self) -> tuple[SessionSnapshot, ...]:
         return tuple(self._sessions.values())
 
-    async def end_session(self, id_: str) -> bool:
+    async def end_session(self, id_: str) -> None:
+        if id_ not in self._sessions:
+            raise SessionNotFoundError(f"No session with id {id_!r}.", param="session_id")
+        del self._sessions[id_]
         self.ended.append(id_)
-        return self._sessions.pop(id_, None) is not None
 
     def _move(self, name: str, state: str) -> None:
         before, self.states[name] = self.states[name], state

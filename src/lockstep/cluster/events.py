@@ -43,13 +43,18 @@ EVENTS: Mapping[str, Mapping[str, str]] = {
     "step": {
         "replica": "key of the replica that stepped",
         "step": "number of its step",
-        "num_seqs": "sequences in it",
-        "num_tokens": "tokens computed",
+        "num_sequences": "sequences in it",
+        "num_tokens": "tokens that it computed, of prompts and of answers",
+        "num_samples": "sequences that got a token",
         "duration_ms": "of the forward pass and all around it",
+        "num_unreported": "steps of the replica since the one that was told before",
     },
     LAGGED: {"num_lost": "events that this watcher was too slow for"},
 }
-"""Every type with its fields; `EventLog.emit` takes no others. Steps are sampled, all else is told whole."""
+"""Every type with its fields; `EventLog.emit` takes no others.
+
+Steps are sampled while somebody watches; all else is told whole.
+"""
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):

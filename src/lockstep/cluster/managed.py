@@ -58,6 +58,6 @@ class ManagedCluster(Protocol):
 
     def sessions(self) -> tuple[SessionSnapshot, ...]: ...
 
-    async def end_session(self, id_: str) -> bool:
-        """Forget a session and give up its KV; whether there was one."""
+    async def end_session(self, id_: str) -> None:
+        """Forget a session and give up its KV; SessionNotFoundError when nobody knows it."""
         ...

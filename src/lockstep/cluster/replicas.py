@@ -172,7 +172,7 @@ class Replicas:
         """The worker does not have it any more, and could not bring it back."""
         held.failed(error, self._clock())
         self._move(held, Phase.ABSENT, FAILED)
-        self._run(self._worker.unload(held.key))
+        self.run(self._worker.unload(held.key))
         self.pump()
 
     async def drain(self, held: Held, limit_s: float, reason: str) -> int:
@@ -251,7 +251,7 @@ class Replicas:
 
     def _start_load(self, held: Held, reason: str) -> None:
         self._move(held, Phase.LOADING, reason)
-        self._run(self._load(held, reason))
+        self.run(self._load(held, reason))
 
     async def _load(self, held: Held, reason: str) -> None:
         spec = held.spec
@@ -279,7 +279,7 @@ class Replicas:
     def _start_unload(self, held: Held, reason: str, makes_room_for: str | None) -> None:
         self._move(held, Phase.UNLOADING, reason)
         held.makes_room_for = makes_room_for
-        self._run(self._unload(held, reason))
+        self.run(self._unload(held, reason))
 
     async def _unload(self, held: Held, reason: str) -> None:
         await self._worker.unload(held.key)
@@ -287,7 +287,8 @@ class Replicas:
         self._move(held, Phase.ABSENT, reason)
         self.pump()
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that nobody waits for; ended by `close`."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

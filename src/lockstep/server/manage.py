@@ -12,14 +12,7 @@ from fastapi import APIRouter, Request, Response
 from lockstep.cluster.base import Cluster
 from lockstep.cluster.managed import ManagedCluster
 from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
-from lockstep.errors import (
-    LockstepError,
-    ManifestError,
-    NoManifestError,
-    NotLoadableError,
-    RequestError,
-    SessionNotFoundError,
-)
+from lockstep.errors import LockstepError, ManifestError, NoManifestError, NotLoadableError, RequestError
 from lockstep.server.manifest_text import JSON_TYPE, YAML_TYPE, manifest_text
 from lockstep.server.serving import serving_of
 from lockstep.server.struct_schema import described
@@ -103,8 +96,7 @@ async def list_sessions(request: Request) -> Response:
 @router.delete("/sessions/{session_id:path}", responses=described(EndedSession), operation_id="end_session")
 async def end_session(session_id: str, request: Request) -> Response:
     """Forget a conversation and give up its KV."""
-    if not await managed(request).end_session(session_id):
-        raise SessionNotFoundError(f"The session `{session_id}` does not exist.", param="session_id")
+    await managed(request).end_session(session_id)
     return _json(EndedSession(session_id, "session", True))
 
 

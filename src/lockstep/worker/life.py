@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import NamedTuple
 
 
 class WorkerState(Enum):
@@ -22,6 +23,13 @@ MOVES = {
     WorkerState.LOST: (WorkerState.UP, WorkerState.CLOSED),
     WorkerState.CLOSED: (),
 }
+
+
+class Loss(NamedTuple):
+    """A worker ended that was not told to; the next one is on its way."""
+
+    reason: str
+    """What it ended with."""
 
 
 class Life:

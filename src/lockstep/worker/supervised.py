@@ -21,7 +21,7 @@ from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.worker.correspondence import Correspondence
 from lockstep.worker.health import HealthLimits, trouble
-from lockstep.worker.life import Life, WorkerState
+from lockstep.worker.life import Life, Loss, WorkerState
 from lockstep.worker.link import Link
 from lockstep.worker.logs import LogFormat
 from lockstep.worker.mailbox import Mailbox
@@ -64,7 +64,7 @@ from lockstep.worker.thread import ThreadLink
 
 log = logging.getLogger(__name__)
 
-Notice = SessionsChanged | StepReport
+Notice = SessionsChanged | StepReport | Loss
 """What nobody asked for."""
 HEALTH_INTERVAL_S = 1.0
 ANSWER_LIMIT_S = 5.0
@@ -91,7 +91,7 @@ class SupervisedWorker:
     """One device worker and its successors; implements `lockstep.worker.link.Handler`.
 
     Args:
-        notify: called with every notice. A worker that is lost takes its sessions with it, without a word.
+        notify: called with every notice. A worker that is lost takes its sessions with it, without a word of each.
     """
 
     def __init__(self, options: WorkerOptions, notify: Callable[[Notice], None] | None = None) -> None:
@@ -323,6 +323,7 @@ class SupervisedWorker:
         what, retry_after_s = f"the device worker ended with {reason} while it", self._retry_after_s()
         self._open.end(WorkerLostError(f"{what} answered; send the request again", retry_after_s=retry_after_s))
         self._replicas.end_loads(WorkerLostError(f"{what} loaded the model", retry_after_s=retry_after_s))
+        self._notify(Loss(reason))
 
     # -- coming back ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,190 @@
+"""A real cluster behind a real server: routed answers as they come, and what its routes show and change."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.server.living import until
+from tests.server.process import IN_THREAD, ServerProcess, serve
+from tests.server.support import error_of
+
+STEP_S = 0.03
+MANIFEST = f"""\
+cluster: test
+models:
+  router:
+    source: stub://router?field=intent&ids=billing,legal
+  specialists:
+    - id: billing
+      source: stub://billing?step_ms={STEP_S * 1e3:g}
+    - id: legal
+      source: stub://legal
+      tier: standby
+      aliases: [law]
+fallback:
+  source: stub://fallback
+routing:
+  entry: router
+  dispatch_rule: router.output.intent -> specialists.{{intent}}
+"""
+CHAT = "/v1/chat/completions"
+
+
+def asking(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 8, **more}
+
+
+BILLING = asking("I was charged twice")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+    path.write_text(MANIFEST)
+    with serve("--manifest", str(path), *IN_THREAD) as server:
+        yield server
+
+
+@pytest.fixture
+def client(cluster: ServerProcess) -> Iterator[httpx2.Client]:
+    with cluster.client() as made:
+        yield made
+
+
+def model_of(client: httpx2.Client, name: str) -> dict[str, Any]:
+    models: list[dict[str, Any]] = client.get("/v1/cluster").json()["models"]
+    return next(model for model in models if model["id"] == name)
+
+
+def test_the_hop_comes_first_and_every_token_as_it_is_made(client: httpx2.Client) -> None:
+    """The specialist sleeps in every step, so frames that were kept back would come closer together."""
+    with client.stream("POST", CHAT, json={**BILLING, "stream": True}) as response:
+        came = [
+            (time.monotonic(), json.loads(line.removeprefix("data: ")))
+            for line in response.iter_lines()
+            if line.startswith("data: {")
+        ]
+    [call] = came[0][1]["choices"][0]["delta"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"intent": "billing", "target": "specialists.billing"}
+    told = [at_s for at_s, chunk in came if chunk["choices"][0]["delta"].get("content")]
+    assert len(told) == 8
+    assert told[-1] - told[0] >= 6 * STEP_S, "eight tokens in eight steps; one gap may be short where a reader was late"
+    assert told[-1] - came[0][0] >= 7 * STEP_S, "the hop was shown before its successor's steps"
+
+
+@pytest.mark.parametrize(
+    ("text", "intent", "model"),
+    [
+        ("I was charged twice", "billing", "billing"),
+        ("Is this clause legal?", "legal", "legal"),
+        ("Hi", "none", "fallback"),
+    ],
+)
+def test_a_request_without_a_model_is_routed(client: httpx2.Client, text: str, intent: str, model: str) -> None:
+    told = client.post(CHAT, json=asking(text)).json()
+    extension = told["lockstep"]
+    assert (extension["entry_model"], extension["intent"], extension["final_model"]) == ("router", intent, model)
+    assert [hop["model"] for hop in extension["hops"]] == ["router", model]
+    assert extension["hops"][1]["usage"] == told["usage"]
+
+
+@pytest.mark.parametrize("name", ["router", "test"])
+def test_the_entrys_id_and_the_clusters_name_are_routed_too(client: httpx2.Client, name: str) -> None:
+    assert client.post(CHAT, json={**BILLING, "model": name}).json()["model"] == "billing"
+
+
+def test_the_official_client_reads_a_routed_answer(cluster: ServerProcess) -> None:
+    with openai.OpenAI(base_url=f"{cluster.base_url}/v1", api_key="none", max_retries=0) as made:
+        answer = made.chat.completions.create(
+            model="test", messages=[{"role": "user", "content": "I was charged twice"}], max_tokens=8
+        )
+        text = ""
+        names = []
+        for chunk in made.chat.completions.create(
+            model="test", messages=[{"role": "user", "content": "I was charged twice"}], max_tokens=8, stream=True
+        ):
+            text += chunk.choices[0].delta.content or ""
+            for call in chunk.choices[0].delta.tool_calls or ():
+                assert call.function is not None
+                names.append(call.function.name)
+    assert names == ["dispatch_to_specialist"]
+    assert text == answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_model_that_is_asked_for_by_name_answers_itself(client: httpx2.Client) -> None:
+    told = client.post(CHAT, json={**BILLING, "model": "law"}).json()
+    assert told["model"] == "legal"
+    assert "hops" not in told["lockstep"]
+    missing = client.post(CHAT, json={**BILLING, "model": "nobody"})
+    assert (missing.status_code, error_of(missing)["message"]) == (404, "The model `nobody` does not exist.")
+
+
+def test_models_are_loaded_and_unloaded_by_hand(client: httpx2.Client) -> None:
+    assert client.post("/v1/models/legal/load").json()["state"] == "resident"
+    assert client.post("/v1/models/law/unload").json()["state"] == "standby"
+    assert model_of(client, "legal")["state"] == "standby"
+    assert client.post(CHAT, json={**BILLING, "model": "legal"}).status_code == 200, "a request brings it back"
+    assert model_of(client, "legal")["state"] == "resident"
+
+
+def test_a_session_is_seen_until_it_is_ended(client: httpx2.Client) -> None:
+    answer = client.post(CHAT, json={**BILLING, "session_id": "customer/1"}).json()
+    assert answer["lockstep"]["session_id"] == "customer/1"
+    [session] = [each for each in client.get("/v1/sessions").json()["data"] if each["id"] == "customer/1"]
+    assert (session["num_requests"], session["state"]) == (1, "idle")
+    assert client.delete("/v1/sessions/customer/1").json()["deleted"] is True
+    gone = client.delete("/v1/sessions/customer/1")
+    assert (gone.status_code, error_of(gone)["code"]) == (404, "session_not_found")
+
+
+def test_a_watcher_sees_a_request_take_its_way(cluster: ServerProcess) -> None:
+    lines: list[str] = []
+
+    def watch() -> None:
+        with cluster.client() as watching, watching.stream("GET", "/v1/events?type=hop") as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                if line.startswith("data: "):
+                    return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    until(lambda: ": watching" in lines, "the watcher is let in")
+    with cluster.client() as client:
+        client.post(CHAT, json=BILLING)
+    watcher.join(20)
+    assert not watcher.is_alive()
+    [event] = [line for line in lines if line.startswith("event: ")]
+    [data] = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert event == "event: hop"
+    assert (data["model"], data["intent"], data["target"]) == ("router", "billing", "specialists.billing")
+
+
+def test_the_counters_count(client: httpx2.Client) -> None:
+    before = client.get("/v1/cluster").json()["counters"]
+    client.post(CHAT, json=BILLING)
+    client.post(CHAT, json=asking("Hi"))
+    client.post(CHAT, json={**BILLING, "model": "billing"})
+    after = client.get("/v1/cluster").json()["counters"]
+    grown = {name: after[name] - before[name] for name in before}
+    assert grown["requests_total"] == 3
+    assert grown["router_hits"] == 2
+    assert (grown["dispatch_hits"], grown["dispatch_fallbacks"]) == (1, 1)
+
+
+def test_metrics_are_told_by_model(client: httpx2.Client) -> None:
+    client.post(CHAT, json=BILLING)
+    told = client.get("/metrics").text
+    for name in ("router", "billing"):
+        assert f'lockstep:generation_tokens_total{{engine="0",model_name="{name}"}}' in told or (
+            f'lockstep:generation_tokens_total{{model_name="{name}",engine="0"}}' in told
+        )
