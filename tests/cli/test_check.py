@@ -156,6 +156,22 @@ def test_what_has_no_effect_is_a_warning(check: Check, key: str, words: str) -> 
     assert "fallback: has no effect" in err
 
 
+def test_what_is_not_there_yet_is_a_warning(check: Check) -> None:
+    text = """
+cluster: x
+resources: {disk_kv_budget: 1TB}
+models:
+  a: {source: 'stub://a'}
+  b: {remote: {base_url: 'https://api.example.com/v1'}, co_activation: a}
+"""
+    code, _, err = check(text)
+    assert code == 0
+    assert err.splitlines() == [
+        "lockstep: warning: b: co_activation has no effect, as a remote model is never loaded",
+        "lockstep: warning: disk_kv_budget has no effect yet, as KV is not kept on disk",
+    ]
+
+
 def test_a_standby_model_that_never_fits_is_a_warning(check: Check) -> None:
     text = """
 cluster: x

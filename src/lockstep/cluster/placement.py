@@ -134,6 +134,13 @@ def _meant_otherwise(manifest: Manifest) -> list[str]:
         for entry in manifest.entries
         if entry.promotes_on_intent and entry.tier is not Tier.STANDBY
     ]
+    warnings += [
+        f"{entry.id}: co_activation has no effect, as a remote model is never loaded"
+        for entry in manifest.entries
+        if entry.co_activation and entry.tier is Tier.REMOTE
+    ]
+    if manifest.resources.disk_kv_budget_bytes is not None:
+        warnings.append("disk_kv_budget has no effect yet, as KV is not kept on disk")
     if manifest.fallback is not None and manifest.routing is None:
         warnings.append("fallback: has no effect, as without `routing:` no request is routed")
     return warnings
