@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test test-slow cover lint format bench lock clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

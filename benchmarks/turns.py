@@ -16,7 +16,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.core.request import Priority
@@ -78,9 +78,10 @@ class Measured:
     """Between the tokens of a stream: median, 99th percentile."""
 
 
-def window(at: Sequence[tuple[Device, str]], num_streams: int, length_s: float) -> tuple[list[Measured], float]:
+def window(
+    at: Sequence[tuple[Device, str]], ids: Iterator[int], num_streams: int, length_s: float
+) -> tuple[list[Measured], float]:
     """Let models decode at once; what each got, and the processor time of the window in seconds."""
-    ids = itertools.count()
     asked = [(device, key, [next(ids) for _ in range(num_streams)]) for device, key in at]
     for device, _, _ in asked:
         device.tokens.clear()
@@ -114,12 +115,13 @@ def compare(sources: Sequence[str], num_streams: int, length_s: float, rounds: i
     for key, source, own in zip("ab", sources, apart, strict=True):
         shared.load(key, source, num_streams, priority if key == "a" else Priority.NORMAL)
         own.load(key, source, num_streams, Priority.NORMAL)
+    ids = itertools.count()
     ways = {"turns": [(shared, "a"), (shared, "b")], "threads": [(apart[0], "a"), (apart[1], "b")]}
     rows: dict[str, list[list[float]]] = {way: [] for way in ways}
     for turn in range(rounds + 1):
-        alone = [window([(shared, key)], num_streams, length_s / 2)[0][0] for key in "ab"]
+        alone = [window([(shared, key)], ids, num_streams, length_s / 2)[0][0] for key in "ab"]
         for way, at in ways.items():
-            got, used_s = window(at, num_streams, length_s)
+            got, used_s = window(at, ids, num_streams, length_s)
             parts = [mine.tokens_per_s / whole.tokens_per_s for mine, whole in zip(got, alone, strict=True)]
             gaps_ms = [1e3 * gap for mine in got for gap in mine.gaps_s]
             if turn:  # the first is for warming up

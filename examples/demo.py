@@ -1,156 +1,162 @@
-"""Four customers write at once: the embedded model routes and answers them in one continuous batch.
+"""Customers write to a cluster: a router sends each to a specialist, all of them one embedded model with personas.
 
-    make demo
+    make demo           # boots examples/customer-support.yaml, asks, shows what happened, ends
+    make demo KEEP=1    # stays up afterwards, for curl or any OpenAI client
 
-It uses the Python API that a user has. Each message makes two hops, router and specialist, and each conversation has
-two turns; the figures at the end are those of the run that you have just seen.
+It is the server that a user starts, spoken to over HTTP. The figures are those of the run that you have just seen.
 """
 
 from __future__ import annotations
 
-import statistics
+import contextlib
+import json
+import re
+import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.panel import Panel
+import httpx2
+from rich.console import Console
 from rich.table import Table
 
-from lockstep import LLM, Constraint, GenerationRequest, RequestOutput, SamplingParams, TokenOutput
-from lockstep.core.step import StepEvents, StepPlan, StepResult
-from lockstep.pocket import DEMO_MESSAGES, INTENTS, PERSONAS
+from lockstep.pocket import DEMO_MESSAGES
 
-Message = dict[str, str]
+MANIFEST = Path(__file__).resolve().parent / "customer-support.yaml"
 FOLLOW_UP = "Thank you. What should I do first?"
-ROUTE = SamplingParams(temperature=0.0, max_tokens=4, constraint=Constraint.choice(INTENTS))
-"""One of the labels, whatever the model would rather say."""
-ANSWER = SamplingParams(temperature=0.7, top_p=0.9, seed=7, max_tokens=96)
+SESSION = "demo"
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "max_tokens": 64}
+KEPT_PORT = "9000"
+READY = re.compile(r"ready on (http://\S+),")
+STOP_S = 20.0
+READ_S = 120.0
+
+Message = dict[str, Any]
 
 
-class BatchLog:
-    """An observer that remembers how many sequences each step computed."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def __call__(self, plan: StepPlan, result: StepResult, events: StepEvents) -> None:
-        self.sizes.append(plan.num_sequences)
-
-
-def answer_together(
-    llm: LLM,
-    conversations: Sequence[Sequence[Message]],
-    params: SamplingParams,
-    titles: Sequence[str],
-    show: Live | None,
-) -> list[RequestOutput]:
-    """Submit all at once, step until all have ended, and draw the texts as they grow."""
-    texts = [""] * len(conversations)
-    done: dict[int, RequestOutput] = {}
-    index_of: dict[int, int] = {}
-
-    def on_token(output: TokenOutput) -> None:
-        texts[index_of[output.request_id]] += output.text
-        if output.request is not None:
-            done[output.request_id] = output.request
-
-    for index, messages in enumerate(conversations):
-        prompt = llm.model.tokenizer.encode_chat(messages)
-        index_of[llm.engine.submit(GenerationRequest(prompt, params), on_token)] = index
-    while llm.engine.has_work:
-        llm.engine.step()
-        if show is not None:
-            show.update(
-                Group(
-                    *(Panel(text, title=title, title_align="left") for title, text in zip(titles, texts, strict=True))
-                )
-            )
-    return [done[request_id] for request_id in index_of]
+@contextlib.contextmanager
+def serving(port: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server of the cluster until the block ends: its address and its process."""
+    command = [sys.executable, "-m", "lockstep", "serve", "--manifest", str(MANIFEST), "--backend", "pocket"]
+    command += ["--port", port, "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield address_of(process), process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
-def run_round(
-    llm: LLM,
-    console: Console,
-    conversations: Sequence[Sequence[Message]],
-    params: SamplingParams,
-    titles: Sequence[str],
-) -> list[RequestOutput]:
-    """One visible round of answers; plain panels where there is no terminal to redraw."""
-    if console.is_terminal:
-        with Live(console=console, refresh_per_second=12) as live:
-            return answer_together(llm, conversations, params, titles, live)
-    outputs = answer_together(llm, conversations, params, titles, None)
-    for title, output in zip(titles, outputs, strict=True):
-        console.print(Panel(output.text, title=title, title_align="left"))
-    return outputs
+def address_of(process: subprocess.Popen[str]) -> str:
+    """Where a server listens, once it is ready."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        found = READY.search(line)
+        if found:
+            return found[1]
+    raise SystemExit(f"the server ended with code {process.wait()} before it was ready")
 
 
-def persona(role: str) -> Message:
-    return {"role": "system", "content": PERSONAS[role]}
+def ask(client: httpx2.Client, console: Console, messages: list[Message], session: str | None) -> Message:
+    """One request, shown as it is answered; returns the assistant's message as it may be sent back."""
+    console.print(f"\n[bold]customer[/bold]  {messages[-1]['content']}", highlight=False)
+    body: dict[str, Any] = {"messages": messages, "stream": True, **SAMPLING}
+    if session is not None:
+        body["session_id"] = session
+    said: Message = {"role": "assistant", "content": ""}
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"{response.status_code}: {response.read().decode()}")
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise SystemExit(chunk["error"]["message"])
+            delta = chunk["choices"][0]["delta"]
+            for call in delta.get("tool_calls", ()):
+                target = json.loads(call["function"]["arguments"])["target"]
+                console.print(f"[bold]router[/bold]    -> {target}", highlight=False)
+                console.print(f"[bold]{chunk['model']:10}[/bold]", end="", highlight=False)
+                said["tool_calls"] = [call]
+            if delta.get("content"):
+                said["content"] += delta["content"]
+                console.out(delta["content"], end="", highlight=False)
+            if "lockstep" in chunk:
+                console.print()
+                show_hops(console, chunk["lockstep"])
+    return said
 
 
-def main() -> None:
-    console = Console(width=min(Console().width, 110))
-    log = BatchLog()
-    started = time.perf_counter()
-    console.print("[bold]loading the embedded model[/bold] (a demo model: small, and often wrong)")
-    with LLM("pocket://", observer=log) as llm:
-        loaded_s = time.perf_counter() - started
-        started = time.perf_counter()
-        conversations: list[list[Message]] = [[{"role": "user", "content": text}] for text in DEMO_MESSAGES]
-        rounds = converse(llm, console, conversations)
-        for conversation in conversations:
-            conversation.append({"role": "user", "content": FOLLOW_UP})
-        console.print("\n[bold]one turn later: the specialist's hop finds the router's hop in the prefix cache[/bold]")
-        rounds += converse(llm, console, conversations)
-        print_figures(console, llm, rounds, log, loaded_s, time.perf_counter() - started)
-
-
-def converse(llm: LLM, console: Console, conversations: Sequence[list[Message]]) -> list[list[RequestOutput]]:
-    """One turn of every conversation, two hops in two batches: the router's word, then the specialist's answer."""
-    routed = answer_together(llm, [[*turn, persona("router")] for turn in conversations], ROUTE, [], None)
-    intents = [output.text for output in routed]
-    roles = [intent if intent in PERSONAS else "general" for intent in intents]
-    titles = [
-        f"{turn[-1]['content']} -> router: {intent} -> {role}"
-        for turn, intent, role in zip(conversations, intents, roles, strict=True)
-    ]
-    prompts = [[*turn, persona(role)] for role, turn in zip(roles, conversations, strict=True)]
-    answers = run_round(llm, console, prompts, ANSWER, titles)
-    for turn, output in zip(conversations, answers, strict=True):
-        turn.append({"role": "assistant", "content": output.text})
-    return [routed, answers]
-
-
-def print_figures(
-    console: Console,
-    llm: LLM,
-    rounds: Sequence[Sequence[RequestOutput]],
-    log: BatchLog,
-    loaded_s: float,
-    served_s: float,
-) -> None:
-    outputs = [output for outputs in rounds for output in outputs]
-    num_new = sum(output.num_output_tokens for output in outputs)
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    ttfts_ms = [output.timings.ttft_s * 1e3 for output in outputs if output.timings.ttft_s is not None]
-    probe = llm.model.probe
-    table = Table("figure", "value", title="what happened", title_justify="left")
-    table.add_row("load", f"{loaded_s:.2f} s")
-    table.add_row("throughput", f"{num_new / served_s:.0f} new tokens/s over {num_new} tokens in {served_s:.2f} s")
-    table.add_row("time to first token", f"median {statistics.median(ttfts_ms):.0f} ms, worst {max(ttfts_ms):.0f} ms")
-    table.add_row(
-        "sequences per step", f"mean {statistics.mean(log.sizes):.2f}, most {max(log.sizes)}, {len(log.sizes)} steps"
+def show_hops(console: Console, told: dict[str, Any]) -> None:
+    """The parts of one answer with their times, as the server measured them."""
+    for hop in told["hops"]:
+        usage = hop["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        said = f", said {hop['completion']!r}" if hop["intent"] is not None else ""
+        console.print(
+            f"[dim]  {hop['model']}: {hop['latency_ms']:.0f} ms, {usage['prompt_tokens']} prompt tokens "
+            f"({cached} cached), {usage['completion_tokens']} new{said}[/dim]",
+            highlight=False,
+        )
+    console.print(
+        f"[dim]  in all {told['latency_ms']:.0f} ms, the specialist's first token after {told['ttft_ms'] or 0:.0f} ms, "
+        f"{told['tokens_per_second'] or 0:.0f} tokens/s[/dim]",
+        highlight=False,
     )
-    table.add_row("prefix hits", f"{num_cached} of {num_prompt} prompt tokens")
-    table.add_row("deterministic (probe)", "not run" if probe is None else str(probe.deterministic).lower())
-    table.add_row("fingerprint of the decisions", llm.engine.fingerprint)
+
+
+def show_cluster(console: Console, snapshot: dict[str, Any]) -> None:
+    """What the cluster was and did."""
+    replicas = {replica["key"]: replica for replica in snapshot["replicas"]}
+    models = Table("model", "tier", "state", "requests", title="models", title_justify="left")
+    for model in snapshot["models"]:
+        models.add_row(model["id"], model["tier"], model["state"], str(model["num_requests"]))
+    figures = Table("figure", "value", title="what happened", title_justify="left")
+    for replica in replicas.values():
+        figures.add_row(
+            f"replica of {len(replica['models'])} models",
+            f"{replica['bytes'] / 1e6:.0f} MB, loaded in {replica['load_s'] or 0:.2f} s, "
+            f"deterministic: {str(replica['deterministic']).lower()}",
+        )
+    for name, value in snapshot["counters"].items():
+        figures.add_row(name, str(value))
     console.print()
-    console.print(table)
+    console.print(models)
+    console.print(figures)
+
+
+def converse(client: httpx2.Client, console: Console) -> None:
+    """Every message in a conversation of its own, then a second turn of the first one."""
+    first: list[Message] = []
+    for text in DEMO_MESSAGES:
+        messages = [{"role": "user", "content": text}]
+        answer = ask(client, console, messages, None if first else SESSION)
+        first = first or [*messages, answer]
+    console.print(
+        "\n[bold]the first customer again, in the same session[/bold]: the specialist finds the conversation in the "
+        "router's blocks"
+    )
+    ask(client, console, [*first, {"role": "user", "content": FOLLOW_UP}], SESSION)
+    show_cluster(console, client.get("/v1/cluster").json())
+
+
+def main(arguments: list[str]) -> None:
+    console = Console(width=min(Console().width, 110))
+    keeps = "--keep" in arguments
+    console.print("[bold]booting a cluster on the embedded model[/bold] (a demo model: small, and often wrong)")
+    with serving(KEPT_PORT if keeps else "0") as (url, process):
+        with httpx2.Client(base_url=url, timeout=READ_S) as client:
+            converse(client, console)
+        if keeps:
+            console.print(f"\nstays up on {url}/v1 until Ctrl-C; try: lockstep ps --base-url {url}", highlight=False)
+            with contextlib.suppress(KeyboardInterrupt):
+                process.wait()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,8 @@ from lockstep.errors import UsageError
 
 EXIT_ALL_FAILED = 1
 EXIT_INTERRUPTED = 130
+EXAMPLES = Path("examples")
+"""Of the repository, in which the bench is run."""
 _ENDPOINTS: Mapping[str, str] = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
 
 bench_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -164,6 +166,29 @@ def throughput(
     if save_result or result_filename is not None:
         _save(result, result_filename or Path(f"throughput-{llm.model.name}-{_now()}.json"))
     print(json.dumps(result) if as_json else _throughput_text(result))
+
+
+@bench_app.command()
+def cluster(
+    examples: Annotated[Path, typer.Option(metavar="DIR", help="Where the manifests of the suites are.")] = EXAMPLES,
+    num_calls: Annotated[int, typer.Option(help="Of each suite, alone and together.", min=1, max=100_000)] = 200,
+    worker: Annotated[
+        Literal["process", "thread"], typer.Option(help="Where the engines run; as in `lockstep serve`.")
+    ] = "process",
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
+) -> None:
+    """Measure what routing and many models cost, on stub models; fails if a manifest does not boot as it must."""
+    from lockstep.bench.cluster import ClusterBenchOptions, run_cluster_bench, text_of
+
+    options = ClusterBenchOptions(examples, num_calls, worker)
+    results = run_cluster_bench(options, lambda suite: print(f"measuring {suite}", file=sys.stderr))
+    print(json.dumps(results) if as_json else text_of(results))
+    faults = [fault for result in results for fault in result["faults"]]
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if faults:
+        raise typer.Exit(EXIT_ALL_FAILED)
 
 
 def _throughput_text(result: Mapping[str, Any]) -> str:

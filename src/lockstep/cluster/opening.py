@@ -39,6 +39,8 @@ class Opened:
     """As the backend serves it."""
     specs: Mapping[str, ReplicaSpec]
     """By model id; none of remote ones."""
+    needs: tuple[Need, ...]
+    """Of every model, in order of definition."""
     table: BudgetTable
 
 
@@ -67,20 +69,22 @@ def open_manifest(manifest: Manifest, base: LoadOptions) -> Opened:
     sources_of = {source: _Source.open(source, base) for source in sorted(sources)}
     specs: dict[str, ReplicaSpec] = {}
     footprints: dict[str, Footprint] = {}
+    names: dict[str, str] = {}
     for entry in local:
         source = sources_of[entry.source]
+        source = replace(source, name=names.setdefault(source.fingerprint, source.name))
         options = replace(base, engine=_engine_options(entry, source.adapted(base.engine)))
         footprint = source.footprint(entry, options.engine)
         spec = _spec(entry, source, options, footprint)
         footprints.setdefault(spec.key, footprint)
         specs[entry.id] = spec
-    needs = [
+    needs = tuple(
         Need(e.id, e.tier, specs[e.id].key, footprints[specs[e.id].key]) if e.id in specs else Need(e.id, e.tier)
         for e in manifest.entries
-    ]
+    )
     is_real = any(not source.is_stub for source in sources_of.values())
     budgets = effective_budgets(manifest.resources, Machine(available_memory_bytes()) if is_real else None)
-    return Opened(manifest, specs, check(needs, budgets))
+    return Opened(manifest, specs, needs, check(needs, budgets))
 
 
 @dataclass(frozen=True, slots=True)

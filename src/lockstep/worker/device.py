@@ -269,7 +269,7 @@ class DeviceWorker:
             self._obey(self._orders.popleft())
         replicas = self._replicas
         priorities = {key: self._priorities[key] for key in replicas}
-        chosen = self._turns.choose(priorities, [key for key, replica in replicas.items() if replica.engine.has_work])
+        chosen = self._turns.choose(priorities, {key for key, replica in replicas.items() if replica.engine.has_work})
         if chosen is None:
             self._is_idle = True
             self._wake.wait(IDLE_WAIT_S)

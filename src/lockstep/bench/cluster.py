@@ -1,0 +1,249 @@
+"""`lockstep bench cluster` as functions: what the orchestration of many models costs when the models cost nothing.
+
+Two figures, apart: the decision path alone, and whole calls of two hops through real engines on stub executors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lockstep.cluster.backend import Backend, served_by, targets_of
+from lockstep.cluster.base import Call, Conversation
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest import Entry, Manifest, Tier
+from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.planner import Observed, Phase, PlanPolicy, Replica, plan
+from lockstep.cluster.routing import Router, addressed
+from lockstep.cluster.sessions import ModelSessions, Sessions
+from lockstep.cluster.snapshot import ClusterSnapshot
+from lockstep.cluster.stage import ClusterOptions
+from lockstep.errors import UsageError
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.supervised import WorkerOptions
+
+OUTPUT_TOKENS = 8
+"""Of the last hop."""
+CONCURRENCY = 32
+NUM_WARMUPS = 8
+"""Calls before those that are measured: what is warmed by routing is then warm."""
+NUM_DECISIONS = 2_000
+NUM_SESSIONS = 64
+"""That take turns in the decision path."""
+PERCENTILES = (50, 95, 99)
+MS, US, MB = 1e3, 1e6, 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A manifest of the examples, and what must be there once it has booted."""
+
+    name: str
+    num_models: int
+    num_resident: int
+    num_standby: int
+    resident_mb: int
+    num_warms: int
+    """Models that routed calls warm."""
+
+
+SUITES = (
+    Suite("customer-support", 5, 3, 1, 2_400, 0),
+    Suite("density-50", 51, 26, 25, 20_800, 0),
+    Suite("warming-heavy", 9, 1, 8, 800, 8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterBenchOptions:
+    """What is measured, and with how much."""
+
+    examples: Path
+    """The directory of the manifests."""
+    num_calls: int = 200
+    """One at a time, and as many with `CONCURRENCY` in flight."""
+    worker: Literal["process", "thread"] = "process"
+
+
+def run_cluster_bench(
+    options: ClusterBenchOptions, report: Callable[[str], None] = lambda suite: None
+) -> list[dict[str, Any]]:
+    """All suites, one after the other. ``faults`` of a result says which counts are not as they must be.
+
+    Args:
+        report: told the name of a suite that begins.
+
+    Raises:
+        UsageError: an example cannot be read.
+        LockstepError: it cannot be served.
+    """
+    results = []
+    for suite in SUITES:
+        path = options.examples / f"{suite.name}.yaml"
+        try:
+            manifest = parse(path.read_text(encoding="utf-8"), str(path))
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read ({error}); give the examples' directory by --examples") from None
+        report(suite.name)
+        results.append(asyncio.run(_run(suite, manifest, options)))
+    return results
+
+
+async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -> dict[str, Any]:
+    served = served_by(manifest, Backend.STUB)
+    targets = asked_of(served)
+    decision_us = await decisions(served, targets)
+    cluster = ManifestCluster(
+        manifest, ClusterOptions(backend=Backend.STUB, worker=WorkerOptions(options.worker, log_level="error"))
+    )
+    started_s = time.perf_counter()
+    await cluster.start()
+    bootstrap_s = time.perf_counter() - started_s
+    try:
+        booted = cluster.snapshot()
+        await _calls(cluster, targets, NUM_WARMUPS, 1)
+        single_s, _ = await _calls(cluster, targets, options.num_calls, 1)
+        many_s, duration_s = await _calls(cluster, targets, options.num_calls, CONCURRENCY)
+        after = cluster.snapshot()
+    finally:
+        await cluster.close()
+    counts = counts_of(booted, after)
+    return {
+        "suite": suite.name,
+        "worker": options.worker,
+        "num_calls": options.num_calls,
+        "bootstrap_ms": bootstrap_s * MS,
+        **counts,
+        "decision_us": _percentiles(decision_us, US),
+        "call_ms": _percentiles(single_s, MS),
+        "loaded_call_ms": _percentiles(many_s, MS),
+        "concurrency": CONCURRENCY,
+        "request_throughput": options.num_calls / duration_s,
+        "faults": faults_of(suite, counts),
+    }
+
+
+def asked_of(manifest: Manifest) -> tuple[str, ...]:
+    """Whom calls are routed to: those that are resident; where none is, all that routing knows."""
+    ids = targets_of(manifest)
+    resident = tuple(id_ for id_ in ids if manifest.entry(id_).tier is Tier.RESIDENT)
+    return resident or ids
+
+
+def counts_of(booted: ClusterSnapshot, after: ClusterSnapshot) -> dict[str, int]:
+    """What was there after booting, and what the calls have warmed."""
+    tiers = [model.tier for model in booted.models]
+    [used_bytes] = [budget.used_bytes for budget in booted.budgets if budget.name == "gpu_budget"]
+    return {
+        "num_models": len(booted.models),
+        "num_resident": sum(model.state == "resident" for model in booted.models),
+        "num_standby": tiers.count(Tier.STANDBY),
+        "resident_mb": round(used_bytes / MB),
+        "num_warms": after.counters.co_activation_warms,
+    }
+
+
+def faults_of(suite: Suite, counts: Mapping[str, int]) -> list[str]:
+    """Every count that is not what the suite says, in a sentence."""
+    return [
+        f"{suite.name}: {name} is {found}, not {getattr(suite, name)}"
+        for name, found in counts.items()
+        if found != getattr(suite, name)
+    ]
+
+
+async def decisions(manifest: Manifest, targets: Sequence[str]) -> list[float]:
+    """Seconds of one routed call's decisions, again and again: its session, the two hops, the dispatch and a plan over
+    all replicas. No engine, no tokenizer, no queue."""
+    routing = manifest.routing
+    assert routing is not None, "the examples have routing"
+    router = Router(manifest, routing)
+    entries: Mapping[str, Entry] = {entry.id: entry for entry in manifest.entries}
+    observed = Observed(tuple(_replica(entry) for entry in manifest.entries), manifest.resources.gpu_budget_bytes)
+    sessions, policy = Sessions(), PlanPolicy()
+    held = {entry.id: ModelSessions(16, lambda session: None) for entry in manifest.entries}
+    taken = []
+    for index in range(NUM_DECISIONS):
+        target = targets[index % len(targets)]
+        call, answer, id_ = _call(target), f"{routing.rule.field_name}={target}", f"s{index % NUM_SESSIONS}"
+        started_s = time.perf_counter()
+        sessions.begin(id_, router.entry, started_s)
+        await held[router.entry].enter(id_)
+        addressed(router.question(call), entries[router.entry])
+        plan(observed, started_s, policy)
+        held[router.entry].leave(id_)
+        decision = router.decide(answer)
+        assert decision.target == target
+        await held[target].enter(id_)
+        addressed(call, entries[target])
+        plan(observed, started_s, policy)
+        held[target].leave(id_)
+        sessions.end(id_, started_s)
+        taken.append(time.perf_counter() - started_s)
+    return taken
+
+
+def _replica(entry: Entry) -> Replica:
+    phase = Phase.RESIDENT if entry.tier is Tier.RESIDENT else Phase.ABSENT
+    return Replica(entry.id, phase, 800_000_000, priority=entry.priority, is_pinned=phase is Phase.RESIDENT)
+
+
+def _call(target: str) -> Call:
+    """A request that a stub router sends to a model: it looks for its id."""
+    conversation = Conversation([{"role": "user", "content": f"A question about {target}"}])
+    return Call(None, conversation, SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True))
+
+
+async def _calls(
+    cluster: ManifestCluster, targets: Sequence[str], num_calls: int, concurrency: int
+) -> tuple[list[float], float]:
+    """Seconds of every call, and of all together."""
+    waiting = iter([_call(targets[index % len(targets)]) for index in range(num_calls)])
+    taken: list[float] = []
+
+    async def client() -> None:
+        for call in waiting:
+            started_s = time.perf_counter()
+            async with aclosing(cluster.stream(call)) as events:
+                async for _ in events:
+                    pass
+            taken.append(time.perf_counter() - started_s)
+
+    started_s = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return taken, time.perf_counter() - started_s
+
+
+def _percentiles(values_s: Sequence[float], scale: float) -> dict[str, float]:
+    values = np.percentile(values_s, PERCENTILES) * scale
+    return {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, values, strict=True)}
+
+
+def text_of(results: Sequence[Mapping[str, Any]]) -> str:
+    """The results as a table, a suite a column."""
+    rows = [
+        ("suite", [result["suite"] for result in results]),
+        ("bootstrap, ms", [f"{result['bootstrap_ms']:.0f}" for result in results]),
+        ("models", [str(result["num_models"]) for result in results]),
+        ("resident / standby", [f"{result['num_resident']} / {result['num_standby']}" for result in results]),
+        ("resident, MB", [f"{result['resident_mb']:,}" for result in results]),
+        ("co-activation warms", [str(result["num_warms"]) for result in results]),
+        ("decision path, us: p50 p95 p99", [_trio(result["decision_us"], 1) for result in results]),
+        ("call alone, ms: p50 p95 p99", [_trio(result["call_ms"], 2) for result in results]),
+        (f"call, {CONCURRENCY} in flight, ms", [_trio(result["loaded_call_ms"], 2) for result in results]),
+        (f"calls/s, {CONCURRENCY} in flight", [f"{result['request_throughput']:.0f}" for result in results]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    column = 2 + max(len(cell) for _, cells in rows for cell in cells)
+    return "\n".join(name.ljust(width) + "".join(cell.rjust(column) for cell in cells) for name, cells in rows)
+
+
+def _trio(percentiles: Mapping[str, float], digits: int) -> str:
+    return " ".join(f"{value:.{digits}f}" for value in percentiles.values())
