@@ -69,10 +69,8 @@ def open_manifest(manifest: Manifest, base: LoadOptions) -> Opened:
     sources_of = {source: _Source.open(source, base) for source in sorted(sources)}
     specs: dict[str, ReplicaSpec] = {}
     footprints: dict[str, Footprint] = {}
-    names: dict[str, str] = {}
     for entry in local:
         source = sources_of[entry.source]
-        source = replace(source, name=names.setdefault(source.fingerprint, source.name))
         options = replace(base, engine=_engine_options(entry, source.adapted(base.engine)))
         footprint = source.footprint(entry, options.engine)
         spec = _spec(entry, source, options, footprint)
@@ -104,9 +102,7 @@ class _Source:
             StubOptions.parse(source)
             return cls(source, source, DECLARED_BYTES, stub_tokenizer_parts, is_stub=True)
         artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir())
-        return cls(
-            source, artifact.fingerprint, artifact.num_bytes, artifact.load_tokenizer, is_stub=False
-        )
+        return cls(source, artifact.fingerprint, artifact.num_bytes, artifact.load_tokenizer, is_stub=False)
 
     def adapted(self, engine: EngineOptions) -> EngineOptions:
         """A stub's blocks take no memory, so its pool is counted in blocks."""
