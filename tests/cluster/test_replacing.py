@@ -127,6 +127,14 @@ async def test_calls_that_do_not_end_are_cut_when_the_time_is_up() -> None:
         assert (await running).output.completions[0].finish_reason.value == "abort"
 
 
+async def test_a_session_of_a_model_that_is_gone_is_given_up() -> None:
+    limits = "sessions: {idle_threshold: 20ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
+    async with clustered(OLD) as cluster:
+        await say(cluster, "hello", "billing", session="s")
+        await cluster.replace(NEW + limits)
+        await until(lambda: cluster.sessions()[0].state == "dropped")
+
+
 async def test_a_replacement_goes_on_when_its_caller_leaves() -> None:
     async with clustered(OLD) as cluster:
         caller = asyncio.create_task(cluster.replace(NEW))

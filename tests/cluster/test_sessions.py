@@ -64,6 +64,16 @@ async def test_a_turn_that_comes_to_one_who_has_left_goes_to_the_next() -> None:
     assert (held.num_active, held.num_waiting) == (0, 0)
 
 
+async def test_a_greater_limit_lets_in_who_waits() -> None:
+    held = ModelSessions(1, lambda session: None)
+    await held.enter(None)
+    turn = asyncio.create_task(held.enter("a"))
+    await asyncio.sleep(0)
+    held.resize(2)
+    await turn
+    assert held.num_active == 2
+
+
 async def test_the_queue_is_bounded() -> None:
     held = ModelSessions(1, lambda session: None)
     await held.enter(None)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import signal
 from contextlib import aclosing
 from itertools import cycle, islice
+from pathlib import Path
 
 import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
+from lockstep.pocket import pocket_path
 from tests.cluster.clusters import Answer, clustered, model_of, say
 from tests.cluster.support import until
 
@@ -204,3 +209,21 @@ async def test_a_random_crowd_is_served_whole_under_a_small_budget() -> None:
         answers = await asyncio.gather(*(client(number) for number in range(12)))
         assert sum(map(len, answers)) == 72
         assert most <= 2_500_000_000
+
+
+@pytest.mark.slow
+async def test_what_a_lost_workers_successor_cannot_load_is_absent_until_it_can(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    shutil.copyfile(pocket_path(), model)
+    text = f"cluster: c\nmodels:\n  m: {{source: '{model}'}}\n"
+    async with clustered(text, kind="process") as cluster:
+        await say(cluster, "hello", max_tokens=2)
+        model.rename(tmp_path / "away.gguf")
+        pid = cluster.worker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: model_of(cluster, "m").state == "failed")
+        assert "nothing is there" in cluster.health().reason
+        (tmp_path / "away.gguf").rename(model)
+        await until(lambda: cluster.health().ready)
+        await say(cluster, "hello", max_tokens=2)

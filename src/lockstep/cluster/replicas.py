@@ -171,6 +171,7 @@ class Replicas:
     def lost(self, held: Held, error: LockstepError) -> None:
         """The worker does not have it any more, and could not bring it back."""
         held.failed(error, self._clock())
+        held.makes_room_for = None
         self._move(held, Phase.ABSENT, FAILED)
         self.run(self._worker.unload(held.key))
         self.pump()

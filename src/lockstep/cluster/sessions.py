@@ -124,6 +124,11 @@ class ModelSessions:
             self._next()
         return is_held
 
+    def resize(self, limit: int) -> None:
+        """Another limit, for who comes from now on; who waits may have room now."""
+        self.limit = limit
+        self._next()
+
     def fail_all(self, error: LockstepError) -> None:
         """Nobody waits any longer."""
         while self._waiting:
@@ -175,7 +180,7 @@ class Sessions:
         """It has been answered, whatever became of it."""
         session = self._known.get(id_)
         if session is not None:
-            session.num_active -= 1
+            session.num_active = max(0, session.num_active - 1)  # one that was ended and began anew counts its own
             session.last_used_s = now_s
 
     def answered_by(self, id_: str, model: str) -> None:
@@ -187,15 +192,18 @@ class Sessions:
         if id_ in self._known:
             self._known[id_].kept_tokens[model] = num_tokens
 
-    def dropped(self, id_: str, model: str, *, is_held: bool) -> None:
-        """A model gave up its KV.
+    def dropped(self, id_: str, model: str | None = None, *, is_held: bool) -> None:
+        """A model gave up its KV, or all did.
 
         Args:
             is_held: whether another one still has some.
         """
-        if id_ in self._known:
-            self._known[id_].kept_tokens.pop(model, None)
-            self._known[id_].is_held = is_held
+        if (session := self._known.get(id_)) is not None:
+            session.is_held = is_held
+            if model is None:
+                session.kept_tokens.clear()
+            else:
+                session.kept_tokens.pop(model, None)
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -114,9 +114,8 @@ class Stage:
             spec = opened.specs.get(entry.id)
             held = None if spec is None else self.replicas.hold(spec)
             old = None if before is None else before.models.get(entry.id)
-            limit = entry.max_active_sessions or manifest.sessions.max_active_sessions
+            limit = _session_limit(entry, manifest)
             if old is not None and (old.entry, old.declared, old.held) == (entry, declared, held):
-                old.sessions.limit = limit
                 return old
             remote = self._remote(entry, old) if held is None else None
             model = Model(entry, declared, held, remote, ModelSessions(limit, self._sweeper(entry.id)))
@@ -148,6 +147,8 @@ class Stage:
     def enter(self, roster: Roster, table: BudgetTable) -> None:
         """From now on calls go to these models."""
         self._roster, self._coming, self.table = roster, None, table
+        for model in roster.models.values():
+            model.sessions.resize(_session_limit(model.entry, roster.declared))
         self.replicas.budget_bytes = table.budgets.gpu.effective_bytes
         for held in self.replicas.all():
             self.appoint(held, roster)
@@ -253,6 +254,7 @@ class Stage:
         """Give up an idle session's KV, of all its models."""
         models = [model.id for model in self.roster.models.values() if model.sessions.holds(session)]
         self._gave_up(session, reason)
+        self.sessions.dropped(session, is_held=False)  # also where the model that held it is gone from the manifest
         for model in models:
             await self.free(session, model)
 
@@ -280,3 +282,7 @@ class Stage:
         elif phase is Phase.UNLOADING and reason != REPLACED:
             self.counters.demotions += 1
             self.counters.lru_evictions += reason == "room"
+
+
+def _session_limit(entry: Entry, manifest: Manifest) -> int:
+    return manifest.sessions.max_active_sessions if entry.max_active_sessions is None else entry.max_active_sessions
