@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.cluster.held import Held, ReplicaSpec, Waiter
 from lockstep.cluster.planner import (
@@ -39,10 +39,8 @@ FAILED = "failed"
 """Why a replica is absent that could not be loaded."""
 
 
-class Watcher(Protocol):
-    """Who is told that a replica has come to another phase."""
-
-    def __call__(self, held: Held, before: Phase, reason: str, duration_s: float) -> None: ...
+Watcher = Callable[[Held, Phase, str, float], None]
+"""Told that a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
 
 
 class Replicas:
@@ -82,9 +80,6 @@ class Replicas:
 
     def all(self) -> tuple[Held, ...]:
         return tuple(self._held.values())
-
-    def get(self, key: str) -> Held:
-        return self._held[key]
 
     def hold(self, spec: ReplicaSpec) -> Held:
         """The replica of a spec; a new one is absent until somebody needs it."""
