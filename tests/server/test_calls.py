@@ -88,6 +88,15 @@ def test_the_other_fields_of_a_call_arrive() -> None:
     assert (call.truncate_prompt_tokens, call.prompt_logprobs) == (-1, 2)
 
 
+def test_what_the_operator_says_of_templates_holds_where_a_request_says_nothing() -> None:
+    options = ServerOptions(chat_template_kwargs={"messages_style": "short"}, reasoning="off")
+    prompt = chat(options).call.prompt
+    assert isinstance(prompt, Conversation)
+    assert (dict(prompt.template_kwargs), prompt.reasoning) == ({"messages_style": "short"}, "off")
+    assert isinstance(default := chat().call.prompt, Conversation)
+    assert (dict(default.template_kwargs), default.reasoning) == ({}, "auto")
+
+
 def test_without_keys_the_user_is_the_tenant() -> None:
     assert chat(user="someone").call.tenant == "someone"
     assert chat(user="someone", tenant="team").call.tenant == "team"

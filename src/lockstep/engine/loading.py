@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_pa
 
 if TYPE_CHECKING:
     from lockstep.executors.probe import ProbeReport
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Called with a stage's name and how much of it is done, 0 to 1."""
@@ -104,7 +107,15 @@ def _open_executor(artifact: Artifact, options: OpenVINOOptions, report: Progres
 def _probe(executor: Executor, num_blocks: int) -> ProbeReport:
     from lockstep.executors.probe import quick_probe
 
-    return quick_probe(executor, num_blocks)
+    report = quick_probe(executor, num_blocks)
+    if not report.deterministic:
+        failed = ", ".join(case.name for case in report.cases if not case.passed)
+        log.warning(
+            "with these options the bytes of an answer depend on its company here (%s differs); "
+            "`lockstep models verify` shows with which they do not",
+            failed,
+        )
+    return report
 
 
 def _load_stub(source: str, options: LoadOptions) -> tuple[LoadedModel, SchedulerConfig]:

@@ -43,7 +43,7 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
             "top_logprobs is given without logprobs; set logprobs to true or leave it out", param="top_logprobs"
         )
     length = _length(body)
-    kwargs = _template_kwargs(body, tokenizer)
+    kwargs = {**caller.options.chat_template_kwargs, **_template_kwargs(body, tokenizer)}
     plan = _plan(body, tokenizer, kwargs)
     constrained = _constrained(body, plan)
     params = sampling_params(
@@ -56,7 +56,7 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
     call = call_of(
         body,
         caller,
-        Conversation(messages, {**kwargs, **plan.template_kwargs}),
+        Conversation(messages, {**kwargs, **plan.template_kwargs}, caller.options.reasoning),
         params,
         prompt_logprobs=body.prompt_logprobs,
         shown_specials=plan.shown_specials,

@@ -213,6 +213,7 @@ def test_the_seed_decides(client: openai.OpenAI) -> None:
 
 
 REFUSED: Sequence[tuple[Mapping[str, object], str]] = (
+    ({"input": [{"type": "reasoning", "content": []}]}, "input"),
     ({"colour": "red"}, "colour"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),

@@ -133,5 +133,5 @@ class ItemList(Shape):
 
 def documented_events() -> dict[int | str, dict[str, Any]]:
     """What creating a response says of its success: a whole response, or a stream of events."""
-    events = {"schema": {"type": "string"}, "example": "event: response.created\ndata: {...}\n\n"}
+    events = {"example": "event: response.created\ndata: {...}\n\n"}
     return {200: {"model": ResponseObject, "description": "The response.", "content": {"text/event-stream": events}}}

@@ -9,9 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.server.calls import in_the_requests_words
 from lockstep.server.chat_schema import ChatBody
+from lockstep.server.faults import of_validation
 from lockstep.server.responses.schema import FunctionTool, ResponseBody, TextFormat, ToolChoice, as_json
 
 JsonObject = Mapping[str, Any]
@@ -42,6 +45,8 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
     Raises:
         InvalidParameterError: names the parameter.
     """
+    if not messages:
+        raise InvalidParameterError("input makes no message; it must hold a text, a message or a call", param="input")
     has_logprobs = bool(body.include)
     if body.top_logprobs is not None and not has_logprobs:
         raise InvalidParameterError(
@@ -63,7 +68,11 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         **{name: getattr(body, name) for name in _SAME},
     }
-    return ChatBody.model_validate({name: value for name, value in asked.items() if value is not None})
+    try:
+        return ChatBody.model_validate({name: value for name, value in asked.items() if value is not None})
+    except ValidationError as error:  # what fits this schema and not that one
+        fault = of_validation(error.errors())
+        raise InvalidParameterError(fault.message, param=fault.param) from None
 
 
 def _response_format(said: TextFormat) -> JsonObject:
