@@ -241,8 +241,10 @@ class _Draft:
         """Tell those who wait for what can never be loaded; who that is."""
         refused = set()
         for index, replica in enumerate(self._replicas):
+            if replica.phase is not Phase.ABSENT or not _is_wanted(replica):
+                continue
             kept = sum(r.bytes for i, r in enumerate(self._replicas) if _outranks(i, r, index, replica))
-            if replica.phase is not Phase.ABSENT or replica.bytes <= self._budget - kept:
+            if replica.bytes <= self._budget - kept:
                 continue
             refused.add(replica.key)
             if replica.num_waiting:
