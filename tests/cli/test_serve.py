@@ -86,7 +86,7 @@ def test_flags_without_effect_are_said_once(config: Path) -> None:
         ((STUB, "--manifest", "cluster.yaml"), "serve one model, or a manifest of many"),
         ((STUB, "--backend", "stub"), "--backend is said of a manifest's models"),
         ((STUB, "--watch"), "--watch is said of a manifest's models"),
-        (("--manifest", "no/such.yaml"), "--manifest no/such.yaml cannot be read"),
+        (("--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
         (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name is said of one model"),
         (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template is said of one model"),
         (("--manifest", "c.yaml", "--backend", "mock"), "--backend"),

@@ -59,9 +59,10 @@ async def test_a_watcher_that_leaves_leaves_nothing_behind() -> None:
     log = EventLog()
     task = asyncio.create_task(first(log, 1))
     await asyncio.sleep(0)
+    assert log.num_watchers == 1
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert log._watchers == []
+    assert (log.num_watchers, log._waiting) == (0, [])
 
 
 def test_fields_that_the_table_does_not_have_are_an_error_of_ours() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.dispatch import DispatchRule
 from lockstep.cluster.manifest import Entry, Manifest, Persona, Remote, Resources, Routing, SessionLimits, Tier
-from lockstep.cluster.manifest_engine import engine_options
-from lockstep.cluster.manifest_file import dump, parse
+from lockstep.cluster.manifest_engine import SAMPLING_KEYS, engine_keys, engine_options
+from lockstep.cluster.manifest_file import ROUTING_KEYS, TOP_KEYS, dump, parse
+from lockstep.cluster.manifest_keys import RESOURCES, SESSIONS, entry_keys, remote_keys
 from lockstep.errors import ManifestError, Problem
 from tests.cluster.manifests import manifests
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES, DOCUMENT = ROOT / "examples", ROOT / "docs" / "manifest.md"
 FULL = """\
 cluster: full
 
@@ -212,3 +215,13 @@ def test_models_of_one_source_are_counted_once_against_a_budget() -> None:
     assert len(parse(text).entries) == 10
     with pytest.raises(ManifestError, match=r"needs 1600MB \(m0 800MB, m9 800MB\)"):
         parse(text.replace("m9, source: pocket://", "m9, source: other.gguf"))
+
+
+def test_the_document_names_every_key_and_its_example_is_right() -> None:
+    document = DOCUMENT.read_text()
+    engine, sampling = set(engine_keys()), set(SAMPLING_KEYS)
+    blocks = [TOP_KEYS, ROUTING_KEYS, RESOURCES, SESSIONS, entry_keys({}), remote_keys({}), engine, sampling]
+    missing = [key for block in blocks for key in block if f"`{key}`" not in document]
+    assert not missing
+    (example,) = re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)
+    assert parse(example).routing is not None

@@ -133,6 +133,16 @@ async def test_all_calls_can_be_ended_with_an_error(upstream: ServerProcess) -> 
     await settled(upstream)
 
 
+async def test_closing_ends_what_is_open(upstream: ServerProcess) -> None:
+    async with remote(url(upstream)) as model:
+        tasks = [asyncio.create_task(events_of(model, call(params=ENDLESS))) for _ in range(3)]
+        await asyncio.sleep(5 * STEP_S)
+        await model.close()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(error) for error in ended] == [UnavailableError] * 3
+    await settled(upstream)
+
+
 async def test_constraints_are_kept_there(upstream: ServerProcess) -> None:
     for constraint in (Constraint.choice(["billing", "legal"]), Constraint.json_schema({"enum": ["billing", "legal"]})):
         async with remote(url(upstream)) as model:

@@ -10,9 +10,10 @@ from itertools import chain
 import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest_file import parse
 from lockstep.errors import ConfigError, LockstepError, ManifestError, UnavailableError
 from tests.cluster.clusters import Answer, clustered, model_of, say
-from tests.cluster.support import until
+from tests.cluster.support import LIMIT_S, until
 
 OLD = """
 cluster: old
@@ -134,6 +135,16 @@ async def test_a_replacement_goes_on_when_its_caller_leaves() -> None:
         await asyncio.gather(caller, return_exceptions=True)
         await until(lambda: not cluster.snapshot().is_replacing)
         assert cluster.manifest_text().startswith("cluster: new")
+
+
+async def test_closing_does_not_wait_for_a_replacement() -> None:
+    cluster = ManifestCluster(parse(OLD))
+    await cluster.start()
+    caller = asyncio.create_task(cluster.replace(NEW.replace("load_ms=100", "load_ms=1000")))
+    await until(lambda: _loads(cluster) == 4)
+    await asyncio.wait_for(cluster.close(), LIMIT_S)
+    with pytest.raises((UnavailableError, asyncio.CancelledError)):
+        await caller
 
 
 async def test_a_worker_that_dies_in_the_middle_leaves_the_old_manifest_or_the_new_one() -> None:

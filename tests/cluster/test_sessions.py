@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from contextlib import aclosing
 
 import pytest
 
+from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import SessionLimits
 from lockstep.cluster.sessions import MAX_WAITING_SESSIONS, ModelSessions, Sessions
 from lockstep.errors import QueueFullError, SessionNotFoundError
@@ -81,7 +85,7 @@ def test_only_idle_sessions_of_some_age_are_given_up() -> None:
     assert [session.id for session in sessions.idle(limits, 34.9)] == []
     assert [session.id for session in sessions.idle(limits, 35)] == ["a"]
     assert [session.id for session in sessions.idle(limits, 100)] == ["a", "b"]
-    sessions.dropped("a")
+    sessions.dropped("a", "m", is_held=False)
     assert not sessions.begin("b", "m", 101)
     assert [session.id for session in sessions.idle(limits, 200)] == []
     assert [(s.id, s.state, s.idle_s) for s in sessions.snapshot(200)] == [
@@ -116,3 +120,47 @@ async def test_sessions_are_listed_swept_and_ended() -> None:
         assert cluster.sessions() == ()
         with pytest.raises(SessionNotFoundError):
             await cluster.end_session("s")
+
+
+async def test_what_a_session_said_stays_when_others_fill_the_cache_until_it_is_ended() -> None:
+    story = "I was charged twice for my subscription last week and would like to have my money back. " * 5
+    text = "cluster: c\nmodels:\n  m: {source: 'pocket://', engine: {num_blocks: 24, max_num_seqs: 4}}\n"
+
+    async def fill(cluster: ManifestCluster, count: int) -> None:
+        for number in range(count):
+            await say(cluster, f"Number {number}. {story[:200]}", max_tokens=2)
+
+    async with clustered(text) as cluster:
+        await say(cluster, story, session="s", max_tokens=4)
+        await until(lambda: cluster.sessions()[0].num_tokens > 0)
+        await fill(cluster, 16)
+        assert (await say(cluster, story, session="s", max_tokens=4)).output.num_cached_tokens > 0
+        await cluster.end_session("s")
+        await fill(cluster, 16)
+        assert (await say(cluster, story, max_tokens=4)).output.num_cached_tokens == 0
+
+
+async def test_a_lost_worker_loses_the_sessions_and_says_so() -> None:
+    async with clustered(ONE, kind="process") as cluster:
+        await say(cluster, "hello", session="s")
+        begin, pid = cluster.events.last_id, cluster.worker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: cluster.sessions()[0].state == "dropped")
+        async with aclosing(cluster.events.subscribe(begin)) as events:
+            seen = [(await anext(events)).type for _ in range(2)]
+        assert seen == ["worker_restarted", "session_evicted"]
+        await until(lambda: cluster.health().ready)
+        assert (await say(cluster, "hello", session="s")).model == "m"
+
+
+async def test_steps_are_told_while_somebody_watches() -> None:
+    async with clustered(ONE) as cluster, aclosing(cluster.events.subscribe()) as events:
+        reading = asyncio.create_task(anext(events))
+        while not reading.done() or reading.result().type != "step":
+            if reading.done():
+                reading = asyncio.create_task(anext(events))
+            await say(cluster, "hello")
+        step = reading.result().fields
+        assert step["num_sequences"] == 1
+        assert step["replica"] == cluster.snapshot().replicas[0].key

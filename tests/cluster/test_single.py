@@ -113,7 +113,7 @@ async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: Sing
         (call("abc", SamplingParams(top_p=7.0)), InvalidParameterError),
         (call("abc", SamplingParams(constraint=Constraint.regex("("))), InvalidParameterError),
         (call("abc", SamplingParams(max_tokens=10**30)), InvalidParameterError),
-        (call("abc", session_id="s"), InvalidParameterError),
+        (call("abc", session_id=""), InvalidParameterError),
         (call("abc", pooling="mean"), InvalidParameterError),
         (call(""), InvalidParameterError),
         (call(long), PromptTooLongError),

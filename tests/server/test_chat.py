@@ -263,7 +263,7 @@ def test_the_record_has_what_was_asked_and_what_it_cost(pocket: Living) -> None:
         ({"min_tokens": 9, "max_tokens": 2}, "min_tokens"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"deadline_ms": 0}, "deadline_ms"),
-        ({"session_id": "s"}, "session_id"),
+        ({"session_id": "s" * 513}, "session_id"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),

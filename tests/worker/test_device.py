@@ -2,144 +2,42 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
-from lockstep.core.request import FinishReason, Priority
-from lockstep.engine.clock import Clock
+from lockstep.core.request import FinishReason
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.outputs import GenerationRequest, TokenOutput
 from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import (
     ArtifactNotFoundError,
     InvalidParameterError,
-    LockstepError,
     QueueFullError,
     UnavailableError,
     UsageError,
 )
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker.device import DeviceWorker
 from lockstep.worker.messages import (
     Abort,
     AskHealth,
     AskMetrics,
-    Check,
-    Checked,
-    Command,
-    Event,
     HealthReport,
-    Load,
     Loaded,
     LoadFailed,
     Loading,
     MetricsReport,
     Outputs,
     PrefixCacheReset,
-    Prioritise,
     Refused,
     ResetPrefixCache,
-    Stop,
     Submit,
-    TrialOptions,
     Unload,
     Unloaded,
 )
-
-LIMIT_S = 20.0
-SMALL = LoadOptions(EngineOptions(num_blocks=256))
-SHORT = SamplingParams(max_tokens=40)
-ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
-Kind = TypeVar("Kind", bound=Event)
-
-
-class Bench:
-    """A worker with its step thread, and all that it has said."""
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        self.events: list[Event] = []
-        self._said = threading.Condition()
-        self.worker = DeviceWorker(self._hear, clock)
-        self.steps = threading.Thread(target=self.worker.run)
-        self.steps.start()
-
-    def _hear(self, event: Event) -> None:
-        with self._said:
-            self.events.append(event)
-            self._said.notify_all()
-
-    def tell(self, *commands: Command) -> None:
-        for command in commands:
-            self.worker.handle(command)
-
-    def heard(self, kind: type[Kind], which: Callable[[Kind], bool] = lambda event: True) -> Kind:
-        """Wait for an event."""
-        found: list[Kind] = []
-
-        def is_there() -> bool:
-            found.extend(event for event in self.events if isinstance(event, kind) and which(event))
-            return bool(found)
-
-        with self._said:
-            assert self._said.wait_for(is_there, LIMIT_S), f"no {kind.__name__} among {self.events}"
-        return found[0]
-
-    def load(self, key: str, source: str, options: LoadOptions = SMALL, priority: int = 0) -> None:
-        self.tell(Load(key, source, options, TrialOptions(), priority))
-
-    def ready(self, key: str, source: str, options: LoadOptions = SMALL, priority: int = 0) -> Loaded:
-        self.load(key, source, options, priority)
-        return self.heard(Loaded, lambda event: event.replica == key)
-
-    def refusal(self, request_id: int) -> LockstepError:
-        return self.heard(Refused, lambda event: event.request_id == request_id).error
-
-    def checked(self, ask_id: int) -> Checked:
-        self.tell(Check(ask_id))
-        return self.heard(Checked, lambda event: event.ask_id == ask_id)
-
-    def answer(self, request_id: int) -> TokenOutput:
-        """A request's very last output."""
-        event = self.heard(Outputs, lambda event: _last(event, request_id) is not None)
-        last = _last(event, request_id)
-        assert last is not None
-        return last
-
-
-def _last(event: Outputs, request_id: int) -> TokenOutput | None:
-    outputs = (out for out in event.outputs if out.request_id == request_id and out.request is not None)
-    return next(outputs, None)
-
-
-def ask(text: str, params: SamplingParams = SHORT) -> GenerationRequest:
-    return GenerationRequest(tuple(text.encode()), params)
-
-
-class Ticking:
-    """A clock on which everything takes a millisecond."""
-
-    def __init__(self) -> None:
-        self._num_calls = 0
-
-    def now_s(self) -> float:
-        self._num_calls += 1
-        return self._num_calls / 1e3
-
-
-@contextmanager
-def running(clock: Clock | None = None) -> Iterator[Bench]:
-    bench = Bench(clock)
-    yield bench
-    bench.tell(Stop())
-    bench.steps.join(LIMIT_S)
-    assert not bench.steps.is_alive()
+from tests.worker.support import ENDLESS, LIMIT_S, Bench, ask, running
 
 
 @pytest.fixture
@@ -229,28 +127,6 @@ def test_a_replica_serves_while_another_loads(bench: Bench) -> None:
         bench.answer(number)
     assert not [event for event in bench.events if isinstance(event, Loaded) and event.replica == "b"]
     bench.heard(Loaded, lambda event: event.replica == "b")
-
-
-def test_replicas_take_turns_by_the_weights_of_their_classes() -> None:
-    """On a clock on which every step takes the same, steps are shared as time is: 4 to 1, then 1 to 1."""
-    with running(Ticking()) as bench:
-        bench.ready("a", "stub://alpha?step_ms=1", priority=Priority.CRITICAL)
-        bench.ready("b", "stub://beta?step_ms=1")
-        bench.tell(Submit(0, "a", ask("x", ENDLESS)), Submit(1, "b", ask("x", ENDLESS)))
-        assert 3.5 <= _steps_per_step(bench, 300) <= 4.6
-        bench.tell(Prioritise("b", Priority.CRITICAL), Prioritise("nobody", Priority.LOW))
-        assert 0.8 <= _steps_per_step(bench, 300) <= 1.25
-        bench.tell(Unload("b"))
-        bench.heard(Unloaded)
-        assert bench.worker._priorities == {"a": Priority.CRITICAL}
-
-
-def _steps_per_step(bench: Bench, num_steps: int) -> float:
-    """Steps of request 0 for one of request 1, of so many that come from now on."""
-    begin = len(bench.events) + 50
-    bench.heard(Outputs, lambda event: len(bench.events) > begin + num_steps)
-    steps = [event.outputs[0].request_id for event in bench.events[begin:] if isinstance(event, Outputs)]
-    return steps.count(0) / steps.count(1)
 
 
 def test_a_load_that_fails_says_why_and_leaves_the_key_free(bench: Bench, tmp_path: Path) -> None:

@@ -100,6 +100,9 @@ REQUESTS = st.builds(
     pooling=st.none() | st.sampled_from(["mean", "last"]),
     shown_specials=st.lists(st.text(max_size=5), max_size=2).map(tuple),
     prompt_logprobs=st.none() | st.integers(0, 5),
+    session_id=st.none() | st.text(max_size=5),
+    session_owner=st.text(max_size=5),
+    max_active_sessions=st.integers(1, 99),
 )
 ERROR_CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LockstepError)]
 
@@ -126,7 +129,7 @@ def test_how_to_load_comes_out_as_it_went_in() -> None:
         probe=False,
         chat_template="{{ messages }}",
     )
-    command = Load("model", "pocket://", options, TrialOptions(limit_s=3.5))
+    command = Load("model", "pocket://", options, TrialOptions(limit_s=3.5), -2)
     assert command_decoder().decode(command_encoder().encode(command)) == command
 
 

@@ -12,6 +12,7 @@ import typer
 
 from lockstep.cli.bench import bench_app
 from lockstep.cli.chat import chat
+from lockstep.cli.check import check
 from lockstep.cli.collect_env import collect_env
 from lockstep.cli.completion import VARIABLE, completion, enable_completion
 from lockstep.cli.hub import list_models, pull, rm
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
+app.command()(check)
 app.command()(ps)
 app.command()(chat)
 app.command()(pull)

@@ -119,6 +119,8 @@ class Answering:
             for output in outputs:
                 yield output
             return
+        if call.session_id is not None:
+            self._sessions.answered_by(call.session_id, target.id)
         self._counters.dispatch_hits += not decision.is_fallback
         self._counters.dispatch_fallbacks += decision.is_fallback
         rest = replace(_shortened(call, latency_s), queue_deadline_s=None)  # its first step was the entry's
@@ -160,6 +162,8 @@ class Answering:
             held = model.held
             max_model_len, tokenizer = self._text_side(held)
             request = await prepared_request(tokenizer, max_model_len, asked)
+            if request.session_id is not None:
+                request = replace(request, session_owner=model.id, max_active_sessions=model.sessions.limit)
             mailbox = self._worker.submit(held.key, request)
             try:
                 outputs = await mailbox.take()
@@ -176,8 +180,7 @@ class Answering:
     @asynccontextmanager
     async def _admitted(self, model: Model, call: Call) -> AsyncIterator[Call]:
         """Hold a session and a replica for the block, which gets the call with the time that it has left."""
-        began_s = self._clock()
-        session = call.session_id
+        began_s, session = self._clock(), call.session_id
         limits = (MAX_WAIT_S, call.deadline_s, call.queue_deadline_s)
         model.num_waiting += 1
         try:

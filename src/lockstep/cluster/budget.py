@@ -224,8 +224,8 @@ def table_text(table: BudgetTable) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     budgets = table.budgets
-    texts.append(_budget_text(budgets.gpu, table.gpu_needed_bytes))
-    texts.append(_budget_text(budgets.ram, table.ram_needed_bytes))
+    texts.append(budget_text(budgets.gpu, table.gpu_needed_bytes))
+    texts.append(budget_text(budgets.ram, table.ram_needed_bytes))
     return "\n".join(texts)
 
 
@@ -238,7 +238,8 @@ def _cells(row: Row) -> tuple[str, str, str, str, str, str]:
     return row.model, row.tier, gpu, ram, row.origin, row.verdict
 
 
-def _budget_text(budget: Budget, needed_bytes: int) -> str:
+def budget_text(budget: Budget, needed_bytes: int) -> str:
+    """What is needed of a budget, and whether the machine has it, in one line."""
     needed = f"{budget.name}: {megabytes(needed_bytes)} needed"
     if budget.effective_bytes is None:
         return f"{needed}, no bound"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,8 @@ from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, LockstepError, SessionNotFoundError, UnavailableError
 
-log = logging.getLogger(__name__)
+STEPS_PER_S = 4.0
+"""Of each replica, told while somebody watches."""
 
 Validators = Mapping[str, Validator]
 
@@ -186,7 +186,7 @@ class ManifestCluster:
             UnavailableError: another one is being brought in.
             LockstepError: it cannot be served; what was served still is.
         """
-        manifest = parse(text, validators=self._validators, environment=environment or {})
+        manifest = await asyncio.to_thread(parse, text, validators=self._validators, environment=environment or {})
         if self._is_replacing:
             raise UnavailableError("another manifest is being brought in; try again when that is done")
         self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest))
@@ -217,6 +217,8 @@ class ManifestCluster:
             raise SessionNotFoundError(f"No session with id '{id_}'.", param="session_id")
         for model in self._stage.roster.models.values():
             model.sessions.drop(id_)
+            if model.held is not None and model.held.phase is Phase.RESIDENT:
+                await self._stage.worker.end_session(model.held.key, id_, model.id)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -244,15 +246,18 @@ class ManifestCluster:
         await self._stage.replicas.tokenizer_of(held)
 
     async def _sweep(self) -> None:
-        """Give up the KV of sessions that nobody comes back to."""
+        """Now and then: give up the KV of sessions that nobody comes back to, and look who watches."""
+        was_watched = False
         while True:
             limits = self._stage.roster.declared.sessions
             await asyncio.sleep(limits.sweep_interval_s)
             self._stage.notice_losses()
             for session in self._stage.sessions.idle(limits, time.monotonic()):
-                for model in self._stage.roster.models.values():
-                    model.sessions.drop(session.id)
-                self._stage.swept(session.id, session.model, "idle")
+                await self._stage.sweep(session.id, "idle")
+            is_watched = self.events.num_watchers > 0
+            if is_watched != was_watched:
+                self._stage.worker.watch_steps(STEPS_PER_S if is_watched else 0.0)
+                was_watched = is_watched
 
     def _held(self, id_: str) -> Held:
         held = self._stage.roster.find(id_).held

@@ -43,13 +43,18 @@ EVENTS: Mapping[str, Mapping[str, str]] = {
     "step": {
         "replica": "key of the replica that stepped",
         "step": "number of its step",
-        "num_seqs": "sequences in it",
-        "num_tokens": "tokens computed",
+        "num_sequences": "sequences in it",
+        "num_tokens": "tokens that it computed, of prompts and of answers",
+        "num_samples": "sequences that got a token",
         "duration_ms": "of the forward pass and all around it",
+        "num_unreported": "steps of the replica since the one that was told before",
     },
     LAGGED: {"num_lost": "events that this watcher was too slow for"},
 }
-"""Every type with its fields; `EventLog.emit` takes no others. Steps are sampled, all else is told whole."""
+"""Every type with its fields; `EventLog.emit` takes no others.
+
+Steps are sampled while somebody watches; all else is told whole.
+"""
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):
@@ -70,8 +75,9 @@ class EventLog:
         self._clock = clock
         self._kept: deque[ClusterEvent] = deque(maxlen=MAX_KEPT_EVENTS)
         self._last_id = 0
-        self._watchers: list[asyncio.Future[None]] = []
-        """Those who have read everything and wait."""
+        self._waiting: list[asyncio.Future[None]] = []
+        """Watchers who have read everything."""
+        self.num_watchers = 0
 
     @property
     def last_id(self) -> int:
@@ -88,7 +94,7 @@ class EventLog:
         assert fields.keys() == EVENTS[type_].keys(), f"{type_} has the fields {', '.join(EVENTS[type_])}"
         self._last_id += 1
         self._kept.append(ClusterEvent(self._last_id, self._clock(), type_, fields))
-        waiting, self._watchers = self._watchers, []
+        waiting, self._waiting = self._waiting, []
         for watcher in waiting:
             if not watcher.done():
                 watcher.set_result(None)
@@ -100,20 +106,27 @@ class EventLog:
             after_id: begin behind this event, with what happened since; None: with what happens from now on.
         """
         read_id = self._last_id if after_id is None else min(max(after_id, 0), self._last_id)
-        while True:
-            num_lost = self._last_id - len(self._kept) - read_id
-            if num_lost > 0:
-                read_id += num_lost
-                yield ClusterEvent(read_id, self._clock(), LAGGED, {"num_lost": num_lost})
-            elif read_id < self._last_id:
-                event = self._kept[read_id - self._last_id]
-                read_id = event.id
-                yield event
-            else:
-                watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._watchers.append(watcher)
-                try:
-                    await watcher
-                finally:
-                    if watcher in self._watchers:
-                        self._watchers.remove(watcher)
+        self.num_watchers += 1
+        try:
+            while True:
+                num_lost = self._last_id - len(self._kept) - read_id
+                if num_lost > 0:
+                    read_id += num_lost
+                    yield ClusterEvent(read_id, self._clock(), LAGGED, {"num_lost": num_lost})
+                elif read_id < self._last_id:
+                    event = self._kept[read_id - self._last_id]
+                    read_id = event.id
+                    yield event
+                else:
+                    await self._more()
+        finally:
+            self.num_watchers -= 1
+
+    async def _more(self) -> None:
+        more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(more)
+        try:
+            await more
+        finally:
+            if more in self._waiting:
+                self._waiting.remove(more)

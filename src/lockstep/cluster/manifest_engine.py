@@ -37,7 +37,7 @@ def engine_options(given: Mapping[str, object]) -> EngineOptions:
 def engine_block(place: Place) -> object:
     """Read ``engine:``; the scheduler's own checks are made with what is decided at load left open."""
     before = len(place.reading.problems)
-    given = read_fields(place, _engine_keys())
+    given = read_fields(place, engine_keys())
     if len(place.reading.problems) > before:
         return FAULTY
     options = engine_options(given)
@@ -55,7 +55,7 @@ def engine_block(place: Place) -> object:
 
 def engine_written(given: Mapping[str, object]) -> dict[str, object]:
     """As `engine_block` reads it."""
-    return {key: _engine_keys()[key].write(value) for key, value in given.items()}
+    return {key: engine_keys()[key].write(value) for key, value in given.items()}
 
 
 def sampling_block(place: Place) -> dict[str, float | int]:
@@ -78,7 +78,8 @@ def _sampling_value(key: str) -> Reader:
 
 
 @cache
-def _engine_keys() -> Mapping[str, Key]:
+def engine_keys() -> Mapping[str, Key]:
+    """The keys of ``engine:``; those of the scheduler are read by the types of its fields."""
     keys = {
         "max_model_len": Key(whole(2)),
         "kv_cache_memory_bytes": Key(size(1), write=size_text),

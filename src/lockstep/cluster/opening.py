@@ -6,7 +6,6 @@ Reads files and may fetch them from the hub, so it runs on a thread of its own.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -28,7 +27,7 @@ DEFAULT_KV_BYTES = 512 * 1024**2
 """Of a replica's KV pool, where nobody says anything; no pool is larger than it can use."""
 STUB_BLOCKS = 8192
 """Of a stub, whose blocks hold nothing: enough for 16 whole contexts."""
-KEY_DIGITS = 8
+KEY_DIGITS = 12
 _ENGINE_FIELDS = {f.name for f in fields(EngineOptions)} - {"scheduler"}
 
 
@@ -40,6 +39,8 @@ class Opened:
     """As the backend serves it."""
     specs: Mapping[str, ReplicaSpec]
     """By model id; none of remote ones."""
+    needs: tuple[Need, ...]
+    """Of every model, in order of definition."""
     table: BudgetTable
 
 
@@ -68,20 +69,22 @@ def open_manifest(manifest: Manifest, base: LoadOptions) -> Opened:
     sources_of = {source: _Source.open(source, base) for source in sorted(sources)}
     specs: dict[str, ReplicaSpec] = {}
     footprints: dict[str, Footprint] = {}
+    names: dict[str, str] = {}
     for entry in local:
         source = sources_of[entry.source]
+        source = replace(source, name=names.setdefault(source.fingerprint, source.name))
         options = replace(base, engine=_engine_options(entry, source.adapted(base.engine)))
         footprint = source.footprint(entry, options.engine)
         spec = _spec(entry, source, options, footprint)
         footprints.setdefault(spec.key, footprint)
         specs[entry.id] = spec
-    needs = [
+    needs = tuple(
         Need(e.id, e.tier, specs[e.id].key, footprints[specs[e.id].key]) if e.id in specs else Need(e.id, e.tier)
         for e in manifest.entries
-    ]
+    )
     is_real = any(not source.is_stub for source in sources_of.values())
     budgets = effective_budgets(manifest.resources, Machine(available_memory_bytes()) if is_real else None)
-    return Opened(manifest, specs, check(needs, budgets))
+    return Opened(manifest, specs, needs, check(needs, budgets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,6 @@ class _Source:
     """One opened source."""
 
     source: str
-    name: str
     fingerprint: str
     file_bytes: int
     parts: Any
@@ -99,11 +101,11 @@ class _Source:
     @classmethod
     def open(cls, source: str, base: LoadOptions) -> _Source:
         if source.startswith(STUB):
-            stub = StubOptions.parse(source)
-            return cls(source, stub.name, source, DECLARED_BYTES, stub_tokenizer_parts, is_stub=True)
+            StubOptions.parse(source)
+            return cls(source, source, DECLARED_BYTES, stub_tokenizer_parts, is_stub=True)
         artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir())
         return cls(
-            source, artifact.name, artifact.fingerprint, artifact.num_bytes, artifact.load_tokenizer, is_stub=False
+            source, artifact.fingerprint, artifact.num_bytes, artifact.load_tokenizer, is_stub=False
         )
 
     def adapted(self, engine: EngineOptions) -> EngineOptions:
@@ -154,5 +156,4 @@ def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footpr
         template = options.chat_template
         return Tokenizer(parts if template is None else replace(parts, chat_template=template))
 
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name)
-    return ReplicaSpec(f"{name}-{digest}", source.source, options, footprint.resident_bytes, tokenizer, measure)
+    return ReplicaSpec(digest, source.source, options, footprint.resident_bytes, tokenizer, measure)

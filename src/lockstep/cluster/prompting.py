@@ -48,6 +48,7 @@ def generation_request(tokenizer: Tokenizer, max_model_len: int, call: Call) -> 
         reasoning=reasoning,
         pooling=call.pooling,
         shown_specials=call.shown_specials,
+        session_id=call.session_id,
         prompt_logprobs=call.prompt_logprobs,
     )
 

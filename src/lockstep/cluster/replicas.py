@@ -172,7 +172,7 @@ class Replicas:
         """The worker does not have it any more, and could not bring it back."""
         held.failed(error, self._clock())
         self._move(held, Phase.ABSENT, FAILED)
-        self._run(self._worker.unload(held.key))
+        self.run(self._worker.unload(held.key))
         self.pump()
 
     async def drain(self, held: Held, limit_s: float, reason: str) -> int:
@@ -189,8 +189,10 @@ class Replicas:
         return num_cut
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for something that depends on replicas alone."""
+        """Wait for something that depends on replicas alone; UnavailableError when all is closed before."""
         while not is_so():
+            if self._closing is not None:
+                raise self._closing
             watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchers.append(watcher)
             self._is_quiet = False
@@ -249,7 +251,7 @@ class Replicas:
 
     def _start_load(self, held: Held, reason: str) -> None:
         self._move(held, Phase.LOADING, reason)
-        self._run(self._load(held, reason))
+        self.run(self._load(held, reason))
 
     async def _load(self, held: Held, reason: str) -> None:
         spec = held.spec
@@ -277,7 +279,7 @@ class Replicas:
     def _start_unload(self, held: Held, reason: str, makes_room_for: str | None) -> None:
         self._move(held, Phase.UNLOADING, reason)
         held.makes_room_for = makes_room_for
-        self._run(self._unload(held, reason))
+        self.run(self._unload(held, reason))
 
     async def _unload(self, held: Held, reason: str) -> None:
         await self._worker.unload(held.key)
@@ -285,7 +287,8 @@ class Replicas:
         self._move(held, Phase.ABSENT, reason)
         self.pump()
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that nobody waits for; ended by `close`."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -299,6 +302,9 @@ class Replicas:
         """End what is under way; the worker is the caller's to close."""
         self._closing = UnavailableError("the server is closing")
         self.fail_all(self._closing)
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_exception(self._closing)
         if self._look is not None:
             self._look.cancel()
         tasks = tuple(self._tasks)

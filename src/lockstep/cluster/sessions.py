@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.cluster.manifest import SessionLimits
 from lockstep.cluster.snapshot import SessionSnapshot
@@ -30,13 +30,23 @@ class Session:
     last_used_s: float
     num_requests: int = 0
     num_active: int = 0
+    kept_tokens: dict[str, int] = field(default_factory=dict)
+    """By model: tokens of its last prompt that are kept on the device."""
     is_held: bool = True
-    """Its KV is kept on the device."""
+    """At least one model holds it."""
 
     def snapshot(self, now_s: float) -> SessionSnapshot:
         state = "active" if self.num_active else "idle" if self.is_held else "dropped"
         idle_s = 0.0 if self.num_active else now_s - self.last_used_s
-        return SessionSnapshot(self.id, self.model, state, now_s - self.began_s, idle_s, self.num_requests)
+        return SessionSnapshot(
+            id=self.id,
+            model=self.model,
+            state=state,
+            age_s=now_s - self.began_s,
+            idle_s=idle_s,
+            num_requests=self.num_requests,
+            num_tokens=sum(self.kept_tokens.values()),
+        )
 
 
 class ModelSessions:
@@ -102,6 +112,9 @@ class ModelSessions:
             del self._active[session]
             self._idle[session] = None
         self._next()
+
+    def holds(self, session: str) -> bool:
+        return session in self._active or session in self._idle
 
     def drop(self, session: str) -> bool:
         """Give up an idle session's KV; whether it was held."""
@@ -169,10 +182,24 @@ class Sessions:
         if id_ in self._known:
             self._known[id_].model = model
 
-    def dropped(self, id_: str) -> None:
-        """Its KV was given up."""
+    def kept(self, id_: str, model: str, num_tokens: int) -> None:
+        """So many tokens of it are on the device now, for one model."""
         if id_ in self._known:
-            self._known[id_].is_held = False
+            self._known[id_].kept_tokens[model] = num_tokens
+
+    def dropped(self, id_: str, model: str, *, is_held: bool) -> None:
+        """A model gave up its KV.
+
+        Args:
+            is_held: whether another one still has some.
+        """
+        if id_ in self._known:
+            self._known[id_].kept_tokens.pop(model, None)
+            self._known[id_].is_held = is_held
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self._known)
 
     def forget(self, id_: str) -> Session | None:
         """Its client ended it; None: nobody knows it."""

@@ -12,7 +12,7 @@ from lockstep.cluster.prompting import prepared_request
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import InvalidParameterError, LockstepError, ModelNotFoundError
+from lockstep.errors import LockstepError, ModelNotFoundError
 from lockstep.worker.messages import Loaded
 from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
 
@@ -75,8 +75,6 @@ class SingleModel:
     async def stream(self, call: Call) -> EventStream:
         card = self.card(call.model)
         loaded, tokenizer = self._text_side()
-        if call.session_id is not None:
-            raise InvalidParameterError("session_id is not served here", param="session_id")
         self._num_open += 1
         mailbox = None
         try:

@@ -86,6 +86,8 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     age_s: float
     idle_s: float
     num_requests: int
+    num_tokens: int = 0
+    """Of its prompts, kept on the device by all its models together."""
 
 
 class Counters(msgspec.Struct):

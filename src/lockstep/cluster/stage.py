@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.budget import BudgetTable, refusal
+from lockstep.cluster.budget import BudgetTable, refusal, table_text
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Entry, Manifest, Tier
@@ -21,8 +22,14 @@ from lockstep.cluster.replicas import FAILED, Replicas
 from lockstep.cluster.sessions import ModelSessions, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions
+from lockstep.engine.sessions import SessionChange
 from lockstep.errors import ConfigError, LockstepError, UnavailableError
-from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
+from lockstep.worker.life import Lost
+from lockstep.worker.messages import SessionsChanged
+from lockstep.worker.steps import StepReport
+from lockstep.worker.supervised import Notice, SupervisedWorker, WorkerOptions
+
+log = logging.getLogger(__name__)
 
 MAX_TRANSITIONS = 256
 """That are remembered."""
@@ -57,7 +64,7 @@ class Stage:
 
     def __init__(self, options: ClusterOptions) -> None:
         self.options = options
-        self.worker = SupervisedWorker(options.worker)
+        self.worker = SupervisedWorker(options.worker, self._noticed)
         self.events = EventLog()
         self.counters = Counters()
         self.sessions = Sessions()
@@ -94,6 +101,9 @@ class Stage:
         opened = await asyncio.to_thread(open_manifest, served, self.options.load)
         if reason := refusal(opened.table):
             raise ConfigError(reason)
+        budgets = opened.table.budgets
+        if budgets.gpu.is_cut or budgets.ram.is_cut:
+            log.warning("the machine has less than the manifest's budgets:\n%s", table_text(opened.table))
         return opened
 
     def cast(self, manifest: Manifest, opened: Opened) -> Roster:
@@ -123,7 +133,13 @@ class Stage:
         return RemoteModel(entry, None if key_name is None else self.options.environment.get(key_name))
 
     def _sweeper(self, model: str) -> Callable[[str], None]:
-        return lambda session: self.swept(session, model, "room")
+        """What is done for a session that gives way to another one."""
+
+        def sweep(session: str) -> None:
+            self.swept(session, model, "room")
+            self.replicas.run(self.free(session, model))
+
+        return sweep
 
     def announce(self, roster: Roster | None) -> None:
         """These models are about to come; None: no longer."""
@@ -187,9 +203,58 @@ class Stage:
         return _STATES[held.phase]
 
     def swept(self, session: str, model: str, reason: str) -> None:
-        """A session's KV was given up."""
-        self.sessions.dropped(session)
+        """A model gave up a session's KV."""
+        is_held = any(other.sessions.holds(session) for other in self.roster.models.values())
+        self.sessions.dropped(session, model, is_held=is_held)
         self.events.emit("session_evicted", session=session, model=model, reason=reason)
+
+    async def free(self, session: str, model: str) -> None:
+        """Let the worker unpin what an idle session keeps for a model."""
+        held = self.roster.models[model].held if model in self.roster.models else None
+        if held is not None and held.phase is Phase.RESIDENT:
+            await self.worker.sweep(held.key, session, model)
+
+    def _noticed(self, notice: Notice) -> None:
+        """The worker says what nobody asked for."""
+        match notice:
+            case StepReport():
+                self.events.emit(
+                    "step",
+                    replica=notice.replica,
+                    step=notice.step,
+                    num_sequences=notice.num_sequences,
+                    num_tokens=notice.num_tokens,
+                    num_samples=notice.num_samples,
+                    duration_ms=round(notice.duration_s * 1e3, 3),
+                    num_unreported=notice.num_unreported,
+                )
+            case SessionsChanged(changes=changes):
+                for change in changes:
+                    self._session_changed(change)
+            case Lost(reason=reason):
+                self.events.emit("worker_restarted", reason=reason)
+                for session in self.sessions.ids:
+                    self._gave_up(session, "worker lost")
+
+    def _session_changed(self, change: SessionChange) -> None:
+        if change.what == "kept":
+            self.sessions.kept(change.session_id, change.owner, change.num_tokens)
+            return
+        model = self.roster.models.get(change.owner)
+        if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
+            self.swept(change.session_id, change.owner, change.reason or "")
+
+    def _gave_up(self, session: str, reason: str) -> None:
+        for model in self.roster.models.values():
+            if model.sessions.drop(session):
+                self.swept(session, model.id, reason)
+
+    async def sweep(self, session: str, reason: str) -> None:
+        """Give up an idle session's KV, of all its models."""
+        models = [model.id for model in self.roster.models.values() if model.sessions.holds(session)]
+        self._gave_up(session, reason)
+        for model in models:
+            await self.free(session, model)
 
     def _moved(self, held: Held, before: Phase, reason: str, duration_s: float) -> None:
         after = _STATES[held.phase] if reason != FAILED else "failed"

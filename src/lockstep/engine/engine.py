@@ -28,6 +28,7 @@ from lockstep.engine.metrics import EngineMetrics, Inbox, MetricsSnapshot, cache
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
 from lockstep.engine.publish import Publisher, hand_over
+from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
 from lockstep.engine.stream import LoopMailboxes, OutputStream, collect, stream
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
 from lockstep.executors.sampling import SamplerState
@@ -52,6 +53,7 @@ class Engine:
         clock: where durations and deadlines come from.
         observer: called after each commit with the plan, its result and its events.
         on_added: called on the engine's thread with the id of each request that got its place in the queue.
+        on_session: called on the engine's thread with each change of a session.
     """
 
     def __init__(
@@ -62,10 +64,12 @@ class Engine:
         clock: Clock | None = None,
         observer: Observer | None = None,
         on_added: Callable[[int], None] | None = None,
+        on_session: Callable[[SessionChange], None] | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.scheduler = Scheduler(config)
+        self.sessions = Sessions(self.scheduler, on_session or (lambda change: None))
         self._clock = clock or SystemClock()
         self._observer = observer
         self._on_added = on_added
@@ -144,7 +148,7 @@ class Engine:
 
     def metrics(self) -> MetricsSnapshot:
         """A consistent enough copy of all counters; may be called from any thread."""
-        num_waiting = sum(type(command) is LiveRequest for command in self._inbox.copy())
+        num_waiting = sum(type(command) is LiveRequest for command in self._inbox.copy()) + self.sessions.num_waiting
         return snapshot(self._metrics, self.scheduler.stats(), Inbox(num_waiting, self._num_rejected), self._info)
 
     @property
@@ -161,12 +165,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_unfinished
+        return bool(self._inbox) or self.scheduler.has_unfinished or self.sessions.num_waiting > 0
 
     @property
     def num_free_places(self) -> int:
         """Sequences that the queue takes before it refuses; between steps, when the inbox is drained."""
         return self.config.max_num_queued_reqs - self.scheduler.num_waiting
+
+    def session_reports(self) -> tuple[SessionReport, ...]:
+        """All sessions, least recently used first; between steps."""
+        return self.sessions.reports(self._clock.now_s())
 
     def run(self) -> None:
         """Step until nothing is left to do."""
@@ -183,6 +191,7 @@ class Engine:
     def abandon(self, error: LockstepError) -> None:
         """The loop itself broke: tell every caller, without a word to a scheduler that cannot be trusted any more."""
         now_s = self._clock.now_s()
+        self.sessions.abandon()
         for live in list(self._open.values()):
             live.error = error
             for generation in live.generations:
@@ -240,7 +249,12 @@ class Engine:
             self._end(request_id, FinishReason.ERROR, reason)
 
     def _drain(self) -> None:
-        """Take what was submitted, in order, then what is due. Once per step, and never more than was there."""
+        """Take what waited for a session, then what was submitted, in order, then what is due.
+
+        Once per step, and never more than was there.
+        """
+        for live in self.sessions.ready(self._clock.now_s()):
+            self._schedule(live)
         for _ in range(len(self._inbox)):
             command = self._inbox.popleft()
             if isinstance(command, _Abort):
@@ -257,7 +271,20 @@ class Engine:
             self._end(due.request_id, FinishReason.DEADLINE, due.error())
 
     def _add(self, live: LiveRequest) -> None:
-        """Hand the request's sequences to the scheduler; what it refuses ends with its reason."""
+        """Give a request its place in the queue; what is refused ends with its reason."""
+        try:
+            is_first = self.sessions.enter(live, self._clock.now_s())
+        except QueueFullError as error:
+            self._refuse(live, error)
+            return
+        if is_first and not self._schedule(live):
+            return
+        self._deadlines.add(live.request_id, live.arrival_s, live.prepared.request)
+        if self._on_added is not None:
+            self._on_added(live.request_id)
+
+    def _schedule(self, live: LiveRequest) -> bool:
+        """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
         prepared, model = live.prepared, self.model
         first: int | None = None
         for index in range(live.num_open):
@@ -265,7 +292,7 @@ class Engine:
                 seq_id = self.scheduler.add(prepared.core_request_of(first))
             except LockstepError as error:
                 self._refuse(live, error)
-                return
+                return False
             first = seq_id if first is None else first
             sampler = SamplerState(prepared.sampling, prepared.seed + index, prepared.prompt_ids, model.vocab_size)
             detokenizer = Detokenizer(
@@ -277,26 +304,22 @@ class Engine:
             generation = Generation(live, index, seq_id, sampler, detokenizer, self.config.max_forced_tokens)
             live.generations.append(generation)
             self._publisher.open(generation)
-        self._deadlines.add(live.request_id, live.arrival_s, prepared.request)
-        if self._on_added is not None:
-            self._on_added(live.request_id)
+        return True
 
-    def _refuse(self, live: LiveRequest, error: LockstepError) -> None:
+    def _refuse(self, live: LiveRequest, error: LockstepError, reason: FinishReason = FinishReason.ERROR) -> None:
         """End a request that the scheduler would not take; siblings that it did take go too."""
         self._metrics.admission_rejections += isinstance(error, QueueFullError)
         if live.generations:
             live.num_open = len(live.generations)
-            self._end(live.request_id, FinishReason.ERROR, error)
+            self._end(live.request_id, reason, error)
             return
         live.error, live.num_open = error, 0
         now_s = self._clock.now_s()
-        self._metrics.count_finished(FinishReason.ERROR)
+        self._metrics.count_finished(reason)
         self._finish(live, now_s)
         if live.sink is not None:
             output = live.output(now_s)
-            hand_over(
-                live.sink, TokenOutput(live.request_id, 0, (), "", FinishReason.ERROR, error=error, request=output)
-            )
+            hand_over(live.sink, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=output))
 
     def _end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
         """End what is still open of a request, outside a step."""
@@ -304,6 +327,9 @@ class Engine:
         if live is None:
             return
         live.error = error or live.error
+        if not live.generations:  # it waited for a session
+            self._refuse(live, error or RequestFailedError("it was aborted before it began"), reason)
+            return
         now_s = self._clock.now_s()
         for generation in live.generations:
             if generation.finish_reason is None:
@@ -335,6 +361,7 @@ class Engine:
 
     def _finish(self, live: LiveRequest, now_s: float) -> None:
         self._open.pop(live.request_id, None)
+        self.sessions.leave(live, now_s)
         if live.generations:
             self._metrics.observe_request([generation.num_output for generation in live.generations])
         if live.sink is None:

@@ -271,6 +271,7 @@ class LiveRequest:
         "first_scheduled_s",
         "first_token_s",
         "generations",
+        "is_in_session",
         "num_cached_tokens",
         "num_open",
         "num_preemptions",
@@ -293,6 +294,8 @@ class LiveRequest:
         self.first_token_s: float | None = None
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.is_in_session = False
+        """It counts as a busy request of its session."""
         self.error: LockstepError | None = None
 
     def output(self, now_s: float) -> RequestOutput:

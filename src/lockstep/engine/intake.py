@@ -18,6 +18,8 @@ from lockstep.executors.sampling_params import ResolvedSampling, SamplingParams,
 
 MAX_SHOWN_SPECIALS = 64
 """Special tokens that one request may want to see."""
+MAX_SESSION_CHARS = 512
+"""Of a session's id, and of its owner's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     params = request.params
     params.validate(model.vocab_size)
     check_deadlines(request)
+    _check_session(request)
     prompt = request.prompt
     prompt_ids = tuple(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     _check_ids(prompt_ids, model.vocab_size)
@@ -114,6 +117,24 @@ def _prepare_pooling(
         sampling=SamplingParams(temperature=0.0).resolve({}),
         seed=0,
     )
+
+
+def _check_session(request: GenerationRequest) -> None:
+    """Refuse what names no session, and what would leave it nothing."""
+    if request.session_id is None:
+        return
+    if not 1 <= len(request.session_id) <= MAX_SESSION_CHARS:
+        raise InvalidParameterError(f"session_id must have 1 to {MAX_SESSION_CHARS} characters", param="session_id")
+    if len(request.session_owner) > MAX_SESSION_CHARS:
+        raise InvalidParameterError(
+            f"session_owner must have at most {MAX_SESSION_CHARS} characters", param="session_owner"
+        )
+    if request.max_active_sessions < 1:
+        raise InvalidParameterError(
+            f"max_active_sessions is {request.max_active_sessions}; it must be at least 1", param="max_active_sessions"
+        )
+    if request.pooling is not None:
+        raise InvalidParameterError("a pooled request leaves a session nothing to keep", param="session_id")
 
 
 def _shown_ids(model: LoadedModel, texts: tuple[str, ...]) -> frozenset[int]:

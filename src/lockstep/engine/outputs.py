@@ -20,6 +20,9 @@ from lockstep.errors import LockstepError
 from lockstep.executors.sampling import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
 
+DEFAULT_MAX_ACTIVE_SESSIONS = 16
+"""Sessions of one owner whose blocks stay on the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -46,6 +49,12 @@ class GenerationRequest:
     """Special tokens whose text is part of the answer's text; others are skipped. Tool calls are written with some."""
     prompt_logprobs: int | None = None
     """Not None: log-probabilities of the prompt's tokens and of so many most likely ones; the cache is not read."""
+    session_id: str | None = None
+    """Not None: the prompt's full blocks stay on the device for the session's next request; see `engine.sessions`."""
+    session_owner: str = ""
+    """Whose session it is, where several share an engine: sessions of different owners are apart, and counted apart."""
+    max_active_sessions: int = DEFAULT_MAX_ACTIVE_SESSIONS
+    """Sessions of its owner that the device keeps, this one included."""
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):

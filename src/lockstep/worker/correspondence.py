@@ -9,9 +9,17 @@ from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.worker.mailbox import Mailbox
-from lockstep.worker.messages import Checked, MetricsReport, Outputs, PrefixCacheReset, Refused
+from lockstep.worker.messages import (
+    Checked,
+    MetricsReport,
+    Outputs,
+    PrefixCacheReset,
+    Refused,
+    SessionsReport,
+    SessionsSwept,
+)
 
-Answer = MetricsReport | Checked | PrefixCacheReset
+Answer = MetricsReport | Checked | PrefixCacheReset | SessionsReport | SessionsSwept
 
 
 class Correspondence:

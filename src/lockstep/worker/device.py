@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.clock import Clock, SystemClock
 from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.sessions import SessionChange
 from lockstep.errors import (
     ExecutorError,
     LockstepError,
@@ -28,9 +30,11 @@ from lockstep.worker.messages import (
     Abort,
     AskHealth,
     AskMetrics,
+    AskSessions,
     Check,
     Checked,
     Command,
+    EndSession,
     Event,
     HealthReport,
     Load,
@@ -42,18 +46,26 @@ from lockstep.worker.messages import (
     Prioritise,
     Refused,
     ResetPrefixCache,
+    SessionsChanged,
+    SessionsReport,
+    SessionsSwept,
     Stop,
     Submit,
+    Sweep,
     Unload,
     Unloaded,
+    WatchSteps,
 )
-from lockstep.worker.replica import Replica, open_replica, throttled
+from lockstep.worker.replica import Listeners, Replica, open_replica, throttled
+from lockstep.worker.steps import StepReport, StepSampler
 from lockstep.worker.turns import Turns
 
 log = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
 """Called by several threads; must not block."""
+Order = Unload | Check | ResetPrefixCache | AskSessions | Sweep | EndSession
+"""What the step thread does between two steps."""
 IDLE_WAIT_S = 1.0
 NUM_PREPARERS = 2
 MAX_PREPARING = 1024
@@ -78,13 +90,18 @@ class DeviceWorker:
         """Keys that are loading or loaded."""
         self._priorities: dict[str, int] = {}
         """Their classes."""
-        self._orders: deque[Unload | Check | ResetPrefixCache] = deque()
-        """What the step thread is to do between two steps; as many as were asked, each is answered once."""
+        self._orders: deque[Order] = deque()
+        """As many as were asked; each is answered once."""
         self._preparing: dict[int, bool] = {}
         """Requests that no engine has yet, and whether they were aborted meanwhile."""
         self._accepted: list[int] = []
         self._outputs: list[TokenOutput] = []
+        self._changes: list[SessionChange] = []
+        """Of the sessions of the replica that steps or obeys."""
+        self._plan: StepPlan | None = None
+        """Of the step that has just been committed."""
         self._turns = Turns()
+        self._sampler = StepSampler()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._is_idle = True
@@ -115,8 +132,10 @@ class DeviceWorker:
                     self._priorities[replica] = priority
             case Unload():  # behind the load that it may have to wait for
                 self._loads.submit(self._order, command)
-            case Check() | ResetPrefixCache():
+            case Check() | ResetPrefixCache() | AskSessions() | Sweep() | EndSession():
                 self._order(command)
+            case WatchSteps(max_per_s):
+                self._sampler.watch(max_per_s)
             case Stop():
                 self.stop()
 
@@ -127,7 +146,7 @@ class DeviceWorker:
         self._preparers.shutdown(wait=False, cancel_futures=True)
         self._wake.set()
 
-    def _order(self, command: Unload | Check | ResetPrefixCache) -> None:
+    def _order(self, command: Order) -> None:
         self._orders.append(command)
         self._wake.set()
 
@@ -203,7 +222,8 @@ class DeviceWorker:
     def _load(self, load: Load) -> None:
         report = throttled(lambda stage, fraction: self._emit(Loading(load.replica, stage, fraction)))
         try:
-            replica, loaded = open_replica(load, report, self._accepted.append)
+            listeners = Listeners(self._accepted.append, self._stepped, self._changes.append)
+            replica, loaded = open_replica(load, report, listeners)
         except Exception as error:
             self._taken.discard(load.replica)
             if not isinstance(error, LockstepError):  # whatever a reader or a library raises, loading is what failed
@@ -234,9 +254,9 @@ class DeviceWorker:
             self._close()
         except Exception as error:
             log.exception("the device worker broke")
-            for replica in self._replicas.values():
+            for key, replica in self._replicas.items():
                 replica.engine.abandon(RequestFailedError(f"the device worker broke: {error!r}"))
-            self._publish()
+                self._publish(key)
             self.stop()
             for replica in self._replicas.values():
                 replica.close()
@@ -249,7 +269,7 @@ class DeviceWorker:
             self._obey(self._orders.popleft())
         replicas = self._replicas
         priorities = {key: self._priorities[key] for key in replicas}
-        chosen = self._turns.choose(priorities, [key for key, replica in replicas.items() if replica.engine.has_work])
+        chosen = self._turns.choose(priorities, {key for key, replica in replicas.items() if replica.engine.has_work})
         if chosen is None:
             self._is_idle = True
             self._wake.wait(IDLE_WAIT_S)
@@ -257,18 +277,27 @@ class DeviceWorker:
             return
         started_s = self._clock.now_s()
         replicas[chosen].engine.step()
-        self._turns.spend(chosen, round((self._clock.now_s() - started_s) * 1e9))
+        ended_s = self._clock.now_s()
+        self._turns.spend(chosen, round((ended_s - started_s) * 1e9))
         self._progress_s = time.monotonic()
-        self._publish()
+        plan, self._plan = self._plan, None
+        report = None if plan is None else self._sampler.report(chosen, plan, ended_s - started_s, ended_s)
+        self._publish(chosen, report)
 
-    def _publish(self) -> None:
-        """One event for all that a step brought."""
-        if self._accepted or self._outputs:
-            self._emit(Outputs(self._accepted.copy(), self._outputs.copy()))
+    def _stepped(self, plan: StepPlan, result: StepResult, events: StepEvents) -> None:
+        self._plan = plan
+
+    def _publish(self, key: str, step: StepReport | None = None) -> None:
+        """One event for all that a step brought, and one for what it meant to its replica's sessions."""
+        if self._accepted or self._outputs or step is not None:
+            self._emit(Outputs(self._accepted.copy(), self._outputs.copy(), step))
             self._accepted.clear()
             self._outputs.clear()
+        if self._changes:
+            self._emit(SessionsChanged(key, self._changes.copy()))
+            self._changes.clear()
 
-    def _obey(self, order: Unload | Check | ResetPrefixCache) -> None:
+    def _obey(self, order: Order) -> None:
         match order:
             case Unload(key):
                 self._unload(key)
@@ -278,6 +307,22 @@ class DeviceWorker:
                 schedulers = [replica.engine.scheduler for replica in self._replicas.values()]
                 num_blocks = sum(scheduler.reset_prefix_cache() for scheduler in schedulers)
                 self._emit(PrefixCacheReset(ask_id, num_blocks))
+            case AskSessions(ask_id):
+                engines = {key: replica.engine for key, replica in self._replicas.items()}
+                self._emit(SessionsReport(ask_id, {key: engine.session_reports() for key, engine in engines.items()}))
+            case Sweep() | EndSession():
+                self._sweep(order)
+
+    def _sweep(self, order: Sweep | EndSession) -> None:
+        replica = self._replicas.get(order.replica)
+        if replica is None:
+            self._emit(SessionsSwept(order.ask_id, 0, 0))
+            return
+        sessions = replica.engine.sessions
+        do = sessions.sweep if isinstance(order, Sweep) else sessions.end
+        swept = do(order.session_id, order.owner)
+        self._publish(order.replica)
+        self._emit(SessionsSwept(order.ask_id, *swept))
 
     def _unload(self, key: str) -> None:
         replica = self._replicas.get(key)
@@ -286,10 +331,15 @@ class DeviceWorker:
                 self._replicas = {other: kept for other, kept in self._replicas.items() if other != key}
             del self._priorities[key]
             self._taken.discard(key)
-            replica.engine.abort_all()
-            self._publish()
+            self._sampler.forget(key)
+            self._empty(key, replica)
             replica.close()
         self._emit(Unloaded(key))
+
+    def _empty(self, key: str, replica: Replica) -> None:
+        replica.engine.abort_all()
+        replica.engine.sessions.end(reason="unloaded")
+        self._publish(key)
 
     def _checked(self, ask_id: int) -> Checked:
         num_open = len(self._preparing) + sum(replica.engine.num_open for replica in self._replicas.values())
@@ -303,9 +353,8 @@ class DeviceWorker:
     def _close(self) -> None:
         with self._lock:
             replicas, self._replicas = self._replicas, {}
-        for replica in replicas.values():
-            replica.engine.abort_all()
-        self._publish()
+        for key, replica in replicas.items():
+            self._empty(key, replica)
         for replica in replicas.values():
             replica.close()
 

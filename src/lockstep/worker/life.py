@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
 
 
@@ -22,6 +23,14 @@ MOVES = {
     WorkerState.LOST: (WorkerState.UP, WorkerState.CLOSED),
     WorkerState.CLOSED: (),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Notice that the worker ended, with its sessions and all that it had loaded; the next one is on its way."""
+
+    reason: str
+    """What it ended with."""
 
 
 class Life:

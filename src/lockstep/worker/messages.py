@@ -13,9 +13,11 @@ from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.sessions import SessionChange, SessionReport
 from lockstep.errors import LockstepError
 from lockstep.executors.base import Geometry
 from lockstep.executors.probe import ProbeReport
+from lockstep.worker.steps import StepReport
 from lockstep.worker.text import TextSide
 
 DEFAULT_TRIAL_LIMIT_S = 1800.0
@@ -98,11 +100,58 @@ class ResetPrefixCache(_Command, frozen=True):
     ask_id: int
 
 
+class AskSessions(_Command, frozen=True):
+    """What sessions there are, between two steps. Answered by SessionsReport."""
+
+    ask_id: int
+
+
+class Sweep(_Command, frozen=True):
+    """Free what idle sessions of a replica keep, between two steps; busy ones stay. Answered by SessionsSwept."""
+
+    ask_id: int
+    replica: str
+    session_id: str | None = None
+    """None: every session."""
+    owner: str | None = None
+    """None: every owner's."""
+
+
+class EndSession(_Command, frozen=True):
+    """As Sweep, for sessions that will not be asked for again: those that are busy keep nothing when they end."""
+
+    ask_id: int
+    replica: str
+    session_id: str
+    owner: str | None = None
+
+
+class WatchSteps(_Command, frozen=True):
+    """Report so many steps of each replica in a second at most, in Outputs events; 0, as in the beginning: none."""
+
+    max_per_s: float
+
+
 class Stop(_Command, frozen=True):
     """End every request, free every replica and end. Nothing answers."""
 
 
-Command = Load | Prioritise | Unload | Submit | Abort | AskMetrics | AskHealth | Check | ResetPrefixCache | Stop
+Command = (
+    Load
+    | Prioritise
+    | Unload
+    | Submit
+    | Abort
+    | AskMetrics
+    | AskHealth
+    | Check
+    | ResetPrefixCache
+    | AskSessions
+    | Sweep
+    | EndSession
+    | WatchSteps
+    | Stop
+)
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -152,6 +201,8 @@ class Outputs(_Event, frozen=True):
     accepted: list[int]
     """Requests that got their place in the queue at the beginning of the step."""
     outputs: list[TokenOutput]
+    step: StepReport | None = None
+    """The step in figures, where it was asked for and it is its turn to be reported."""
 
 
 class Refused(_Event, frozen=True):
@@ -188,6 +239,28 @@ class PrefixCacheReset(_Event, frozen=True):
     """Blocks that were forgotten."""
 
 
+class SessionsReport(_Event, frozen=True):
+    ask_id: int
+    replicas: dict[str, tuple[SessionReport, ...]]
+    """Least recently used first."""
+
+
+class SessionsSwept(_Event, frozen=True):
+    """What a Sweep or an EndSession did; nothing, where no such replica or session is there."""
+
+    ask_id: int
+    num_sessions: int
+    num_blocks: int
+    """That became free; what others share or use stays."""
+
+
+class SessionsChanged(_Event, frozen=True):
+    """All that became of a replica's sessions in one step, or by one command."""
+
+    replica: str
+    changes: list[SessionChange]
+
+
 Event = (
     Loading
     | Loaded
@@ -199,4 +272,7 @@ Event = (
     | HealthReport
     | Checked
     | PrefixCacheReset
+    | SessionsReport
+    | SessionsSwept
+    | SessionsChanged
 )

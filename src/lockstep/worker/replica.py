@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep.engine.engine import Engine
+from lockstep.engine.engine import Engine, Observer
 from lockstep.engine.loading import Progress, load_model
+from lockstep.engine.sessions import SessionChange
 from lockstep.worker.messages import Load, Loaded
 from lockstep.worker.text import TextSide
 from lockstep.worker.trial import try_unknown
@@ -27,7 +28,16 @@ class Replica:
         self.engine.model.close()
 
 
-def open_replica(load: Load, progress: Progress, on_added: Callable[[int], None]) -> tuple[Replica, Loaded]:
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Who is told what, on the step thread."""
+
+    added: Callable[[int], None]
+    stepped: Observer
+    session_changed: Callable[[SessionChange], None]
+
+
+def open_replica(load: Load, progress: Progress, listeners: Listeners) -> tuple[Replica, Loaded]:
     """Try the artifact where it is unknown, then load it here.
 
     Raises:
@@ -36,7 +46,13 @@ def open_replica(load: Load, progress: Progress, on_added: Callable[[int], None]
     started_s = time.perf_counter()
     try_unknown(load, progress)
     model, config = load_model(load.source, load.options, progress)
-    engine = Engine(model, config, on_added=on_added)
+    engine = Engine(
+        model,
+        config,
+        observer=listeners.stepped,
+        on_added=listeners.added,
+        on_session=listeners.session_changed,
+    )
     executor = model.executor
     return Replica(load.replica, engine), Loaded(
         load.replica,

@@ -78,10 +78,10 @@ class Replicas:
         self._failures[load.replica] = error
 
     def forget(self, replica: str) -> bool:
-        """It is not wanted any more; whether it is there."""
+        """It is not wanted any more; whether it is there, or is being loaded again."""
         for known in (self._wanted, self._load_s, self._failures):
             known.pop(replica, None)
-        return self._loaded.pop(replica, None) is not None
+        return self._loaded.pop(replica, None) is not None or replica in self._loading
 
     async def load(self, load: Load, progress: Progress | None) -> Loaded:
         """Wait for what the worker says of a load.
@@ -113,6 +113,7 @@ class Replicas:
         pending = self._loading.get(event.replica)
         match event:
             case Unloaded(replica):
+                self._loaded.pop(replica, None)  # one that a lost worker's successor was still loading
                 resolve(self._unloading.pop(replica, None), None)
             case Loading(_, stage, fraction) if pending is not None:
                 pending.progress(stage, fraction)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,10 +17,11 @@ from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.worker.correspondence import Correspondence
 from lockstep.worker.health import HealthLimits, trouble
-from lockstep.worker.life import Life, WorkerState
+from lockstep.worker.life import Life, Lost, WorkerState
 from lockstep.worker.link import Link
 from lockstep.worker.logs import LogFormat
 from lockstep.worker.mailbox import Mailbox
@@ -29,9 +29,11 @@ from lockstep.worker.messages import (
     Abort,
     AskHealth,
     AskMetrics,
+    AskSessions,
     Check,
     Checked,
     Command,
+    EndSession,
     Event,
     HealthReport,
     Load,
@@ -44,26 +46,31 @@ from lockstep.worker.messages import (
     Prioritise,
     Refused,
     ResetPrefixCache,
+    SessionsChanged,
+    SessionsReport,
+    SessionsSwept,
     Submit,
+    Sweep,
     TrialOptions,
     Unload,
     Unloaded,
+    WatchSteps,
 )
 from lockstep.worker.process import ProcessLink
 from lockstep.worker.replicas import Replicas
 from lockstep.worker.restarts import Restarts
+from lockstep.worker.steps import StepReport
 from lockstep.worker.thread import ThreadLink
 
 log = logging.getLogger(__name__)
 
+Notice = SessionsChanged | StepReport | Lost
+"""What nobody asked for."""
 HEALTH_INTERVAL_S = 1.0
 ANSWER_LIMIT_S = 5.0
 """For what is answered without waiting for a step."""
 CHECK_LIMIT_S = 60.0
 """For what is answered between two steps."""
-MIN_RETRY_AFTER_S = 1.0
-PROCESS_START_S = 1.0
-"""About what a worker needs before it can load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +88,21 @@ class WorkerOptions:
 
 
 class SupervisedWorker:
-    """One device worker and its successors; implements `lockstep.worker.link.Handler`."""
+    """One device worker and its successors; implements `lockstep.worker.link.Handler`.
 
-    def __init__(self, options: WorkerOptions) -> None:
+    Args:
+        notify: called with every notice.
+    """
+
+    def __init__(self, options: WorkerOptions, notify: Callable[[Notice], None] | None = None) -> None:
         self._options = options
+        self._notify = notify or (lambda notice: None)
+        self._watched_per_s = 0.0
         self._life = Life()
         self._link: Link | None = None
         self._open = Correspondence()
         self._replicas = Replicas()
         self._restarts = Restarts()
-        self._start_at_s = 0.0
-        """When the next worker is started, after one was lost."""
-        self._back_at_s = 0.0
-        """When it will have loaded everything, as far as one can tell."""
         self._report: HealthReport | None = None
         self._report_s = 0.0
         self._asking: asyncio.Task[None] | None = None
@@ -246,7 +255,29 @@ class SupervisedWorker:
         report = await self._ask(ResetPrefixCache, CHECK_LIMIT_S)
         return report.num_blocks if isinstance(report, PrefixCacheReset) else 0
 
-    async def _ask(self, question: type[AskMetrics | Check | ResetPrefixCache], limit_s: float) -> object:
+    async def sessions(self) -> Mapping[str, tuple[SessionReport, ...]]:
+        """By replica, least recently used first; empty while there is no worker, or none that answers."""
+        report = await self._ask(AskSessions, CHECK_LIMIT_S)
+        return report.replicas if isinstance(report, SessionsReport) else {}
+
+    async def sweep(self, replica: str, session_id: str | None = None, owner: str | None = None) -> Swept:
+        """Free what idle sessions keep: that of one id, of one owner, or of all; busy ones stay as they are."""
+        return await self._sweep(lambda ask_id: Sweep(ask_id, replica, session_id, owner))
+
+    async def end_session(self, replica: str, session_id: str, owner: str | None = None) -> Swept:
+        """Free what a session keeps, and let it keep nothing when what it is busy with ends."""
+        return await self._sweep(lambda ask_id: EndSession(ask_id, replica, session_id, owner))
+
+    def watch_steps(self, max_per_s: float) -> None:
+        """Be notified of so many steps of each replica in a second at most, by this worker and its successors."""
+        self._watched_per_s = max_per_s
+        self._send(WatchSteps(max_per_s))
+
+    async def _sweep(self, order: Callable[[int], Command]) -> Swept:
+        report = await self._ask(order, CHECK_LIMIT_S)
+        return Swept(report.num_sessions, report.num_blocks) if isinstance(report, SessionsSwept) else Swept(0, 0)
+
+    async def _ask(self, question: Callable[[int], Command], limit_s: float) -> object:
         if self._link is None:
             return None
         ask_id = self._open.next_id()
@@ -265,9 +296,13 @@ class SupervisedWorker:
         match event:
             case Outputs():
                 self._open.outputs(event)
+                if event.step is not None:
+                    self._notify(event.step)
+            case SessionsChanged():
+                self._notify(event)
             case HealthReport():
                 self._report, self._report_s = event, time.monotonic()
-            case MetricsReport() | Checked() | PrefixCacheReset():
+            case MetricsReport() | Checked() | PrefixCacheReset() | SessionsReport() | SessionsSwept():
                 self._open.answered(event)
             case Refused():
                 self._open.refused(event)
@@ -283,21 +318,22 @@ class SupervisedWorker:
         self._life.move_to(WorkerState.LOST)
         self._replicas.lost()
         if self._returning is None:
-            self._schedule_return()
+            self._restarts.schedule(time.monotonic(), self._replicas.load_s)
             self._returning = asyncio.get_running_loop().create_task(self._come_back())
         what, retry_after_s = f"the device worker ended with {reason} while it", self._retry_after_s()
         self._open.end(WorkerLostError(f"{what} answered; send the request again", retry_after_s=retry_after_s))
         self._replicas.end_loads(WorkerLostError(f"{what} loaded the model", retry_after_s=retry_after_s))
+        self._notify(Lost(reason))
 
     # -- coming back ----------------------------------------------------------------------------------------------
 
     async def _come_back(self) -> None:
         """Start workers until one has all that is wanted."""
         while self._link is None or self._replicas.missing():
-            await asyncio.sleep(self._start_at_s - time.monotonic())
+            await asyncio.sleep(self._restarts.start_at_s - time.monotonic())
             await self._restore(self._replicas.missing())
             if self._link is None or self._replicas.missing():
-                self._schedule_return()
+                self._restarts.schedule(time.monotonic(), self._replicas.load_s)
         self._restarts.up(time.monotonic())
         self._returning = None
         log.warning("the device worker is back")
@@ -329,21 +365,16 @@ class SupervisedWorker:
             log.error("%s could not be loaded again: %s", load.source, error)
             self._replicas.failed(load, error)
 
-    def _schedule_return(self) -> None:
-        """Decide when the next start is, and guess when it will have loaded everything."""
-        now_s = time.monotonic()
-        self._start_at_s = now_s + self._restarts.delay_s(now_s)
-        self._back_at_s = self._start_at_s + PROCESS_START_S + self._replicas.load_s
-
     def _retry_after_s(self) -> float:
-        """Whole seconds until what is not there is likely to be; a first load says nothing of its end."""
-        return max(MIN_RETRY_AFTER_S, math.ceil(self._back_at_s - time.monotonic()))
+        return self._restarts.retry_after_s(time.monotonic())
 
     async def _start_link(self) -> None:
         if self._options.kind == "process":
             self._link = await ProcessLink.open(self, self._options.log_format, self._options.log_level)
         else:
             self._link = ThreadLink(self)
+        if self._watched_per_s:
+            self._link.send(WatchSteps(self._watched_per_s))
         self._life.move_to(WorkerState.UP)
         self._report, self._report_s = None, time.monotonic()
 

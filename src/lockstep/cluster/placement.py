@@ -1,0 +1,195 @@
+"""What booting a manifest would come to on this machine: where each model would be, and why it could not.
+
+Reads the files that are here, fetches and loads nothing. The numbers are those of the boot, from the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.artifacts.hub.source import SCHEME as HUB
+from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
+from lockstep.artifacts.source import open_artifact
+from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.budget import (
+    Budget,
+    BudgetTable,
+    Machine,
+    Need,
+    Row,
+    Verdict,
+    budget_text,
+    check,
+    effective_budgets,
+    megabytes,
+    predict,
+)
+from lockstep.cluster.manifest import Entry, Manifest, Tier
+from lockstep.cluster.opening import open_manifest
+from lockstep.engine.loading import LoadOptions, default_cache_dir
+from lockstep.engine.sizing import available_memory_bytes
+from lockstep.errors import ArtifactError
+from lockstep.executors.stub import SCHEME as STUB
+
+MAX_SOURCE_CHARS = 60
+"""Of a source in a table."""
+_BROKEN = "broken: "
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A manifest as it would boot."""
+
+    declared: Manifest
+    served: Manifest
+    """As the backend serves it."""
+    table: BudgetTable
+    """Without the models of `unknown`."""
+    unknown: Mapping[str, str]
+    """By id, models of whose size nothing can be said, and why."""
+    refusals: tuple[str, ...]
+    """Why it would not boot; empty: it would."""
+    warnings: tuple[str, ...]
+    """What its author may not have meant."""
+
+    def row(self, id_: str) -> Row | None:
+        """Of one model; None: nothing is known of its size."""
+        return next((row for row in self.table.rows if row.model == id_), None)
+
+
+def place(manifest: Manifest, backend: Backend, base: LoadOptions) -> Placement:
+    """The placement of a manifest. Takes the time of reading headers, and of hashing files that were never seen."""
+    served = served_by(manifest, backend)
+    unknown: dict[str, str] = {}
+    refusals: list[str] = []
+    opened: list[Entry] = []
+    declared: list[Need] = []
+    states = {entry.source: _state(entry.source, base) for entry in served.entries if entry.tier is not Tier.REMOTE}
+    for entry in served.entries:
+        state = states.get(entry.source, "") if entry.tier is not Tier.REMOTE else ""
+        if entry.tier is Tier.REMOTE and entry.remote is None:
+            refusals.append(
+                f"{entry.id}: a remote model needs `remote: {{base_url: …}}`; write it, or use --backend stub or pocket"
+            )
+            declared.append(Need(entry.id, entry.tier))
+        elif not state:
+            opened.append(entry)
+        elif entry.size_bytes is not None:
+            key = repr((entry.source, sorted(entry.engine.items())))
+            declared.append(Need(entry.id, entry.tier, key, predict(entry.size_bytes, 0, 0)))
+        else:
+            unknown[entry.id] = state
+        if state.startswith(_BROKEN):
+            refusals.append(f"{entry.id}: {state.removeprefix(_BROKEN)}")
+    known = open_manifest(replace(served, entries=tuple(opened)), base).needs
+    needs = {need.model: need for need in (*known, *declared)}
+    is_real = any(not entry.source.startswith(STUB) for entry in served.entries if entry.tier is not Tier.REMOTE)
+    budgets = effective_budgets(manifest.resources, Machine(available_memory_bytes()) if is_real else None)
+    table = check([needs[entry.id] for entry in served.entries if entry.id in needs], budgets)
+    for budget, needed in ((budgets.gpu, table.gpu_needed_bytes), (budgets.ram, table.ram_needed_bytes)):
+        if budget.effective_bytes is not None and needed > budget.effective_bytes:
+            refusals.append(budget_text(budget, needed))
+    warnings = (*_meant_otherwise(manifest), *_found(table, unknown))
+    return Placement(manifest, served, table, unknown, tuple(refusals), warnings)
+
+
+def _state(source: str, base: LoadOptions) -> str:
+    """Empty: the source can be opened here. Else why not, after `_BROKEN` where fetching would not help."""
+    if source.startswith(STUB):
+        return ""
+    from lockstep.artifacts.hub.cache import find_cached
+
+    named = _on_hub(source)
+    if named is not None and find_cached(named, asking=False) is None:
+        return f"{source} is not on this machine yet; `lockstep pull {source}` fetches it"
+    try:
+        open_artifact(source, cache_dir=base.cache_dir or default_cache_dir())
+    except ArtifactError as error:
+        return _BROKEN + str(error)
+    return ""
+
+
+def _on_hub(source: str) -> HubSource | None:
+    """The repository that a source names, decided as opening it does; None: it is a path or embedded."""
+    from pathlib import Path
+
+    if source.startswith(HUB):
+        return parse_hub_source(source)
+    if "://" in source or Path(source).expanduser().exists():
+        return None
+    is_file = source.endswith((".gguf", ".safetensors"))
+    return None if is_file or Path(source).expanduser().parent.exists() else match_hub_source(source)
+
+
+def _meant_otherwise(manifest: Manifest) -> list[str]:
+    """What is allowed, and has no effect."""
+    warnings = [
+        f"{entry.id}: keep_alive has no effect, as a {entry.tier} model is never demoted for idling"
+        for entry in manifest.entries
+        if entry.keep_alive_s is not None and entry.tier is not Tier.STANDBY
+    ]
+    warnings += [
+        f"{entry.id}: promotion_hint has no effect, as only standby models are promoted"
+        for entry in manifest.entries
+        if entry.promotes_on_intent and entry.tier is not Tier.STANDBY
+    ]
+    warnings += [
+        f"{entry.id}: co_activation has no effect, as a remote model is never loaded"
+        for entry in manifest.entries
+        if entry.co_activation and entry.tier is Tier.REMOTE
+    ]
+    if manifest.resources.disk_kv_budget_bytes is not None:
+        warnings.append("disk_kv_budget has no effect yet, as KV is not kept on disk")
+    if manifest.fallback is not None and manifest.routing is None:
+        warnings.append("fallback: has no effect, as without `routing:` no request is routed")
+    return warnings
+
+
+def _found(table: BudgetTable, unknown: Mapping[str, str]) -> list[str]:
+    """What the machine and the files say."""
+    warnings = [f"{id_}: {reason}" for id_, reason in unknown.items() if not reason.startswith(_BROKEN)]
+    if unknown:
+        warnings.append(f"the budgets do not count {', '.join(unknown)}; give `size:` to have it counted")
+    warnings += [
+        f"{row.model}: {row.verdict} beside the models that are declared resident"
+        for row in table.rows
+        if row.verdict is Verdict.NEVER_FITS
+    ]
+    return warnings + [_cut(budget) for budget in (table.budgets.gpu, table.budgets.ram) if budget.is_cut]
+
+
+def _cut(budget: Budget) -> str:
+    declared, effective = budget.declared_bytes or 0, budget.effective_bytes or 0
+    return f"{budget.name} is cut from {megabytes(declared)} to {megabytes(effective)}, which this machine can give"
+
+
+def lines_of(placement: Placement) -> list[str]:
+    """The placement as `lockstep check` prints it: a line a model, then a line a budget."""
+    rows: list[Sequence[str]] = [("model", "tier", "source", "resident", "in memory", "size", "verdict")]
+    rows += [
+        (entry.id, entry.tier, _short(entry.source), *_cells(placement.row(entry.id)))
+        for entry in placement.served.entries
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = placement.table
+    lines.append(budget_text(table.budgets.gpu, table.gpu_needed_bytes))
+    lines.append(budget_text(table.budgets.ram, table.ram_needed_bytes))
+    return lines
+
+
+def _short(source: str) -> str:
+    plain = source.partition("?")[0] if source.startswith(STUB) else source
+    return plain if len(plain) <= MAX_SOURCE_CHARS else f"{plain[: MAX_SOURCE_CHARS - 1]}…"
+
+
+def _cells(row: Row | None) -> tuple[str, str, str, str]:
+    if row is None:
+        return "?", "?", "unknown", "unknown"
+    if row.origin is None:
+        return "-", "-", "-", row.verdict
+    if row.shares_with is not None:
+        return f"with {row.shares_with}", "-", row.origin, row.verdict
+    gpu, ram = (megabytes(each) if each else "-" for each in (row.gpu_bytes, row.ram_bytes))
+    return gpu, ram, row.origin, row.verdict

@@ -1,0 +1,239 @@
+"""`lockstep check`: every fault of a manifest, or the placement that it would boot to, for people and for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli.main import invoke
+from tools.random_models import write_gguf
+
+Check = Callable[..., tuple[int, str, str]]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Runs the verb on a manifest's text or file; the hub's cache is empty."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def call(manifest: str | Path, *flags: str) -> tuple[int, str, str]:
+        path = manifest if isinstance(manifest, Path) else tmp_path / "manifest.yaml"
+        if isinstance(manifest, str):
+            path.write_text(manifest)
+        code = invoke(["check", str(path), "--cache-dir", str(tmp_path / "cache"), *flags])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def facts(check: Check, manifest: str | Path, *flags: str) -> dict[str, Any]:
+    _, out, err = check(manifest, "--json", *flags)
+    assert err == ""
+    told: dict[str, Any] = json.loads(out)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("example", "num_models", "num_resident", "resident_mb"),
+    [("customer-support", 5, 3, 2_400), ("density-50", 51, 26, 20_800), ("warming-heavy", 9, 1, 800)],
+)
+def test_the_examples_boot_on_stubs(
+    check: Check, example: str, num_models: int, num_resident: int, resident_mb: int
+) -> None:
+    told = facts(check, EXAMPLES / f"{example}.yaml", "--backend", "stub")
+    assert told["would_boot"]
+    assert told["warnings"] == told["refusals"] == told["problems"] == []
+    tiers = [model["tier"] for model in told["models"]]
+    assert (len(tiers), tiers.count("resident")) == (num_models, num_resident)
+    gpu, _ = told["budgets"]
+    assert gpu["needed_bytes"] == resident_mb * 1_000_000
+    assert gpu["effective_bytes"] == gpu["declared_bytes"]
+
+
+def test_a_line_a_model_and_a_line_a_budget(check: Check) -> None:
+    code, out, err = check(EXAMPLES / "customer-support.yaml", "--backend", "stub")
+    assert (code, err) == (0, "")
+    head, *rows, gpu, ram = out.splitlines()
+    assert head.split() == ["model", "tier", "source", "resident", "in", "memory", "size", "verdict"]
+    assert [row.split()[0] for row in rows] == ["router", "billing", "technical", "legal", "fallback"]
+    assert "800 MB" in rows[0]
+    assert gpu == "gpu_budget: 2,400 MB needed of 18,000 MB"
+    assert ram.startswith("ram_budget: ")
+
+
+def test_models_of_one_artifact_are_one_replica(check: Check) -> None:
+    told = facts(check, EXAMPLES / "customer-support.yaml", "--backend", "pocket")
+    assert told["would_boot"]
+    router, *others = told["models"]
+    assert router["resident_bytes"] > 0
+    assert router["size"] == "predicted"
+    assert [model["shares_with"] for model in others] == ["router"] * 4
+    assert told["budgets"][0]["needed_bytes"] == router["resident_bytes"]
+
+
+def test_what_is_not_on_this_machine_is_not_fetched(check: Check) -> None:
+    """And what the boot refuses is told beside the placement: here a remote model without its server."""
+    code, out, err = check(EXAMPLES / "customer-support.yaml")
+    assert code == 2
+    assert out.count("unknown") == 2 * 4
+    assert "`lockstep pull hf://neurometric/tech-phi3` fetches it" in err
+    assert "lockstep: error: fallback: a remote model needs" in err
+
+
+def test_files_are_measured_and_copies_share(check: Check, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "one.gguf", "tiny-llama", "Q8_0")
+    shutil.copy(tmp_path / "one.gguf", tmp_path / "copy.gguf")
+    text = f"""
+cluster: files
+models:
+  all:
+    - {{id: a, source: {tmp_path}/one.gguf}}
+    - {{id: b, source: {tmp_path}/copy.gguf, tier: standby}}
+    - {{id: c, source: {tmp_path}/one.gguf, engine: {{max_num_seqs: 2}}}}
+    - {{id: d, source: hf://nobody/here, size: 100MB}}
+    - {{id: e, source: pocket://, size: 300MB, tier: standby}}
+"""
+    told = facts(check, text)
+    a, b, c, d, e = told["models"]
+    assert told["would_boot"]
+    assert (a["size"], a["resident_bytes"] > 0, a["memory_bytes"]) == ("predicted", True, 0)
+    assert b["shares_with"] == "a", "by content, not by path"
+    assert c["shares_with"] is None, "another engine is another replica"
+    assert (d["size"], d["resident_bytes"]) == ("declared", 100_000_000)
+    assert (e["size"], e["resident_bytes"], e["memory_bytes"]) == ("declared", 0, 300_000_000)
+
+
+def test_a_source_that_cannot_be_served_refuses_the_boot(check: Check, tmp_path: Path) -> None:
+    torn, absent = tmp_path / "torn.gguf", tmp_path / "none.gguf"
+    torn.write_bytes(b"GGUF\x03\x00")
+    text = f"cluster: x\nmodels:\n  a: {{source: {torn}}}\n  b: {{source: {absent}, size: 1MB}}\n"
+    told = facts(check, text)
+    assert not told["would_boot"]
+    first, second = told["refusals"]
+    assert first.startswith("a: ")
+    assert "torn.gguf" in first
+    assert second.startswith("b: ")
+    assert "nothing is there" in second
+
+
+def test_over_budget_is_a_refusal_with_its_figures(check: Check) -> None:
+    text = (EXAMPLES / "customer-support.yaml").read_text().replace("18GB", "2GB")
+    code, out, err = check(text, "--backend", "stub")
+    assert code == 2
+    assert "over budget" in out
+    assert "gpu_budget: 2,400 MB needed of 2,000 MB, 400 MB too much" in err
+
+
+def test_a_budget_above_the_machine_is_cut_and_said(check: Check) -> None:
+    text = "cluster: x\nresources: {gpu_budget: 900TB, ram_budget: 100TB}\nmodels: {a: {source: 'pocket://'}}\n"
+    told = facts(check, text)
+    gpu, ram = told["budgets"]
+    assert gpu["effective_bytes"] < gpu["declared_bytes"]
+    assert gpu["effective_bytes"] == pytest.approx(9 * ram["effective_bytes"], rel=1e-6), "in proportion"
+    assert [warning.split()[0] for warning in told["warnings"]] == ["gpu_budget", "ram_budget"]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("keep_alive: 5m", "keep_alive has no effect"),
+        ("promotion_hint: on_router_classification", "promotion_hint has no effect"),
+    ],
+)
+def test_what_has_no_effect_is_a_warning(check: Check, key: str, words: str) -> None:
+    text = f"cluster: x\nmodels: {{a: {{source: 'stub://a', {key}}}, b: {{source: 'stub://b'}}}}\nfallback: b\n"
+    code, _, err = check(text)
+    assert code == 0
+    assert f"lockstep: warning: a: {words}" in err
+    assert "fallback: has no effect" in err
+
+
+def test_what_is_not_there_yet_is_a_warning(check: Check) -> None:
+    text = """
+cluster: x
+resources: {disk_kv_budget: 1TB}
+models:
+  a: {source: 'stub://a'}
+  b: {remote: {base_url: 'https://api.example.com/v1'}, co_activation: a}
+"""
+    code, _, err = check(text)
+    assert code == 0
+    assert err.splitlines() == [
+        "lockstep: warning: b: co_activation has no effect, as a remote model is never loaded",
+        "lockstep: warning: disk_kv_budget has no effect yet, as KV is not kept on disk",
+    ]
+
+
+def test_a_standby_model_that_never_fits_is_a_warning(check: Check) -> None:
+    text = """
+cluster: x
+resources: {gpu_budget: 2GB}
+models:
+  a: {source: 'stub://a', size: 1.5GB}
+  b: {source: 'stub://b', size: 1GB, tier: standby}
+"""
+    code, _, err = check(text)
+    assert code == 0
+    assert "b: can never be loaded beside the models that are declared resident" in err
+
+
+def test_every_fault_is_a_line_on_standard_error(check: Check, tmp_path: Path) -> None:
+    code, out, err = check("cluster: [x]\nmodels:\n  a: {source: 5}\n  b: {sorce: x}\n")
+    assert (code, out) == (2, "")
+    path = tmp_path / "manifest.yaml"
+    assert [line.partition(" is ")[0].partition(" has ")[0] for line in err.splitlines()] == [
+        f"lockstep: error: {path}, line 1: cluster",
+        f"lockstep: error: {path}, line 3: models.a.source",
+        f"lockstep: error: {path}, line 4: models.b.sorce",
+        f"lockstep: error: {path}, line 4: models.b",
+    ]
+
+
+def test_every_fault_is_an_object_in_json(check: Check) -> None:
+    told = facts(check, "cluster: x\nmodels:\n  a: {source: 5}\n")
+    assert not told["would_boot"]
+    (problem,) = told["problems"]
+    assert (problem["line"], problem["where"]) == (3, "models.a.source")
+    assert problem["message"].startswith("is 5; it must be a string")
+
+
+def test_the_environment_is_that_of_the_command(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_HOST", "shop.example.com")
+    text = "cluster: x\nmodels: {a: {remote: {base_url: 'https://${SHOP_HOST}/v1'}}}\n"
+    assert facts(check, text)["models"][0]["source"] == "https://shop.example.com/v1"
+    monkeypatch.delenv("SHOP_HOST")
+    assert "SHOP_HOST" in facts(check, text)["problems"][0]["message"]
+
+
+def test_standard_input_is_a_file(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Input:
+        buffer = io.BytesIO(b"cluster: x\nmodels: {a: {source: 'stub://a'}, b: }\n")
+
+    monkeypatch.setattr("sys.stdin", Input())
+    code, _, err = check(Path("-"))
+    assert code == 2
+    assert err.startswith("lockstep: error: standard input, line 2: models.b is empty")
+
+
+def test_a_file_that_is_too_large_is_refused_for_that(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "large.yaml").write_bytes("é".encode() * 200_000)
+    code, _, err = check(tmp_path / "large.yaml")
+    assert code == 2
+    assert "line 1: the manifest is larger than 262144 bytes" in err
+
+
+def test_what_cannot_be_read_is_one_line(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"cluster: caf\xe9\n")
+    for path in (tmp_path / "nowhere.yaml", tmp_path, tmp_path / "latin.yaml"):
+        code, out, err = check(path)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"lockstep: error: the manifest {path} cannot be read (")
+        assert err.count("\n") == 1

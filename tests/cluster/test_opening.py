@@ -1,0 +1,74 @@
+"""From sources to replicas: what is one artifact, and what it will take."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.opening import STUB_BLOCKS, Opened, open_manifest
+from lockstep.engine.loading import LoadOptions
+from lockstep.errors import ArtifactNotFoundError
+from lockstep.pocket import pocket_path
+from tests.cluster.clusters import clustered, say
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COUNTS = {
+    # models, resident, standby, bytes of what is resident at boot
+    "customer-support": (5, 3, 1, 2_400_000_000),
+    "density-50": (51, 26, 25, 20_800_000_000),
+    "warming-heavy": (9, 1, 8, 800_000_000),
+}
+
+
+def opened(text: str, backend: Backend = Backend.AUTO) -> Opened:
+    return open_manifest(served_by(parse(text), backend), LoadOptions())
+
+
+def test_one_artifact_is_one_replica_whatever_its_path(tmp_path: Path) -> None:
+    copies = [tmp_path / "one.gguf", tmp_path / "two.gguf"]
+    for copy in copies:
+        shutil.copyfile(pocket_path(), copy)
+    text = "cluster: twins\nmodels:\n  extra:\n" + "".join(
+        f"    - {{id: {id_}, source: '{source}'{more}}}\n"
+        for id_, source, more in (
+            ("a", copies[0], ""),
+            ("b", copies[1], ", system_prompt: hello, sampling: {temperature: 0}"),
+            ("c", copies[1], ", engine: {max_model_len: 128}"),
+        )
+    )
+    specs = opened(text).specs
+    keys = [specs[id_].key for id_ in "abc"]
+    assert keys[0] == keys[1] != keys[2], "other limits of the engine are another engine"
+    assert specs["c"].options.engine.max_model_len == 128
+    assert specs["a"].options.engine.scheduler["order"] == "priority"
+    assert specs["a"].tokenizer().encode("hello")
+
+
+def test_pools_share_the_budget_for_kv() -> None:
+    text = "cluster: c\nresources: {kv_budget: 60MB, host_kv_budget: 20MB}\nmodels:\n" + "".join(
+        f"  {id_}: {{source: '{source}'}}\n" for id_, source in (("a", "pocket://"), ("b", "stub://b"))
+    )
+    engine = opened(text).specs["a"].options.engine
+    assert (engine.kv_cache_memory_bytes, engine.host_kv_memory_bytes) == (30_000_000, 10_000_000)
+    assert opened(text).specs["b"].options.engine.num_blocks == STUB_BLOCKS
+
+
+def test_a_source_that_is_not_there_is_told() -> None:
+    with pytest.raises(ArtifactNotFoundError, match="nowhere"):
+        opened("cluster: c\nmodels:\n  m: {source: /nowhere.gguf}\n")
+
+
+@pytest.mark.parametrize("name", COUNTS)
+async def test_the_examples_boot_on_stubs(name: str) -> None:
+    num_models, num_resident, num_standby, num_bytes = COUNTS[name]
+    async with clustered((EXAMPLES / f"{name}.yaml").read_text(), "stub") as cluster:
+        snapshot = cluster.snapshot()
+        tiers = [model.tier for model in snapshot.models]
+        assert (len(tiers), tiers.count("resident"), tiers.count("standby")) == (num_models, num_resident, num_standby)
+        assert snapshot.budgets[0].used_bytes == num_bytes
+        assert sum(model.state == "resident" for model in snapshot.models) == num_resident
+        assert (await say(cluster, "I want a refund")).hops

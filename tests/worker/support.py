@@ -1,0 +1,118 @@
+"""A device worker alone, in this process, and all that it says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from lockstep.engine.clock import Clock
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.sizing import EngineOptions
+from lockstep.errors import (
+    LockstepError,
+)
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.device import DeviceWorker
+from lockstep.worker.messages import (
+    Check,
+    Checked,
+    Command,
+    Event,
+    Load,
+    Loaded,
+    Outputs,
+    Refused,
+    Stop,
+    TrialOptions,
+)
+
+LIMIT_S = 20.0
+SMALL = LoadOptions(EngineOptions(num_blocks=256))
+SHORT = SamplingParams(max_tokens=40)
+ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
+Kind = TypeVar("Kind", bound=Event)
+
+
+class Bench:
+    """A worker with its step thread, and all that it has said."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.events: list[Event] = []
+        self._said = threading.Condition()
+        self.worker = DeviceWorker(self._hear, clock)
+        self.steps = threading.Thread(target=self.worker.run)
+        self.steps.start()
+
+    def _hear(self, event: Event) -> None:
+        with self._said:
+            self.events.append(event)
+            self._said.notify_all()
+
+    def tell(self, *commands: Command) -> None:
+        for command in commands:
+            self.worker.handle(command)
+
+    def heard(self, kind: type[Kind], which: Callable[[Kind], bool] = lambda event: True) -> Kind:
+        """Wait for an event."""
+        found: list[Kind] = []
+
+        def is_there() -> bool:
+            found.extend(event for event in self.events if isinstance(event, kind) and which(event))
+            return bool(found)
+
+        with self._said:
+            assert self._said.wait_for(is_there, LIMIT_S), f"no {kind.__name__} among {self.events}"
+        return found[0]
+
+    def load(self, key: str, source: str, options: LoadOptions = SMALL, priority: int = 0) -> None:
+        self.tell(Load(key, source, options, TrialOptions(), priority))
+
+    def ready(self, key: str, source: str, options: LoadOptions = SMALL, priority: int = 0) -> Loaded:
+        self.load(key, source, options, priority)
+        return self.heard(Loaded, lambda event: event.replica == key)
+
+    def refusal(self, request_id: int) -> LockstepError:
+        return self.heard(Refused, lambda event: event.request_id == request_id).error
+
+    def checked(self, ask_id: int) -> Checked:
+        self.tell(Check(ask_id))
+        return self.heard(Checked, lambda event: event.ask_id == ask_id)
+
+    def answer(self, request_id: int) -> TokenOutput:
+        """A request's very last output."""
+        event = self.heard(Outputs, lambda event: _last(event, request_id) is not None)
+        last = _last(event, request_id)
+        assert last is not None
+        return last
+
+
+def _last(event: Outputs, request_id: int) -> TokenOutput | None:
+    outputs = (out for out in event.outputs if out.request_id == request_id and out.request is not None)
+    return next(outputs, None)
+
+
+def ask(text: str, params: SamplingParams = SHORT) -> GenerationRequest:
+    return GenerationRequest(tuple(text.encode()), params)
+
+
+class Ticking:
+    """A clock on which everything takes a millisecond."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    def now_s(self) -> float:
+        self._num_calls += 1
+        return self._num_calls / 1e3
+
+
+@contextmanager
+def running(clock: Clock | None = None) -> Iterator[Bench]:
+    bench = Bench(clock)
+    yield bench
+    bench.tell(Stop())
+    bench.steps.join(LIMIT_S)
+    assert not bench.steps.is_alive()

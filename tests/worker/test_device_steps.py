@@ -1,0 +1,108 @@
+"""What a device worker does between and about steps: turns, sessions, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from lockstep.core.request import Priority
+from lockstep.worker.messages import (
+    AskSessions,
+    EndSession,
+    Outputs,
+    Prioritise,
+    SessionsChanged,
+    SessionsReport,
+    SessionsSwept,
+    Submit,
+    Sweep,
+    Unload,
+    Unloaded,
+    WatchSteps,
+)
+from tests.worker.support import ENDLESS, Bench, Ticking, ask, running
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with running() as bench:
+        yield bench
+
+
+def test_replicas_take_turns_by_the_weights_of_their_classes() -> None:
+    """On a clock on which every step takes the same, steps are shared as time is: 4 to 1, then 1 to 1."""
+    with running(Ticking()) as bench:
+        bench.ready("a", "stub://alpha?step_ms=1", priority=Priority.CRITICAL)
+        bench.ready("b", "stub://beta?step_ms=1")
+        bench.tell(Submit(0, "a", ask("x", ENDLESS)), Submit(1, "b", ask("x", ENDLESS)))
+        assert 3.5 <= _steps_per_step(bench, 300) <= 4.6
+        bench.tell(Prioritise("b", Priority.CRITICAL), Prioritise("nobody", Priority.LOW))
+        assert 0.8 <= _steps_per_step(bench, 300) <= 1.25
+        bench.tell(Unload("b"))
+        bench.heard(Unloaded)
+        assert bench.worker._priorities == {"a": Priority.CRITICAL}
+
+
+def _steps_per_step(bench: Bench, num_steps: int) -> float:
+    """Steps of request 0 for one of request 1, of so many that come from now on."""
+    begin = len(bench.events) + 50
+    bench.heard(Outputs, lambda event: len(bench.events) > begin + num_steps)
+    steps = [event.outputs[0].request_id for event in bench.events[begin:] if isinstance(event, Outputs)]
+    return steps.count(0) / steps.count(1)
+
+
+def test_sessions_are_told_listed_swept_and_ended(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha")
+    for number, session in enumerate(("one", "two", "three")):
+        bench.tell(Submit(number, "a", replace(ask("x" * 16 * (number + 1)), session_id=session)))
+        bench.answer(number)
+    bench.tell(AskSessions(1))
+    (listed,) = bench.heard(SessionsReport).replicas.values()
+    assert [(report.session_id, report.num_blocks, report.num_busy) for report in listed] == [
+        ("one", 1, 0),
+        ("two", 2, 0),
+        ("three", 3, 0),
+    ]
+    bench.tell(Sweep(2, "a", "two"), EndSession(3, "a", "one"), Sweep(4, "nobody"), Unload("a"))
+    bench.heard(Unloaded)
+    swept = [event for event in bench.events if isinstance(event, SessionsSwept)]
+    assert swept == [SessionsSwept(2, 1, 0), SessionsSwept(3, 1, 0), SessionsSwept(4, 0, 0)]
+    said = [event for event in bench.events if isinstance(event, SessionsChanged)]
+    assert all(event.replica == "a" for event in said)
+    assert [
+        (change.session_id, change.what, change.num_tokens, change.reason) for e in said for change in e.changes
+    ] == [
+        ("one", "admitted", 0, None),
+        ("one", "kept", 16, None),
+        ("two", "admitted", 0, None),
+        ("two", "kept", 32, None),
+        ("three", "admitted", 0, None),
+        ("three", "kept", 48, None),
+        ("two", "swept", 0, "idle"),
+        ("one", "swept", 0, "ended"),
+        ("three", "swept", 48, "unloaded"),
+    ]
+
+
+def test_steps_are_reported_at_a_bounded_rate_and_only_when_asked() -> None:
+    """On a clock on which a step takes a millisecond and two look at it, 50 a second are one of ten."""
+    with running(Ticking()) as bench:
+        bench.ready("a", "stub://alpha")
+        bench.tell(Submit(0, "a", ask("x" * 30, ENDLESS)))
+        bench.heard(Outputs, lambda event: len(bench.events) > 100)
+        assert not [event for event in bench.events if isinstance(event, Outputs) and event.step]
+        bench.tell(WatchSteps(1e9))
+        begin = len(bench.events)
+        bench.heard(Outputs, lambda event: len(bench.events) > begin + 300)
+        bench.tell(WatchSteps(0))
+        reports = [event.step for event in bench.events if isinstance(event, Outputs) and event.step]
+        assert len(reports) > 3
+        gaps = [later.step - report.step for report, later in pairwise(reports)]
+        assert [gap - 1 for gap in gaps] == [report.num_unreported for report in reports[1:]]
+        assert min(gaps) >= 3
+        assert all((report.replica, report.num_sequences, report.num_samples) == ("a", 1, 1) for report in reports)
+        assert {report.num_tokens for report in reports} == {1}
+        assert all(0 < report.duration_s < 1 for report in reports)

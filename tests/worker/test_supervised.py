@@ -1,0 +1,141 @@
+"""What a cluster asks of a supervised worker beside answers: sessions, sweeps, classes, and steps to look at."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import pytest
+
+from lockstep.core.request import Priority
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.outputs import GenerationRequest, RequestOutput
+from lockstep.engine.sessions import Swept
+from lockstep.engine.sizing import EngineOptions
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.life import Lost
+from lockstep.worker.messages import SessionsChanged
+from lockstep.worker.steps import StepReport
+from lockstep.worker.supervised import Notice, SupervisedWorker, WorkerOptions
+
+Kind = Literal["thread", "process"]
+LIMIT_S = 30.0
+SMALL = LoadOptions(EngineOptions(num_blocks=256))
+PROCESS = pytest.param(
+    "process", marks=pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
+)
+
+
+@asynccontextmanager
+async def running(kind: Kind, notices: list[Notice]) -> AsyncIterator[SupervisedWorker]:
+    """A worker with the replicas a and b."""
+    worker = SupervisedWorker(WorkerOptions(kind), notices.append)
+    await worker.start()
+    try:
+        await worker.load("a", "stub://alpha", SMALL, priority=Priority.CRITICAL)
+        await worker.load("b", "stub://beta", SMALL)
+        yield worker
+    finally:
+        await asyncio.wait_for(worker.close(), LIMIT_S)
+
+
+async def answer(worker: SupervisedWorker, replica: str, text: str, session: str, owner: str = "") -> RequestOutput:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    request = GenerationRequest(tuple(text.encode()), params, session_id=session, session_owner=owner)
+    mailbox = worker.submit(replica, request)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                for output in await mailbox.take():
+                    if output.request is not None:
+                        return output.request
+    finally:
+        worker.leave(mailbox)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["thread", PROCESS])
+async def test_sessions_are_listed_swept_ended_and_told(kind: Kind) -> None:
+    notices: list[Notice] = []
+    async with running(kind, notices) as worker:
+        await answer(worker, "a", "x" * 40, "s", "billing")
+        assert (await answer(worker, "a", "x" * 70, "s", "billing")).num_cached_tokens == 32
+        await answer(worker, "a", "y" * 40, "s", "legal")
+        await answer(worker, "b", "z" * 40, "other")
+        listed = await worker.sessions()
+        assert {key: [(r.owner, r.num_tokens) for r in reports] for key, reports in listed.items()} == {
+            "a": [("billing", 64), ("legal", 32)],
+            "b": [("", 32)],
+        }
+        assert all(report.idle_s >= 0 and report.age_s >= report.idle_s for report in listed["a"])
+        assert await worker.sweep("a", "s", "legal") == Swept(1, 2)
+        assert await worker.end_session("a", "s") == Swept(1, 4)
+        assert await worker.sweep("b") == Swept(1, 2)
+        assert await worker.sweep("nobody") == Swept(0, 0)
+        assert await worker.sessions() == {"a": (), "b": ()}
+        checked = await worker.check()
+        assert checked is not None
+        assert checked.fault == ""
+    told = [
+        (notice.replica, change.owner, change.what, change.reason)
+        for notice in notices
+        if isinstance(notice, SessionsChanged)
+        for change in notice.changes
+        if change.what != "kept"
+    ]
+    assert told == [
+        ("a", "billing", "admitted", None),
+        ("a", "legal", "admitted", None),
+        ("b", "", "admitted", None),
+        ("a", "legal", "swept", "idle"),
+        ("a", "billing", "swept", "ended"),
+        ("b", "", "swept", "idle"),
+    ]
+
+
+@pytest.mark.parametrize("kind", [PROCESS])
+async def test_a_new_worker_knows_who_is_watched_and_no_session(kind: Kind) -> None:
+    notices: list[Notice] = []
+    async with running(kind, notices) as worker:
+        worker.prioritise("b", Priority.LOW)
+        worker.prioritise("nobody", Priority.LOW)
+        worker.watch_steps(1000.0)
+        await answer(worker, "a", "x" * 40, "s")
+        await until(lambda: any(isinstance(notice, StepReport) for notice in notices))
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        await until(lambda: worker.loaded("a") is None)
+        assert [notice for notice in notices if isinstance(notice, Lost)] == [Lost("signal 9 (SIGKILL)")]
+        assert await worker.sessions() == {}
+        await until(lambda: worker.loaded("a") is not None and worker.loaded("b") is not None)
+        assert {load.replica: load.priority for load in worker._replicas._wanted.values()} == {
+            "a": Priority.CRITICAL,
+            "b": Priority.LOW,
+        }
+        notices.clear()
+        assert (await answer(worker, "a", "x" * 70, "s")).num_cached_tokens == 0
+        await until(lambda: any(isinstance(notice, StepReport) for notice in notices))
+        worker.watch_steps(0.0)
+        await worker.check()
+        notices.clear()
+        await answer(worker, "a", "x" * 70, "s")
+        assert not any(isinstance(notice, StepReport) for notice in notices)
+
+
+@pytest.mark.parametrize("kind", ["thread", PROCESS])
+async def test_nobody_who_is_gone_is_asked_anything(kind: Kind) -> None:
+    async with running(kind, []) as worker:
+        pass
+    assert await worker.sessions() == {}
+    assert await worker.sweep("a") == Swept(0, 0)
+    assert await worker.end_session("a", "s") == Swept(0, 0)
