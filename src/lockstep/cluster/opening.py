@@ -69,10 +69,8 @@ def open_manifest(manifest: Manifest, base: LoadOptions) -> Opened:
     sources_of = {source: _Source.open(source, base) for source in sorted(sources)}
     specs: dict[str, ReplicaSpec] = {}
     footprints: dict[str, Footprint] = {}
-    names: dict[str, str] = {}
     for entry in local:
         source = sources_of[entry.source]
-        source = replace(source, name=names.setdefault(source.fingerprint, source.name))
         options = replace(base, engine=_engine_options(entry, source.adapted(base.engine)))
         footprint = source.footprint(entry, options.engine)
         spec = _spec(entry, source, options, footprint)
