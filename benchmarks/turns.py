@@ -27,10 +27,11 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device import DeviceWorker
 from lockstep.worker.messages import Abort, Event, Load, Loaded, LoadFailed, Outputs, Stop, Submit, TrialOptions
 
-ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1500)
+ENDLESS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1900)
 PROMPT_TOKENS = 32
-SETTLE_S = 3.0
-"""Until all streams are beyond their prompts, and what those owed is paid."""
+SETTLE_TOKENS = 5
+"""Of each stream before a window begins: beyond the prompts, when what their long steps owed is paid."""
+SETTLE_LIMIT_S = 60.0
 LOAD_LIMIT_S = 600.0
 
 
@@ -89,7 +90,7 @@ def window(
         for number in request_ids:
             prompt = tuple((7 * number + position) % 3000 + 5 for position in range(PROMPT_TOKENS))
             device.worker.handle(Submit(number, key, GenerationRequest(prompt, ENDLESS)))
-    time.sleep(SETTLE_S)
+    settle(asked)
     begin_s, used_s = time.perf_counter(), time.process_time()
     time.sleep(length_s)
     end_s, used_s = time.perf_counter(), time.process_time() - used_s
@@ -107,6 +108,16 @@ def window(
         measured.append(Measured(count / (end_s - begin_s), shown))
     time.sleep(0.2)
     return measured, used_s
+
+
+def settle(asked: Sequence[tuple[Device, str, list[int]]]) -> None:
+    """Wait until every stream is under way."""
+    for device, key, request_ids in asked:
+        until_s = time.perf_counter() + SETTLE_LIMIT_S
+        while min(map([number for _, number in device.tokens.copy()].count, request_ids)) < SETTLE_TOKENS:
+            if time.perf_counter() > until_s:
+                raise SystemExit(f"model {key} gave its streams no {SETTLE_TOKENS} tokens in {SETTLE_LIMIT_S:g} s")
+            time.sleep(0.05)
 
 
 def compare(sources: Sequence[str], num_streams: int, length_s: float, rounds: int, priority: int) -> None:

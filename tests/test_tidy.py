@@ -36,6 +36,7 @@ PURE = (
     "cluster.dispatch",
     "cluster.ledger",
     "cluster.manifest",
+    "cluster.plan",
     "cluster.planner",
 )
 PURE_MAY_IMPORT = {

@@ -43,7 +43,7 @@ class Managed(SingleModel):
         self.states = {"router": "resident", "org/legal": "standby", "far": "remote"}
         self.ended: list[str] = []
         self.environments: list[Mapping[str, str] | None] = []
-        self._sessions = {"a/b": SessionSnapshot("a/b", "router", "idle", 2.0, 1.0, 3)}
+        self._sessions = {"a/b": SessionSnapshot("a/b", "router", "idle", 2.0, 1.0, 3, 32)}
 
     def card(self, name: str | None) -> ModelCard:
         found = {"law": "org/legal"}.get(name or "router", name or "router")

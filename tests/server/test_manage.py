@@ -170,7 +170,15 @@ async def test_sessions_are_listed_and_ended() -> None:
     async with managing() as (client, cluster):
         listed = (await client.get("/v1/sessions")).json()
         assert listed["data"] == [
-            {"id": "a/b", "model": "router", "state": "idle", "age_s": 2.0, "idle_s": 1.0, "num_requests": 3}
+            {
+                "id": "a/b",
+                "model": "router",
+                "state": "idle",
+                "age_s": 2.0,
+                "idle_s": 1.0,
+                "num_requests": 3,
+                "num_tokens": 32,
+            }
         ]
         ended = await client.delete("/v1/sessions/a/b")
         assert ended.json() == {"id": "a/b", "object": "session", "deleted": True}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,14 @@ async def test_an_unknown_type_is_refused_with_those_there_are() -> None:
     await asyncio.wait_for(refused.task, LIMIT_S)
     assert refused.status == 400
     assert "tier_changed" in refused.text
+
+
+def test_the_manual_has_every_type_with_its_fields() -> None:
+    manual = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", manual.split("## Events")[1], re.MULTILINE))
+    assert {type_: set(re.findall(r"`(\w+)`", row)) for type_, row in rows.items()} == {
+        type_: set(fields) for type_, fields in EVENTS.items()
+    }
 
 
 def test_every_type_and_field_is_in_the_document() -> None:

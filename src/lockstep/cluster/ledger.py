@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class Ledger:
@@ -11,18 +11,21 @@ class Ledger:
     Args:
         room: free bytes; negative when more is taken than the budget allows.
         coming: bytes that become free, each with the key of whom they were freed for; None: whoever needs them.
-        claimants: who may claim; what was freed for others is for whoever needs it.
+        claims: who may claim, and how much; what was freed for others, or is more, is for whoever needs it.
     """
 
-    def __init__(self, room: int, coming: Iterable[tuple[str | None, int]], claimants: Iterable[str]) -> None:
+    def __init__(self, room: int, coming: Iterable[tuple[str | None, int]], claims: Mapping[str, int]) -> None:
         self.room = max(0, room)
         """Free, and claimed by nobody yet."""
         self.missing = max(0, -room)
         """Bytes by which the budget is exceeded."""
         self._spare = 0
-        self._own = dict.fromkeys(claimants, 0)
+        self._own = dict.fromkeys(claims, 0)
         for key, num_bytes in coming:
             self.add_coming(key, num_bytes)
+        for key, claimed in claims.items():
+            self._spare += max(0, self._own[key] - claimed)
+            self._own[key] = min(self._own[key], claimed)
 
     def add_coming(self, key: str | None, num_bytes: int) -> None:
         """These bytes become free."""

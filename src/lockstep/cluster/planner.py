@@ -14,156 +14,58 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 
 from lockstep.cluster.budget import megabytes
 from lockstep.cluster.ledger import Ledger
+from lockstep.cluster.plan import (
+    MOVES,
+    OVER_BUDGET,
+    Action,
+    Drain,
+    Load,
+    LoadReason,
+    Observed,
+    Phase,
+    PlanPolicy,
+    Refuse,
+    Replica,
+    Unload,
+    UnloadReason,
+)
+
+__all__ = [
+    "MOVES",
+    "OVER_BUDGET",
+    "Action",
+    "Drain",
+    "Load",
+    "LoadReason",
+    "Observed",
+    "Phase",
+    "PlanPolicy",
+    "Refuse",
+    "Replica",
+    "Unload",
+    "UnloadReason",
+    "look_again_s",
+    "overshoot",
+    "plan",
+]
 
 MIN_RELOAD_S = 1e-3
 """Shorter reloads are all equally cheap."""
-OVER_BUDGET = ""
-"""Stands for the key of a replica where room is made for nobody, because more is loaded than the budget allows."""
-
-
-class Phase(StrEnum):
-    """Where a replica is in its life."""
-
-    ABSENT = "absent"
-    LOADING = "loading"
-    RESIDENT = "resident"
-    UNLOADING = "unloading"
-
-
-MOVES = {
-    Phase.ABSENT: (Phase.LOADING,),
-    Phase.LOADING: (Phase.RESIDENT, Phase.ABSENT, Phase.UNLOADING),
-    Phase.RESIDENT: (Phase.UNLOADING, Phase.ABSENT),
-    Phase.UNLOADING: (Phase.ABSENT,),
-}
-"""From loading to unloading: an overshoot, or an order; from resident to absent: the worker was lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """What the planner sees of one replica."""
-
-    key: str
-    phase: Phase
-    bytes: int
-    """As measured, when it was loaded once; predicted until then."""
-    num_busy: int = 0
-    """Calls that are being answered."""
-    num_waiting: int = 0
-    """Calls that wait to be admitted; whoever asked for it to be loaded counts as one."""
-    waiting_since_s: float | None = None
-    """Of the oldest of them; None exactly when nobody waits."""
-    last_used_s: float = 0.0
-    """When it became resident, or a call of it was admitted or ended, whichever was last."""
-    reload_s: float = 1.0
-    """As measured, or as expected."""
-    priority: int = 0
-    """The most urgent class of its models; lower is more urgent."""
-    is_pinned: bool = False
-    """Declared resident: always wanted, never evicted."""
-    retry_at_s: float = 0.0
-    """Not loaded before, because the last load failed."""
-    wants_warm: bool = False
-    """Somebody will probably need it soon."""
-    idle_limit_s: float | None = None
-    """Unused for so long it is unloaded; None: only to make room."""
-    makes_room_for: str | None = None
-    """Of a draining or unloading replica: what the last `Drain` or the `Unload` said."""
-
-    def __post_init__(self) -> None:
-        assert (self.num_waiting > 0) == (self.waiting_since_s is not None), f"who waits for {self.key}, since when?"
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """All replicas and the budget that they share."""
-
-    replicas: tuple[Replica, ...]
-    """In order of definition, which breaks ties."""
-    budget_bytes: int | None
-    """For all that is loading, resident or unloading; None: there is no bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanPolicy:
-    """How patient the planner is."""
-
-    max_wait_s: float = 2.0
-    """A resident model is served while its own requests come, until others have waited so long for its room."""
-    reload_patience: float = 2.0
-    """... and so many times what their load takes, so that loading never takes most of the time."""
-    linger_s: float = 0.1
-    """Used so recently, a replica counts as in use: the next request is probably on its way."""
-    max_parallel_loads: int = 2
-
-
-class LoadReason(StrEnum):
-    """Why a replica is loaded."""
-
-    REQUEST = "request"
-    RESIDENT = "resident"
-    """Declared so."""
-    WARM = "warm"
-
-
-class UnloadReason(StrEnum):
-    """Why a replica is unloaded."""
-
-    ROOM = "room"
-    IDLE = "idle"
-    BUDGET = "budget"
-    """More is loaded than the budget allows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Start to load; the room is there."""
-
-    key: str
-    reason: LoadReason
-
-
-@dataclass(frozen=True, slots=True)
-class Unload:
-    """Nobody uses it: free it."""
-
-    key: str
-    reason: UnloadReason
-    makes_room_for: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Admit no call until a plan comes that does not say so again; what is being answered goes on."""
-
-    key: str
-    makes_room_for: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Fail all that wait: no eviction could ever make room."""
-
-    key: str
-    reason: str
-
-
-Action = Load | Unload | Drain | Refuse
 
 
 def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:
-    """What to do now. Carried out, and asked again in the same moment, only the same drains remain.
+    """What to do now. Carried out, and asked again in the same moment, at most the same drains remain.
 
     - Room is given to those who waited too long, oldest first, then by priority and age. Who declared to be resident
       and is not waits since it could be loaded.
     - What is evicted is idle: cheapest first, by bytes freed per second of reloading (within a factor of two), the
       least urgent, the least recently used, the first defined; and nothing that the room does not need.
-    - Only for one who waited too long are calls of others held back: all whose room is needed drain, and when the last
-      of them is idle they go together.
+    - Only for one who waited too long are calls of others held back, and of those only that stayed long enough to be
+      worth their load: all whose room is needed drain, and when the last of them is idle they go together.
     - Warming takes free room and nothing else, and none while somebody waits for room.
     """
     return _Draft(observed, now_s, policy).actions()
@@ -177,6 +79,7 @@ def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float 
             times += [replica.retry_at_s, _overdue_at_s(replica, policy)]
         elif replica.phase is Phase.RESIDENT:
             times += [replica.last_used_s + policy.linger_s, replica.last_used_s + (replica.idle_limit_s or 0.0)]
+            times.append(_stays_until_s(replica, policy))
     return min((time_s for time_s in times if time_s > now_s), default=None)
 
 
@@ -225,14 +128,18 @@ class _Draft:
         used = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT)
         total = sum(r.bytes for r in observed.replicas)
         self._budget = total if observed.budget_bytes is None else observed.budget_bytes
-        self._claims = self._rank(self._refuse())
+        self._refused = self._refuse()
+        self._claims = self._rank()
         coming = [(r.makes_room_for, r.bytes) for r in observed.replicas if r.phase is Phase.UNLOADING]
-        self._ledger = Ledger(self._budget - used, coming, [OVER_BUDGET, *(claim.key for claim in self._claims)])
+        claimed = {OVER_BUDGET: max(0, used - self._budget)} | {claim.key: claim.bytes for claim in self._claims}
+        self._ledger = Ledger(self._budget - used, coming, claimed)
 
     def actions(self) -> tuple[Action, ...]:
         self._demote()
-        self._make_room(_Claim(OVER_BUDGET, self._ledger.missing, -math.inf, True), UnloadReason.BUDGET)
-        self._warm(self._satisfy())
+        if self._ledger.missing:
+            self._make_room(_Claim(OVER_BUDGET, self._ledger.missing, -math.inf, True), UnloadReason.BUDGET)
+        else:
+            self._warm(self._satisfy())
         return tuple(self._actions)
 
     # -- who wants what -------------------------------------------------------------------------------------------
@@ -252,18 +159,21 @@ class _Draft:
                 self._actions.append(Refuse(replica.key, f"{what} are declared resident keep {megabytes(kept)}"))
         return refused
 
-    def _rank(self, refused: set[str]) -> list[_Claim]:
+    def _rank(self) -> list[_Claim]:
         """Who may be loaded now because it is needed, in the order in which they get room."""
         ranked = []
         for index, replica in enumerate(self._replicas):
-            is_claimant = replica.phase is Phase.ABSENT and _is_needed(replica) and replica.key not in refused
-            if not is_claimant or self._now_s < replica.retry_at_s:
+            if not self._may_load(replica) or not _is_needed(replica):
                 continue
             since_s, is_overdue = _since_s(replica), self._now_s >= _overdue_at_s(replica, self._policy)
             rank = (0, 0, since_s, index) if is_overdue else (1, replica.priority, since_s, index)
             reason = LoadReason.REQUEST if replica.num_waiting else LoadReason.RESIDENT
             ranked.append((rank, _Claim(replica.key, replica.bytes, since_s, is_overdue, reason)))
         return [claim for _, claim in sorted(ranked, key=lambda pair: pair[0])]
+
+    def _may_load(self, replica: Replica) -> bool:
+        is_free = replica.phase is Phase.ABSENT and replica.key not in self._refused
+        return is_free and self._now_s >= replica.retry_at_s
 
     # -- giving room ----------------------------------------------------------------------------------------------
 
@@ -290,7 +200,7 @@ class _Draft:
                 outcome = self._make_room(claim, UnloadReason.ROOM)
             if outcome is _Outcome.HOLDS:
                 return 0
-            num_free -= outcome is _Outcome.ON_ITS_WAY
+            num_free -= outcome is not _Outcome.BLOCKED
             is_satisfied = is_satisfied and outcome is _Outcome.ON_ITS_WAY
         return num_free if is_satisfied else 0
 
@@ -324,8 +234,8 @@ class _Draft:
 
     def _warm(self, num_free: int) -> None:
         for replica in self._replicas:
-            is_meant = replica.phase is Phase.ABSENT and replica.wants_warm and not _is_needed(replica)
-            if is_meant and self._now_s >= replica.retry_at_s and replica.bytes <= self._ledger.room and num_free > 0:
+            is_meant = replica.wants_warm and not _is_needed(replica) and self._may_load(replica)
+            if is_meant and replica.bytes <= self._ledger.room and num_free > 0:
                 num_free -= 1
                 self._ledger.spend(replica.key, replica.bytes)
                 self._actions.append(Load(replica.key, LoadReason.WARM))
@@ -338,10 +248,14 @@ class _Draft:
             return False
         if replica.num_waiting and replica.makes_room_for is None:
             return False  # about to serve them
-        return claim.is_overdue or self._now_s >= replica.last_used_s + self._policy.linger_s
+        is_unused = self._now_s >= replica.last_used_s + self._policy.linger_s
+        return is_unused or (claim.is_overdue and self._has_stayed(replica))
 
     def _is_drainable(self, replica: Replica, claim: _Claim) -> bool:
-        return replica.num_busy > 0 and self._is_replaceable(replica, claim)
+        return replica.num_busy > 0 and self._has_stayed(replica) and self._is_replaceable(replica, claim)
+
+    def _has_stayed(self, replica: Replica) -> bool:
+        return self._now_s >= _stays_until_s(replica, self._policy)
 
     def _is_replaceable(self, replica: Replica, claim: _Claim) -> bool:
         """Whether its room may ever be another's: who waits for it must be younger, and the other overdue."""
@@ -369,7 +283,7 @@ class _Draft:
             if lacking + replica.bytes <= 0:
                 chosen.remove(replica)
                 lacking += replica.bytes
-        return chosen
+        return [r for r in self._replicas if r in chosen]
 
 
 def _outranks(i: int, other: Replica, index: int, replica: Replica) -> bool:
@@ -394,4 +308,9 @@ def _since_s(replica: Replica) -> float:
 
 def _overdue_at_s(replica: Replica, policy: PlanPolicy) -> float:
     """From when on others are drained for it."""
-    return _since_s(replica) + max(policy.max_wait_s, policy.reload_patience * replica.reload_s)
+    return _since_s(replica) + policy.max_wait_s
+
+
+def _stays_until_s(replica: Replica, policy: PlanPolicy) -> float:
+    """From when on it may be drained."""
+    return replica.resident_since_s + policy.min_stay * replica.reload_s

@@ -1,0 +1,363 @@
+"""The planner's rules, one by one, against fake effects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.cluster.planner import (
+    Drain,
+    Load,
+    LoadReason,
+    Observed,
+    Phase,
+    PlanPolicy,
+    Refuse,
+    Replica,
+    Unload,
+    UnloadReason,
+    look_again_s,
+    overshoot,
+    plan,
+)
+from tests.cluster.fake_shell import FakeShell
+
+POLICY = PlanPolicy(max_wait_s=2.0, min_stay=1.0, linger_s=0.1, max_parallel_loads=2)
+NOW_S = 100.0
+
+
+def absent(key: str, num_bytes: int = 4, **fields: object) -> Replica:
+    return Replica(key, Phase.ABSENT, num_bytes, **fields)  # type: ignore[arg-type]  # fields of Replica
+
+
+def resident(key: str, num_bytes: int = 4, **fields: object) -> Replica:
+    return Replica(key, Phase.RESIDENT, num_bytes, **fields)  # type: ignore[arg-type]  # fields of Replica
+
+
+def wanted(key: str, num_bytes: int = 4, since_s: float = NOW_S, **fields: object) -> Replica:
+    return absent(key, num_bytes, num_waiting=1, waiting_since_s=since_s, **fields)
+
+
+def planned(*replicas: Replica, budget: int | None) -> tuple[object, ...]:
+    return plan(Observed(replicas, budget), NOW_S, POLICY)
+
+
+def shell(*replicas: Replica, budget: int) -> FakeShell:
+    return FakeShell(*replicas, budget=budget, policy=POLICY)
+
+
+def loads(fake: FakeShell) -> list[str]:
+    return [action.key for action in fake.actions if isinstance(action, Load)]
+
+
+class TestLoading:
+    def test_a_resident_model_serves_at_once_and_nothing_is_planned(self) -> None:
+        fake = shell(resident("a"), budget=4)
+        call = fake.arrive("a")
+        assert fake.models["a"].busy == {call}
+        assert not fake.actions
+
+    def test_requests_for_one_cold_model_share_one_load(self) -> None:
+        fake = shell(absent("a"), budget=4)
+        calls = {fake.arrive("a") for _ in range(3)}
+        fake.loaded("a")
+        assert fake.models["a"].busy == calls
+        assert loads(fake) == ["a"]
+
+    def test_a_failed_load_fails_all_waiters_and_is_not_tried_before_its_time(self) -> None:
+        fake = shell(absent("a"), budget=4)
+        calls = [fake.arrive("a"), fake.arrive("a")]
+        fake.load_failed("a", backoff_s=1.0)
+        assert set(fake.refused) == set(calls)
+        fake.arrive("a")
+        assert loads(fake) == ["a"]
+        fake.advance(1.0)
+        assert loads(fake) == ["a", "a"]
+
+    def test_a_load_whose_waiters_all_left_is_not_started(self) -> None:
+        fake = shell(absent("a"), resident("b"), budget=4)
+        busy = fake.arrive("b")
+        fake.leave(fake.arrive("a"))
+        fake.finish(busy)
+        fake.advance(10.0)
+        assert fake.actions == []
+
+    def test_a_load_under_way_finishes_though_nobody_waits_and_leaves_no_count(self) -> None:
+        fake = shell(absent("a"), budget=4)
+        fake.leave(fake.arrive("a"))
+        fake.loaded("a")
+        seen = fake.observed().replicas[0]
+        assert (seen.phase, seen.num_busy, seen.num_waiting) == (Phase.RESIDENT, 0, 0)
+
+    def test_a_request_during_the_unload_waits_for_it_and_is_then_loaded_for(self) -> None:
+        fake = shell(resident("a"), budget=4)
+        fake.unload("a")
+        call = fake.arrive("a")
+        assert fake.phases() == {"a": "unloading"}
+        fake.unloaded("a")
+        fake.loaded("a")
+        assert fake.models["a"].busy == {call}
+
+    def test_unloading_by_order_drops_who_waits(self) -> None:
+        fake = shell(resident("a"), budget=4)
+        fake.models["a"].max_busy = 1
+        calls = {fake.arrive("a"), fake.arrive("a")}
+        fake.unload("a")
+        assert set(fake.refused) == calls
+
+    def test_who_is_declared_resident_is_loaded_though_nobody_waits(self) -> None:
+        assert planned(absent("a", is_pinned=True), budget=4) == (Load("a", LoadReason.RESIDENT),)
+
+    def test_disjoint_loads_run_in_parallel_up_to_the_bound(self) -> None:
+        fake = shell(absent("a"), absent("b"), absent("c"), budget=12)
+        for key in "abc":
+            fake.arrive(key)
+        assert fake.phases() == {"a": "loading", "b": "loading", "c": "absent"}
+        fake.loaded("a")
+        assert fake.phases() == {"a": "resident", "b": "loading", "c": "loading"}
+
+    def test_loads_that_need_the_same_room_do_not_run_in_parallel(self) -> None:
+        fake = shell(absent("a"), absent("b"), budget=4)
+        fake.arrive("a")
+        fake.arrive("b")
+        assert fake.phases() == {"a": "loading", "b": "absent"}
+
+    def test_the_more_urgent_class_is_loaded_first_and_within_it_who_came_first(self) -> None:
+        replicas = (
+            wanted("low", since_s=NOW_S - 1.5, priority=1),
+            wanted("late", since_s=NOW_S - 0.1),
+            wanted("early", since_s=NOW_S - 0.2),
+        )
+        assert planned(*replicas, budget=8) == (
+            Load("early", LoadReason.REQUEST),
+            Load("late", LoadReason.REQUEST),
+        )
+
+    def test_who_waited_too_long_comes_before_the_more_urgent(self) -> None:
+        replicas = (wanted("critical", priority=-2, since_s=NOW_S - 1.9), wanted("low", priority=1, since_s=NOW_S - 2))
+        assert planned(*replicas, budget=4) == (Load("low", LoadReason.REQUEST),)
+
+    def test_without_a_budget_everything_fits(self) -> None:
+        assert planned(wanted("a"), resident("b", 10**15), budget=None) == (Load("a", LoadReason.REQUEST),)
+
+
+class TestNeverFits:
+    def test_what_is_larger_than_the_budget_is_refused_with_the_reason(self) -> None:
+        (action,) = planned(wanted("a", 50_000_000), budget=40_000_000)
+        reason = "it needs 50 MB; of the budget of 40 MB, models that are declared resident keep 0.0 MB"
+        assert action == Refuse("a", reason)
+
+    def test_what_does_not_fit_beside_those_declared_resident_is_refused(self) -> None:
+        (action,) = planned(wanted("a", 3), resident("b", 2, is_pinned=True), budget=4)
+        assert isinstance(action, Refuse)
+
+    def test_what_only_fits_alone_is_loaded_alone(self) -> None:
+        assert planned(wanted("a", 4), resident("b", 2), budget=4) == (Unload("b", UnloadReason.ROOM, "a"),)
+
+    def test_of_two_declared_resident_that_do_not_fit_the_first_is_loaded(self) -> None:
+        both = absent("a", 3, is_pinned=True), absent("b", 3, is_pinned=True)
+        assert planned(*both, budget=4) == (Load("a", LoadReason.RESIDENT),)
+
+    def test_an_overshoot_is_told_in_bytes(self) -> None:
+        loading = Replica("a", Phase.LOADING, 30_000_000)
+        observed = Observed((loading, resident("b", 20_000_000)), 60_000_000)
+        assert overshoot(observed, "a", 40_000_000) == ""
+        assert overshoot(observed, "a", 50_000_000) == "loaded, it takes 50 MB; of 60 MB, 40 MB are free"
+
+    def test_an_overshoot_counts_until_it_is_unloaded_and_is_measured_from_then_on(self) -> None:
+        fake = shell(absent("a"), resident("b", 2, last_used_s=0.0), budget=6)
+        call = fake.arrive("a")
+        fake.loaded("a", 5)
+        assert call in fake.refused
+        assert fake.phases()["a"] == "unloading"
+        assert fake.used() == 7
+        fake.unloaded("a")
+        fake.arrive("a")
+        fake.advance(1.0)
+        assert fake.actions[-1] == Unload("b", UnloadReason.ROOM, "a")
+
+
+class TestEviction:
+    @pytest.mark.parametrize(
+        "busy",
+        [
+            resident("b", num_busy=1),
+            resident("b", is_pinned=True),
+            Replica("b", Phase.LOADING, 4),
+            resident("b", last_used_s=NOW_S - 0.05),
+            resident("b", num_waiting=1, waiting_since_s=NOW_S),
+        ],
+        ids=["serves", "declared resident", "loads", "used a moment ago", "is about to serve"],
+    )
+    def test_who_is_in_use_is_not_evicted(self, busy: Replica) -> None:
+        assert not any(isinstance(action, Unload) for action in planned(wanted("a"), busy, budget=6))
+
+    @pytest.mark.parametrize(
+        ("first", "second", "victim"),
+        [
+            (resident("b", reload_s=9.0), resident("c", reload_s=1.0), "c"),
+            (resident("b", 4, reload_s=1.0), resident("c", 40, reload_s=1.0), "c"),
+            (resident("b", priority=-2), resident("c", priority=1), "c"),
+            (resident("b", reload_s=1.0, priority=1), resident("c", reload_s=0.99, priority=0), "b"),
+            (resident("b", last_used_s=2.0), resident("c", last_used_s=1.0), "c"),
+            (resident("b"), resident("c"), "b"),
+        ],
+        ids=["reloads faster", "frees more", "less urgent", "about as cheap, less urgent", "unused for longer", "tie"],
+    )
+    def test_the_cheapest_goes(self, first: Replica, second: Replica, victim: str) -> None:
+        budget = first.bytes + second.bytes
+        assert planned(wanted("a"), first, second, budget=budget) == (Unload(victim, UnloadReason.ROOM, "a"),)
+
+    def test_no_more_goes_than_the_room_needs(self) -> None:
+        cheap, large = resident("b", 1, reload_s=0.01), resident("c", 8, reload_s=1.0)
+        assert planned(wanted("a", 8), cheap, large, budget=9) == (Unload("c", UnloadReason.ROOM, "a"),)
+
+    def test_nobody_goes_when_it_would_not_suffice(self) -> None:
+        assert planned(wanted("a", 8), resident("b"), resident("c", num_busy=1), budget=8) == ()
+
+    def test_what_is_unloading_is_waited_for(self) -> None:
+        going = Replica("b", Phase.UNLOADING, 4, makes_room_for="a")
+        assert planned(wanted("a"), going, resident("c"), budget=8) == ()
+
+    def test_what_was_freed_for_one_is_not_taken_by_a_later_one(self) -> None:
+        going = Replica("b", Phase.UNLOADING, 4, makes_room_for="a")
+        second = wanted("c", since_s=NOW_S - 0.1)
+        assert planned(wanted("a"), second, going, resident("d"), budget=8) == (Unload("d", UnloadReason.ROOM, "c"),)
+
+
+class TestDraining:
+    def test_others_are_served_until_somebody_waited_too_long(self) -> None:
+        fake = shell(resident("a"), absent("b"), budget=4)
+        fake.arrive("a")
+        fake.arrive("b")
+        fake.advance(1.9)
+        second = fake.arrive("a")
+        assert second in fake.models["a"].busy
+        assert not fake.actions
+        fake.advance(0.1)
+        third = fake.arrive("a")
+        assert third not in fake.models["a"].busy
+        assert fake.drained() == {"a"}
+
+    def test_a_model_stays_for_as_long_as_its_load_took(self) -> None:
+        busy, waits = resident("a", num_busy=1, reload_s=8.0), wanted("b", since_s=NOW_S - 5.0)
+        assert planned(replace(busy, resident_since_s=NOW_S - 7.0), waits, budget=4) == ()
+        assert planned(replace(busy, resident_since_s=NOW_S - 8.0), waits, budget=4) == (Drain("a", "b"),)
+
+    def test_a_drained_model_goes_when_its_calls_have_ended_and_comes_back_for_those_that_came_meanwhile(self) -> None:
+        fake = shell(resident("a"), absent("b"), budget=4)
+        running, other = fake.arrive("a"), fake.arrive("b")
+        fake.advance(2.0)
+        late = fake.arrive("a")
+        fake.finish(running)
+        assert fake.phases() == {"a": "unloading", "b": "absent"}
+        fake.unloaded("a")
+        fake.loaded("b")
+        assert fake.models["b"].busy == {other}
+        fake.finish(other)
+        fake.advance(0.1)
+        fake.unloaded("b")
+        fake.loaded("a")
+        assert fake.models["a"].busy == {late}
+
+    def test_a_drained_model_opens_again_when_nobody_waits_for_its_room(self) -> None:
+        fake = shell(resident("a"), absent("b"), budget=4)
+        fake.arrive("a")
+        other = fake.arrive("b")
+        fake.advance(2.0)
+        late = fake.arrive("a")
+        fake.leave(other)
+        assert late in fake.models["a"].busy
+        assert fake.drained() == set()
+
+    def test_all_whose_room_is_needed_go_together(self) -> None:
+        fake = shell(resident("a"), resident("b"), absent("c", 8), budget=8)
+        calls = [fake.arrive("a"), fake.arrive("b")]
+        fake.arrive("c")
+        fake.advance(2.0)
+        fake.finish(calls[0])
+        assert fake.drained() == {"a", "b"}
+        assert fake.phases()["a"] == "resident"
+        fake.finish(calls[1])
+        assert fake.phases() == {"a": "unloading", "b": "unloading", "c": "absent"}
+
+    def test_who_has_older_waiters_is_not_drained(self) -> None:
+        older = resident("a", num_busy=1, num_waiting=1, waiting_since_s=NOW_S - 9)
+        assert planned(older, wanted("b", since_s=NOW_S - 5), budget=4) == ()
+
+    def test_while_somebody_waits_too_long_nobody_younger_takes_room(self) -> None:
+        waits = wanted("b", 8, since_s=NOW_S - 5)
+        assert planned(Replica("a", Phase.LOADING, 4), waits, wanted("c", 2), budget=10) == ()
+        assert planned(resident("a", num_busy=1), waits, wanted("c", 2), budget=10) == (
+            Drain("a", "b"),
+            Load("c", LoadReason.REQUEST),
+        )
+
+
+class TestWarming:
+    def test_warming_takes_free_room(self) -> None:
+        assert planned(absent("a", wants_warm=True), budget=4) == (Load("a", LoadReason.WARM),)
+
+    def test_warming_evicts_nobody(self) -> None:
+        assert planned(absent("a", wants_warm=True), resident("b"), budget=4) == ()
+
+    def test_nothing_is_warmed_while_somebody_waits_for_room(self) -> None:
+        waits, busy = wanted("a", 4), resident("b", 4, num_busy=1)
+        assert planned(waits, busy, absent("c", 1, wants_warm=True), budget=6) == ()
+
+    def test_however_many_ask_a_model_is_warmed_once(self) -> None:
+        fake = shell(absent("a"), budget=4)
+        for _ in range(3):
+            fake.warm("a")
+        assert loads(fake) == ["a"]
+
+    def test_what_was_warmed_makes_room_for_a_request(self) -> None:
+        fake = shell(absent("a"), absent("b"), budget=4)
+        fake.warm("a")
+        fake.loaded("a")
+        fake.arrive("b")
+        fake.advance(0.1)
+        assert fake.actions[-1] == Unload("a", UnloadReason.ROOM, "b")
+
+
+class TestIdleLimit:
+    def test_a_model_goes_when_it_was_unused_for_so_long_and_every_call_starts_the_time_anew(self) -> None:
+        fake = shell(resident("a", idle_limit_s=5.0, last_used_s=NOW_S), budget=4)
+        fake.advance(4.0)
+        fake.finish(fake.arrive("a"))
+        fake.advance(4.0)
+        assert not fake.actions
+        fake.advance(1.0)
+        assert fake.actions == [Unload("a", UnloadReason.IDLE)]
+
+    @pytest.mark.parametrize(
+        "needed",
+        [resident("a", idle_limit_s=5.0, is_pinned=True), resident("a", idle_limit_s=5.0, num_busy=1)],
+        ids=["declared resident", "serves"],
+    )
+    def test_who_is_needed_stays(self, needed: Replica) -> None:
+        assert planned(needed, budget=4) == ()
+
+
+class TestSmallerBudget:
+    def test_the_idle_go_and_the_busy_drain(self) -> None:
+        replicas = resident("a", num_busy=1), resident("b"), resident("c", is_pinned=True)
+        assert planned(*replicas, budget=8) == (Unload("b", UnloadReason.BUDGET, ""),)
+        assert planned(*replicas, budget=4) == (Drain("a", ""), Drain("b", ""))
+
+    def test_nothing_is_loaded_before_the_budget_is_kept(self) -> None:
+        assert planned(resident("a", num_busy=1), wanted("b", 0), budget=3) == (Drain("a", ""),)
+
+
+def test_the_next_look_is_at_the_next_moment_that_could_change_the_plan() -> None:
+    replicas = (
+        wanted("a", since_s=NOW_S - 0.5),
+        absent("b", is_pinned=True, retry_at_s=NOW_S + 7.0),
+        resident("c", last_used_s=NOW_S - 0.04, idle_limit_s=3.0, resident_since_s=NOW_S + 19),
+    )
+    observed = Observed(replicas, 4)
+    times = [NOW_S]
+    while (again_s := look_again_s(observed, times[-1], POLICY)) is not None:
+        times.append(again_s)
+    assert times[1:] == pytest.approx([100.06, 101.5, 102.96, 107.0, 109.0, 120.0])
