@@ -1,0 +1,107 @@
+"""The shell around the planner, on a worker in this process: measuring, waiting, closing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.held import Held, ReplicaSpec
+from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.opening import open_manifest
+from lockstep.cluster.planner import Phase
+from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
+from lockstep.engine.loading import LoadOptions
+from lockstep.errors import QueueFullError, UnavailableError
+from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
+from tests.cluster.clusters import QUICK
+from tests.cluster.support import LIMIT_S, until
+
+TEXT = "cluster: c\nmodels:\n  a: {source: 'stub://a?load_ms=50'}\n  b: {source: 'stub://b'}\n"
+
+
+def spec_of(id_: str, measure: Callable[[object], int] = lambda loaded: 800_000_000) -> ReplicaSpec:
+    opened = open_manifest(served_by(parse(TEXT), Backend.AUTO), LoadOptions())
+    return replace(opened.specs[id_], measure=measure)
+
+
+@asynccontextmanager
+async def shell(
+    budget_bytes: int | None = None, on_resident: Callable[[], object] = lambda: None
+) -> AsyncIterator[tuple[Replicas, list[tuple[Phase, Phase, str]]]]:
+    moves: list[tuple[Phase, Phase, str]] = []
+
+    def moved(held: Held, before: Phase, reason: str, duration_s: float) -> None:
+        moves.append((before, held.phase, reason))
+        if held.phase is Phase.RESIDENT:
+            on_resident()
+
+    worker = SupervisedWorker(WorkerOptions())
+    await worker.start()
+    replicas = Replicas(worker, QUICK, moved)
+    replicas.budget_bytes = budget_bytes
+    try:
+        yield replicas, moves
+    finally:
+        await asyncio.wait_for(replicas.close(), LIMIT_S)
+        await worker.close()
+
+
+async def test_what_takes_more_than_was_predicted_is_unloaded_again_and_its_load_has_failed() -> None:
+    async with shell(1_000_000_000) as (replicas, moves):
+        held = replicas.hold(spec_of("b", lambda loaded: 1_200_000_000))
+        with pytest.raises(UnavailableError, match="1,200 MB"):
+            await replicas.acquire(held)
+        assert [(before, after) for before, after, _ in moves] == [
+            (Phase.ABSENT, Phase.LOADING),
+            (Phase.LOADING, Phase.UNLOADING),
+            (Phase.UNLOADING, Phase.ABSENT),
+        ]
+        assert held.bytes == 1_200_000_000, "what was measured is known from now on"
+        assert held.retry_at_s > 0
+
+
+async def test_what_takes_less_than_was_predicted_leaves_room_for_others() -> None:
+    async with shell(1_000_000_000) as (replicas, _):
+        small, other = replicas.hold(spec_of("a", lambda loaded: 100_000_000)), replicas.hold(spec_of("b"))
+        await replicas.acquire(small)
+        await replicas.acquire(other)
+        assert small.phase is other.phase is Phase.RESIDENT
+        replicas.release(small)
+        replicas.release(other)
+
+
+async def test_what_can_never_fit_is_refused_at_once() -> None:
+    async with shell(500_000_000) as (replicas, moves):
+        with pytest.raises(UnavailableError, match="cannot be loaded"):
+            await replicas.acquire(replicas.hold(spec_of("b")))
+        assert moves == []
+
+
+async def test_those_who_wait_are_bounded_and_closing_tells_them() -> None:
+    async with shell() as (replicas, _):
+        held = replicas.hold(spec_of("a"))
+        waiting = [asyncio.create_task(replicas.acquire(held)) for _ in range(MAX_WAITING_CALLS)]
+        await until(lambda: len(held.waiting) == MAX_WAITING_CALLS)
+        with pytest.raises(QueueFullError):
+            await replicas.acquire(held)
+        await replicas.close()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {str(result) for result in results} == {"the server is closing"}
+        assert held.num_busy == 0
+
+
+async def test_one_who_leaves_in_the_moment_of_admission_leaves_no_count() -> None:
+    leaving: list[asyncio.Task[None]] = []
+    loop = asyncio.get_running_loop()
+    # Its turn in the loop comes after the admission, and before the one who waited for it learns of it.
+    async with shell(on_resident=lambda: loop.call_soon(leaving[0].cancel)) as (replicas, _):
+        held = replicas.hold(spec_of("a"))
+        leaving.append(asyncio.create_task(replicas.acquire(held)))
+        await asyncio.gather(*leaving, return_exceptions=True)
+        assert leaving[0].cancelled()
+        assert (held.num_busy, len(held.waiting), held.phase) == (0, 0, Phase.RESIDENT)
