@@ -21,7 +21,7 @@ from lockstep.worker.supervised import WorkerOptions
 from tests.cluster.support import LIMIT_S, Kind
 
 SUPPORT = (Path(__file__).resolve().parents[2] / "examples" / "customer-support.yaml").read_text()
-QUICK = PlanPolicy(max_wait_s=0.3, reload_patience=1.0, linger_s=0.01)
+QUICK = PlanPolicy(max_wait_s=0.3, linger_s=0.01)
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ class Held:
             num_waiting=len(self.waiting),
             waiting_since_s=self.waiting[0].since_s if self.waiting else None,
             last_used_s=self.last_used_s,
+            resident_since_s=self.since_s,
             reload_s=EXPECTED_LOAD_S if self.load_s is None else self.load_s,
             priority=self.priority,
             is_pinned=self.is_pinned and not self.is_retired,
