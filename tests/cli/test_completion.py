@@ -26,7 +26,7 @@ def asked(**environment: str) -> str:
     ("words", "position", "expected"),
     [
         ("lockstep be", 1, ["bench"]),
-        ("lockstep bench ", 2, ["serve", "throughput"]),
+        ("lockstep bench ", 2, ["serve", "throughput", "cluster"]),
         ("lockstep bench serve --random-p", 3, ["--random-prefix-len"]),
         ("lockstep completion ", 2, ["bash", "zsh", "fish"]),
     ],
@@ -43,7 +43,7 @@ def test_zsh_and_fish_are_told_with_help() -> None:
         **{
             VARIABLE: "complete_fish",
             "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-            "_TYPER_COMPLETE_ARGS": "lockstep ch",
+            "_TYPER_COMPLETE_ARGS": "lockstep cha",
         }
     )
     assert fish.startswith("chat\t")
