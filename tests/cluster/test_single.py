@@ -261,3 +261,14 @@ def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(live()) == "[stub:alpha] ok len=3 max=40"
+
+
+async def test_a_session_keeps_its_prompt_where_others_had_the_pool() -> None:
+    async with served("stub://alpha", "thread", max_num_seqs=4) as model:
+        for prompt, session, cached in (("y" * 70, "s", 64), ("z" * 70, None, 0)):
+            await answer(model, call(prompt, session_id=session))
+            for letter in "abcdefghijkl":
+                await answer(model, call(letter * 1000))
+            assert (await answer(model, call(prompt + "more", session_id=session))).num_cached_tokens == cached
+            await model.reset_prefix_cache()
+        await settled(model)
