@@ -181,6 +181,17 @@ def test_the_counters_count(client: httpx2.Client) -> None:
     assert (grown["dispatch_hits"], grown["dispatch_fallbacks"]) == (1, 1)
 
 
+def test_the_cluster_is_in_the_metrics(client: httpx2.Client) -> None:
+    client.post(CHAT, json=BILLING)
+    counters = client.get("/v1/cluster").json()["counters"]
+    told = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if "lockstep:cluster_" in line)
+    assert float(told["lockstep:cluster_requests_total"]) == counters["requests_total"]
+    assert float(told["lockstep:cluster_dispatch_hits_total"]) == counters["dispatch_hits"]
+    assert float(told['lockstep:cluster_model_state{model_name="billing",state="resident"}']) == 1
+    assert float(told['lockstep:cluster_model_state{model_name="billing",state="standby"}']) == 0
+    assert float(told['lockstep:cluster_budget_used_bytes{budget="gpu_budget"}']) >= 1_600_000_000
+
+
 def test_metrics_are_told_by_model(client: httpx2.Client) -> None:
     client.post(CHAT, json=BILLING)
     told = client.get("/metrics").text

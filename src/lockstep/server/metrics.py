@@ -18,6 +18,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
+from lockstep.server.cluster_metrics import cluster_families
 from lockstep.server.record import RequestRecord
 from lockstep.server.serving import serving_of
 
@@ -98,7 +99,8 @@ async def metrics(request: Request) -> Response:
     serving = serving_of(request)
     counts: HttpCounts = request.app.state.http_counts
     snapshots = await serving.cluster.metrics()
-    families = [*model_families(snapshots, serving.options.metrics_prefix), counts.family()]
+    prefix = serving.options.metrics_prefix
+    families = [*model_families(snapshots, prefix), *cluster_families(serving.cluster, prefix), counts.family()]
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     if content_type.startswith(OPENMETRICS):
         # The library's other escapings break names with a colon (client_python #1177); ours need none.
