@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -199,3 +201,17 @@ def test_metrics_are_told_by_model(client: httpx2.Client) -> None:
         assert f'lockstep:generation_tokens_total{{engine="0",model_name="{name}"}}' in told or (
             f'lockstep:generation_tokens_total{{model_name="{name}",engine="0"}}' in told
         )
+
+
+def test_a_watcher_does_not_keep_a_server_from_ending(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(MANIFEST)
+    with serve("--manifest", str(path), *IN_THREAD) as server, server.client() as client:
+        with client.stream("GET", "/v1/events") as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": watching"
+            server.signal(signal.SIGTERM)
+            assert not [line for line in lines if line], "the stream has its end"
+        assert server.wait() == 0
+    assert "Traceback" not in server.stderr
+    assert "ERROR" not in server.stderr
