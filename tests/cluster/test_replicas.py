@@ -105,3 +105,24 @@ async def test_one_who_leaves_in_the_moment_of_admission_leaves_no_count() -> No
         await asyncio.gather(*leaving, return_exceptions=True)
         assert leaving[0].cancelled()
         assert (held.num_busy, len(held.waiting), held.phase) == (0, 0, Phase.RESIDENT)
+
+
+async def test_a_defect_over_a_load_is_told_to_those_who_wait_and_leaves_nothing_loaded() -> None:
+    def broken(loaded: object) -> int:
+        raise KeyError("a defect")
+
+    async with shell() as (replicas, _):
+        held = replicas.hold(spec_of("b", broken))
+        with pytest.raises(UnavailableError, match="a defect"):
+            await asyncio.wait_for(replicas.acquire(held), LIMIT_S)
+        assert held.phase is Phase.ABSENT
+        assert replicas.held_bytes == 0
+
+
+def test_what_is_loaded_counts_as_free_for_a_manifest_that_replaces_it() -> None:
+    manifest = parse("cluster: c\nresources: {gpu_budget: 100TB}\nmodels:\n  a: {source: 'pocket://'}\n")
+    alone, beside = (open_manifest(manifest, LoadOptions(), held).table.budgets.gpu for held in (0, 7 << 40))
+    assert alone.is_cut
+    assert beside.effective_bytes is not None
+    assert alone.effective_bytes is not None
+    assert beside.effective_bytes - alone.effective_bytes > 3 << 40

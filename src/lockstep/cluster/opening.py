@@ -44,12 +44,13 @@ class Opened:
     table: BudgetTable
 
 
-def open_manifest(manifest: Manifest, base: LoadOptions) -> Opened:
+def open_manifest(manifest: Manifest, base: LoadOptions, held_bytes: int = 0) -> Opened:
     """Open every source that is not remote.
 
     Args:
         manifest: as the backend serves it.
         base: how models are loaded, where their own ``engine`` does not say otherwise.
+        held_bytes: what loaded models take already, and a manifest that replaces theirs may take anew.
 
     Raises:
         ArtifactError: a source cannot be served; the message names the model.
@@ -81,7 +82,7 @@ def open_manifest(manifest: Manifest, base: LoadOptions) -> Opened:
         for e in manifest.entries
     )
     is_real = any(not source.is_stub for source in sources_of.values())
-    budgets = effective_budgets(manifest.resources, Machine(available_memory_bytes()) if is_real else None)
+    budgets = effective_budgets(manifest.resources, Machine(available_memory_bytes() + held_bytes) if is_real else None)
     return Opened(manifest, specs, needs, check(needs, budgets))
 
 

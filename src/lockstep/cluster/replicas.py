@@ -8,6 +8,7 @@ a client that leaves ends its own wait and nothing else.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -29,6 +30,8 @@ from lockstep.engine.loading import Progress
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, QueueFullError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING_CALLS = 1024
 """That wait for replicas, all together; more are refused."""
@@ -80,6 +83,11 @@ class Replicas:
 
     def all(self) -> tuple[Held, ...]:
         return tuple(self._held.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """What the replicas that are not absent take of the machine."""
+        return sum(held.bytes for held in self._held.values() if held.phase is not Phase.ABSENT)
 
     def hold(self, spec: ReplicaSpec) -> Held:
         """The replica of a spec; a new one is absent until somebody needs it."""
@@ -262,7 +270,8 @@ class Replicas:
                 self._move(held, Phase.UNLOADING, "budget")
                 await self._worker.unload(spec.key)
                 raise UnavailableError(excess)
-        except LockstepError as error:
+        except Exception as defect:  # whatever it is, nobody may wait for a load that has ended
+            error = defect if isinstance(defect, LockstepError) else await self._given_up(defect, spec)
             delay_s = held.failed(error, self._clock())
             self._move(held, Phase.ABSENT, FAILED)
             held.fail_waiting(UnavailableError(f"the model could not be loaded: {error}", retry_after_s=delay_s))
@@ -272,13 +281,22 @@ class Replicas:
             held.admit_waiting(self._clock())
         self.pump()
 
+    async def _given_up(self, defect: Exception, spec: ReplicaSpec) -> LockstepError:
+        """A defect of ours over a load: it is logged, and what was loaded is freed."""
+        log.error("a defect over the loading of %s", spec.source, exc_info=defect)
+        await self._worker.unload(spec.key)
+        return UnavailableError(f"{spec.source}: {defect!r}")
+
     def _start_unload(self, held: Held, reason: str, makes_room_for: str | None) -> None:
         self._move(held, Phase.UNLOADING, reason)
         held.makes_room_for = makes_room_for
         self.run(self._unload(held, reason))
 
     async def _unload(self, held: Held, reason: str) -> None:
-        await self._worker.unload(held.key)
+        try:
+            await self._worker.unload(held.key)
+        except Exception:  # whatever it is, nobody may wait for room that is never told to be free
+            log.exception("a defect over the unloading of %s", held.spec.source)
         held.makes_room_for = None
         self._move(held, Phase.ABSENT, reason)
         self.pump()

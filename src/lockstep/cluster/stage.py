@@ -98,7 +98,7 @@ class Stage:
             ConfigError: the models that are to be resident need more than the budgets.
         """
         served = served_by(manifest, self.options.backend)
-        opened = await asyncio.to_thread(open_manifest, served, self.options.load)
+        opened = await asyncio.to_thread(open_manifest, served, self.options.load, self.replicas.held_bytes)
         if reason := refusal(opened.table):
             raise ConfigError(reason)
         budgets = opened.table.budgets
