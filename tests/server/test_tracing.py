@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from lockstep.cluster.base import Hop
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings
 from lockstep.errors import UsageError
@@ -121,6 +122,26 @@ def test_the_genai_conventions_are_met() -> None:
         "gen_ai.response.time_to_first_chunk": 0.75,
         "lockstep.tenant": "key-1",
     }.items() <= attributes.items()
+
+
+def test_every_hop_of_a_routed_request_is_a_child_of_its_span() -> None:
+    record = record_of_a_chat()
+    record.hops = [Hop("router", "alpha", "alpha", "set.alpha", 0.25, 20, 16, 1)]
+    with receiver() as (url, spans):
+        tracer = RequestTracer(url)
+        tracer(record, 3.0)
+        tracer.close()
+    by_name = {span.name: span for span in spans}
+    request, router, last = by_name["chat alpha"], by_name["hop router"], by_name["hop alpha"]
+    assert {router.parent_span_id, last.parent_span_id} == {request.span_id}
+    assert router.start_time_unix_nano == request.start_time_unix_nano
+    assert router.end_time_unix_nano - router.start_time_unix_nano == 250_000_000
+    assert last.end_time_unix_nano == request.end_time_unix_nano
+    assert last.end_time_unix_nano - last.start_time_unix_nano == 2_000_000_000
+    told = attributes_of(router)
+    assert (told["lockstep.intent"], told["lockstep.target"]) == ("alpha", "set.alpha")
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.cache_read.input_tokens"]) == (20, 16)
+    assert attributes_of(last)["gen_ai.usage.output_tokens"] == 3
 
 
 def test_a_failed_request_says_why() -> None:

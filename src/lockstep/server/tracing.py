@@ -1,4 +1,4 @@
-"""OpenTelemetry, an extra: one span per request, with the attributes of the GenAI semantic conventions (1.41).
+"""OpenTelemetry, an extra: a span per request and per hop, with the attributes of the GenAI conventions (1.41).
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. A span is made when its request has ended, from the
 request's record, so a request that is being served costs nothing; `traceparent` makes it a child of the caller's span.
@@ -7,7 +7,8 @@ request's record, so a request that is being served costs nothing; `traceparent`
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("lockstep.server", __version__)
 
     def __call__(self, record: RequestRecord, duration_s: float) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         if record.endpoint in PROBES:
@@ -75,11 +76,56 @@ class RequestTracer:
         )
         if record.status is not None and record.status >= 500:
             span.set_status(Status(StatusCode.ERROR))
+        context = set_span_in_context(span)
+        for hop in hop_spans(record, duration_s):
+            child = self._tracer.start_span(
+                hop.name, context, attributes=hop.attributes, start_time=end_ns - int(hop.began_s * 1e9)
+            )
+            child.end(end_ns - int(hop.ended_s * 1e9))
         span.end(end_ns)
 
     def close(self) -> None:
         """Send what waits, within the export's timeout. Blocks."""
         self._provider.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class HopSpan:
+    """One model's part of a routed request."""
+
+    name: str
+    began_s: float
+    """Seconds before the end of the request, as is the next."""
+    ended_s: float
+    attributes: Mapping[str, AttributeValue]
+
+
+def hop_spans(record: RequestRecord, duration_s: float) -> Iterator[HopSpan]:
+    """Those who routed, one after the other from the request's beginning, and who answered, up to its end. Of a request
+    with several prompts, whose hops overlap, there are none."""
+    if not record.hops or len(record.outputs) != 1:
+        return
+    left_s = duration_s
+    for hop in record.hops:
+        began_s, left_s = left_s, max(0.0, left_s - hop.latency_s)
+        usage = hop.num_prompt_tokens, hop.num_cached_tokens, hop.num_output_tokens
+        told = {"lockstep.intent": hop.intent or "", "lockstep.target": hop.target or ""}
+        yield HopSpan(f"hop {hop.model}", began_s, left_s, {**_hop_attributes(hop.model, *usage), **told})
+    [output] = record.outputs
+    if record.hops[-1].target is not None:
+        usage = output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens
+        model = record.model or ""
+        yield HopSpan(f"hop {model}", min(left_s, output.timings.total_s), 0.0, _hop_attributes(model, *usage))
+
+
+def _hop_attributes(model: str, num_prompt: int, num_cached: int, num_output: int) -> dict[str, AttributeValue]:
+    return {
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": num_prompt,
+        "gen_ai.usage.output_tokens": num_output,
+        "gen_ai.usage.cache_read.input_tokens": num_cached,
+    }
 
 
 def span_name(record: RequestRecord) -> str:
