@@ -39,7 +39,7 @@ Message = dict[str, Any]
 def serving(port: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server of the cluster until the block ends: its address and its process."""
     command = [sys.executable, "-m", "lockstep", "serve", "--manifest", str(MANIFEST), "--backend", "pocket"]
-    command += ["--port", port, "--log-level", "warning"]
+    command += ["--port", port, "--log-level", "error"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield address_of(process), process
