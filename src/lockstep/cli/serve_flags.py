@@ -76,7 +76,7 @@ class ModelFlags:
     ] = "process"
     stream_interval_ms: Annotated[
         float, typer.Option(help="Tokens that come faster share a frame; 0: never.", min=0.0, max=1000.0)
-    ] = 0.0
+    ] = 20.0
 
 
 @dataclass(frozen=True, slots=True)

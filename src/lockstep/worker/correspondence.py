@@ -62,13 +62,15 @@ class Correspondence:
 
     def outputs(self, event: Outputs) -> None:
         """What a step brought; what nobody reads any more is dropped."""
-        mailboxes, waiting = self._mailboxes, []
+        mailboxes = self._mailboxes
         for request_id in event.accepted:
             if (mailbox := mailboxes.get(request_id)) is not None:
                 mailbox.accept()
-        for output in event.outputs:
-            if (mailbox := mailboxes.get(output.request_id)) is not None and mailbox.put(output):
-                waiting.append(mailbox)
+        waiting = [
+            mailbox
+            for output in event.outputs
+            if (mailbox := mailboxes.get(output.request_id)) is not None and mailbox.put(output)
+        ]
         self._pace.wake(waiting)
 
     def refused(self, event: Refused) -> None:
