@@ -12,7 +12,8 @@ from lockstep.worker.mailbox import Mailbox
 from lockstep.worker.messages import Outputs
 
 FOR_EVER_S = 3600.0
-WHOLE = RequestOutput(0, (1,), (Completion(0, "", (7,), FinishReason.LENGTH, None, None),), 0, 0, Timings(0.0, 0.0, 1.0))
+LAST = Completion(0, "", (7,), FinishReason.LENGTH, None, None)
+WHOLE = RequestOutput(0, (1,), (LAST,), 0, 0, Timings(0.0, 0.0, 1.0))
 
 
 def token(mailbox: Mailbox, number: int) -> TokenOutput:

@@ -105,8 +105,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
     """The result of some work, which is cancelled when ``watching`` returns.
 
-    The work runs in the caller's task and so begins at once: of many requests that come together, the first is with
-    its model before the last is read.
+    The work runs in the caller's task and so begins at once, without a turn of the loop in which all other requests
+    that came together are read.
 
     Raises:
         ClientLeft: it was cancelled.

@@ -109,7 +109,6 @@ class ProcessLink(asyncio.Protocol):
         if TYPE_CHECKING:
             assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        transport.set_write_buffer_limits(0)  # uvloop would send when all that is ready has run, and so delay the first
 
     def data_received(self, data: bytes) -> None:
         decode, received = self._decoder.decode, self._handler.received
