@@ -75,7 +75,7 @@ class ModelFlags:
         Literal["process", "thread"], typer.Option(help="Where the model runs: a supervised process of its own.")
     ] = "process"
     stream_interval_ms: Annotated[
-        float, typer.Option(help="Tokens that come faster share a frame; 0: never.", min=0.0, max=1000.0)
+        float, typer.Option(help="Tokens of a stream that come faster share a frame; 0: never.", min=0.0, max=1000.0)
     ] = 20.0
 
 
