@@ -22,6 +22,7 @@ from lockstep.engine.sizing import plan_config
 from lockstep.errors import ConfigError, UsageError
 from lockstep.executors.base import Geometry
 from lockstep.server.options import ServerOptions
+from tests.server.frames import events_of, texts_of
 from tests.server.process import IN_THREAD, ServerProcess, serve
 
 STUB = "stub://alpha"
@@ -77,6 +78,26 @@ def test_flags_without_effect_are_said_once(config: Path) -> None:
     assert len(warnings) == 2
     assert "--gpu-memory-utilization has no effect: no GPU memory is reserved" in warnings[0]
     assert "--trust-remote-code has no effect: no code of a model is ever run" in warnings[1]
+
+
+def test_a_stream_interval_makes_fewer_frames_of_the_same_text() -> None:
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    streams = []
+    for interval_ms in ("0", "500"):
+        with (
+            serve("stub://alpha?step_ms=4", *IN_THREAD, "--stream-interval-ms", interval_ms) as server,
+            server.client() as client,
+        ):
+            streams.append(events_of(client.post("/v1/completions", json=body, timeout=60).text))
+    each, together = streams
+    assert texts_of(each) == texts_of(together)
+    assert token_ids_of(each) == token_ids_of(together)
+    assert len(token_ids_of(each)) == 100
+    assert len(together) < len(each) / 2
+
+
+def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
+    return [token_id for event in events for choice in event["choices"] for token_id in choice.get("token_ids") or ()]
 
 
 @pytest.mark.parametrize(

@@ -177,15 +177,11 @@ async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.Mo
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    async def receive() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
-
     accepted = Accepted("m", (1,))
     answer = answer_of(completion_encoder(), 1)
     stream = EventStream([OpenCall(accepted, events(), {})], answer, ServerOptions(ping_interval_s=0.05))
     with pytest.raises(ClientLeft):
-        await asyncio.wait_for(stream.run(receive, send), UNTIL_S)
+        await asyncio.wait_for(stream.run(send), UNTIL_S)
     assert is_closed.is_set()
 
 

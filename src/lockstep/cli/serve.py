@@ -163,7 +163,12 @@ def _cluster(
         probe=what.probe,
         chat_template=flags.read_template(what.chat_template),
     )
-    worker = WorkerOptions(kind=what.worker, log_format=report.log_format, log_level=report.log_level)
+    worker = WorkerOptions(
+        kind=what.worker,
+        log_format=report.log_format,
+        log_level=report.log_level,
+        stream_interval_s=what.stream_interval_ms / 1000,
+    )
     if many.manifest is not None:
         return _of_manifest(many.manifest, many, load, worker)
     assert model is not None, "one of the two is given"

@@ -74,6 +74,9 @@ class ModelFlags:
     worker: Annotated[
         Literal["process", "thread"], typer.Option(help="Where the model runs: a supervised process of its own.")
     ] = "process"
+    stream_interval_ms: Annotated[
+        float, typer.Option(help="Tokens of a stream that come faster share a frame; 0: never.", min=0.0, max=1000.0)
+    ] = 20.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,18 +34,19 @@ from lockstep.server.serving import Serving
 from lockstep.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
-    home.router,
-    health.router,
-    metrics.router,
+    chat.router,
+    completions.router,
+    responses.router,
+    embeddings.router,
+    tokenize.router,
     manage.router,  # before the models', whose ids may hold slashes
     models.router,
     watch.router,
-    tokenize.router,
-    chat.router,
-    completions.router,
-    embeddings.router,
-    responses.router,
+    health.router,
+    metrics.router,
+    home.router,
 )
+"""They are asked in this order, each for some 10 us: what is called most comes first."""
 
 
 def create_app(

@@ -43,7 +43,7 @@ async def open_calls(cluster: Cluster, calls: Sequence[Call], names: Mapping[str
     """
     streams = [cluster.stream(call) for call in calls]
     try:
-        results = await asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
+        results = await _firsts(streams)
     except asyncio.CancelledError:
         await close(streams)
         raise
@@ -61,6 +61,16 @@ async def open_calls(cluster: Cluster, calls: Sequence[Call], names: Mapping[str
         if isinstance(result, BaseException):
             raise result
     raise RequestFailedError("a call did not begin with its acceptance; this is a bug in Lockstep")
+
+
+async def _firsts(streams: Sequence[EventStream]) -> list[Event | BaseException]:
+    """The first event of each, or what it raises; a single one needs no task of its own."""
+    if len(streams) > 1:
+        return await asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
+    try:
+        return [await anext(streams[0])]
+    except Exception as error:
+        return [error]
 
 
 async def close(streams: Sequence[EventStream]) -> None:
@@ -89,17 +99,39 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientLeft: it did.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(disconnected(receive))
+    return await unless_gone(disconnected(receive), work)
+
+
+async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, which is cancelled when ``watching`` returns.
+
+    The work runs in the caller's task and so begins at once, without a turn of the loop in which all other requests
+    that came together are read.
+
+    Raises:
+        ClientLeft: it was cancelled.
+    """
+    loop, working = asyncio.get_running_loop(), asyncio.current_task()
+    assert working is not None, "a handler runs in a task"
+    is_gone = is_over = False
+
+    def leave(watcher: asyncio.Task[None]) -> None:
+        nonlocal is_gone
+        if not is_over and not watcher.cancelled():
+            is_gone = True
+            working.cancel()
+
+    watcher = loop.create_task(watching)
+    watcher.add_done_callback(leave)
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientLeft
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and working.uncancel() == 0:  # and nobody else wanted its end
+            raise ClientLeft from None
+        raise
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        is_over = True
+        watcher.cancel()
 
 
 async def disconnected(receive: Receive) -> None:

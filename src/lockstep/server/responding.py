@@ -51,28 +51,33 @@ class AnswerResponse(Response):
         self._record.is_stream = job.is_stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        job, record = self._job, self._record
-        answer: Shown | None = None
-        opened: Sequence[OpenCall] = ()
+        record = self._record
         try:
-            opened = await while_connected(receive, open_calls(self._serving.cluster, job.calls, job.param_names))
-            record.model = opened[0].accepted.model
-            record.hops = [hop for call in opened for hop in call.accepted.hops]
-            answer = job.make_answer([call.accepted for call in opened])
-            if job.is_stream:
-                stream = EventStream(opened, answer, self._serving.options, job.before_end)
-                record.error = await stream.run(receive, send)
-            else:
-                await while_connected(receive, _collect(opened, answer))
-                if job.before_end is not None:
-                    await job.before_end()
-                await self._send_whole(answer.whole(), send)
+            await while_connected(receive, self._respond(send))
         except ClientLeft:
             record.status = CLIENT_LEFT_STATUS
         except RuntimeError as error:
             if CONNECTION_RESET not in str(error):
                 raise
             record.status = CLIENT_LEFT_STATUS
+
+    async def _respond(self, send: Send) -> None:
+        job, record = self._job, self._record
+        answer: Shown | None = None
+        opened: Sequence[OpenCall] = ()
+        try:
+            opened = await open_calls(self._serving.cluster, job.calls, job.param_names)
+            record.model = opened[0].accepted.model
+            record.hops = [hop for call in opened for hop in call.accepted.hops]
+            answer = job.make_answer([call.accepted for call in opened])
+            if job.is_stream:
+                stream = EventStream(opened, answer, self._serving.options, job.before_end)
+                record.error = await stream.run(send)
+                return
+            await _collect(opened, answer)
+            if job.before_end is not None:
+                await job.before_end()
+            await self._send_whole(answer.whole(), send)
         finally:
             await close([call.stream for call in opened])
             for output in () if answer is None else answer.outputs:

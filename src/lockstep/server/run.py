@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -65,6 +66,8 @@ def run_server(
             asyncio.Runner(loop_factory=_loop_factory()) as runner,
         ):
             app = create_app(cluster, options, () if tracer is None else (tracer,), store)
+            gc.collect()
+            gc.freeze()  # modules and routes stay; walking over them takes every full collection 34 ms
             runner.run(_Run(app, listener, announce, reload).serve())
     finally:
         if tracer is not None:

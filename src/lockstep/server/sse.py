@@ -11,14 +11,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from starlette.types import Receive, Send
+from starlette.types import Send
 
 from lockstep.cluster.base import Event
 from lockstep.engine.outputs import RequestOutput
 from lockstep.errors import RequestFailedError
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.options import ServerOptions
-from lockstep.server.reading import ClientLeft, OpenCall, disconnected, read
+from lockstep.server.reading import OpenCall, read, unless_gone
 
 PING = b": ping\n\n"
 MIN_WATCH_S = 0.05
@@ -121,25 +121,19 @@ class EventStream:
         self._sent_s = self._loop.time()
         self._is_sending = False
 
-    async def run(self, receive: Receive, send: Send) -> HttpError | None:
+    async def run(self, send: Send) -> HttpError | None:
         """Stream the answer; returns what the client was told went wrong.
 
         Raises:
-            ClientLeft: the client closed the connection, or takes nothing any more.
+            ClientLeft: the client takes nothing any more.
         """
-        readers = [asyncio.ensure_future(self._read(call, opened)) for call, opened in enumerate(self._opened)]
-        writer = asyncio.ensure_future(self._write(send))
-        watchers = asyncio.ensure_future(self._watch()), asyncio.ensure_future(disconnected(receive))
+        readers = [self._loop.create_task(self._read(call, opened)) for call, opened in enumerate(self._opened)]
         try:
-            await asyncio.wait((writer, *watchers), return_when=asyncio.FIRST_COMPLETED)
-            if writer.done():
-                return writer.result()
-            raise ClientLeft
+            return await unless_gone(self._watch(), self._write(send))
         finally:
-            tasks = (writer, *watchers, *readers)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
 
     async def _read(self, call: int, opened: OpenCall) -> None:
         answer, news, limit = self._answer, self._news, self._max_pending_bytes

@@ -18,14 +18,20 @@ from lockstep.worker.messages import (
     SessionsReport,
     SessionsSwept,
 )
+from lockstep.worker.pace import Pace
 
 Answer = MetricsReport | Checked | PrefixCacheReset | SessionsReport | SessionsSwept
 
 
 class Correspondence:
-    """Matches events with those who wait for them. Event loop only."""
+    """Matches events with those who wait for them. Event loop only.
 
-    def __init__(self) -> None:
+    Args:
+        interval_s: readers are woken together, and so often at most; see `lockstep.worker.pace`.
+    """
+
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self._pace = Pace(interval_s)
         self._ids = itertools.count()
         """Never used twice, so that what a lost worker's successor says is never taken for the lost one's."""
         self._mailboxes: dict[int, Mailbox] = {}
@@ -60,9 +66,12 @@ class Correspondence:
         for request_id in event.accepted:
             if (mailbox := mailboxes.get(request_id)) is not None:
                 mailbox.accept()
-        for output in event.outputs:
-            if (mailbox := mailboxes.get(output.request_id)) is not None:
-                mailbox.put(output)
+        waiting = [
+            mailbox
+            for output in event.outputs
+            if (mailbox := mailboxes.get(output.request_id)) is not None and mailbox.put(output)
+        ]
+        self._pace.wake(waiting)
 
     def refused(self, event: Refused) -> None:
         if (mailbox := self._mailboxes.get(event.request_id)) is not None:

@@ -16,7 +16,7 @@ class Mailbox:
         replica: who answers it.
     """
 
-    __slots__ = ("_error", "_outputs", "_waiter", "is_accepted", "is_ended", "replica", "request_id")
+    __slots__ = ("_error", "_has_begun", "_outputs", "_waiter", "is_accepted", "is_ended", "replica", "request_id")
 
     def __init__(self, request_id: int, replica: str) -> None:
         self.request_id = request_id
@@ -25,6 +25,7 @@ class Mailbox:
         """It has, or had, its place in the queue."""
         self.is_ended = False
         """Nothing more will come."""
+        self._has_begun = False
         self._outputs: list[TokenOutput] = []
         self._error: LockstepError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -50,27 +51,36 @@ class Mailbox:
 
     def accept(self) -> None:
         self.is_accepted = True
-        self._wake()
+        self.wake()
 
-    def put(self, output: TokenOutput) -> None:
-        """Take an output over; one that brings an error ends the request with it."""
+    def put(self, output: TokenOutput) -> bool:
+        """Take an output over; one that brings an error ends the request with it.
+
+        Returns:
+            Whether its reader is still to be woken. The first output and the ending do it by themselves.
+        """
         if self.is_ended:
-            return
+            return False
         if output.error is not None:
             self.fail(output.error)
-            return
+            return False
         self._outputs.append(output)
         self.is_ended = output.request is not None
-        self._wake()
+        if self._has_begun and not self.is_ended:
+            return True
+        self._has_begun = True
+        self.wake()
+        return False
 
     def fail(self, error: LockstepError) -> None:
         """End the request with an error; one that has ended keeps its ending."""
         if not self.is_ended:
             self.is_ended = True
             self._error = error
-            self._wake()
+            self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let whoever waits take what has come."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -85,6 +85,8 @@ class WorkerOptions:
     log_format: LogFormat = "text"
     log_level: str = "warning"
     """Of the worker process, which logs to standard error."""
+    stream_interval_s: float = 0.0
+    """What streams get within less than this comes to their readers at once, except their first tokens and ends."""
 
 
 class SupervisedWorker:
@@ -100,7 +102,7 @@ class SupervisedWorker:
         self._watched_per_s = 0.0
         self._life = Life()
         self._link: Link | None = None
-        self._open = Correspondence()
+        self._open = Correspondence(options.stream_interval_s)
         self._replicas = Replicas()
         self._restarts = Restarts()
         self._report: HealthReport | None = None
