@@ -206,8 +206,7 @@ class SupervisedWorker:
         """Send a request; every mailbox goes back by `leave`.
 
         Raises:
-            UnavailableError: the replica is not there now.
-            QueueFullError: the worker takes no more requests now.
+            UnavailableError, QueueFullError: the replica is not there, or the worker takes no more requests, now.
             InvalidParameterError: the request holds a number that no message can.
         """
         link = self._link
