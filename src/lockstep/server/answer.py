@@ -38,6 +38,17 @@ class Heading:
     session_id: str | None = None
     include_usage: bool = False
 
+    def chunk_head(self, kind: str) -> bytes:
+        """What every chunk begins with, encoded once; its own members follow after a comma."""
+        told = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+        return encode(told)[:-1]
+
 
 class Encoder(Protocol):
     """One endpoint's shapes."""

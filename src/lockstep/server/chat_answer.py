@@ -39,15 +39,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
         self._tells_ids = tells_ids
-        self._head = encode(
-            {
-                "id": heading.id,
-                "object": "chat.completion.chunk",
-                "created": heading.created_s,
-                "model": heading.model,
-                "system_fingerprint": heading.fingerprint,
-            }
-        )[:-1]
+        self._head = heading.chunk_head("chat.completion.chunk")
         self._usage = b',"usage":null' if heading.include_usage else b""
         self._text_heads = [
             b"data: " + self._head + b',"choices":[{"index":%d,"delta":{"content":' % index

@@ -40,15 +40,7 @@ class CompletionEncoder:
         self._has_logprobs = has_logprobs
         self._tells_ids = tells_ids
         self._tells_prompt_logprobs = tells_prompt_logprobs
-        self._head = encode(
-            {
-                "id": heading.id,
-                "object": "text_completion",
-                "created": heading.created_s,
-                "model": heading.model,
-                "system_fingerprint": heading.fingerprint,
-            }
-        )[:-1]
+        self._head = heading.chunk_head("text_completion")
         self._usage = b',"usage":null' if heading.include_usage else b""
         self._text_heads = [
             b"data: " + self._head + b',"choices":[{"index":%d,"text":' % index
