@@ -297,7 +297,7 @@ def test_no_foreign_flag_is_ignored_in_silence() -> None:
 
 
 def test_the_environment_has_a_variable_for_every_option() -> None:
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]  # the root is a group
     assert command.context_settings["auto_envvar_prefix"] == "LOCKSTEP"
     names = {parameter.name for parameter in command.params}
     assert known_flags() | {"model", "config", "debug"} <= names

@@ -70,7 +70,7 @@ class ManifestLoader(yaml.SafeLoader):
         """Nodes below an anchor; None while they are being composed."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]  # the library has no types
         anchor = getattr(event, "anchor", None)
         before = self._num_nodes
         if isinstance(event, yaml.AliasEvent):

@@ -93,7 +93,7 @@ class AnswerResponse(Response):
 async def _collect(opened: Sequence[OpenCall], answer: Shown) -> None:
     """Read all calls to their end; the first error ends them all."""
     tasks = [
-        asyncio.ensure_future(read(call, lambda events, index=index: answer.feed(index, events)))  # type: ignore[misc]
+        asyncio.ensure_future(read(call, lambda events, index=index: answer.feed(index, events)))  # type: ignore[misc]  # bound per turn
         for index, call in enumerate(opened)
     ]
     try:
