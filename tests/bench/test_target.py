@@ -36,9 +36,9 @@ def test_a_key_cannot_smuggle_a_header() -> None:
 
 
 def test_a_request_is_whole_http() -> None:
-    request = Target.parse("http://h:1/root/v1", "key").post("/v1/x", {"text": "ü"})
+    request = Target.parse("http://h:1/base/v1", "key").post("/v1/x", {"text": "ü"})
     head, _, body = request.partition(b"\r\n\r\n")
-    assert head.startswith(b"POST /root/v1/x HTTP/1.1\r\nHost: h:1\r\n")
+    assert head.startswith(b"POST /base/v1/x HTTP/1.1\r\nHost: h:1\r\n")
     assert b"\r\nAuthorization: Bearer key" in head
     assert f"Content-Length: {len(body)}".encode() in head
     assert json.loads(body) == {"text": "ü"}
