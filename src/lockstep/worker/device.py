@@ -179,9 +179,7 @@ class DeviceWorker:
             replica.engine.submit(submit.request, self._outputs.append, request_id=submit.request_id)
         except LockstepError as error:
             self._emit(Refused(submit.request_id, error))
-        except (
-            Exception
-        ) as error:  # a defect of ours, or a value of a wrong type: that request's end, and nobody else's
+        except Exception as error:  # a defect of ours or a wrong type: that request's end, and nobody else's
             log.exception("request %d cannot be prepared", submit.request_id)
             self._emit(Refused(submit.request_id, RequestFailedError(f"it cannot be prepared: {error!r}")))
         if self._replicas.get(submit.replica) is not replica:  # unloaded meanwhile: nobody will look into its inbox
