@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cluster.base import Accepted, Routed
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
 from lockstep.pocket import pocket_path
-from tests.cluster.clusters import Answer, clustered, model_of, say
+from tests.cluster.clusters import Answer, asking, clustered, model_of, say
 from tests.cluster.support import until
 
 TWO_THAT_DO_NOT_FIT = """
@@ -144,6 +145,22 @@ async def test_a_hint_promotes_before_the_routers_hop_has_ended() -> None:
                 if event.type == "hop" or event.fields.get("to") == "loading":
                     order.append(str(event.fields.get("target") or event.fields["model"]))
         assert order == ["legal", "specialists.legal", "specialists.billing", "billing"]
+
+
+async def test_a_routed_call_says_who_answers_before_that_model_is_there() -> None:
+    """Only where it must wait: one that is there accepts the call itself."""
+    async with clustered(ROUTED) as cluster:
+        async with aclosing(cluster.stream(asking("a billing question"))) as cold:
+            first = await anext(cold)
+            assert isinstance(first, Routed)
+            assert (first.model, first.hops[0].target) == ("billing", "specialists.billing")
+            assert model_of(cluster, "billing").state == "standby"
+            accepted = await anext(cold)
+        async with aclosing(cluster.stream(asking("a billing question"))) as warm:
+            again = await anext(warm)
+        assert isinstance(accepted, Accepted)
+        assert isinstance(again, Accepted)
+        assert accepted.hops == first.hops
 
 
 async def test_a_model_is_demoted_when_nobody_has_used_it_for_its_time() -> None:

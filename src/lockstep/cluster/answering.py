@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from lockstep.cluster.base import Accepted, Call, EventStream, Hop
+from lockstep.cluster.base import Accepted, Call, EventStream, Hop, Routed
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.models import Model, Roster
@@ -123,7 +123,11 @@ class Answering:
             self._sessions.answered_by(call.session_id, target.id)
         self._counters.dispatch_hits += not decision.is_fallback
         self._counters.dispatch_fallbacks += decision.is_fallback
-        rest = replace(_shortened(call, latency_s), queue_deadline_s=None)  # its first step was the entry's
+        if self._must_wait(target, call):
+            yield Routed(target.id, (hop,))
+        rest = replace(
+            _shortened(call, self._clock() - started_s), queue_deadline_s=None
+        )  # its first step was the entry's
         async with aclosing(self._answered(target, rest, (hop,))) as events:
             async for event in events:
                 yield event
@@ -137,8 +141,8 @@ class Answering:
         text = ""
         async with aclosing(self._answered(entry, question, ())) as events:
             async for event in events:
-                if isinstance(event, Accepted):
-                    accepted = event
+                if not isinstance(event, TokenOutput):
+                    accepted = event if isinstance(event, Accepted) else accepted
                     continue
                 outputs.append(event)
                 text += event.text
@@ -205,6 +209,15 @@ class Answering:
             if model.held is not None:
                 self._replicas.release(model.held)
             model.sessions.leave(session)
+
+    def _must_wait(self, model: Model, call: Call) -> bool:
+        """Whether a call would be neither taken nor refused at once."""
+        if model.remote is not None:
+            return model.remote.health().ready
+        assert model.held is not None, "a model is local or remote"
+        if model.held.refusal(self._clock()) is not None:
+            return False
+        return not model.held.is_open or model.sessions.must_wait(call.session_id)
 
     def _text_side(self, held: Held) -> tuple[int, Tokenizer]:
         """Context and tokenizer, as told by the worker that serves now; an artifact may change with a restart."""

@@ -2,7 +2,8 @@
 
 A `Call` is one request as the server understood it. `Cluster.stream` answers it with events: first `Accepted`, then
 a `TokenOutput` for what each step brought to each of the ``n`` completions; the very last one carries the whole answer.
-A non-streaming answer is the collected stream, and leaving the stream is the abort.
+Before `Accepted` comes `Routed` where the call was routed to one who cannot begin at once. A non-streaming answer is
+the collected stream, and leaving the stream is the abort.
 """
 
 from __future__ import annotations
@@ -78,8 +79,18 @@ class Hop(msgspec.Struct, frozen=True):
     num_output_tokens: int
 
 
+class Routed(msgspec.Struct, frozen=True):
+    """Who answers is known and cannot begin at once: a model to be loaded, or another server. The call may still be
+    refused."""
+
+    model: str
+    """The served name of who answers."""
+    hops: tuple[Hop, ...]
+    """As in `Accepted`."""
+
+
 class Accepted(msgspec.Struct, frozen=True):
-    """The first event of a call: it can be served and has its place in the queue."""
+    """The call can be served and has its place in the queue."""
 
     model: str
     """The served name of who answers."""
@@ -88,7 +99,7 @@ class Accepted(msgspec.Struct, frozen=True):
     """What others did before, in order, where the request was routed."""
 
 
-Event = Accepted | TokenOutput
+Event = Routed | Accepted | TokenOutput
 EventStream = AsyncGenerator[Event, None]
 
 

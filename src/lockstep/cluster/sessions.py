@@ -85,7 +85,7 @@ class ModelSessions:
         Raises:
             QueueFullError: too many wait already.
         """
-        if not self._waiting and self._has_room(session):
+        if not self.must_wait(session):
             self._take(session)
             return
         if len(self._waiting) >= MAX_WAITING_SESSIONS:
@@ -112,6 +112,9 @@ class ModelSessions:
             del self._active[session]
             self._idle[session] = None
         self._next()
+
+    def must_wait(self, session: str | None) -> bool:
+        return bool(self._waiting) or not self._has_room(session)
 
     def holds(self, session: str) -> bool:
         return session in self._active or session in self._idle
