@@ -228,6 +228,40 @@ async def test_a_random_crowd_is_served_whole_under_a_small_budget() -> None:
         assert most <= 2_500_000_000
 
 
+MEASURED = """
+cluster: c
+resources: {gpu_budget: 1GB}
+models:
+  m: {source: 'pocket://', tier: standby, engine: {kv_cache_memory_bytes: 4MB}}
+"""
+
+
+async def test_a_load_corrects_what_was_predicted_from_the_files() -> None:
+    """In a process of its own, whose memory nobody else takes."""
+    async with clustered(MEASURED, kind="process") as cluster:
+        [before] = cluster.snapshot().replicas
+        assert (before.bytes, before.measured_bytes) == (before.predicted_bytes, None)
+        await cluster.load_model("m")
+        [after] = cluster.snapshot().replicas
+        assert after.measured_bytes is not None
+        assert after.measured_bytes > before.predicted_bytes == after.predicted_bytes, "small files, a whole graph"
+        assert after.bytes == after.measured_bytes == cluster.snapshot().budgets[0].used_bytes
+
+
+async def test_what_loading_finds_too_large_for_its_budget_is_unloaded_again() -> None:
+    predicted = 4 * 10**6 + round(1.25 * pocket_path().stat().st_size)
+    async with clustered(MEASURED.replace("1GB", f"{predicted}B"), kind="process") as cluster:
+        with pytest.raises(UnavailableError, match=r"were expected; of gpu_budget's .* only .* are free"):
+            await say(cluster, "hello")
+        [replica] = cluster.snapshot().replicas
+        assert (replica.phase, cluster.snapshot().budgets[0].used_bytes) == ("absent", 0)
+        assert replica.measured_bytes is not None
+        assert replica.measured_bytes > predicted >= replica.predicted_bytes
+        assert model_of(cluster, "m").state == "failed"
+        with pytest.raises(UnavailableError, match="could not be loaded: pocket://: loaded, it takes"):
+            await say(cluster, "hello")
+
+
 @pytest.mark.slow
 async def test_what_a_lost_workers_successor_cannot_load_is_absent_until_it_can(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"

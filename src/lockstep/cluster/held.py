@@ -53,7 +53,8 @@ class Held:
     is_pinned: bool
     idle_limit_s: float | None
     phase: Phase = Phase.ABSENT
-    bytes: int = 0
+    measured_bytes: int | None = None
+    """Weights and KV pool, as its last load found them, also where that was too much; None: it was never loaded."""
     loaded: Loaded | None = None
     """What its last load measured."""
     tokenizer: Tokenizer | None = None
@@ -77,6 +78,11 @@ class Held:
     @property
     def key(self) -> str:
         return self.spec.key
+
+    @property
+    def bytes(self) -> int:
+        """What it takes, as well as that is known."""
+        return self.spec.predicted_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
     def is_open(self) -> bool:

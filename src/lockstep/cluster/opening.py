@@ -141,12 +141,14 @@ def _engine_options(entry: Entry, base: EngineOptions) -> EngineOptions:
 def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:
     own = sorted((name, repr(value)) for name, value in entry.engine.items())
     digest = hashlib.blake2b(repr((source.fingerprint, own)).encode()).hexdigest()[:KEY_DIGITS]
-    pool_bytes = options.engine.kv_cache_memory_bytes or 0
 
     def measure(loaded: Loaded) -> int:
-        if entry.size_bytes is not None or source.is_stub:
+        if source.is_stub:  # its weights are a fiction
             return footprint.resident_bytes
-        return footprint.resident_bytes - pool_bytes + loaded.config.num_blocks * loaded.geometry.bytes_per_block
+        weights = predict(None, source.file_bytes, 0).resident_bytes
+        if loaded.weights_bytes is not None:
+            weights = max(source.file_bytes, loaded.weights_bytes)  # what stays mapped from its file is there as well
+        return weights + loaded.config.num_blocks * loaded.geometry.bytes_per_block
 
     def tokenizer() -> Tokenizer:
         parts: TokenizerParts = source.parts()

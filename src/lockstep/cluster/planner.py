@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from lockstep.cluster.budget import megabytes
+from lockstep.cluster.budget import GPU_BUDGET, megabytes
 from lockstep.cluster.ledger import Ledger
 from lockstep.cluster.plan import (
     MOVES,
@@ -85,11 +85,16 @@ def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float 
 
 def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
     """Why a replica that was just loaded has to be unloaded again, in one sentence; empty: it may stay."""
+    before = next(r.bytes for r in observed.replicas if r.key == key)
     others = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT and r.key != key)
     if observed.budget_bytes is None or others + measured_bytes <= observed.budget_bytes:
         return ""
     left = megabytes(max(0, observed.budget_bytes - others))
-    return f"loaded, it takes {megabytes(measured_bytes)}; of {megabytes(observed.budget_bytes)}, {left} are free"
+    return (
+        f"loaded, it takes {megabytes(measured_bytes)}, where {megabytes(before)} were expected; of {GPU_BUDGET}'s "
+        f"{megabytes(observed.budget_bytes)} only {left} are free, so it was unloaded again; raise it, or declare "
+        "fewer or smaller models"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Replicas:
         """The replica of a spec; a new one is absent until somebody needs it."""
         held = self._held.get(spec.key)
         if held is None:
-            held = Held(spec, priority=0, is_pinned=False, idle_limit_s=None, bytes=spec.predicted_bytes)
+            held = Held(spec, priority=0, is_pinned=False, idle_limit_s=None)
             self._held[spec.key] = held
         return held
 
@@ -265,11 +265,11 @@ class Replicas:
                 held.tokenizer = await asyncio.to_thread(lambda: Tokenizer(loaded.text.parts()))
             measured = spec.measure(loaded)
             excess = overshoot(self._observed(), spec.key, measured)
-            held.bytes = measured
+            held.measured_bytes = measured
             if excess:
                 self._move(held, Phase.UNLOADING, "budget")
                 await self._worker.unload(spec.key)
-                raise UnavailableError(excess)
+                raise UnavailableError(f"{spec.source}: {excess}")
         except Exception as defect:  # whatever it is, nobody may wait for a load that has ended
             error = defect if isinstance(defect, LockstepError) else await self._given_up(defect, spec)
             delay_s = held.failed(error, self._clock())

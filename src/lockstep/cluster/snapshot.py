@@ -27,8 +27,11 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     models: tuple[str, ...]
     """Ids, in order of definition."""
     bytes: int
-    """Measured where it was loaded once, predicted before."""
-    is_measured: bool
+    """Weights and KV pool: measured where it was loaded once, predicted before."""
+    predicted_bytes: int
+    """As declared, or from the sizes of its files."""
+    measured_bytes: int | None
+    """By its last load; None: it was never loaded."""
     load_s: float | None
     """How long its last load took; None: it was never loaded."""
     num_busy: int

@@ -66,6 +66,7 @@ def open_replica(load: Load, progress: Progress, listeners: Listeners) -> tuple[
         hasattr(type(executor), "hidden_states"),
         time.perf_counter() - started_s,
         TextSide.of(model.tokenizer.parts),
+        model.weights_bytes,
     )
 
 
