@@ -17,6 +17,8 @@ from lockstep.worker.messages import Loaded
 FIRST_BACKOFF_S = 1.0
 """After a load failed; doubled by each that fails in a row."""
 MAX_BACKOFF_S = 60.0
+WARM_WISH_S = 30.0
+"""For how long after it became probable that a model will be needed, room that becomes free is taken for it."""
 EXPECTED_LOAD_S = 1.0
 """Of what was never loaded."""
 
@@ -69,7 +71,8 @@ class Held:
     """In a row."""
     failure: LockstepError | None = None
     """Why its last load failed; None: it did not."""
-    wants_warm: bool = False
+    warm_until_s: float = 0.0
+    """Until then free room is taken for it, as it will probably be needed."""
     makes_room_for: str | None = None
     """For whom it drains or is unloaded; None: for nobody."""
     is_retired: bool = False
@@ -99,13 +102,13 @@ class Held:
         delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self.num_failures, 16))
         self.num_failures += 1
         self.failure, self.retry_at_s = error, now_s + delay_s
-        self.wants_warm = False
+        self.warm_until_s = 0.0
         return delay_s
 
     def succeeded(self, loaded: Loaded, now_s: float) -> None:
         self.loaded, self.load_s, self.last_used_s = loaded, loaded.load_s, now_s
         self.failure, self.num_failures, self.retry_at_s = None, 0, 0.0
-        self.wants_warm = False
+        self.warm_until_s = 0.0
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +145,7 @@ class Held:
 
     # -- the planner ----------------------------------------------------------------------------------------------
 
-    def observed(self) -> Replica:
+    def observed(self, now_s: float) -> Replica:
         """As the planner sees it."""
         return Replica(
             key=self.key,
@@ -157,7 +160,7 @@ class Held:
             priority=self.priority,
             is_pinned=self.is_pinned and not self.is_retired,
             retry_at_s=self.retry_at_s,
-            wants_warm=self.wants_warm,
+            wants_warm=now_s < self.warm_until_s,
             idle_limit_s=self.idle_limit_s,
             makes_room_for=self.makes_room_for,
         )
