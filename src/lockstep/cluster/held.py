@@ -75,6 +75,8 @@ class Held:
     """Until then free room is taken for it, as it will probably be needed."""
     makes_room_for: str | None = None
     """For whom it drains or is unloaded; None: for nobody."""
+    is_dismissed: bool = False
+    """Unloaded by hand: requests bring it back, its declared tier does not."""
     is_retired: bool = False
     """On its way out of the manifest, or sent away by hand: it takes no calls."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
-from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, check, effective_budgets, predict
+from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.held import ReplicaSpec
 from lockstep.cluster.manifest import Entry, Manifest, Tier
 from lockstep.engine.loading import LoadOptions, default_cache_dir
@@ -84,6 +84,24 @@ def open_manifest(manifest: Manifest, base: LoadOptions, held_bytes: int = 0) ->
     is_real = any(not source.is_stub for source in sources_of.values())
     budgets = effective_budgets(manifest.resources, Machine(available_memory_bytes() + held_bytes) if is_real else None)
     return Opened(manifest, specs, needs, check(needs, budgets))
+
+
+def corrected(opened: Opened, loaded: Mapping[str, Loaded]) -> Opened:
+    """The same, weighed by what loads have told.
+
+    Args:
+        loaded: what the last loads of replicas measured, by key.
+    """
+
+    def weighed(need: Need) -> Need:
+        known = None if need.replica is None else loaded.get(need.replica)
+        if known is None or need.footprint is None:
+            return need
+        measured = opened.specs[need.model].measure(known)
+        return replace(need, footprint=replace(need.footprint, resident_bytes=measured, origin=Origin.MEASURED))
+
+    needs = tuple(weighed(need) for need in opened.needs)
+    return replace(opened, needs=needs, table=check(needs, opened.table.budgets))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,16 +41,16 @@ def picture(stage: Stage, is_replacing: bool, num_ephemeral: int) -> ClusterSnap
 
 
 def _budgets(stage: Stage) -> tuple[BudgetSnapshot, ...]:
-    assert stage.table is not None
+    assert stage.opened is not None
     held = [each for each in stage.replicas.all() if each.phase is not Phase.ABSENT]
 
     def shown(budget: Budget, used_bytes: int) -> BudgetSnapshot:
         return BudgetSnapshot(budget.name, budget.declared_bytes, budget.effective_bytes, used_bytes)
 
-    budgets = stage.table.budgets
+    table = stage.opened.table
     return (
-        shown(budgets.gpu, sum(each.bytes for each in held)),
-        shown(budgets.ram, stage.table.ram_needed_bytes),
+        shown(table.budgets.gpu, sum(each.bytes for each in held)),
+        shown(table.budgets.ram, table.ram_needed_bytes),
     )
 
 

@@ -97,6 +97,13 @@ class Replicas:
             self._held[spec.key] = held
         return held
 
+    def take_over(self, spec: ReplicaSpec) -> None:
+        """What a manifest says of a replica that is there already; what is loaded stays as it is."""
+        held = self._held[spec.key]
+        held.spec = spec
+        if held.loaded is not None:
+            held.measured_bytes = spec.measure(held.loaded)
+
     def order(self, keys: Iterable[str]) -> None:
         """These come first, in this order: it breaks ties."""
         first = {key: self._held[key] for key in keys}
@@ -107,11 +114,10 @@ class Replicas:
         assert self._held[key].phase is Phase.ABSENT
         del self._held[key]
 
-    async def tokenizer_of(self, held: Held) -> Tokenizer:
-        """Its text side, loaded or not."""
+    async def read_text(self, held: Held) -> None:
+        """Know its text side, so that requests to it can be planned before it was ever loaded."""
         if held.tokenizer is None:
             held.tokenizer = await asyncio.to_thread(held.spec.tokenizer)
-        return held.tokenizer
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
