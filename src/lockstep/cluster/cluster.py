@@ -247,11 +247,10 @@ class ManifestCluster:
         """Now and then: give up the KV of sessions that nobody comes back to, and look who watches."""
         was_watched = False
         while True:
-            limits = self._stage.roster.declared.sessions
-            await asyncio.sleep(limits.sweep_interval_s)
+            await asyncio.sleep(self._stage.roster.declared.sessions.sweep_interval_s)
             self._stage.notice_losses()
-            for session in self._stage.sessions.idle(limits, time.monotonic()):
-                await self._stage.sweep(session.id, "idle")
+            for session in self._stage.idle_sessions(time.monotonic()):
+                await self._stage.sweep(session, "idle")
             is_watched = self.events.num_watchers > 0
             if is_watched != was_watched:
                 self._stage.worker.watch_steps(STEPS_PER_S if is_watched else 0.0)

@@ -13,13 +13,13 @@ from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.budget import refusal, table_text
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
-from lockstep.cluster.manifest import Entry, Manifest, Tier
+from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
 from lockstep.cluster.models import Model, Roster
 from lockstep.cluster.opening import Opened, corrected, open_manifest
 from lockstep.cluster.planner import Phase, PlanPolicy
 from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.replicas import FAILED, Replicas
-from lockstep.cluster.sessions import ModelSessions, Sessions
+from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sessions import SessionChange
@@ -254,6 +254,16 @@ class Stage:
         for model in self.roster.models.values():
             if model.sessions.drop(session):
                 self.swept(session, model.id, reason)
+
+    def idle_sessions(self, now_s: float) -> list[str]:
+        """Whose KV may be given up: those of low models first and of critical ones last, by who answered last, and
+        within a class the least recently used first."""
+        models = self.roster.models
+
+        def urgency(session: Session) -> int:
+            return -models[session.model].entry.priority if session.model in models else -PRIORITIES["low"]
+
+        return [session.id for session in sorted(self.sessions.idle(self.roster.declared.sessions, now_s), key=urgency)]
 
     async def sweep(self, session: str, reason: str) -> None:
         """Give up an idle session's KV, of all its models."""
