@@ -15,6 +15,7 @@ import httpx2
 import openai
 import pytest
 
+from lockstep.server.cluster_metrics import REMOTE_HELP
 from tests.server.living import until
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import error_of
@@ -237,6 +238,31 @@ def test_the_cluster_is_in_the_metrics(client: httpx2.Client) -> None:
     assert float(told['lockstep:cluster_model_state{model_name="billing",state="resident"}']) == 1
     assert float(told['lockstep:cluster_model_state{model_name="billing",state="standby"}']) == 0
     assert float(told['lockstep:cluster_budget_used_bytes{budget="gpu_budget"}']) >= 1_600_000_000
+
+
+def test_the_remote_tier_is_in_the_metrics(tmp_path: Path, cluster: ServerProcess) -> None:
+    """Two remote models: the other server here, and a port where nobody listens, which is left alone after five."""
+    far = f"base_url: '{cluster.base_url}/v1', model: billing"
+    gone = "base_url: 'http://127.0.0.1:9/v1'"
+    text = MANIFEST.replace("fallback:\n  source: stub://fallback\n", f"fallback: {{remote: {{{far}}}}}\n")
+    text = text.replace("models:\n", f"models:\n  gone: {{remote: {{{gone}}}}}\n")
+    with clustered(tmp_path, text) as server, server.client() as client:
+        assert client.post(CHAT, json=asking("Hi")).json()["model"] == "fallback"
+        statuses = [client.post(CHAT, json={**BILLING, "model": "gone"}).status_code for _ in range(3)]
+        told = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if "_remote_" in line)
+        shown = {remote["model"]: remote for remote in client.get("/v1/cluster").json()["remotes"]}
+    assert statuses == [503, 503, 503]
+
+    def value(name: str, model: str, more: str = "") -> float:
+        return float(told[f'lockstep:cluster_remote_{name}{{model_name="{model}"{more}}}'])
+
+    counts = {model: [value(f"{name}_total", model) for name in REMOTE_HELP] for model in ("fallback", "gone")}
+    assert counts == {"fallback": [1, 1, 0, 0], "gone": [3, 5, 5, 1]}
+    assert value("breaker_state", "fallback", ',state="closed"') == value("breaker_state", "gone", ',state="open"') == 1
+    assert value("breaker_state", "gone", ',state="closed"') == 0
+    assert value("time_to_first_byte_seconds_count", "fallback") == 1
+    assert value("time_to_first_byte_seconds_count", "gone") == 0
+    assert (shown["gone"]["breaker"], shown["fallback"]["failures_total"]) == ("open", 0)
 
 
 def test_metrics_are_told_by_model(client: httpx2.Client) -> None:

@@ -37,6 +37,7 @@ def picture(stage: Stage, is_replacing: bool, num_ephemeral: int) -> ClusterSnap
         sessions_live=num_ephemeral + sum(session.state != "dropped" for session in named),
         counters=msgspec.structs.replace(stage.counters),
         transitions=tuple(stage.transitions),
+        remotes=tuple(model.remote.snapshot() for model in roster.models.values() if model.remote is not None),
     )
 
 

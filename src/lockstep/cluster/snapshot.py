@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from lockstep.cluster.remote_counts import RemoteSnapshot
+
 
 class BudgetSnapshot(msgspec.Struct, frozen=True):
     """One budget of the manifest."""
@@ -144,6 +146,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     counters: Counters
     transitions: tuple[TransitionSnapshot, ...]
     """The latest, oldest first."""
+    remotes: tuple[RemoteSnapshot, ...] = ()
+    """Of remote models, in order of definition."""
 
 
 class Replaced(msgspec.Struct, frozen=True):
