@@ -79,6 +79,14 @@ def test_every_example_boots_with_its_models_in_their_tiers_and_its_bytes(
     assert warmed == (8 if example == "warming-heavy" else 0)
 
 
+def test_budgets_beyond_the_machine_are_cut_and_said_in_a_line_each(tmp_path: Path) -> None:
+    text = "cluster: c\nresources: {gpu_budget: 80TB, ram_budget: 20TB}\nmodels:\n  m: {source: 'pocket://'}\n"
+    with serve("--manifest", str(written(tmp_path, text)), *IN_THREAD) as server:
+        lines = [line for line in server.stderr.splitlines() if "is cut from" in line]
+    assert len(lines) == 2
+    assert all("WARNING" in line and line.endswith("which this machine can give") for line in lines)
+
+
 def test_every_fault_of_a_manifest_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, SMALL.replace("source: stub://router", "tier: hot") + "zebra: 1\n")
     assert invoke(["serve", "--manifest", str(path)]) == 2

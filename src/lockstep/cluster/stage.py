@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.budget import refusal, table_text
+from lockstep.cluster.budget import cut_texts, refusal
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
@@ -104,9 +104,8 @@ class Stage:
         opened = corrected(opened, loaded)
         if reason := refusal(opened.table):
             raise ConfigError(reason)
-        budgets = opened.table.budgets
-        if budgets.gpu.is_cut or budgets.ram.is_cut:
-            log.warning("the machine has less than the manifest's budgets:\n%s", table_text(opened.table))
+        for text in cut_texts(opened.table.budgets):
+            log.warning("%s", text)
         return opened
 
     def cast(self, manifest: Manifest, opened: Opened) -> Roster:
