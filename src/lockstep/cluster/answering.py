@@ -119,15 +119,13 @@ class Answering:
             for output in outputs:
                 yield output
             return
+        if self._must_wait(target, call):
+            yield Routed(target.id, (hop,))
         if call.session_id is not None:
             self._sessions.answered_by(call.session_id, target.id)
         self._counters.dispatch_hits += not decision.is_fallback
         self._counters.dispatch_fallbacks += decision.is_fallback
-        if self._must_wait(target, call):
-            yield Routed(target.id, (hop,))
-        rest = replace(
-            _shortened(call, self._clock() - started_s), queue_deadline_s=None
-        )  # its first step was the entry's
+        rest = replace(_shortened(call, latency_s), queue_deadline_s=None)  # its first step was the entry's
         async with aclosing(self._answered(target, rest, (hop,))) as events:
             async for event in events:
                 yield event
@@ -217,7 +215,7 @@ class Answering:
         assert model.held is not None, "a model is local or remote"
         if model.held.refusal(self._clock()) is not None:
             return False
-        return not model.held.is_open or model.sessions.must_wait(call.session_id)
+        return not (model.held.is_open and model.sessions.is_open(call.session_id))
 
     def _text_side(self, held: Held) -> tuple[int, Tokenizer]:
         """Context and tokenizer, as told by the worker that serves now; an artifact may change with a restart."""

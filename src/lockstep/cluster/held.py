@@ -81,17 +81,17 @@ class Held:
     """On its way out of the manifest, or sent away by hand: it takes no calls."""
 
     @property
-    def key(self) -> str:
-        return self.spec.key
-
-    @property
     def bytes(self) -> int:
         """What it takes, as well as that is known."""
         return self.spec.predicted_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
+    def key(self) -> str:
+        return self.spec.key
+
+    @property
     def is_open(self) -> bool:
-        """Calls are admitted at once."""
+        """Whether calls are admitted at once: it is there, and is not held back for others."""
         return self.phase is Phase.RESIDENT and self.makes_room_for is None
 
     def move_to(self, phase: Phase, now_s: float) -> None:
