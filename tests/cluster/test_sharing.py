@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 
+from lockstep.cluster.base import Call, Conversation
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.executors.sampling_params import SamplingParams
-from tests.cluster.clusters import ask, asking, clustered
+from tests.cluster.clusters import ask, clustered
 from tests.cluster.support import LIMIT_S
 
 NUM_MODELS = 10
@@ -49,7 +49,8 @@ async def most_in_a_step(cluster: ManifestCluster) -> int:
     watching = asyncio.create_task(watch())
     names = [model.id for model in cluster.snapshot().models]
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    calls = [replace(asking("Hello", names[index % len(names)]), params=params) for index in range(NUM_MODELS)]
+    conversation = Conversation([{"role": "user", "content": "Hello"}])
+    calls = [Call(names[index % len(names)], conversation, params) for index in range(NUM_MODELS)]
     answers = await asyncio.gather(*(ask(cluster, call) for call in calls))
     assert {answer.model for answer in answers} == set(names)
     watching.cancel()
