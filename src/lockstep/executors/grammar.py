@@ -2,8 +2,9 @@
 
 `GrammarCompiler` belongs to a model and builds a `Grammar` per sequence; a grammar belongs to its sequence. The parser
 is llguidance's: its masks are a pure function of the grammar and the tokens so far. Copies of an llguidance matcher
-share a lexer whose budgets they use up together, so one sequence's fate would hang on the others': each sequence
-therefore gets a matcher of its own, and what is remembered of a constraint is its checked source.
+share a lexer whose budgets they use up together, so one sequence's fate could hang on the others'. What is remembered
+of a constraint is therefore its checked source, and each sequence gets a matcher of its own; only of a short choice,
+whose whole lexer is far smaller than its budgets, the matcher itself is remembered and copied.
 
 Sizes, lexer work, parser items and compile time are bounded; what exceeds them is refused at submission, or ends the
 one request that it belongs to.
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import InvalidParameterError, LockstepError, RequestFailedError
-from lockstep.executors.constraint import PARAM, Constraint
+from lockstep.executors.constraint import PARAM, Constraint, ConstraintKind
 from lockstep.executors.deep_stack import DeepStack
 from lockstep.executors.grammar_source import grammar_source
 from lockstep.executors.grammar_vocabulary import Vocabulary
@@ -41,6 +42,9 @@ STACK_BYTES = 128 << 20
 INITIAL_LEXER_FUEL = 100_000
 STEP_LEXER_FUEL = 100_000
 MAX_LEXER_STATES = 20_000
+MAX_COPIED_BYTES = 8_192
+"""Of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and making all of them
+takes about two units of fuel per byte: less than half of `MAX_LEXER_STATES` and a sixth of the fuel of one step."""
 NUM_REHEARSED_TOKENS = 16
 """How far a new constraint is tried, so that one that explodes is refused instead of stopping the engine."""
 MAX_MESSAGE_CHARS, MAX_WORD_CHARS = 400, 60
@@ -134,6 +138,8 @@ class _Checked:
     """For llguidance."""
     error: str | None
     """Why it cannot be used with this model."""
+    pristine: LLMatcher | None = None
+    """At its beginning, only ever copied; None: it must be built anew."""
 
 
 class GrammarCompiler:
@@ -157,13 +163,18 @@ class GrammarCompiler:
         self._deep_stack = DeepStack(STACK_BYTES, MAX_BUILDERS)
 
     def build(self, constraint: Constraint, count: int = 1) -> tuple[Grammar, ...]:
-        """Grammars for ``count`` sequences, each at its beginning. Blocks for about a millisecond, at most
-        `MAX_COMPILE_S`; the GIL is free meanwhile.
+        """Grammars for ``count`` sequences, each at its beginning. Unless `is_ready` says so it blocks for about a
+        millisecond, at most `MAX_COMPILE_S`; the GIL is free meanwhile.
 
         Raises:
             InvalidParameterError: the constraint is wrong, too large, or cannot be used with this model.
             QueueFullError: too many are being compiled.
         """
+        if (pristine := self._pristine(constraint)) is not None:
+            try:
+                return tuple(Grammar(pristine.deep_copy(), self._vocab_size) for _ in range(count))
+            except RequestFailedError:  # a defect under one copy may break them all
+                self._forget(constraint)
         tokenizer = self._ready_tokenizer(constraint)
         try:
             return self._deep_stack.run(lambda: self._build(tokenizer, constraint, count), MAX_COMPILE_S)
@@ -176,11 +187,30 @@ class GrammarCompiler:
                 raise
             raise _refused(constraint, f"the compiler broke on it: {error}") from None
 
-    def _build(self, tokenizer: LLTokenizer, constraint: Constraint, count: int) -> tuple[Grammar, ...]:
+    def is_ready(self, constraint: Constraint) -> bool:
+        """Whether `build` has nothing to compile, so that anybody may call it at any time."""
+        try:
+            return self._pristine(constraint) is not None
+        except TypeError:  # it was not validated yet, and holds what has no hash
+            return False
+
+    def _pristine(self, constraint: Constraint) -> LLMatcher | None:
+        checked = self._known(constraint)
+        return None if checked is None else checked.pristine
+
+    def _known(self, constraint: Constraint) -> _Checked | None:
         with self._lock:
             checked = self._checked.get(constraint)
             if checked is not None:
                 self._checked.move_to_end(constraint)
+            return checked
+
+    def _forget(self, constraint: Constraint) -> None:
+        with self._lock:
+            self._checked.pop(constraint, None)
+
+    def _build(self, tokenizer: LLTokenizer, constraint: Constraint, count: int) -> tuple[Grammar, ...]:
+        checked = self._known(constraint)
         if checked is None:
             checked = self._check(constraint, tokenizer)
             with self._lock:
@@ -189,7 +219,11 @@ class GrammarCompiler:
                     self._checked.popitem(last=False)
         if checked.error is not None:
             raise _refused(constraint, checked.error)
-        return tuple(Grammar(self._matcher(tokenizer, checked.source), self._vocab_size) for _ in range(count))
+        pristine, source = checked.pristine, checked.source
+        return tuple(
+            Grammar(self._matcher(tokenizer, source) if pristine is None else pristine.deep_copy(), self._vocab_size)
+            for _ in range(count)
+        )
 
     def _check(self, constraint: Constraint, tokenizer: LLTokenizer) -> _Checked:
         """Compile it and try it on a few tokens."""
@@ -200,11 +234,12 @@ class GrammarCompiler:
         matcher = self._matcher(tokenizer, source)
         if matcher.is_error():
             return _Checked("", matcher.get_error())
+        pristine = matcher.deep_copy() if _may_be_copied(constraint) else None
         try:
             rehearse(Grammar(matcher, self._vocab_size), self._vocab_size)
         except RequestFailedError as error:
             return _Checked("", matcher.get_error() or str(error))
-        return _Checked(source, None)
+        return _Checked(source, None, pristine)
 
     def _matcher(self, tokenizer: LLTokenizer, source: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -240,6 +275,11 @@ def rehearse(grammar: Grammar, vocab_size: int) -> None:
         if grammar.is_complete or not len(ids):
             return
         grammar.accept(int(ids[step * 7919 % len(ids)]), 0)
+
+
+def _may_be_copied(constraint: Constraint) -> bool:
+    is_choice = constraint.kind is ConstraintKind.CHOICE
+    return is_choice and sum(len(text.encode()) for text in constraint.source) <= MAX_COPIED_BYTES
 
 
 def _limits() -> LLParserLimits:

@@ -151,10 +151,10 @@ class DeviceWorker:
         self._wake.set()
 
     def _take(self, submit: Submit) -> None:
-        replica = self._replicas.get(submit.replica)
+        replica, constraint = self._replicas.get(submit.replica), submit.request.params.constraint
         if replica is None:
             self._emit(Refused(submit.request_id, _not_loaded(submit.replica)))
-        elif submit.request.params.constraint is None:
+        elif constraint is None or replica.engine.model.grammars.is_ready(constraint):
             self._submit(replica, submit)
         elif len(self._preparing) >= MAX_PREPARING:
             error = QueueFullError(f"{MAX_PREPARING} requests already wait for their grammars; try again later")
