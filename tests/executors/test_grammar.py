@@ -16,6 +16,7 @@ from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, QueueFullError, RequestFailedError
 from lockstep.executors import grammar as grammar_module
+from lockstep.executors import grammar_places
 from lockstep.executors.constraint import Constraint, ConstraintKind
 from lockstep.executors.deep_stack import DeepStack
 from lockstep.executors.grammar import (
@@ -25,6 +26,7 @@ from lockstep.executors.grammar import (
     Grammar,
     GrammarCompiler,
 )
+from lockstep.executors.grammar_places import RememberingMatcher
 from lockstep.executors.stub import stub_tokenizer_parts
 from tests.engine import text_models
 
@@ -262,28 +264,46 @@ class TestAChoiceThatIsAskedForAgain:
             assert grammar.is_complete
         assert compiler.is_ready(Constraint.choice(INTENTS))
 
-    def test_is_compiled_anew_where_its_copies_have_broken(self) -> None:
+    def test_is_compiled_anew_where_a_copy_has_broken(self) -> None:
+        class PanicException(BaseException):
+            """As the one that Rust code raises: no `Exception`."""
+
         class Broken:
             """As a matcher whose lexer a native panic has left locked."""
 
-            def deep_copy(self) -> Broken:
-                return self
-
-            def is_stopped(self) -> bool:
-                return True
-
-            def is_error(self) -> bool:
-                return True
-
-            def get_error(self) -> str:
-                return "poisoned"
+            def deep_copy(self) -> object:
+                raise PanicException("poisoned")
 
         compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
         choice = Constraint.choice(INTENTS)
         compiler.build(choice)
         compiler._checked[choice] = grammar_module._Checked("", None, Broken())  # type: ignore[arg-type]  # as good
+        with pytest.raises(InvalidParameterError, match="the compiler broke on it: poisoned"):
+            compiler.build(choice)
         (grammar,) = compiler.build(choice)
         pick(grammar, "none")
+
+    def test_needs_no_parser_where_somebody_was_before_and_remembers_so_many_places(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        choice = Constraint.choice(INTENTS)
+        pick(compiler.build(choice)[0], "technical")
+        walked: list[tuple[int, ...]] = []
+        look = RememberingMatcher._copied
+
+        def count(matcher: RememberingMatcher, taken: tuple[int, ...]) -> Any:
+            walked.append(taken)
+            return look(matcher, taken)
+
+        monkeypatch.setattr(RememberingMatcher, "_copied", count)
+        pick(compiler.build(choice)[0], "technical")
+        assert not walked
+        monkeypatch.setattr(grammar_places, "MAX_PLACES", 4)
+        for _ in range(2):
+            pick(compiler.build(choice)[0], "billing-eu")
+        assert len(compiler._places._known) == 4
+        assert (*b"billing",) in walked
 
     def test_is_copied_only_where_its_whole_lexer_stays_far_from_the_limits(
         self, monkeypatch: pytest.MonkeyPatch

@@ -3,8 +3,8 @@
 `GrammarCompiler` belongs to a model and builds a `Grammar` per sequence; a grammar belongs to its sequence. The parser
 is llguidance's: its masks are a pure function of the grammar and the tokens so far. Copies of an llguidance matcher
 share a lexer whose budgets they use up together, so one sequence's fate could hang on the others'. What is remembered
-of a constraint is therefore its checked source, and each sequence gets a matcher of its own; only of a short choice,
-whose whole lexer is far smaller than its budgets, the matcher itself is remembered and copied.
+of a constraint is therefore its checked source, and each sequence gets a matcher of its own. Only of a short choice,
+whose whole lexer is far smaller than its budgets, the matcher is remembered, and all that its copies have found out.
 
 Sizes, lexer work, parser items and compile time are bounded; what exceeds them is refused at submission, or ends the
 one request that it belongs to.
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from lockstep.errors import InvalidParameterError, LockstepError, RequestFailedError
 from lockstep.executors.constraint import PARAM, Constraint, ConstraintKind
 from lockstep.executors.deep_stack import DeepStack
+from lockstep.executors.grammar_places import Matcher, Places, RememberingMatcher
 from lockstep.executors.grammar_source import grammar_source
 from lockstep.executors.grammar_vocabulary import Vocabulary
 
@@ -55,7 +56,7 @@ class Grammar:
 
     __slots__ = ("_bits", "_forced", "_matcher", "is_complete")
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: Matcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._bits: TokenBits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
         self.is_complete = False
@@ -160,6 +161,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._checked: OrderedDict[Constraint, _Checked] = OrderedDict()
+        self._places = Places()
         self._deep_stack = DeepStack(STACK_BYTES, MAX_BUILDERS)
 
     def build(self, constraint: Constraint, count: int = 1) -> tuple[Grammar, ...]:
@@ -170,13 +172,10 @@ class GrammarCompiler:
             InvalidParameterError: the constraint is wrong, too large, or cannot be used with this model.
             QueueFullError: too many are being compiled.
         """
-        if (pristine := self._pristine(constraint)) is not None:
-            try:
-                return tuple(Grammar(pristine.deep_copy(), self._vocab_size) for _ in range(count))
-            except RequestFailedError:  # a defect under one copy may break them all
-                self._forget(constraint)
-        tokenizer = self._ready_tokenizer(constraint)
         try:
+            if (pristine := self._pristine(constraint)) is not None:
+                return self._copies(constraint, pristine, count)
+            tokenizer = self._ready_tokenizer(constraint)
             return self._deep_stack.run(lambda: self._build(tokenizer, constraint, count), MAX_COMPILE_S)
         except TimeoutError:
             raise _refused(constraint, f"compiling it takes longer than {MAX_COMPILE_S:g} s; make it simpler") from None
@@ -205,10 +204,6 @@ class GrammarCompiler:
                 self._checked.move_to_end(constraint)
             return checked
 
-    def _forget(self, constraint: Constraint) -> None:
-        with self._lock:
-            self._checked.pop(constraint, None)
-
     def _build(self, tokenizer: LLTokenizer, constraint: Constraint, count: int) -> tuple[Grammar, ...]:
         checked = self._known(constraint)
         if checked is None:
@@ -219,11 +214,17 @@ class GrammarCompiler:
                     self._checked.popitem(last=False)
         if checked.error is not None:
             raise _refused(constraint, checked.error)
-        pristine, source = checked.pristine, checked.source
-        return tuple(
-            Grammar(self._matcher(tokenizer, source) if pristine is None else pristine.deep_copy(), self._vocab_size)
-            for _ in range(count)
-        )
+        if checked.pristine is not None:
+            return self._copies(constraint, checked.pristine, count)
+        return tuple(Grammar(self._matcher(tokenizer, checked.source), self._vocab_size) for _ in range(count))
+
+    def _copies(self, constraint: Constraint, pristine: LLMatcher, count: int) -> tuple[Grammar, ...]:
+        def forget() -> None:  # what one copy broke may be shared by all
+            with self._lock:
+                self._checked.pop(constraint, None)
+
+        matchers = (RememberingMatcher(pristine, self._places, forget) for _ in range(count))
+        return tuple(Grammar(matcher, self._vocab_size) for matcher in matchers)
 
     def _check(self, constraint: Constraint, tokenizer: LLTokenizer) -> _Checked:
         """Compile it and try it on a few tokens."""
