@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 
 from msgspec.structs import replace
 
@@ -182,9 +182,11 @@ class Answering:
         """Hold a session and a replica for the block, which gets the call with the time that it has left."""
         began_s, session = self._clock(), call.session_id
         limits = (MAX_WAIT_S, call.deadline_s, call.queue_deadline_s)
+        is_open = model.sessions.is_open(session) and (model.held is None or model.held.is_open)
+        limit_s = None if is_open else min(limit for limit in limits if limit is not None)
         model.num_waiting += 1
         try:
-            async with asyncio.timeout(min(limit for limit in limits if limit is not None)):
+            async with nullcontext() if limit_s is None else asyncio.timeout(limit_s):
                 await model.sessions.enter(session)
                 try:
                     if model.held is not None:

@@ -79,8 +79,9 @@ class Held:
         return self.spec.key
 
     @property
-    def is_draining(self) -> bool:
-        return self.phase is Phase.RESIDENT and self.makes_room_for is not None
+    def is_open(self) -> bool:
+        """Whether calls are admitted at once: it is there, and is not held back for others."""
+        return self.phase is Phase.RESIDENT and self.makes_room_for is None
 
     def move_to(self, phase: Phase, now_s: float) -> None:
         """A move that the planner's table does not have is a programming error."""

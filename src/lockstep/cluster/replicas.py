@@ -125,7 +125,7 @@ class Replicas:
         now_s = self._clock()
         if (error := self._closing or held.refusal(now_s)) is not None:
             raise error
-        if held.phase is Phase.RESIDENT and not held.is_draining:
+        if held.is_open:
             held.admit(now_s)
             return
         if sum(len(other.waiting) for other in self._held.values()) >= MAX_WAITING_CALLS:
