@@ -9,7 +9,7 @@ the collected stream, and leaving the stream is the abort.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -23,13 +23,12 @@ from lockstep.errors import LockstepError
 from lockstep.executors.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """A prompt that the model's chat template writes."""
 
     messages: Sequence[Mapping[str, Any]]
     """OpenAI's shape, text only."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Further variables of the template: ``tools``, ``enable_thinking`` and the like."""
     reasoning: str = "auto"
     """``auto`` keeps thoughts apart where the template has tags for them, ``off`` never does."""
@@ -38,14 +37,13 @@ class Conversation:
 Prompt = str | tuple[int, ...] | Conversation
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One request, whoever answers it."""
 
     model: str | None
     """A served name; None: whoever takes requests without a name."""
     prompt: Prompt
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = Priority.NORMAL
     """Lower is served first, where the scheduling policy is by priority."""
     tenant: str = ""

@@ -68,7 +68,7 @@ def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, 
       worth their load: all whose room is needed drain, and when the last of them is idle they go together.
     - Warming takes free room and nothing else, and none while somebody waits for room.
     """
-    return _Draft(observed, now_s, policy).actions()
+    return () if _is_settled(observed) else _Draft(observed, now_s, policy).actions()
 
 
 def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float | None:
@@ -95,6 +95,20 @@ def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
         f"{megabytes(observed.budget_bytes)} only {left} are free, so it was unloaded again; raise it, or declare "
         "fewer or smaller models"
     )
+
+
+def _is_settled(observed: Observed) -> bool:
+    """Nobody who is absent is wanted, nobody present may be too idle, and all is within the budget: as it mostly is."""
+    absent, used = Phase.ABSENT, 0
+    for replica in observed.replicas:
+        if replica.phase is absent:
+            if replica.num_waiting or replica.is_pinned or replica.wants_warm:
+                return False
+        elif replica.idle_limit_s is not None:
+            return False
+        else:
+            used += replica.bytes
+    return observed.budget_bytes is None or used <= observed.budget_bytes
 
 
 @dataclass(frozen=True, slots=True)
