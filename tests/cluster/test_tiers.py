@@ -17,6 +17,7 @@ from lockstep.cluster.cluster import ManifestCluster
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
 from lockstep.pocket import pocket_path
 from tests.cluster.clusters import Answer, asking, clustered, model_of, say
+from tests.cluster.remotes import LONG_S, crooked, says
 from tests.cluster.support import until
 
 TWO_THAT_DO_NOT_FIT = """
@@ -161,6 +162,17 @@ async def test_a_routed_call_says_who_answers_before_that_model_is_there() -> No
         assert isinstance(accepted, Accepted)
         assert isinstance(again, Accepted)
         assert accepted.hops == first.hops
+
+
+async def test_a_routed_call_says_that_another_server_answers_before_it_does() -> None:
+    async with crooked(says(LONG_S)) as far:
+        fallback = f"fallback: {{remote: {{base_url: '{far.url}', timeout: 200ms}}}}\n"
+        async with clustered(ROUTED + fallback) as cluster, aclosing(cluster.stream(asking("hello"))) as events:
+            first = await anext(events)
+            assert isinstance(first, Routed)
+            assert (first.model, first.hops[0].target) == ("fallback", "fallback")
+            with pytest.raises(DeadlineError, match="did not begin"):
+                await anext(events)
 
 
 async def test_a_model_is_demoted_when_nobody_has_used_it_for_its_time() -> None:

@@ -93,7 +93,7 @@ def test_the_hop_comes_first_and_every_token_as_it_is_made(client: httpx2.Client
 def test_the_hop_does_not_wait_for_the_model_that_it_names(tmp_path: Path) -> None:
     """While the client has the hop, the specialist is still being loaded."""
     with (
-        clustered(tmp_path, MANIFEST.replace("stub://legal", "stub://legal?load_ms=1500")) as server,
+        clustered(tmp_path, MANIFEST.replace("stub://legal", "stub://legal?load_ms=3000")) as server,
         server.client() as client,
         server.client() as looking,
     ):
