@@ -82,18 +82,32 @@ class Fingerprint:
 
     def close(self) -> bytes | None:
         """Close the open record, as at the end of a recording; returns it."""
-        if self._body is None:
+        record = self.open_record
+        if record is None:
             return None
-        record = self._body + _encode((self._repeats,))
         self._digest = _hash(self._digest + record)
         self._body, self._repeats, self._before_plain = None, 0, False
         return record
 
+    @property
+    def open_record(self) -> bytes | None:
+        """The record that is open, as it would be closed now."""
+        return None if self._body is None else self._body + _encode((self._repeats,))
+
+    @property
+    def num_open_steps(self) -> int:
+        """Steps in the open record."""
+        return 0 if self._body is None else 1 + self._repeats
+
+    @property
+    def chain(self) -> bytes:
+        """The digest over the records that are closed."""
+        return self._digest
+
     def hexdigest(self) -> str:
         """The digest over everything taken in so far, as 16 hex digits."""
-        if self._body is None:
-            return self._digest.hex()
-        return _hash(self._digest + self._body + _encode((self._repeats,))).hex()
+        record = self.open_record
+        return self._digest.hex() if record is None else _hash(self._digest + record).hex()
 
     def _open(self, tag: int, plan: StepPlan, events: StepEvents) -> bytes | None:
         gone, rows = self._changes(plan)
