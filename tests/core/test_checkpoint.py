@@ -59,7 +59,8 @@ class Driven:
             case "abort":
                 return core.abort(number % 20)
             case "pin":
-                return core.pin(prompt(tokens).block_hashes)
+                core.pin(prompt(tokens).block_hashes)
+                return None
             case "sweep":
                 return core.sweep(prompt(tokens).block_hashes)
             case "reset":

@@ -63,6 +63,7 @@ _CLASSES: tuple[type[Any], ...] = (
     SequenceState,
 )
 """Never reordered: the numbers are written."""
+_ENUMS: dict[type[Any], list[Enum]] = {FinishReason: [*FinishReason], SequenceState: [*SequenceState]}
 
 
 def freeze(
@@ -162,7 +163,7 @@ class _Freezer:
         if kind is SchedulerConfig:
             return [_CONFIG]
         if isinstance(value, Enum):
-            return [_ENUM, _CLASSES.index(kind), list(kind).index(value)]
+            return [_ENUM, _CLASSES.index(kind), [*type(value)].index(value)]
         if id(value) in self._numbers:
             return [_REF, self._numbers[id(value)]]
         if kind not in _CLASSES:
@@ -224,7 +225,7 @@ class _Thawer:
             case 3:
                 return tuple(self._items(rest))
             case 8:
-                return list(_CLASSES[rest[0]])[rest[1]]
+                return _ENUMS[_CLASSES[rest[0]]][rest[1]]
             case 9:
                 return self._content(rest[0])
             case 10:
@@ -235,7 +236,7 @@ class _Thawer:
 
     def _object(self, kind: type[Any], names: list[str], values: list[Frozen]) -> Any:
         place = len(self._met)
-        thawed = None if kind is FinishedSequence else kind.__new__(kind)
+        thawed = None if kind is FinishedSequence else object.__new__(kind)
         self._met.append(thawed)
         held = dict(zip(names, self._items(values), strict=True))
         if thawed is None:
@@ -247,7 +248,7 @@ class _Thawer:
 
     def _container(self, code: int, rest: list[Frozen]) -> Any:
         made: Any = {_LIST: list, _DICT: dict, _ORDERED: OrderedDict, _SET: set, _DEQUE: deque}[code]
-        thawed = deque(maxlen=rest[0]) if code == _DEQUE else made()
+        thawed: Any = deque(maxlen=rest[0]) if code == _DEQUE else made()
         self._met.append(thawed)
         if code == _DEQUE:
             thawed.extend(self._items(rest[1:]))
