@@ -1,0 +1,66 @@
+"""What a replay tells whoever watches it: one value per step, or per run of steps that repeat each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.core.step import StepEvents, StepPlan
+
+
+class Tick(NamedTuple):
+    """One step, a run of steps in which every row of ``plan`` decodes one token more each time, or idle ticks."""
+
+    tick: int
+    """Number of the first, idle ones counted."""
+    num_ticks: int
+    start_ps: int
+    """Logical time at which the first begins."""
+    duration_ps: int
+    """Of all of them."""
+    plan: StepPlan | None
+    """Of the first; None: idle, nothing ran."""
+    events: StepEvents | None
+    """Of the first. Only the first can admit, preempt, take blocks or finish somebody."""
+    num_prefill_tokens: int
+    """Prompt tokens that each of them computes; 0 in a run of several."""
+    num_decoded_tokens: int
+    """Output tokens that all of them brought together."""
+    num_queued: int
+    """Waiting after admission: in the queue, or preempted."""
+    num_active: int
+    """Running after admission, those that end with this step included."""
+    num_used_blocks: int
+    """Held during the step, before those that end give theirs back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutcome:
+    """What became of one request. Ticks and times are of the logical clock; -1: it never came so far."""
+
+    name: str
+    seq_id: int
+    """-1: refused at its arrival."""
+    priority: int
+    tenant: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    arrival_tick: int
+    admitted_tick: int
+    first_token_tick: int
+    finished_tick: int
+    arrival_ps: int
+    admitted_ps: int
+    """Begin of the step that admitted it."""
+    first_token_ps: int
+    """End of the step that brought its first token."""
+    finished_ps: int
+    """End of its last step."""
+    refusal: str = ""
+    """Why it was refused."""
+
+
+Watcher = Callable[[Tick], None]

@@ -1,0 +1,58 @@
+"""What is replayed: requests in lengths, arrivals and block contents, whatever file they came from. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lockstep.core.request import Priority
+
+PS_PER_MS = 1_000_000_000
+"""Logical time is whole picoseconds, so that a run of steps adds up to the same time as its steps one by one."""
+
+
+class ArrivalUnit(Enum):
+    """What the arrivals of a workload count."""
+
+    TICKS = "ticks"
+    """A request joins the queue before the step of that number; an idle tick is a tick."""
+    PS = "ps"
+    """Picoseconds of logical time; steps take what the cost model says, idle time is skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """One request of a workload."""
+
+    name: str
+    """Its id in the file, or its number there."""
+    num_prompt_tokens: int
+    max_output_tokens: int
+    num_output_tokens: int
+    """What it gets if nothing ends it before; at most ``max_output_tokens``."""
+    arrival: int
+    """From the first request's on, in the workload's unit; never less than that of the request before."""
+    priority: int = Priority.NORMAL
+    tenant: str = ""
+    contents: tuple[int, ...] = ()
+    """One dense id for each block of ``content_size`` tokens of the prompt, a partial last one included; equal ids are
+    equal content with equal past. Empty: shares nothing."""
+    place: str = ""
+    """Where it stands in its file, for messages: ``trace.jsonl:17``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival, and what the file says of the scheduler that should serve them.
+
+    ``requests`` may be read once only when it streams from a file; whoever needs it twice makes a tuple of it.
+    """
+
+    name: str
+    requests: Iterable[WorkloadRequest]
+    unit: ArrivalUnit
+    content_size: int = 0
+    """Tokens that one id of ``contents`` stands for; 0: there are none."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Fields of ``SchedulerConfig`` that the file sets; what it leaves open has its default for replays."""
