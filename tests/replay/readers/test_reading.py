@@ -184,7 +184,7 @@ def test_a_stream_takes_memory_for_a_line_not_for_a_file(tmp_path: Path) -> None
     for each, options in ((path, ReadOptions()), (packed, ReadOptions(dequantize_seed=1))):
         count, peak = peak_bytes(each, options)
         assert count == 5_000
-        assert peak < 400_000
+        assert peak < path.stat().st_size // 2
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
