@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import random
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,6 @@ from tests.replay.readers.files import (
     MOONCAKE,
     WORKLOAD,
     aiperf_record,
-    as_lines,
     requests_in,
     written,
 )
@@ -222,15 +223,29 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused_in_bounded_memory(tmp
 
 @pytest.mark.slow
 def test_a_gigabyte_is_streamed(tmp_path: Path) -> None:
-    lines = [json.loads(line) | {"timestamp": 5} for line in mooncake_lines(20_000, seed=2)]
-    block = as_lines(lines)
-    num_blocks = -(-(1 << 30) // len(block))
+    """A process that reads it needs no more memory than one that reads its first request."""
+    ids = list(range(1 << 40, (1 << 40) + 250))
+    row = json.dumps({"timestamp": 5, "input_length": 250 * 512, "output_length": 9, "hash_ids": ids}) + "\n"
+    num_rows = -(-(1 << 30) // len(row))
     with (tmp_path / "big").open("w") as file:
-        for _ in range(num_blocks):
-            file.write(block)
-    count, peak = peak_bytes(tmp_path / "big", ReadOptions())
-    assert count == num_blocks * 20_000
-    assert peak < 1 << 20
+        for _ in range(num_rows):
+            file.write(row)
+    one, small_peak = peak_of_process(tmp_path / "big", limit=1)
+    count, peak = peak_of_process(tmp_path / "big", limit=None)
+    assert (one, count) == (1, num_rows)
+    assert peak < small_peak + (8 << 20)
+
+
+def peak_of_process(path: Path, limit: int | None) -> tuple[int, int]:
+    """Requests that a process of its own read, and the bytes that it held at most."""
+    code = f"""
+import resource
+from lockstep.replay.readers import ReadOptions, read_workload
+print(sum(1 for _ in read_workload({str(path)!r}, ReadOptions(limit={limit})).requests))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    count, peak_kib = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    return int(count), int(peak_kib) << 10
 
 
 def test_aiperf_is_sorted_within_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from lockstep.errors import UsageError
 
@@ -34,6 +34,15 @@ def whole(value: object, what: str, place: str, least: int = 0, most: int = MAX_
         if number == value:
             return number
     raise UsageError(f"{place}: {what} is {shown(value)}; it must be a whole number from {least} to {most}")
+
+
+def content_ids(values: Sequence[object], what: str, place: str) -> tuple[int, ...]:
+    """Whole numbers that name contents. Traces are mostly made of these, so all are looked at together first."""
+    if set(map(type, values)) == {int}:
+        ids = cast(Sequence[int], values)
+        if min(ids) >= 0 and max(ids) <= MAX_ID:
+            return tuple(ids)
+    return tuple([whole(each, what, place, 0, MAX_ID) for each in values])
 
 
 def time_ps(value: object, what: str, place: str, unit_ps: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from lockstep.errors import UsageError
-from lockstep.replay.readers.fields import MAX_ID, array, check_keys, json_object, time_ps, whole
+from lockstep.replay.readers.fields import array, check_keys, content_ids, json_object, time_ps, whole
 from lockstep.replay.workload import PS_PER_MS, WorkloadRequest
 
 CONTENT_TOKENS = 512
@@ -39,6 +39,6 @@ def row(fields: Mapping[str, object], number: int, place: str) -> WorkloadReques
         max_output_tokens=num_output,
         num_output_tokens=num_output,
         arrival=time_ps(fields["timestamp"], "timestamp", place, PS_PER_MS),
-        contents=tuple([whole(each, "a hash id", place, 0, MAX_ID) for each in ids]),
+        contents=content_ids(ids, "a hash id", place),
         place=place,
     )
