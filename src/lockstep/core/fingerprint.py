@@ -32,7 +32,6 @@ from dataclasses import replace
 from hashlib import blake2b
 from itertools import compress
 from operator import add
-from typing import NamedTuple
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepEvents, StepPlan
@@ -52,36 +51,38 @@ class Fingerprint:
         self._repeats = 0
         self._before: StepPlan | None = None
         """The step of the open record, if it did not fail."""
-        self._before_ended: frozenset[int] = frozenset()
+        self._before_ended: set[int] = set()
         self._before_plain = False
         self._shift = 0
         """Repeats of that step: what is to be added to its starts."""
-        self._known = _NOBODY
+        self._know((), (), (), ())
 
     def observe(self, plan: StepPlan, events: StepEvents) -> bytes | None:
         """Take in a committed step; returns the record that this closed, if any."""
-        known, plain = self._known, _is_plain(plan, events)
+        plain = _is_plain(plan, events)
         if (
             plain
             and self._before_plain
-            and plan.seq_ids == known.ids
-            and plan.tables == known.tables
-            and plan.starts == self._due(len(known.ids))
+            and plan.seq_ids == self._ids
+            and plan.tables == self._tables
+            and plan.starts == self._due(len(self._ids))
         ):
             self._repeats += 1
             self._shift += 1
             return None
         closed = self._open(_STEP, plan, events)
         self._before, self._before_plain, self._shift = plan, plain, 0
-        self._before_ended = frozenset([finish.seq_id for finish in events.finished])
-        self._known = _known_after(plan, self._before_ended)
+        self._before_ended = {finish.seq_id for finish in events.finished}
+        ends = tuple(map(add, plan.starts, plan.lengths))
+        self._know(plan.seq_ids, ends, plan.tables, plan.samples)
         return closed
 
     def observe_failure(self, plan: StepPlan) -> bytes | None:
         """Take in a step that failed; returns the record that this closed, if any."""
         closed = self._open(_FAILED_STEP, plan, StepEvents(plan.step, ()))
-        self._before, self._before_plain, self._before_ended = None, False, frozenset()
-        self._known, self._shift = _NOBODY, 0
+        self._before, self._before_plain, self._before_ended = None, False, set()
+        self._shift = 0
+        self._know((), (), (), ())
         return closed
 
     def repeat(self, num_steps: int) -> None:
@@ -152,36 +153,51 @@ class Fingerprint:
         self._body = _encode(values)
         return closed
 
+    def _know(
+        self,
+        ids: tuple[int, ...],
+        ends: tuple[int, ...],
+        tables: tuple[tuple[int, ...], ...],
+        samples: tuple[bool, ...],
+    ) -> None:
+        """Keep the rows of a step whose sequences go on."""
+        if self._before_ended:
+            goes_on = [seq_id not in self._before_ended for seq_id in ids]
+            ids, ends = tuple(compress(ids, goes_on)), tuple(compress(ends, goes_on))
+            tables, samples = tuple(compress(tables, goes_on)), tuple(compress(samples, goes_on))
+        self._ids, self._ends, self._tables, self._samples = ids, ends, tables, samples
+        self._num_sampled = samples.index(False) if False in samples else len(samples)
+        """Leading rows that sampled."""
+
     def _due(self, count: int) -> tuple[int, ...]:
         """Where the next tokens of the first ``count`` known rows would be."""
-        shift, ends = self._shift, self._known.ends[:count]
+        shift, ends = self._shift, self._ends[:count]
         return tuple([end + shift for end in ends]) if shift else ends
 
     def _changes(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, ...]]]:
         """Who had a row in the step before and has none now; which rows do not continue plainly."""
-        known = self._known
-        lead = known.num_sampled
+        lead = self._num_sampled
         if not (
-            plan.seq_ids[:lead] == known.ids[:lead]
+            plan.seq_ids[:lead] == self._ids[:lead]
             and plan.lengths[:lead].count(1) == plan.samples[:lead].count(True) == lead
             and plan.starts[:lead] == self._due(lead)
         ):
             lead = 0
         rows: list[tuple[int, ...]] = []
-        if plan.tables[:lead] != known.tables[:lead]:
-            tables = enumerate(zip(plan.tables[:lead], known.tables, strict=False))
+        if plan.tables[:lead] != self._tables[:lead]:
+            tables = enumerate(zip(plan.tables[:lead], self._tables, strict=False))
             rows = [_row(index, plan, old) for index, (new, old) in tables if new is not old and new != old]
-        if lead == len(known.ids) == len(plan.seq_ids):
+        if lead == len(self._ids) == len(plan.seq_ids):
             return [], rows
         here = set(plan.seq_ids)
-        gone = [seq_id for seq_id in known.ids[lead:] if seq_id not in here]
+        gone = [seq_id for seq_id in self._ids[lead:] if seq_id not in here]
         self._add_rows(rows, plan, lead)
         return gone, rows
 
     def _add_rows(self, rows: list[tuple[int, ...]], plan: StepPlan, lead: int) -> None:
         """Those from number ``lead`` on; all above continue plainly but for their tables."""
-        known, shift = self._known, self._shift
-        place_of = {seq_id: place for place, seq_id in enumerate(known.ids)}
+        shift = self._shift
+        place_of = {seq_id: place for place, seq_id in enumerate(self._ids)}
         last = lead - 1
         for index in range(lead, len(plan.seq_ids)):
             place = place_of.get(plan.seq_ids[index], -1)
@@ -189,38 +205,14 @@ class Fingerprint:
                 place > last
                 and plan.lengths[index] == 1
                 and plan.samples[index]
-                and known.samples[place]
-                and plan.starts[index] == known.ends[place] + shift
-                and plan.tables[index] == known.tables[place]
+                and self._samples[place]
+                and plan.starts[index] == self._ends[place] + shift
+                and plan.tables[index] == self._tables[place]
             ):
                 last = place
             else:
                 last = max(last, place)
-                rows.append(_row(index, plan, known.tables[place] if place >= 0 else ()))
-
-
-class _Known(NamedTuple):
-    """The rows of a step whose sequences go on."""
-
-    ids: tuple[int, ...]
-    ends: tuple[int, ...]
-    tables: tuple[tuple[int, ...], ...]
-    samples: tuple[bool, ...]
-    num_sampled: int
-    """Leading rows that sampled."""
-
-
-_NOBODY = _Known((), (), (), (), 0)
-
-
-def _known_after(plan: StepPlan, ended: Set[int]) -> _Known:
-    ids, tables, samples = plan.seq_ids, plan.tables, plan.samples
-    ends = tuple(map(add, plan.starts, plan.lengths))
-    if ended:
-        goes_on = [seq_id not in ended for seq_id in ids]
-        ids, ends = tuple(compress(ids, goes_on)), tuple(compress(ends, goes_on))
-        tables, samples = tuple(compress(tables, goes_on)), tuple(compress(samples, goes_on))
-    return _Known(ids, ends, tables, samples, samples.index(False) if False in samples else len(samples))
+                rows.append(_row(index, plan, self._tables[place] if place >= 0 else ()))
 
 
 def chained(digest: bytes, record: bytes) -> bytes:
