@@ -102,6 +102,7 @@ def _simulate(
     replay = simulation.run()
     passed_s = time.perf_counter() - start_s
     _tell_speed(len(replay.outcomes), passed_s)
+    _tell_ceiling(workload)
     return report_of(replay, goals_ms, recorder if has_ticks else None)
 
 
@@ -112,6 +113,18 @@ def _tell_speed(num_requests: int, passed_s: float) -> None:
         f"peak memory {peak_bytes / 1e6:,.0f} MB",
         file=sys.stderr,
     )
+
+
+def _tell_ceiling(workload: Workload) -> None:
+    from lockstep.replay.cache_oracle import unlimited_hit_rate
+
+    hits, blocks = unlimited_hit_rate(workload)
+    if blocks:
+        print(
+            f"a cache without bounds would hit {hits / blocks:.2%} of the prompts' blocks "
+            f"({hits:,} of {blocks:,}, {workload.content_size} tokens each)",
+            file=sys.stderr,
+        )
 
 
 def _as_bytes(reports: Sequence[Report]) -> bytes:
