@@ -1,0 +1,84 @@
+"""A replay as one HTML file that needs nothing but itself: figures, latencies, a timeline and the first ticks.
+
+Everything that comes from a workload is escaped: text by the template, data by ``_json_for_script``. The page's policy
+forbids it the network and every script but the two that it brings, which are named by their digests.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UsageError
+from lockstep.replay.render.sampler import QUANTITIES, TimelineSampler
+from lockstep.replay.render.step_log import StepLine, StepLog
+from lockstep.replay.timeline import RequestOutcome
+from lockstep.vendored import read_vendored
+from lockstep.version import __version__
+
+MAX_LANES = 60
+"""Requests that the page draws one below the other; those of a longer workload cannot be told apart."""
+SHORT_LINES = 60
+"""A table of so many ticks is open from the beginning."""
+MAX_IDS = 64
+"""Names that one cell of the table of ticks has."""
+_PS_PER_MS = 1e9
+_CHARTS = (
+    ("chart-requests", "Requests", "Requests that wait and requests that run, after admission."),
+    ("chart-blocks", "KV blocks", "Blocks held during the step; triangles mark preemptions."),
+    ("chart-batch", "Batch", "Tokens that a step computes: prompts on top of decoded ones."),
+)
+_LANES = ("chart-lanes", "Each request", "From its arrival to its last token.")
+
+
+def _ms(ps: int) -> float:
+    return round(ps / _PS_PER_MS, 6)
+
+
+def timeline_data(
+    timeline: TimelineSampler, outcomes: Sequence[RequestOutcome], unit: str, capacity: Mapping[str, int]
+) -> dict[str, Any]:
+    """What the script draws; columns by name. Nothing here depends on anything but the replay."""
+    buckets = timeline.buckets
+    means = [bucket.means for bucket in buckets]
+    columns: dict[str, Any] = {
+        "tick": [bucket.tick for bucket in buckets],
+        "end_tick": [bucket.tick + bucket.num_ticks for bucket in buckets],
+        "start_ms": [_ms(bucket.start_ps) for bucket in buckets],
+        "end_ms": [_ms(bucket.end_ps) for bucket in buckets],
+        "preempted": [bucket.num_preempted for bucket in buckets],
+    }
+    for index, name in enumerate(QUANTITIES):
+        columns[name] = {
+            "mean": [each[index] for each in means],
+            "low": [bucket.lows[index] for bucket in buckets],
+            "high": [bucket.highs[index] for bucket in buckets],
+        }
+    return {
+        "unit": unit,
+        "width": timeline.width,
+        "capacity": dict(capacity),
+        "buckets": columns,
+        "lanes": [_lane(outcome) for outcome in outcomes] if len(outcomes) <= MAX_LANES else [],
+    }
+
+
+def _lane(outcome: RequestOutcome) -> dict[str, Any]:
+    """The four borders of a request in both units; null where it never came so far. A tick ends where the next begins."""
+    ticks = (outcome.arrival_tick, outcome.admitted_tick, outcome.first_token_tick, outcome.finished_tick)
+    times = (outcome.arrival_ps, outcome.admitted_ps, outcome.first_token_ps, outcome.finished_ps)
+    words = f"{outcome.num_prompt_tokens} prompt tokens ({outcome.num_cached_tokens} cached), {outcome.num_output_tokens} output"
+    if outcome.num_preemptions:
+        words += f", preempted {outcome.num_preemptions} times"
+    return {
+        "name": outcome.name,
+        "ticks": [None if tick < 0 else tick + (index >= 2) for index, tick in enumerate(ticks)],
+        "ms": [None if time < 0 else _ms(time) for time in times],
+        "text": outcome.refusal or words,
+    }
