@@ -30,8 +30,9 @@ MAX_IDS = 64
 """Names that one cell of the table of ticks has."""
 _PS_PER_MS = 1e9
 _CHARTS = (
-    ("chart-requests", "Requests", "Requests that wait and requests that run, after admission."),
-    ("chart-blocks", "KV blocks", "Blocks held during the step; triangles mark preemptions."),
+    ("chart-queue", "Queue", "Requests that wait after admission."),
+    ("chart-running", "Running", "Requests that run after admission."),
+    ("chart-blocks", "KV blocks", "Blocks that sequences hold; red marks are preemptions."),
     ("chart-batch", "Batch", "Tokens that a step computes: prompts on top of decoded ones."),
 )
 _LANES = ("chart-lanes", "Each request", "From its arrival to its last token.")
@@ -82,3 +83,86 @@ def _lane(outcome: RequestOutcome) -> dict[str, Any]:
         "ms": [None if time < 0 else _ms(time) for time in times],
         "text": outcome.refusal or words,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class TickRow:
+    """One line of the table of ticks, in words."""
+
+    ticks: str
+    start: str
+    admitted: str
+    prefill: str
+    decoded: str
+    completed: str
+    preempted: str
+    queued: str
+    running: str
+    blocks: str
+
+
+def tick_rows(log: StepLog, outcomes: Sequence[RequestOutcome]) -> list[TickRow]:
+    """The kept lines with the names of requests."""
+    names = {outcome.seq_id: outcome.name for outcome in outcomes}
+    return [_tick_row(line, names) for line in log.lines]
+
+
+def _tick_row(line: StepLine, names: Mapping[int, str]) -> TickRow:
+    def words(seq_ids: Sequence[int]) -> str:
+        text = " ".join(names.get(seq_id, str(seq_id)) for seq_id in seq_ids[:MAX_IDS])
+        return text if len(seq_ids) <= MAX_IDS else f"{text} and {len(seq_ids) - MAX_IDS} more"
+
+    last = line.tick + line.num_ticks - 1
+    ended = [f"{names.get(seq_id, str(seq_id))} ({reason})" for seq_id, reason in line.completed]
+    return TickRow(
+        ticks=str(line.tick) if last == line.tick else f"{line.tick}–{last}",  # noqa: RUF001 - a range has a dash
+        start=f"{_ms(line.start_ps):,.3f}",
+        admitted=words(line.admitted),
+        prefill=f"{line.num_prefill_tokens:,}",
+        decoded=words(line.decoded),
+        completed=", ".join(ended),
+        preempted=words(line.preempted),
+        queued=f"{line.num_queued:,}",
+        running=f"{line.num_active:,}",
+        blocks=f"{line.num_used_blocks:,}",
+    )
+
+
+def render(page: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    """The whole file."""
+    from jinja2 import Environment, select_autoescape
+    from markupsafe import Markup
+
+    style = read_vendored("uplot/uPlot.min.css") + _own("report.css")
+    plot_script, script = read_vendored("uplot/uPlot.iife.min.js"), _own("report.js")
+    policy = (
+        f"default-src 'none'; script-src {_digest(plot_script)} {_digest(script)}; style-src {_digest(style)};"
+        " img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    template = Environment(autoescape=select_autoescape(default=True, default_for_string=True)).from_string(
+        _own("report.html.jinja")
+    )
+    # Only files of this package and escaped JSON are markup.
+    return template.render(
+        page=page,
+        policy=policy,
+        version=__version__,
+        style=Markup(style),
+        plot_script=Markup(plot_script),
+        script=Markup(script),
+        data=Markup(_json_for_script(data)),
+    )
+
+
+def _own(name: str) -> str:
+    return files("lockstep.replay.render.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json_for_script(data: Mapping[str, Any]) -> str:
+    """JSON in which no sequence of characters ends a script element or begins a comment."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -145,7 +145,11 @@ def _us(ps: int) -> float | int:
 
 
 def _step_name(tick: Tick) -> str:
-    kinds = [kind for kind, is_there in (("prefill", tick.num_prefill_tokens), ("decode", _num_decode_tokens(tick))) if is_there]
+    kinds = [
+        kind
+        for kind, is_there in (("prefill", tick.num_prefill_tokens), ("decode", _num_decode_tokens(tick)))
+        if is_there
+    ]
     name = " + ".join(kinds) or "moves"
     return name if tick.num_ticks == 1 else f"{tick.num_ticks} x {name}"
 

@@ -8,6 +8,7 @@
 
   const GUTTER = 76; // CSS pixels left of every plot, so that they line up
   const MAX_ROW = 20, MIN_ROW = 7; // heights of a request in the chart of requests
+  const MAX_TRIANGLES = 80; // more preemptions are drawn as fine lines
   const PAN = 0.2, ZOOM = 0.5;
   const isSampled = data.width > 1;
   const number = new Intl.NumberFormat("en-US", { maximumFractionDigits: 2 });
@@ -35,10 +36,13 @@
   }
 
   const units = {
-    ticks: { rows: rowsOf(buckets.tick, buckets.end_tick), least: 1, name: "tick", suffix: "" },
-    ms: { rows: rowsOf(buckets.start_ms, buckets.end_ms), least: 0.001, name: "time", suffix: " ms" },
+    ticks: { rows: rowsOf(buckets.tick, buckets.end_tick), least: 1 },
+    ms: { rows: rowsOf(buckets.start_ms, buckets.end_ms), least: 0.001 },
   };
   let unit = data.unit;
+  const lastMs = buckets.end_ms[buckets.end_ms.length - 1];
+  const shown = { ticks: { factor: 1, name: "tick", suffix: "" }, ms: lastMs > 20000 ? { factor: 1e-3, name: "seconds", suffix: " s" } : { factor: 1, name: "milliseconds", suffix: " ms" } };
+  const place = (value) => (value == null ? "–" : format(value * shown[unit].factor));
 
   const column = (values) => units[unit].rows.at.map((index) => (index < 0 ? 0 : values[index]));
 
@@ -68,11 +72,10 @@
       this.set(this.full[0], this.full[1]);
     },
     tell() {
-      const [min, max] = this.range, isFull = min === this.full[0] && max === this.full[1];
-      const { name, suffix } = units[unit];
-      document.getElementById("range").textContent = isFull
-        ? `all: ${name} ${format(min)} to ${format(max)}${suffix}`
-        : `${name} ${format(min)} to ${format(max)}${suffix} of ${format(this.full[1])}${suffix}`;
+      const [min, max] = this.range, [first, last] = this.full, { name, suffix } = shown[unit];
+      const isFull = min === first && max === last, what = unit === "ms" ? "time" : name;
+      const text = `${what} ${place(min)} to ${place(max)}${suffix}`;
+      document.getElementById("range").textContent = isFull ? `all: ${text}` : `${text} of ${place(last)}${suffix}`;
     },
   };
 
@@ -97,31 +100,26 @@
 
   const hidden = (label) => ({ label, class: "aux", paths: uPlot.paths.stepped({ align: 1 }), points: { show: false }, width: 0 });
 
-  function requestsChart(colors) {
-    const { queued, running } = buckets;
+  function gauge(id, height, label, name, colors, more) {
+    const columns = buckets[name], fill = colors[`${more.color}Fill`];
     return {
-      id: "chart-requests", height: 170,
-      data: [column(queued.mean), column(running.mean), column(queued.high), column(queued.low), column(running.high), column(running.low)],
-      series: [
-        line("queued", colors.queued, queued, isSampled ? {} : { fill: colors.queuedFill }),
-        line("running", colors.running, running),
-        hidden("queued, greatest"), hidden("queued, least"), hidden("running, greatest"), hidden("running, least"),
-      ],
-      bands: isSampled ? [{ series: [3, 4], fill: colors.queuedFill }, { series: [5, 6], fill: colors.runningFill }] : [],
-      limit: data.capacity.seqs, limitLabel: "max_num_seqs", greatest: Math.max(...queued.high, ...running.high),
+      id, height,
+      data: [column(columns.mean), column(columns.high), column(columns.low)],
+      series: [line(label, colors[more.color], columns, { fill }), hidden("greatest"), hidden("least")],
+      bands: isSampled ? [{ series: [2, 3], fill }] : [],
+      greatest: Math.max(...columns.high), ...more,
     };
   }
 
-  function blocksChart(colors) {
-    const { blocks } = buckets;
-    return {
-      id: "chart-blocks", height: 150,
-      data: [column(blocks.mean), column(blocks.high), column(blocks.low)],
-      series: [line("KV blocks held", colors.blocks, blocks, { fill: colors.blocksFill }), hidden("greatest"), hidden("least")],
-      bands: isSampled ? [{ series: [2, 3], fill: colors.blocksFill }] : [],
-      limit: data.capacity.blocks, limitLabel: "capacity", greatest: Math.max(...blocks.high), marks: buckets.preempted,
-    };
-  }
+  const queueChart = (colors) => gauge("chart-queue", 110, "queued", "queued", colors, { color: "queued", limit: null });
+
+  const runningChart = (colors) => gauge("chart-running", 130, "running", "running", colors, {
+    color: "running", limit: data.capacity.seqs, limitLabel: "max_num_seqs",
+  });
+
+  const blocksChart = (colors) => gauge("chart-blocks", 140, "held", "blocks", colors, {
+    color: "blocks", limit: data.capacity.blocks, limitLabel: "capacity", marks: buckets.preempted,
+  });
 
   function batchChart(colors) {
     const { prefill, decode } = buckets;
@@ -145,9 +143,9 @@
     const fills = [colors.queued, colors.prefill, colors.running];
     const zeros = column(buckets.queued.mean).map(() => null);
     return {
-      id: "chart-lanes", height: lanes.length * row + 44, isLanes: true, row,
+      id: "chart-lanes", height: lanes.length * row + 62, isLanes: true, row,
       data: labels.map(() => zeros),
-      series: labels.map((label, index) => ({ label, stroke: fills[index], points: { show: false }, value: () => "" })),
+      series: labels.map((label, index) => ({ label, stroke: fills[index], fill: fills[index], points: { show: false }, value: () => "" })),
       bands: [], limit: null, greatest: 1,
       draw: (u) => drawLanes(u, lanes, row, fills, colors),
       hover: (u) => {
@@ -223,22 +221,23 @@
   }
 
   function drawMarks(u, marks, colors) {
-    const { ctx } = u, scale = devicePixelRatio, { x, at } = units[unit].rows, size = 5 * scale;
+    const { ctx } = u, scale = devicePixelRatio, { x, at } = units[unit].rows, [min, max] = view.range, centres = [];
+    at.forEach((index, position) => {
+      const isLast = position + 1 === at.length; // a repetition, which only ends the line
+      if (index < 0 || isLast || !marks[index] || x[position] < min || x[position] > max) return;
+      centres.push(u.valToPos(x[position], "x", true));
+    });
+    const size = (centres.length > MAX_TRIANGLES ? 1 : 4) * scale, height = 7 * scale;
     ctx.save();
     ctx.fillStyle = colors.alarm;
-    let previous = -1;
-    at.forEach((index, position) => {
-      if (index < 0 || index === previous || !marks[index]) return;
-      previous = index;
-      const [min, max] = view.range;
-      if (x[position] < min || x[position] > max) return;
-      const centre = u.valToPos(x[position], "x", true);
-      ctx.beginPath();
-      ctx.moveTo(centre - size, u.bbox.top);
-      ctx.lineTo(centre + size, u.bbox.top);
-      ctx.lineTo(centre, u.bbox.top + 1.6 * size);
-      ctx.fill();
-    });
+    ctx.globalAlpha = centres.length > MAX_TRIANGLES ? 0.55 : 1;
+    ctx.beginPath();
+    for (const centre of centres) {
+      ctx.moveTo(centre - size, u.bbox.top - height);
+      ctx.lineTo(centre + size, u.bbox.top - height);
+      ctx.lineTo(centre, u.bbox.top);
+    }
+    ctx.fill();
     ctx.restore();
   }
 
@@ -270,7 +269,7 @@
     const common = { stroke: colors.muted, font: FONT, grid: { stroke: colors.grid, width: 1 }, ticks: { show: false } };
     const whole = units[unit] === units.ticks ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8] } : {};
     return [
-      { ...common, ...whole, size: 30, values: (u, splits) => splits.map(format), label: isLast ? (unit === "ms" ? "milliseconds" : "tick") : undefined, labelFont: FONT, labelSize: 18 },
+      { ...common, ...whole, size: 30, values: (u, splits) => splits.map(place), label: isLast ? shown[unit].name : undefined, labelFont: FONT, labelSize: 18 },
       chart.isLanes ? { ...common, size: GUTTER, grid: { show: false }, values: (u, splits) => splits.map(() => "") }
         : { ...common, size: GUTTER, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7], space: 32, values: (u, splits) => splits.map(format) },
     ];
@@ -281,7 +280,7 @@
     const plotHost = host.querySelector(".plot"), legendHost = host.querySelector(".legend"), note = host.querySelector(".note");
     const top = chart.limit && chart.greatest > chart.limit / 4 ? Math.max(chart.limit, chart.greatest) : chart.greatest;
     const options = {
-      width: plotHost.clientWidth, height: chart.height, padding: [12, 8, 0, 0],
+      width: plotHost.clientWidth, height: chart.height, padding: [14, 8, 0, 0],
       scales: { x: { time: false, range: (u, min, max) => [min, max] }, y: { range: [0, Math.max(top * 1.08, 1)] } },
       series: [{ label: unit === "ms" ? "ms" : "tick", value: (u, value) => format(value) }, ...chart.series],
       bands: chart.bands,
@@ -316,7 +315,7 @@
     for (const plot of plots.splice(0)) plot.destroy();
     const colors = palette(), { x } = units[unit].rows;
     view.full = [x[0], x[x.length - 1] > x[0] ? x[x.length - 1] : x[0] + units[unit].least];
-    const charts = [requestsChart, blocksChart, batchChart, lanesChart].map((make) => make(colors)).filter(Boolean);
+    const charts = [queueChart, runningChart, blocksChart, batchChart, lanesChart].map((make) => make(colors)).filter(Boolean);
     charts.forEach((chart, index) => plots.push(build(chart, colors, index === charts.length - 1)));
     view.set(...(range || view.full));
   }
