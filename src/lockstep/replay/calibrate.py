@@ -5,21 +5,23 @@ after idleness says nothing, and the sum of two linear models is one. Steps go t
 each part sees the whole run: three fifths make the fit, one fifth the interval, one fifth only tests.
 
 The interval is that of split conformal prediction (Lei, G'Sell, Rinaldo, Tibshirani and Wasserman, "Distribution-free
-predictive inference for regression", JASA 2018) with residuals relative to the prediction: from the floor((n + 1) a / 2)th
-to the ceil((n + 1)(1 - a / 2))th smallest of n residuals. It assumes no distribution, only that steps are exchangeable;
-noise that comes in waves makes it too narrow for some minutes and too wide for others.
+predictive inference for regression", JASA 2018) with residuals relative to the prediction: with a = 1 - level, from the
+floor((n + 1) a / 2)th to the ceil((n + 1) (1 - a / 2))th smallest of n residuals. It assumes no distribution, only that
+steps are exchangeable; noise that comes in waves makes it too narrow for some minutes and too wide for others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from math import ceil, floor
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import TraceError
-from lockstep.replay.cost_file import KIND, VERSION, CostFile, HeldOut, Interval, MadeOn, Prices, Residuals
+from lockstep.replay.cost import CostModel
+from lockstep.replay.cost_file import CostFile, HeldOut, Interval, MadeOn, Residuals
 from lockstep.replay.least_squares import Array, dependence, robust
 from lockstep.replay.trace import LiveStep
 
@@ -64,9 +66,7 @@ def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) 
     interval = _interval(relative[parts == "interval"], level, notes)
     is_test = parts == "test"
     return CostFile(
-        kind=KIND,
-        version=VERSION,
-        prices=_prices(duration_prices + gap_prices),
+        **_prices(duration_prices + gap_prices),
         interval=interval,
         residuals=_residuals(relative[is_fit], whole[is_fit], predicted[is_fit]),
         held_out=_held_out(relative[is_test], whole[is_test], predicted[is_test], interval),
@@ -161,6 +161,7 @@ def _held_out(relative: Array, whole: Array, predicted: Array, interval: Interva
     )
 
 
-def _prices(coefficients: Array) -> Prices:
-    """Microseconds as whole picoseconds."""
-    return Prices(*(round(float(each) * _US_TO_PS) for each in coefficients))
+def _prices(coefficients: Array) -> dict[str, int]:
+    """Microseconds as whole picoseconds, by the names of ``CostModel``."""
+    names = (field.name for field in fields(CostModel))
+    return {name: round(float(each) * _US_TO_PS) for name, each in zip(names, coefficients, strict=True)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +11,17 @@ import msgspec
 
 from lockstep.errors import UsageError
 from lockstep.replay.cost import CostModel
+from lockstep.replay.workload import PS_PER_MS
 
 KIND = "lockstep-cost"
 VERSION = 1
 """Of the file's form; newer ones are refused."""
 MAX_BYTES = 1 << 20
 """A cost model has a few kilobytes; what is larger is something else."""
+MAX_TICK_MS = 1e9
+"""Eleven days a step."""
 MAX_PRICE_PS = 10**18
-"""Eleven days for one token: what is above is no measurement."""
-
-
-class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Picoseconds, as in ``CostModel``."""
-
-    constant_ps: int
-    prefill_token_ps: int = 0
-    decode_seq_ps: int = 0
-    context_token_ps: int = 0
+"""Likewise for one token: what is above is no measurement."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -73,11 +69,14 @@ class MadeOn(msgspec.Struct, frozen=True):
 
 
 class CostFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file."""
+    """The whole file. Prices are picoseconds, as in ``CostModel``."""
 
-    kind: str
-    version: int
-    prices: Prices
+    kind: str = KIND
+    version: int = VERSION
+    constant_ps: int
+    prefill_token_ps: int
+    decode_seq_ps: int
+    context_token_ps: int
     interval: Interval
     residuals: Residuals
     held_out: HeldOut
@@ -87,12 +86,15 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class _Head(msgspec.Struct):
-    """What every version has, and what a file written by hand needs."""
+class _Prices(msgspec.Struct):
+    """What a reader needs; a file written by hand may have no more than the prices."""
 
-    kind: str = ""
-    version: int = 0
-    prices: Prices | None = None
+    constant_ps: int
+    prefill_token_ps: int
+    decode_seq_ps: int
+    context_token_ps: int
+    kind: str = KIND
+    version: int = VERSION
 
 
 def to_bytes(file: CostFile) -> bytes:
@@ -101,32 +103,41 @@ def to_bytes(file: CostFile) -> bytes:
 
 
 def read_cost(path: str | Path) -> CostModel:
-    """The prices of a file; one that says only ``kind``, ``version`` and ``prices`` will do.
+    """The prices of a file; what else it says is for readers.
 
     Raises:
         UsageError: it cannot be read, is no cost model, of a newer version, or has a price that cannot be.
     """
     try:
         with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}; lockstep calibrate makes a cost model") from error
-    if len(content) > MAX_BYTES:
-        raise UsageError(f"{path} is no cost model: it is larger than {MAX_BYTES:,} bytes")
+        raise UsageError(f"{path}: the cost model cannot be read: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{path} is over {MAX_BYTES >> 20} MiB; that is no cost model")
     try:
-        head = msgspec.json.decode(content, type=_Head)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is no cost model: {error}") from error
-    if head.kind != KIND:
-        raise UsageError(f"{path} is no cost model: its kind is {head.kind!r}, not {KIND!r}")
-    if not 1 <= head.version <= VERSION:
-        raise UsageError(f"{path} has version {head.version}; this Lockstep reads up to {VERSION}")
-    if head.prices is None:
-        raise UsageError(f"{path} has no prices")
-    for name, price in msgspec.structs.asdict(head.prices).items():
-        if not 0 <= price <= MAX_PRICE_PS:
-            raise UsageError(f"{path}: {name} is {price}; it must be from 0 to {MAX_PRICE_PS}")
-    cost = CostModel(**msgspec.structs.asdict(head.prices))
-    if cost.constant_ps == 0 and cost.prefill_token_ps == 0 and cost.decode_seq_ps == 0:
-        raise UsageError(f"{path}: steps cost nothing; one price at least must be above 0")
-    return cost
+        prices = msgspec.json.decode(data, type=_Prices)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is no cost model: {error}; `lockstep calibrate` writes them") from None
+    if prices.kind != KIND:
+        raise UsageError(f"{path} is no cost model: its kind is {prices.kind!r}, not {KIND!r}")
+    if prices.version > VERSION:
+        raise UsageError(f"{path} has version {prices.version}; this Lockstep reads up to {VERSION}")
+    values = {field.name: getattr(prices, field.name) for field in fields(CostModel)}
+    for name, price in values.items():
+        if price < 0:
+            raise UsageError(f"{path}: {name} is {price}; no step takes negative time")
+        if price > MAX_PRICE_PS:
+            raise UsageError(f"{path}: {name} is {price}; at most {MAX_PRICE_PS} can be meant")
+    return CostModel(**values)
+
+
+def constant_cost(tick_ms: float) -> CostModel:
+    """Every step takes ``tick_ms``.
+
+    Raises:
+        UsageError: that is no time.
+    """
+    if not 0 <= tick_ms <= MAX_TICK_MS or math.isnan(tick_ms):
+        raise UsageError(f"a step of {tick_ms} ms cannot be; write milliseconds from 0 to {MAX_TICK_MS:,.0f}")
+    return CostModel(constant_ps=round(tick_ms * PS_PER_MS))

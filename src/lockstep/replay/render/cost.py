@@ -27,7 +27,7 @@ def cost_tables(file: CostFile) -> list[Table]:
     """Prices, and how well they hold."""
     prices = Table("Prices", ("price", "microseconds"))
     for name, label in _LABELS.items():
-        prices.rows.append((label, short_text(getattr(file.prices, name) / _PS_PER_US)))
+        prices.rows.append((label, short_text(getattr(file, name) / _PS_PER_US)))
     residuals, interval, held_out = file.residuals, file.interval, file.held_out
     trust = Table("Trust", ("measured against predicted", "value"))
     trust.rows += [

@@ -12,10 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UsageError
 from lockstep.replay.render.sampler import QUANTITIES, TimelineSampler
 from lockstep.replay.render.step_log import StepLine, StepLog
 from lockstep.replay.timeline import RequestOutcome
