@@ -28,7 +28,7 @@ TRUTH_US = (900.0, 12.0, 70.0, 0.03)
 def synthetic(
     num_steps: int, *, noise: float = 0.0, stalls: float = 0.0, seed: int = 7, truth: Sequence[float] = TRUTH_US
 ) -> list[LiveStep]:
-    """Steps of a server under varying load; a quarter of the time lies in the gaps, every twentieth follows idleness."""
+    """Steps under varying load; a quarter of the time lies in the gaps, every twentieth step follows idleness."""
     random = np.random.default_rng(seed)
     steps = []
     for number in range(num_steps):

@@ -13,14 +13,12 @@ steps are exchangeable; noise that comes in waves makes it too narrow for some m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from math import ceil, floor
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import TraceError
-from lockstep.replay.cost import CostModel
 from lockstep.replay.cost_file import CostFile, HeldOut, Interval, MadeOn, Residuals
 from lockstep.replay.least_squares import Array, dependence, robust
 from lockstep.replay.trace import LiveStep
@@ -65,8 +63,12 @@ def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) 
     relative = whole / np.maximum(predicted, 1e-9) - 1
     interval = _interval(relative[parts == "interval"], level, notes)
     is_test = parts == "test"
+    prices = [round(float(each) * _US_TO_PS) for each in duration_prices + gap_prices]
     return CostFile(
-        **_prices(duration_prices + gap_prices),
+        constant_ps=prices[0],
+        prefill_token_ps=prices[1],
+        decode_seq_ps=prices[2],
+        context_token_ps=prices[3],
         interval=interval,
         residuals=_residuals(relative[is_fit], whole[is_fit], predicted[is_fit]),
         held_out=_held_out(relative[is_test], whole[is_test], predicted[is_test], interval),
@@ -159,9 +161,3 @@ def _held_out(relative: Array, whole: Array, predicted: Array, interval: Interva
         coverage=round(float(is_within.mean()), 6),
         total_error=round(float(predicted.sum() / max(whole.sum(), 1e-9)) - 1, 6),
     )
-
-
-def _prices(coefficients: Array) -> dict[str, int]:
-    """Microseconds as whole picoseconds, by the names of ``CostModel``."""
-    names = (field.name for field in fields(CostModel))
-    return {name: round(float(each) * _US_TO_PS) for name, each in zip(names, coefficients, strict=True)}

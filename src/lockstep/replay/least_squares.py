@@ -13,7 +13,8 @@ Array = npt.NDArray[np.float64]
 MAX_FEATURES = 8
 """Every subset of features is tried: 256 systems of at most 8 unknowns."""
 HUBER_K = 1.345
-"""Residuals beyond this many deviations count linearly; 95 % efficiency for normal errors (Huber, Robust Statistics, 1981)."""
+"""Residuals beyond this many deviations count linearly: 95 % efficient for normal errors (Huber, "Robust Statistics",
+1981)."""
 MAX_ROUNDS = 50
 """Of reweighting; it settles in about ten."""
 _MAD_TO_DEVIATION = 1.4826

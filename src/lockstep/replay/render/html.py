@@ -25,7 +25,6 @@ from lockstep.replay.render.figures import (
     latency_rows,
     printable,
     short_text,
-    value_text,
 )
 from lockstep.replay.render.sampler import QUANTITIES, TimelineSampler
 from lockstep.replay.report import Report
@@ -119,8 +118,8 @@ def _sampling(timeline: TimelineSampler, outcomes: Sequence[RequestOutcome]) -> 
         words = f"Every one of the {timeline.num_ticks:,} ticks is drawn."
     else:
         words = (
-            f"Of {timeline.num_ticks:,} ticks, each {timeline.width:,} in a row are drawn as one: a line is their mean, "
-            "the band around it reaches from the least to the greatest; bars of the batch are means."
+            f"Of {timeline.num_ticks:,} ticks, each {timeline.width:,} in a row are drawn as one: a line is their mean,"
+            " the band around it reaches from the least to the greatest; bars of the batch are means."
         )
     if len(outcomes) > MAX_LANES:
         words += f" Single requests are drawn for at most {MAX_LANES}."
@@ -169,7 +168,7 @@ def timeline_data(report: Report, timeline: TimelineSampler, outcomes: Sequence[
 
 
 def _lane(outcome: RequestOutcome) -> dict[str, Any]:
-    """The four borders of a request in both units, null where it never came so far; a tick ends where the next begins."""
+    """The borders of a request's phases in ticks and ms, null for what it never came to; a tick ends with the next."""
     ticks = (outcome.arrival_tick, outcome.admitted_tick, outcome.first_token_tick, outcome.finished_tick)
     times = (outcome.arrival_ps, outcome.admitted_ps, outcome.first_token_ps, outcome.finished_ps)
     words = f"{outcome.num_prompt_tokens:,} prompt tokens, {outcome.num_output_tokens:,} output tokens"
@@ -228,7 +227,7 @@ def tiles_of(report: Report) -> Iterator[dict[str, str]]:
     if report.latency_ms is None:
         yield tile("Ticks", f"{report.total_ticks:,}", f"{report.busy_ticks:,} with work")
     else:
-        yield tile("Duration", _duration_text(report.duration_ms), f"{report.total_ticks:,} ticks")
+        yield tile("Duration", _time_text(report.duration_ms, "ms"), f"{report.total_ticks:,} ticks")
         yield tile("Output", f"{short_text(report.output_tokens_per_s)} tokens/s", f"{report.decode_tokens:,} tokens")
     yield tile("Prompts", f"{report.prompt_tokens:,} tokens", f"{report.prefill_tokens:,} computed")
     if report.latency_ms is None:
@@ -238,9 +237,8 @@ def tiles_of(report: Report) -> Iterator[dict[str, str]]:
     latencies, unit = latencies_of(report)
     for label, distribution in (("First token", latencies.ttft), ("End to end", latencies.e2e)):
         if distribution is not None:
-            yield tile(
-                label, f"{short_text(distribution.p50)} {unit}", f"median; p99 {short_text(distribution.p99)} {unit}"
-            )
+            median, tail = (_time_text(value, unit) for value in (distribution.p50, distribution.p99))
+            yield tile(label, median, f"median; p99 {tail}")
     yield tile("Greatest queue", f"{report.max_queued:,}", f"{report.queue_pressure_ticks:,} ticks with a queue")
     if report.prefix_queried_tokens:
         yield tile("Prefix hits", f"{report.prefix_hit_rate:.2%}", f"{report.prefix_hit_tokens:,} tokens")
@@ -254,8 +252,10 @@ def tiles_of(report: Report) -> Iterator[dict[str, str]]:
         )
 
 
-def _duration_text(duration_ms: float) -> str:
-    return f"{short_text(duration_ms)} ms" if duration_ms < 10_000 else f"{short_text(duration_ms / 1000)} s"
+def _time_text(value: float, unit: str) -> str:
+    if unit == "ms" and value >= 10_000:
+        return f"{short_text(value / 1000)} s"
+    return f"{short_text(value)} {unit}"
 
 
 def _rendered(page: Mapping[str, Any], data: Mapping[str, Any]) -> str:

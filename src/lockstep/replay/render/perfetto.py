@@ -40,6 +40,8 @@ class PerfettoWriter:
         except OSError as error:
             raise UsageError(f"{path}: the trace cannot be written there: {error.strerror}") from error
         self._separator = ""
+        self._end_ps = 0
+        """Of the step before."""
         self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
         self._metadata("process_name", _SCHEDULER, 0, {"name": f"scheduler ({name})"})
         self._metadata("thread_name", _SCHEDULER, _STEPS, {"name": "steps"})
@@ -53,12 +55,16 @@ class PerfettoWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._counters(self._end_ps, 0, 0, 0, 0, 0)
         self._file.write("\n]}\n")
         self._file.close()
 
     def __call__(self, tick: Tick) -> None:
         """Write a step, or a run of them, and the counters from its begin on."""
         start_us = _us(tick.start_ps)
+        if tick.start_ps > self._end_ps:
+            self._counters(self._end_ps, 0, 0, 0, 0, 0)
+        self._end_ps = tick.start_ps + tick.duration_ps
         if tick.plan is not None:
             self._event(
                 ph="X",
@@ -70,13 +76,14 @@ class PerfettoWriter:
                 dur=_us(tick.duration_ps),
                 args=_step_args(tick),
             )
-        counters = {
-            "requests": {"queued": tick.num_queued, "running": tick.num_active},
-            "KV blocks": {"used": tick.num_used_blocks},
-            "batch tokens": {"prefill": tick.num_prefill_tokens, "decode": _num_decode_tokens(tick)},
-        }
-        for name, values in counters.items():
-            self._event(ph="C", name=name, pid=_SCHEDULER, tid=0, ts=start_us, args=values)
+        self._counters(
+            tick.start_ps,
+            tick.num_queued,
+            tick.num_active,
+            tick.num_used_blocks,
+            tick.num_prefill_tokens,
+            _num_decode_tokens(tick),
+        )
 
     def add_requests(self, outcomes: Iterable[RequestOutcome]) -> None:
         """Write what requests went through, in tracks of which each holds one request at a time."""
@@ -115,6 +122,16 @@ class PerfettoWriter:
             flow = {"name": "admitted", "cat": "admission", "id": outcome.seq_id, "ts": _us(outcome.admitted_ps)}
             self._event(ph="s", pid=_SCHEDULER, tid=_STEPS, **flow)
             self._event(ph="f", bp="e", pid=_REQUESTS, tid=lane, **flow)
+
+    def _counters(self, at_ps: int, queued: int, running: int, blocks: int, prefill: int, decode: int) -> None:
+        """Values from ``at_ps`` on."""
+        counters = {
+            "requests": {"queued": queued, "running": running},
+            "KV blocks": {"used": blocks},
+            "batch tokens": {"prefill": prefill, "decode": decode},
+        }
+        for name, values in counters.items():
+            self._event(ph="C", name=name, pid=_SCHEDULER, tid=0, ts=_us(at_ps), args=values)
 
     def _metadata(self, name: str, pid: int, tid: int, args: dict[str, str]) -> None:
         self._event(ph="M", name=name, pid=pid, tid=tid, args=args)
@@ -160,7 +177,8 @@ def _num_decode_tokens(tick: Tick) -> int:
 
 
 def _step_args(tick: Tick) -> dict[str, Any]:
-    assert tick.plan is not None and tick.events is not None
+    assert tick.plan is not None
+    assert tick.events is not None
     return {
         "tick": tick.tick,
         "ticks": tick.num_ticks,

@@ -1,4 +1,4 @@
-"""The course of a replay in bounded memory: every tick while there are few, minima, maxima and means of equal spans then.
+"""The course of a replay in bounded memory: every tick while there are few, then minima, maxima and means of spans.
 
 Knows ticks and sums; not how they are drawn.
 """
@@ -14,7 +14,7 @@ MAX_BUCKETS = 2048
 """A plot shows about two thousand columns; this also bounds the memory of a sampler and the size of a page."""
 
 QUANTITIES = ("queued", "running", "blocks", "prefill", "decode")
-"""What is kept of a tick: requests that wait, requests that run, blocks held, prompt tokens and other tokens computed."""
+"""What is kept of a tick: requests that wait and that run, blocks held, prompt tokens and other tokens computed."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Bucket:
 
 
 class TimelineSampler:
-    """A watcher that keeps at most ``max_buckets`` spans of ``width`` ticks, a power of two that doubles when they are full.
+    """A watcher that keeps at most ``max_buckets`` spans of ``width`` ticks, a power of two that doubles when needed.
 
     A function of the ticks alone: a run of ticks gives what its ticks one by one give, but that times within it are
     interpolated between its begin and its end.

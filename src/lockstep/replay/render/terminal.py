@@ -177,7 +177,7 @@ def _drawn(table: Table) -> RichTable:
 
 def _style(cell: str) -> str:
     """Of a difference: neither sign is better as such, so both are only made visible."""
-    return "cyan" if cell.startswith(("+", "-")) or cell == "differs" else ""
+    return "cyan" if cell != _ABSENT and cell.startswith(("+", "-", "differs")) else ""
 
 
 def to_markdown(head: str, tables: Sequence[Table], notes: Sequence[str] = ()) -> str:
