@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lockstep.core.policy import SchedulerConfig
@@ -22,7 +21,3 @@ def workload(*requests: WorkloadRequest, unit: ArrivalUnit = ArrivalUnit.TICKS, 
 
 def config(**limits: Any) -> SchedulerConfig:
     return SchedulerConfig(**{"block_size": 16, "num_blocks": 20, "max_model_len": 320, **limits})
-
-
-def ticking(requests: Sequence[WorkloadRequest]) -> Workload:
-    return workload(*requests)

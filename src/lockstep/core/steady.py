@@ -40,6 +40,8 @@ class SteadyRun:
         self._num_steps = 0
         self._num_unwritten = 0
         """Committed steps, and those of them that the sequences do not know of yet."""
+        self._is_plain = False
+        """Whether the last step was one of this run that moved nothing, so that the next may be its repeat."""
         self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
         """Step of the run in which somebody reaches its limit: not a repeating one."""
 
@@ -51,7 +53,7 @@ class SteadyRun:
     @property
     def num_quiet_steps(self) -> int:
         """Steps ahead in which not even a block is needed."""
-        return max(0, min(self._last, *self._due) - self._num_steps)
+        return max(0, min(self._last, *self._due) - self._num_steps) if self._is_plain else 0
 
     def plan(self, step: int) -> StepPlan | None:
         """The next step, or None when it does not repeat."""
@@ -61,6 +63,7 @@ class SteadyRun:
         if due:
             self._grow(self._due.pop(self._num_steps))
         moves = self._kv.take_moves()
+        self._is_plain = not moves.evicted
         return StepPlan(
             step, moves.evicted, (), (), (), self._ids, self._starts, self._ones, self._frozen_tables, self._trues
         )
