@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.cluster.base import Cluster
     from lockstep.server.options import ServerOptions
     from lockstep.server.reloading import ManifestReload
-    from lockstep.worker.supervised import WorkerOptions
+    from lockstep.worker.options import WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def _cluster(
 ) -> tuple[Cluster, ManifestReload | None]:
     """Who stands behind the server, and how a manifest is brought in again; the one place that knows."""
     from lockstep.cluster.single import SingleModel, SingleModelOptions
-    from lockstep.worker.supervised import WorkerOptions
+    from lockstep.worker.options import WorkerOptions
 
     _check_together(model, what, many)
     load = LoadOptions(

@@ -69,7 +69,7 @@ class Scheduler:
         if not self.config.enable_prefix_caching or request.num_prompt_tokens == 1:
             # A prompt of one token is computed by the kernel for single queries: no longer prompt may read it.
             request = replace(request, block_hashes=())
-        self._write_back()
+        self.write_back()
         seq = Sequence(self._next_id, request, max_output, self._step)
         self._next_id += 1
         self._sequences[seq.seq_id] = seq
@@ -228,14 +228,14 @@ class Scheduler:
         self._pending_seqs = self._run.seqs
         return plan
 
-    def _write_back(self) -> None:
-        """Bring the sequences up to date with the run."""
+    def write_back(self) -> None:
+        """Bring the sequences up to date with the run. Whoever looks at them calls it; it decides nothing."""
         if self._run is not None:
             self._counters.num_generation_tokens += self._run.num_unwritten_tokens
             self._run.write_back()
 
     def _leave_run(self) -> None:
-        self._write_back()
+        self.write_back()
         if self._run is not None:
             self._run, self._is_settled = None, False
 
@@ -307,7 +307,7 @@ class Scheduler:
 
     def view(self, seq_id: int) -> SequenceView | None:
         """A copy of what is known of an unfinished sequence; None when there is none of that id."""
-        self._write_back()
+        self.write_back()
         seq = self._sequences.get(seq_id)
         return None if seq is None else view_of(seq)
 
@@ -324,7 +324,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert conservation: every block and every sequence is in exactly one place."""
-        self._write_back()
+        self.write_back()
         self._kv.check(self._sequences.values())
         roster = self._roster
         places = {

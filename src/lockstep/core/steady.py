@@ -43,7 +43,7 @@ class SteadyRun:
         self._is_plain = False
         """Whether the last step was one of this run that moved nothing, so that the next may be its repeat."""
         self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
-        """Step of the run in which somebody reaches its limit: not a repeating one."""
+        """Step of the run in which somebody reaches its limit: the last one."""
 
     @property
     def num_unwritten_tokens(self) -> int:
@@ -56,9 +56,9 @@ class SteadyRun:
         return max(0, min(self._last, *self._due) - self._num_steps) if self._is_plain else 0
 
     def plan(self, step: int) -> StepPlan | None:
-        """The next step, or None when it does not repeat."""
+        """The next step, or None when there are too few blocks for it."""
         due = self._due.get(self._num_steps, ())
-        if self._num_steps >= self._last or len(due) > self._kv.pool.num_available:
+        if len(due) > self._kv.pool.num_available:
             return None
         if due:
             self._grow(self._due.pop(self._num_steps))
@@ -70,7 +70,7 @@ class SteadyRun:
 
     def commit(self, result: StepResult) -> bool:
         """Count a step; False, with nothing touched, when it brought more than one token each or ended somebody."""
-        if result.num_tokens != self._ones or result.finishes != self._nones:
+        if self._num_steps >= self._last or result.num_tokens != self._ones or result.finishes != self._nones:
             return False
         self.advance(1)
         return True

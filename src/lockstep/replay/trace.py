@@ -1,15 +1,19 @@
-"""Our own recordings as values: what a live run did, when, and for how long; and its requests as a workload."""
+"""Recordings as values: their files, their engines, their entries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from lockstep.core.policy import SchedulerConfig
-from lockstep.core.request import FinishReason
-from lockstep.replay.workload import Workload
+from lockstep.errors import ConfigError, TraceError
+from lockstep.replay.trace_file import Frame, read_frames
+from lockstep.worker.flight.entries import EngineEntry, Entry, EntryReader, Header
+from lockstep.worker.flight.format import SCHEMA_VERSION, SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,7 @@ class TracedEngine:
     """One engine of a recorded device."""
 
     number: int
-    """Its number in the recording, from 0, in order of loading."""
+    """Its number in the recording, from 0."""
     key: str
     """The replica that it is, as its worker calls it."""
     name: str
@@ -25,74 +29,105 @@ class TracedEngine:
     fingerprint: str
     """Of its artifact's content."""
     config: SchedulerConfig
+    environment: Mapping[str, str]
 
 
-class LiveStep(NamedTuple):
-    """One recorded step."""
+class Cut(NamedTuple):
+    """A file that was not written to its end, as when its process was killed; what it holds was read."""
 
-    engine: int
-    step: int
-    start_us: int
-    """From the beginning of the recording."""
-    duration_us: int
-    gap_us: int
-    """Between the end of the device's turn before and the start of this one, idle time included."""
-    is_after_idle: bool
-    """Whether nobody had work in that gap: it says nothing of what a step costs."""
-    num_prefill_tokens: int
-    num_decode_seqs: int
-    """Rows that decode, or replay what was decoded."""
-    num_context_tokens: int
-    """start + length, summed over rows: see `CostModel`."""
-    num_decoded_tokens: int
-    """Output tokens that it brought."""
+    path: Path
+    offset: int
+    """Of the frame within which it ends; its size, if it ends after one."""
 
 
-class LiveRequest(NamedTuple):
-    """What became of one recorded sequence. Times are from the beginning of the recording; -1: it never came so far."""
-
-    engine: int
-    seq_id: int
-    arrival_us: int
-    admitted_us: int
-    """Begin of the step that admitted it."""
-    first_token_us: int
-    """End of the step that brought its first token."""
-    finished_us: int
-    """End of its last step, or when a command ended it."""
-    priority: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    reason: FinishReason
-
-
+@dataclass(frozen=True, slots=True)
 class Trace:
-    """A recording: a file, or a directory of them. Nothing is held but its engines; every reading starts anew."""
+    """A recording, or several: files in order. Nothing is held but this; every reading starts anew."""
 
+    files: tuple[Path, ...]
     engines: tuple[TracedEngine, ...]
+    """Of the first file's run, as far as the first file knows them."""
+    has_content: bool
+
+    def entries(self) -> Iterator[Entry | Cut]:
+        """Everything, file by file.
+
+        Raises:
+            TraceError: a file is damaged, of a newer version, or no recording.
+        """
+        for path in self.files:
+            yield from read_entries(path)
 
 
 def open_trace(path: str | Path) -> Trace:
-    """Find the files of a recording and read what they say of its engines.
+    """Find the files of a recording, in a directory or one by itself, and read what the first says of its engines.
 
     Raises:
-        TraceError: it is none, of a newer version, or damaged.
+        TraceError: there is none, it is of a newer version, or damaged.
     """
-    raise NotImplementedError
+    path = Path(path)
+    files = tuple(sorted(path.glob(f"*{SUFFIX}"))) if path.is_dir() else (path,)
+    if not files:
+        raise TraceError(f"{path}: no recording is there; its files end with {SUFFIX}")
+    engines: dict[int, TracedEngine] = {}
+    has_content = False
+    for entry in read_entries(files[0]):
+        if isinstance(entry, Header):
+            has_content = bool(entry.facts.get("has_content"))
+        elif isinstance(entry, EngineEntry):
+            engine = engine_of(entry.facts)
+            engines[engine.number] = engine
+    return Trace(files, tuple(engines.values()), has_content)
 
 
-def live_steps(trace: Trace, engine: int | None = None) -> Iterator[LiveStep]:
-    """Every recorded step, in order; None: of all engines."""
-    raise NotImplementedError
+def engine_of(facts: Mapping[str, Any]) -> TracedEngine:
+    """What an entry says of an engine.
+
+    Raises:
+        TraceError: it does not say it.
+    """
+    try:
+        config = SchedulerConfig(**facts["config"])
+        return TracedEngine(
+            int(facts["number"]), facts["key"], facts["name"], facts["fingerprint"], config, facts["environment"]
+        )
+    except (KeyError, TypeError, ConfigError) as error:
+        raise TraceError(f"an engine of the recording cannot be made: {error!r}") from error
 
 
-def live_requests(trace: Trace, engine: int | None = None) -> Iterator[LiveRequest]:
-    """Every request that came during the recording and ended, in the order in which they ended."""
-    raise NotImplementedError
+def read_entries(path: Path) -> Iterator[Entry | Cut]:
+    """The entries of one file, and a `Cut` where it breaks off.
+
+    Raises:
+        TraceError: see `Trace.entries`.
+    """
+    reader = EntryReader()
+    frame: Frame | None = None
+    is_first = True
+    for frame in read_frames(path):
+        try:
+            for entry in reader.read(frame.data):
+                if is_first:
+                    _check_header(path, entry)
+                    is_first = False
+                yield entry
+        except (IndexError, ValueError, TypeError, msgspec.MsgspecError) as error:
+            if frame.is_whole or is_first:
+                where = f"{path}: byte {reader.offset} of the frame at byte {frame.offset}"
+                raise TraceError(f"{where} is no entry of a recording: {error}") from error
+    if frame is None or is_first:
+        raise TraceError(f"{path}: it holds no recording")
+    if not reader.has_ended:
+        yield Cut(path, path.stat().st_size if frame.is_whole else frame.offset)
 
 
-def workload_of(trace: Trace, engine: int = 0) -> Workload:
-    """An engine's requests with their real output lengths, in picoseconds from the first one's arrival; those that were
-    aborted get the tokens that they got."""
-    raise NotImplementedError
+def _check_header(path: Path, entry: Entry) -> None:
+    if not isinstance(entry, Header) or not {"schema", "run", "file"} <= entry.facts.keys():
+        raise TraceError(f"{path}: it does not begin as a recording does")
+    schema = entry.facts["schema"]
+    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA_VERSION:
+        version = entry.facts.get("lockstep")
+        raise TraceError(
+            f"{path}: its schema is {schema}, and this version reads 1 to {SCHEMA_VERSION}; "
+            f"it was recorded by lockstep {version}"
+        )
