@@ -126,6 +126,7 @@ def _simulate(
         start_s = time.perf_counter()
         replay = simulation.run()
         _tell_speed(len(replay.outcomes), time.perf_counter() - start_s)
+        _tell_ceiling(workload)
         if writer is not None:
             writer.add_requests(replay.outcomes)
     report = report_of(replay, goals_ms, recorder)
@@ -142,6 +143,18 @@ def _tell_speed(num_requests: int, passed_s: float) -> None:
         f"peak memory {peak_bytes / 1e6:,.0f} MB",
         file=sys.stderr,
     )
+
+
+def _tell_ceiling(workload: Workload) -> None:
+    from lockstep.replay.cache_oracle import unlimited_hit_rate
+
+    hits, blocks = unlimited_hit_rate(workload)
+    if blocks:
+        print(
+            f"a cache without bounds would hit {hits / blocks:.2%} of the prompts' blocks "
+            f"({hits:,} of {blocks:,}, {workload.content_size} tokens each)",
+            file=sys.stderr,
+        )
 
 
 def _as_bytes(reports: Sequence[Report]) -> bytes:
@@ -162,4 +175,4 @@ def _write(path: Path, data: bytes) -> None:
 def _show(reports: Sequence[Report]) -> None:
     from lockstep.replay.render.terminal import show_comparison, show_report
 
-    show_report(reports[0]) if len(reports) == 1 else show_comparison(*reports)
+    show_report(reports[0]) if len(reports) == 1 else show_comparison(reports[0], reports[1])

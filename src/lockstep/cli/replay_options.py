@@ -37,5 +37,6 @@ Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rep
 Ticks = Annotated[bool, typer.Option("--ticks", help="Every tick and request become part of the JSON report.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a timeline there: one HTML file.")]
 Perfetto = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="Write every step and request there, for ui.perfetto.dev.")
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write every step and request there, for ui.perfetto.dev."),
 ]

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import ceil, floor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from lockstep.errors import TraceError
 from lockstep.replay.cost_file import CostFile, HeldOut, Interval, MadeOn, Residuals
 from lockstep.replay.least_squares import Array, dependence, robust
-from lockstep.replay.trace import LiveStep
 
 FEATURES = ("constant", "prefill tokens", "decoding sequences", "context tokens")
 MIN_STEPS = 50
@@ -36,7 +35,28 @@ _US_TO_PS = 1_000_000
 METHOD = "split conformal, relative residuals (Lei et al. 2018)"
 
 
-def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) -> CostFile:
+class MeasuredStep(Protocol):
+    """What a recording tells of a step (replay/trace)."""
+
+    @property
+    def duration_us(self) -> int: ...
+    @property
+    def gap_us(self) -> int:
+        """Between the end of the device's step before and the start of this one."""
+
+    @property
+    def is_after_idle(self) -> bool:
+        """Whether nobody had work in that gap."""
+
+    @property
+    def num_prefill_tokens(self) -> int: ...
+    @property
+    def num_decode_seqs(self) -> int: ...
+    @property
+    def num_context_tokens(self) -> int: ...
+
+
+def calibrate(steps: Iterable[MeasuredStep], made_on: MadeOn, level: float = LEVEL) -> CostFile:
     """Fit and judge.
 
     Args:
@@ -82,7 +102,7 @@ def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) 
     )
 
 
-def _table(steps: Iterable[LiveStep]) -> tuple[Any, int]:
+def _table(steps: Iterable[MeasuredStep]) -> tuple[Any, int]:
     """[steps, 6] whole numbers: prefill, decode, context, duration, gap, after idle; and how many were left out."""
     rows: list[tuple[int, int, int, int, int, int]] = []
     num_left_out = 0

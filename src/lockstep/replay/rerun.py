@@ -134,7 +134,9 @@ class EngineRerun:
             Divergence: otherwise than recorded, or the record is damaged.
         """
         mark = chained(self._chain(), entry.record)[: len(entry.mark)]
-        damage = "" if mark == entry.mark else f"the digest beside it is {entry.mark.hex()}, its bytes give {mark.hex()}"
+        damage = (
+            "" if mark == entry.mark else f"the digest beside it is {entry.mark.hex()}, its bytes give {mark.hex()}"
+        )
         yield from self._decide(entry.record, damage)
         self._is_open = False
 
@@ -198,7 +200,9 @@ class EngineRerun:
         try:
             events = self.scheduler.commit(plan, _result(plan, got, ends))
         except AssertionError as error:
-            raise Divergence(self.number, plan.step, f"the recorded results are impossible: {error}", recorded) from None
+            raise Divergence(
+                self.number, plan.step, f"the recorded results are impossible: {error}", recorded
+            ) from None
         if dict(events.finished) != ends:
             self._part(f"{_told(ends)} with this step, but here {_told(dict(events.finished))}", plan.step)
         self._fingerprint.observe(plan, events)
@@ -253,9 +257,7 @@ class EngineRerun:
 def _repeat_of(plan: StepPlan) -> StepPlan:
     starts = tuple([start + 1 for start in plan.starts])
     count = len(starts)
-    return StepPlan(
-        plan.step + 1, (), (), (), (), plan.seq_ids, starts, (1,) * count, plan.tables, (True,) * count
-    )
+    return StepPlan(plan.step + 1, (), (), (), (), plan.seq_ids, starts, (1,) * count, plan.tables, (True,) * count)
 
 
 def _result(plan: StepPlan, got: dict[int, int], ends: dict[int, FinishReason]) -> StepResult:
