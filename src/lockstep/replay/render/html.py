@@ -231,8 +231,10 @@ def tiles_of(report: Report) -> Iterator[dict[str, str]]:
         yield tile("Output", f"{short_text(report.output_tokens_per_s)} tokens/s", f"{report.decode_tokens:,} tokens")
     yield tile("Prompts", f"{report.prompt_tokens:,} tokens", f"{report.prefill_tokens:,} computed")
     if report.latency_ms is None:
-        yield tile("Output", f"{report.decode_tokens:,} tokens", f"{report.decode_utilization:.1%} of decode capacity")
-    peak = f"{report.peak_blocks_percent:.4g} % at the peak, {report.kv_occupancy:.1%} on average"
+        yield tile(
+            "Output", f"{report.decode_tokens:,} tokens", f"{_percent(report.decode_utilization)} of decode capacity"
+        )
+    peak = f"peak {_percent(report.peak_blocks / report.kv_capacity)}, mean {_percent(report.kv_occupancy)}"
     yield tile("KV blocks", f"{report.peak_blocks:,} of {report.kv_capacity:,}", peak)
     latencies, unit = latencies_of(report)
     for label, distribution in (("First token", latencies.ttft), ("End to end", latencies.e2e)):
@@ -241,15 +243,19 @@ def tiles_of(report: Report) -> Iterator[dict[str, str]]:
             yield tile(label, median, f"median; p99 {tail}")
     yield tile("Greatest queue", f"{report.max_queued:,}", f"{report.queue_pressure_ticks:,} ticks with a queue")
     if report.prefix_queried_tokens:
-        yield tile("Prefix hits", f"{report.prefix_hit_rate:.2%}", f"{report.prefix_hit_tokens:,} tokens")
+        yield tile("Prefix hits", _percent(report.prefix_hit_rate), f"{report.prefix_hit_tokens:,} tokens")
     if report.preemptions:
         yield tile("Preemptions", f"{report.preemptions:,}", f"{report.recomputed_tokens:,} tokens computed again")
     if report.goodput is not None:
         yield tile(
             "Goodput",
             f"{short_text(report.goodput.requests_per_s)} requests/s",
-            f"{report.goodput.ratio:.1%} met the goals",
+            f"{_percent(report.goodput.ratio)} met the goals",
         )
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.1f} %"
 
 
 def _time_text(value: float, unit: str) -> str:
