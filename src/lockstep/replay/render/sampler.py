@@ -45,6 +45,20 @@ class Bucket:
         self.sums = [own + other for own, other in zip(self.sums, later.sums, strict=True)]
         self.num_preempted += later.num_preempted
 
+    def take(self, tick: Tick) -> None:
+        """Take in a run of ticks after it, in place: what ``add`` does, for the many."""
+        num_ticks, lows, highs, sums = tick.num_ticks, self.lows, self.highs, self.sums
+        for index, value in enumerate(_values(tick)):
+            if value < lows[index]:
+                lows[index] = value
+            elif value > highs[index]:
+                highs[index] = value
+            sums[index] += value * num_ticks
+        self.num_ticks += num_ticks
+        self.end_ps = tick.start_ps + tick.duration_ps
+        if tick.plan is not None and tick.plan.preempted:
+            self.num_preempted += len(tick.plan.preempted)
+
 
 class TimelineSampler:
     """A watcher that keeps at most ``max_buckets`` spans of ``width`` ticks, a power of two that doubles when needed.
@@ -65,8 +79,12 @@ class TimelineSampler:
         last = tick.tick + tick.num_ticks - 1
         while last // self.width >= self._max_buckets:
             self._halve()
-        for bucket in _cut(tick, self.width):
-            self._append(bucket)
+        bucket = self.buckets[-1] if self.buckets else None
+        if bucket is not None and bucket.tick // self.width == tick.tick // self.width == last // self.width:
+            bucket.take(tick)
+        else:
+            for piece in _cut(tick, self.width):
+                self._append(piece)
 
     @property
     def num_ticks(self) -> int:
@@ -87,8 +105,7 @@ class TimelineSampler:
 
 def _cut(tick: Tick, width: int) -> Iterator[Bucket]:
     """The pieces of a run of ticks that lie in one span each."""
-    num_decode = tick.plan.num_tokens - tick.num_prefill_tokens if tick.plan is not None else 0
-    values = [tick.num_queued, tick.num_active, tick.num_used_blocks, tick.num_prefill_tokens, num_decode]
+    values = _values(tick)
     num_preempted = len(tick.plan.preempted) if tick.plan is not None else 0
     done = 0
     while done < tick.num_ticks:
@@ -99,9 +116,15 @@ def _cut(tick: Tick, width: int) -> Iterator[Bucket]:
             num_ticks=count,
             start_ps=tick.start_ps + tick.duration_ps * done // tick.num_ticks,
             end_ps=tick.start_ps + tick.duration_ps * (done + count) // tick.num_ticks,
-            lows=values,
-            highs=values,
+            lows=list(values),
+            highs=list(values),
             sums=[value * count for value in values],
             num_preempted=0 if done else num_preempted,
         )
         done += count
+
+
+def _values(tick: Tick) -> tuple[int, ...]:
+    """Of each of the ticks; see ``QUANTITIES``."""
+    num_decode = sum(tick.plan.lengths) - tick.num_prefill_tokens if tick.plan is not None else 0
+    return tick.num_queued, tick.num_active, tick.num_used_blocks, tick.num_prefill_tokens, num_decode
