@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
+from lockstep.cli.replay_trace import replay_trace
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,10 +52,15 @@ def replay(
     html: asked.Html = None,
     trace: asked.Perfetto = None,
     ticks: asked.Ticks = False,
+    verify: asked.Verify = None,
+    execute: asked.Execute = None,
+    model: asked.Model = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
-) -> None:
+) -> int:
     """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
+    if verify is not None or execute is not None:
+        return replay_trace(verify, execute, model)
     from lockstep.replay.configs import parse_overrides
     from lockstep.replay.goals import parse_goals
     from lockstep.replay.readers import ReadOptions, read_workload
@@ -65,16 +71,17 @@ def replay(
     overrides = parse_overrides(split_settings(settings))
     overrides_b = {**overrides, **parse_overrides(split_settings(settings_b))}
     reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize)
-    model = cost_model(cost, tick_ms)
+    costs = cost_model(cost, tick_ms)
     shown = Shown(html, trace)
-    reports = [_simulate(read_workload(path, reading), overrides, model, goals, ticks, shown)]
+    reports = [_simulate(read_workload(path, reading), overrides, costs, goals, ticks, shown)]
     if compare is not None or settings_b:
         other = read_workload(compare or path, reading)
-        reports.append(_simulate(other, overrides_b, model, goals, ticks, shown.of_b()))
+        reports.append(_simulate(other, overrides_b, costs, goals, ticks, shown.of_b()))
     data = _as_bytes(reports)
     if output is not None:
         _write(output, data)
     print(data.decode(), end="") if as_json else _show(reports)
+    return 0
 
 
 def one_file(file: str | None, input_file: str | None) -> str:

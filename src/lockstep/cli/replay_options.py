@@ -40,3 +40,12 @@ Perfetto = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", help="Write every step and request there, for ui.perfetto.dev."),
 ]
+Verify = Annotated[
+    Path | None,
+    typer.Option(metavar="TRACE", help="Decide every step of a recording again: identical, or where it differs."),
+]
+Execute = Annotated[
+    Path | None,
+    typer.Option(metavar="TRACE", help="Compute every token of a recording with content again, with --model."),
+]
+Model = Annotated[str | None, typer.Option(metavar="SOURCE", help="The model of --execute.")]

@@ -189,7 +189,7 @@ class Engine:
 
     def abort_all(self) -> None:
         """End every request, waiting or running: the engine is about to stop."""
-        self._drain()
+        self.drain()
         for request_id in list(self._open):
             self._abort_now(request_id)
         self._mailboxes.dispatch(on_lost=self._abort_now)
@@ -211,7 +211,7 @@ class Engine:
     def step(self) -> bool:
         """Drain the inbox, then plan, execute and publish one step; False when there was nothing to do."""
         self._wake.clear()
-        self._drain()
+        self.drain()
         plan = self.scheduler.schedule()
         if plan.has_work:
             self._run_plan(plan)
@@ -258,7 +258,7 @@ class Engine:
         for request_id in failed:
             self._end(request_id, FinishReason.ERROR, reason)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Take what waited for a session, then what was submitted, in order, then what is due.
 
         Once per step, and never more than was there.

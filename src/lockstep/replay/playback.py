@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.errors import TraceError
-from lockstep.replay.rerun import Divergence, EngineRerun, Obeyed, Ran, SchedulerOf
-from lockstep.replay.trace import Cut, Trace, engine_of
+from lockstep.replay.rerun import EngineRerun, Obeyed, PartedError, Ran, SchedulerOf
+from lockstep.replay.trace_entries import Cut, engine_of
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,
@@ -53,15 +53,23 @@ class Played(NamedTuple):
     timing: Timing
 
 
+class Arrived(NamedTuple):
+    """A request has come; told before the command that adds it is given."""
+
+    came: Came
+    arrival_us: int
+
+
 class Playback:
-    """Plays a recording; stops with `Divergence` where it cannot go on as recorded.
+    """Plays a recording; stops with `PartedError` where it cannot go on as recorded.
 
     Args:
+        entries: of all its files.
         scheduler_of: makes the schedulers that decide again.
     """
 
-    def __init__(self, trace: Trace, scheduler_of: SchedulerOf = Scheduler) -> None:
-        self._trace = trace
+    def __init__(self, entries: Iterable[Entry | Cut], scheduler_of: SchedulerOf = Scheduler) -> None:
+        self._entries = entries
         self._scheduler_of = scheduler_of
         self.engines: dict[int, EngineRerun] = {}
         """Of the run that is being played."""
@@ -84,24 +92,31 @@ class Playback:
         self._now_us = 0
         self._is_idle = False
         self._timings: dict[int, deque[Timing]] = {}
+        self._coming: list[Came] = []
+        """In the turn that is being read."""
 
-    def play(self) -> Iterator[Played | Obeyed | Came | RequestEntry | Tokens]:
+    def play(self) -> Iterator[Played | Obeyed | Arrived | RequestEntry | Tokens]:
         """Everything that happened, in order: a step follows the commands that came before it, and what is told of
         a request comes before the command that adds it takes effect.
 
         Raises:
-            Divergence: what is decided again is not what was recorded.
+            PartedError: what is decided again is not what was recorded.
             TraceError: the recording cannot be read on.
         """
-        for entry in self._trace.entries():
+        for entry in self._entries:
             match entry:
                 case Turn():
                     self._turn(entry)
+                    start_us = self._now_us - entry.duration_us
+                    yield from [Arrived(came, start_us - came.waited_us) for came in self._coming]
+                    self._coming.clear()
                 case Record():
                     yield from self._timed(entry.engine, self._engine(entry.engine).record(entry))
                 case Added() | Aborted() | Pinned() | Swept() | CacheReset():
                     self._engine(entry.engine).command(entry)
-                case Came() | RequestEntry() | Tokens():
+                case Came():
+                    self._coming.append(entry)
+                case RequestEntry() | Tokens():
                     yield entry
                 case End():
                     for closed in entry.engines:
@@ -132,7 +147,8 @@ class Playback:
                     rerun.begin_at(entry)
             case SeatsEntry(num_turns, seats):
                 if self._is_whole and self.num_turns and self._turns.seats() != (num_turns, seats):
-                    raise Divergence(TURNS, num_turns, "the next file begins with other credits than the turns lead to")
+                    what = "the next file begins with other credits than the turns before it lead to"
+                    raise PartedError(TURNS, num_turns, what)
                 self._turns = Turns.of(num_turns, seats)
             case Priorities(classes):
                 self._numbers = {self._keys[number]: number for number, _ in classes}
@@ -172,7 +188,7 @@ class Playback:
         rest = self._timings.pop(closed.engine, ())
         if rest:
             what = f"{len(rest)} turns in which a step began have no step in the records"
-            raise Divergence(closed.engine, closed.num_steps, what)
+            raise PartedError(closed.engine, closed.num_steps, what)
 
     def _timed(self, number: int, steps: Iterator[Ran | Obeyed]) -> Iterator[Played | Obeyed]:
         """Steps with their turns, which were recorded before the record that they are part of had closed."""
@@ -182,7 +198,7 @@ class Playback:
                 yield step
                 continue
             if not timings:
-                raise Divergence(number, step.plan.step, "the recording has no turn for this step", step.plan)
+                raise PartedError(number, step.plan.step, "the recording has no turn for this step", step.plan)
             self.num_steps += 1
             yield Played(step, timings.popleft())
 
@@ -195,7 +211,7 @@ class Playback:
         chosen = self._turns.choose(self._classes, with_work)
         if chosen != recorded:
             what = f"in this turn {recorded} stepped, but it is the turn of {chosen or 'nobody'}"
-            raise Divergence(TURNS, self.num_turns, what)
+            raise PartedError(TURNS, self.num_turns, what)
         self._turns.spend(chosen, turn.duration_us)
         self.num_turns += 1
         start_us = self._now_us + turn.gap_us

@@ -15,6 +15,7 @@ from lockstep.core.fingerprint import Fingerprint, chained
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
+from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.errors import LockstepError
 from lockstep.replay.decisions import Decision, decode_record
@@ -24,7 +25,7 @@ SchedulerOf = Callable[[SchedulerConfig], Scheduler]
 CONTENT_BYTES = 16
 
 
-class Divergence(Exception):
+class PartedError(Exception):
     """The recording and what is decided again part here.
 
     Args:
@@ -53,6 +54,7 @@ class Ran(NamedTuple):
     plan: StepPlan
     events: StepEvents | None
     """None: the step failed."""
+    finished: tuple[FinishedSequence, ...]
 
 
 class Obeyed(NamedTuple):
@@ -60,6 +62,8 @@ class Obeyed(NamedTuple):
 
     engine: int
     command: Command
+    finished: tuple[FinishedSequence, ...]
+    """Whom it ended."""
 
 
 def content_of(number: int) -> bytes:
@@ -121,7 +125,7 @@ class EngineRerun:
         """Compare a recorded state with the one that the steps before led to.
 
         Raises:
-            Divergence: they differ.
+            PartedError: they differ.
         """
         ours = freeze(self.scheduler, lambda content: int.from_bytes(content, "little"), int), freeze(self._fingerprint)
         if msgspec.msgpack.decode(msgspec.msgpack.encode(ours)) != [entry.scheduler, entry.fingerprint]:
@@ -131,7 +135,7 @@ class EngineRerun:
         """Decide the steps of a record.
 
         Raises:
-            Divergence: otherwise than recorded, or the record is damaged.
+            PartedError: otherwise than recorded, or the record is damaged.
         """
         mark = chained(self._chain(), entry.record)[: len(entry.mark)]
         damage = (
@@ -144,7 +148,7 @@ class EngineRerun:
         """Decide the steps of the record that is open when a file ends, and give the commands after them.
 
         Raises:
-            Divergence: as for `record`, or the digest over everything is another.
+            PartedError: as for `record`, or the digest over everything is another.
         """
         if entry.open_record:
             yield from self._decide(entry.open_record, "")
@@ -187,28 +191,27 @@ class EngineRerun:
         yield from self._obey()
         plan = self.scheduler.schedule()
         if replace(recorded, num_prompt_tokens=plan.num_prompt_tokens) != plan:
-            raise Divergence(self.number, self._next_step, "another plan was recorded", recorded, plan)
+            raise PartedError(self.number, self._next_step, "another plan was recorded", recorded, plan)
         self._next_step += 1
         yield from self._obey(in_step=True)
         if decision is not None and decision.is_failed:
             self.scheduler.fail(plan)
             self._fingerprint.observe_failure(plan)
             self.num_steps += 1
-            yield Ran(self.number, plan, None)
+            yield Ran(self.number, plan, None, self.scheduler.drain_finished())
             return
         got, ends = ({}, {}) if decision is None else (decision.got, decision.ends)
         try:
             events = self.scheduler.commit(plan, _result(plan, got, ends))
         except AssertionError as error:
-            raise Divergence(
+            raise PartedError(
                 self.number, plan.step, f"the recorded results are impossible: {error}", recorded
             ) from None
         if dict(events.finished) != ends:
             self._part(f"{_told(ends)} with this step, but here {_told(dict(events.finished))}", plan.step)
         self._fingerprint.observe(plan, events)
-        self.scheduler.drain_finished()
         self.num_steps += 1
-        yield Ran(self.number, plan, events)
+        yield Ran(self.number, plan, events, self.scheduler.drain_finished())
 
     def _obey(self, in_step: bool = False) -> Iterator[Obeyed]:
         """Give the commands that came before the next step, or while this one is under way."""
@@ -219,7 +222,7 @@ class EngineRerun:
                 return
             commands.popleft()
             self._give(command)
-            yield Obeyed(self.number, command)
+            yield Obeyed(self.number, command, self.scheduler.drain_finished())
 
     def _give(self, command: Command) -> None:
         scheduler = self.scheduler
@@ -234,7 +237,6 @@ class EngineRerun:
             case Aborted():
                 if not scheduler.abort(command.seq_id, command.reason):
                     self._part(f"sequence {command.seq_id} was ended by a command, but is not there now")
-                scheduler.drain_finished()
             case Pinned():
                 scheduler.pin([content_of(content) for content in command.contents])
             case Swept():
@@ -245,13 +247,13 @@ class EngineRerun:
     # -- where they part ----------------------------------------------------------------------------------------------
 
     def _part(self, what: str, step: int | None = None) -> NoReturn:
-        raise Divergence(self.number, self._next_step if step is None else step, what)
+        raise PartedError(self.number, self._next_step if step is None else step, what)
 
     def _damaged(self, why: str, recorded: StepPlan | None) -> NoReturn:
         """The record of the next step cannot be trusted: show what is decided here."""
         deque(self._obey(), maxlen=0)
         decided = self.scheduler.schedule()
-        raise Divergence(self.number, self._next_step, f"the record is damaged: {why}", recorded, decided)
+        raise PartedError(self.number, self._next_step, f"the record is damaged: {why}", recorded, decided)
 
 
 def _repeat_of(plan: StepPlan) -> StepPlan:
