@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers.fields import array, check_keys, content_ids, json_object, time_ps, whole
 from lockstep.replay.workload import PS_PER_MS, WorkloadRequest
 
@@ -24,13 +24,13 @@ def rows(lines: Iterable[tuple[int, str]], name: str) -> Iterator[WorkloadReques
 
 
 def row(fields: Mapping[str, object], number: int, place: str) -> WorkloadRequest:
-    """One line; UsageError names its place. An output of 0 tokens counts as 1, because every request gets one."""
+    """One line; TraceError names its place. An output of 0 tokens counts as 1, because every request gets one."""
     check_keys(fields, COLUMNS, COLUMNS[:3], place)
     num_prompt = whole(fields["input_length"], "input_length", place, 1)
     num_output = max(1, whole(fields["output_length"], "output_length", place))
     ids = array(fields.get("hash_ids", []), "hash_ids", place)
     if ids and len(ids) != -(-num_prompt // CONTENT_TOKENS):
-        raise UsageError(
+        raise TraceError(
             f"{place}: {len(ids)} hash_ids for {num_prompt} tokens; one per {CONTENT_TOKENS} tokens expected"
         )
     return WorkloadRequest(
