@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.server.process import IN_THREAD, serve
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``flight/``, a recording of six requests, and ``result.json``, what `bench serve` says of five of them (the
     first asks how long prompts are)."""
     folder = tmp_path_factory.mktemp("recorded")
@@ -26,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         where = ("--base-url", server.base_url, "--backend", "openai")
         saved = ("--save-result", "--save-detailed", "--result-filename", str(folder / "result.json"))
         assert invoke(["bench", "serve", *where, *load, *saved]) == 0
-    yield folder
+    return folder
 
 
 def test_a_recording_is_the_workload_that_its_engine_had(folder: Path) -> None:
