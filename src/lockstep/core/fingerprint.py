@@ -71,6 +71,11 @@ class Fingerprint:
         self._before, self._before_plain, self._before_ended = None, False, set()
         return closed
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whether the step before was plain, so that ``repeat`` may follow."""
+        return self._before_plain
+
     def repeat(self, num_steps: int) -> None:
         """Take in repeats that were skipped (``Scheduler.skip``)."""
         before = self._before

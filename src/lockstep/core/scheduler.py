@@ -300,6 +300,11 @@ class Scheduler:
         """Queued and preempted."""
         return len(self._queue) + len(self._roster.preempted)
 
+    @property
+    def num_held_blocks(self) -> int:
+        """Device blocks that sequences hold."""
+        return self._kv.pool.num_blocks - self._kv.pool.num_available
+
     def view(self, seq_id: int) -> SequenceView | None:
         """A copy of what is known of an unfinished sequence; None when there is none of that id."""
         self._write_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from lockstep.replay.workload import PS_PER_MS
@@ -35,3 +36,8 @@ class CostModel:
         """The duration of steps in which the same sequences decode one token each; the context is the first one's."""
         growth = num_decode_seqs * (num_steps * (num_steps - 1) // 2)
         return num_steps * self.step_ps(0, num_decode_seqs, num_context_tokens) + self.context_token_ps * growth
+
+    def num_begun_within(self, gap_ps: int, num_steps: int, num_decode_seqs: int, num_context_tokens: int) -> int:
+        """How many of the steps of such a run begin before ``gap_ps`` is over, counted from the first one's begin."""
+        begins = range(num_steps)
+        return bisect_left(begins, gap_ps, key=lambda step: self.run_ps(step, num_decode_seqs, num_context_tokens))

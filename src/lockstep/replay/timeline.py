@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lockstep.core.step import StepEvents, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     """One step, a run of steps in which every row of ``plan`` decodes one token more each time, or idle ticks."""
 
     tick: int
@@ -28,7 +28,7 @@ class Tick:
     num_decoded_tokens: int
     """Output tokens that all of them brought together."""
     num_queued: int
-    """Waiting after admission."""
+    """Waiting after admission: in the queue, or preempted."""
     num_active: int
     """Running after admission, those that end with this step included."""
     num_used_blocks: int

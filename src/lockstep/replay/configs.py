@@ -1,0 +1,139 @@
+"""The scheduler that a workload is replayed on: what its file says, what the command line sets over it, and defaults
+for the rest.
+
+Defaults are those of a server that refuses nobody, so that a trace runs whole whatever machine it was taken on:
+
+- ``block_size``: the ``content_size`` of a workload that has contents, else 16;
+- ``num_blocks``: a pool of 1,048,576 tokens;
+- ``max_model_len``: all that the pool holds;
+- ``max_num_seqs`` 256, ``max_num_batched_tokens`` 8,192, ``max_chunk_tokens`` as many (a prompt is cut by the budget
+  alone);
+- queues without a practical bound.
+
+All else is as in ``SchedulerConfig``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.errors import UsageError
+from lockstep.replay.workload import Workload
+
+DEFAULT_BLOCK_TOKENS = 16
+DEFAULT_POOL_TOKENS = 1 << 20
+DEFAULT_NUM_SEQS = 256
+DEFAULT_STEP_TOKENS = 8192
+UNBOUNDED = 1 << 40
+"""For the bounds of the waiting queue: more than any trace holds."""
+_BOOLEANS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+_TYPES: Mapping[str, Any] = typing.get_type_hints(SchedulerConfig)
+_DEFAULTS = {field.name: field.default for field in fields(SchedulerConfig) if field.default is not MISSING}
+
+
+def parse_overrides(pairs: Iterable[str]) -> dict[str, str]:
+    """``["max_num_seqs=64"]`` as a mapping.
+
+    Raises:
+        UsageError: not ``field=value``, no field of ``SchedulerConfig``, or one named twice.
+    """
+    overrides: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not value:
+            raise UsageError(f"{pair!r} sets nothing; write field=value, such as max_num_seqs=64")
+        check_field(name, "no limit of a scheduler has that name")
+        if name in overrides:
+            raise UsageError(f"{name} is set twice, to {overrides[name]} and to {value}; say it once")
+        overrides[name] = value
+    return overrides
+
+
+def config_for(workload: Workload, overrides: Mapping[str, str] | None = None) -> SchedulerConfig:
+    """The config of a replay.
+
+    Args:
+        overrides: field to value as text; they win over what the workload says.
+
+    Raises:
+        UsageError: an unknown field, or a value that is not of its type.
+        ConfigError: values that cannot work together.
+    """
+    values: dict[str, Any] = {}
+    for name, value in workload.config.items():
+        check_field(name, f"{workload.name}: its config has a field that no scheduler has")
+        values[name] = _checked(name, value, f"{workload.name}: config")
+    for name, text in (overrides or {}).items():
+        check_field(name, "no limit of a scheduler has that name")
+        values[name] = parse_value(name, text)
+    if "block_size" not in values:
+        values["block_size"] = workload.content_size or DEFAULT_BLOCK_TOKENS
+    block_size = max(1, values["block_size"])
+    values.setdefault("num_blocks", max(1, DEFAULT_POOL_TOKENS // block_size))
+    values.setdefault("max_model_len", max(2, values["num_blocks"] * block_size))
+    values.setdefault("max_num_seqs", DEFAULT_NUM_SEQS)
+    values.setdefault("max_num_batched_tokens", max(DEFAULT_STEP_TOKENS, values.get("max_num_prefill_tokens") or 0))
+    values.setdefault("max_chunk_tokens", values["max_num_batched_tokens"])
+    values.setdefault("max_num_queued_reqs", UNBOUNDED)
+    values.setdefault("max_num_queued_tokens", UNBOUNDED)
+    return SchedulerConfig(**values)
+
+
+def changed_fields(config: SchedulerConfig) -> dict[str, Any]:
+    """What differs from the defaults of ``SchedulerConfig``, in the order of its fields."""
+    pairs = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {name: value for name, value in pairs.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
+
+
+def parse_value(name: str, text: str) -> Any:
+    """The text of a field's value as that field's type; UsageError says what would be right."""
+    kinds = _kinds(name)
+    text = text.strip()
+    if type(None) in kinds and text.lower() in ("none", "null"):
+        return None
+    if bool in kinds:
+        if text.lower() not in _BOOLEANS:
+            raise UsageError(f"{name} is {text!r}; write true or false")
+        return _BOOLEANS[text.lower()]
+    if int in kinds:
+        try:
+            return int(text.replace(",", "").replace("_", ""))
+        except ValueError:
+            raise UsageError(f"{name} is {text!r}; write a whole number") from None
+    return _checked(name, text, "--set")
+
+
+def check_field(name: str, complaint: str) -> None:
+    """UsageError with the nearest names where ``SchedulerConfig`` has no such field."""
+    if name in _TYPES:
+        return
+    near = difflib.get_close_matches(name, _TYPES, n=3, cutoff=0.5)
+    help_text = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_TYPES)}"
+    raise UsageError(f"{complaint}: {name!r}; {help_text}")
+
+
+def _checked(name: str, value: object, place: str) -> Any:
+    kinds = _kinds(name)
+    fits = type(value) in kinds or value in kinds
+    if not fits:
+        raise UsageError(f"{place}: {name} is {value!r}; it must be {' or '.join(map(_kind_text, kinds))}")
+    return value
+
+
+def _kinds(name: str) -> tuple[Any, ...]:
+    """Types, or literal values, that a field takes."""
+    hint = _TYPES[name]
+    if typing.get_origin(hint) in (typing.Literal, typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def _kind_text(kind: object) -> str:
+    names = {int: "a whole number", bool: "true or false", type(None): "null"}
+    return names[kind] if isinstance(kind, type) and kind in names else repr(kind)

@@ -1,0 +1,31 @@
+"""From content ids to block hashes: how a workload's shared prompts reach the prefix cache."""
+
+from __future__ import annotations
+
+from lockstep.core.prefix import HASH_BYTES
+
+ID_BYTES = 12
+"""Of a hash; the rest is the block's place within its content."""
+_PLACE = 1 << (8 * ID_BYTES)
+
+
+def content_hashes(
+    contents: tuple[int, ...], content_size: int, block_size: int, num_prompt_tokens: int
+) -> tuple[bytes, ...]:
+    """Block hashes of a prompt's full blocks.
+
+    Each id stands for ``content_size`` tokens, thus for ``content_size // block_size`` blocks. Block ``i`` of id ``c``
+    has the hash of 16 bytes that is ``c`` in 12 bytes and then ``i`` in 4, both little-endian. Equal ids are equal
+    content with equal past, so the hashes need no chain.
+
+    Args:
+        content_size: a multiple of ``block_size``.
+    """
+    per_content = content_size // block_size
+    count = num_prompt_tokens // block_size
+    to_bytes = int.to_bytes
+    if per_content == 1:
+        return tuple([to_bytes(content, HASH_BYTES, "little") for content in contents[:count]])
+    places = [place * _PLACE for place in range(per_content)]
+    hashes = [to_bytes(content + place, HASH_BYTES, "little") for content in contents for place in places]
+    return tuple(hashes[:count])

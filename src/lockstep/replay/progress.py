@@ -1,0 +1,180 @@
+"""What each request of a replay has got so far, and when. Answers plans in the place of a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import compress
+
+from lockstep.core.request import FinishReason
+from lockstep.core.sequence import FinishedSequence
+from lockstep.core.step import StepPlan, StepResult
+from lockstep.replay.cost import CostModel
+from lockstep.replay.timeline import RequestOutcome
+from lockstep.replay.workload import WorkloadRequest
+
+GAP_QUANTUM_PS = 1_000_000
+"""Gaps between tokens are counted by whole microseconds: as many counters as steps of a trace would be too many."""
+
+
+class Gaps:
+    """How often each time between two tokens of a request occurred."""
+
+    def __init__(self) -> None:
+        self.by_ticks: Counter[int] = Counter()
+        self.by_us: Counter[int] = Counter()
+        """Whole microseconds, rounded down."""
+
+    def count(self, num_ticks: int, gap_ps: int, times: int) -> None:
+        self.by_ticks[num_ticks] += times
+        self.by_us[gap_ps // GAP_QUANTUM_PS] += times
+
+    def count_run(self, cost: CostModel, num_steps: int, num_seqs: int, num_context_tokens: int) -> None:
+        """Steps in which each of ``num_seqs`` got a token; the context is the first one's."""
+        self.by_ticks[1] += num_steps * num_seqs
+        first_ps = cost.step_ps(0, num_seqs, num_context_tokens)
+        growth_ps = cost.context_token_ps * num_seqs
+        last_ps = first_ps + growth_ps * (num_steps - 1)
+        if first_ps // GAP_QUANTUM_PS == last_ps // GAP_QUANTUM_PS:
+            self.by_us[first_ps // GAP_QUANTUM_PS] += num_steps * num_seqs
+        else:
+            for gap_ps in range(first_ps, last_ps + 1, growth_ps):
+                self.by_us[gap_ps // GAP_QUANTUM_PS] += num_seqs
+
+
+class Life:
+    """One request between its arrival and its end."""
+
+    __slots__ = (
+        "admitted_ps",
+        "admitted_tick",
+        "arrival_ps",
+        "arrival_tick",
+        "first_token_ps",
+        "first_token_tick",
+        "index",
+        "last_token_ps",
+        "last_token_tick",
+        "left",
+        "request",
+        "seq_id",
+    )
+
+    def __init__(self, request: WorkloadRequest, index: int, arrival_tick: int, arrival_ps: int) -> None:
+        self.request = request
+        self.index = index
+        """Its number in the workload."""
+        self.seq_id = -1
+        self.left = request.num_output_tokens
+        """Tokens to come."""
+        self.arrival_tick = arrival_tick
+        self.arrival_ps = arrival_ps
+        self.admitted_tick = self.admitted_ps = -1
+        self.first_token_tick = self.first_token_ps = -1
+        self.last_token_tick = self.last_token_ps = -1
+
+    def outcome(self, end: FinishedSequence | None = None, refusal: str = "") -> RequestOutcome:
+        """What became of it."""
+        request = self.request
+        return RequestOutcome(
+            name=request.name,
+            seq_id=self.seq_id,
+            priority=request.priority,
+            tenant=request.tenant,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens - self.left,
+            num_cached_tokens=0 if end is None else end.num_cached_tokens,
+            num_preemptions=0 if end is None else end.num_preemptions,
+            arrival_tick=self.arrival_tick,
+            admitted_tick=self.admitted_tick,
+            first_token_tick=self.first_token_tick,
+            finished_tick=-1 if end is None else self.last_token_tick,
+            arrival_ps=self.arrival_ps,
+            admitted_ps=self.admitted_ps,
+            first_token_ps=self.first_token_ps,
+            finished_ps=-1 if end is None else self.last_token_ps,
+            refusal=refusal,
+        )
+
+
+class Progress:
+    """The lives under way, and the batch: those who sampled in the last step.
+
+    As long as the same ones sample, their tokens are counted once for all of them.
+    """
+
+    def __init__(self) -> None:
+        self.lives: dict[int, Life] = {}
+        self.gaps = Gaps()
+        self._ids: tuple[int, ...] = ()
+        self._batch: list[Life] = []
+        self._num_got = 0
+        """Tokens that each of the batch got since it is this batch, not yet taken off from what is left."""
+        self._least = 0
+        """Tokens that were left, when it became this batch, to the one with the fewest."""
+        self._nobody_ends: tuple[None, ...] = ()
+        self._ones: tuple[int, ...] = ()
+        self._last_tick = -1
+        self._last_ps = -1
+
+    def admit(self, plan: StepPlan, tick: int, start_ps: int) -> None:
+        """Note who left the queue in this step."""
+        for seq_id in plan.admitted:
+            life = self.lives[seq_id]
+            life.admitted_tick, life.admitted_ps = tick, start_ps
+
+    def answer(self, plan: StepPlan) -> StepResult:
+        """One token for whoever samples; STOP for those who are through before their limit."""
+        ids = plan.seq_ids
+        if False in plan.samples:
+            ids = tuple(compress(ids, plan.samples))
+        if ids != self._ids:
+            self.settle()
+            self._form(ids)
+        if self._num_got + 1 < self._least:
+            return StepResult(self._ones, self._nobody_ends)
+        last = self._num_got + 1
+        return StepResult(self._ones, tuple([_reason(life) if life.left == last else None for life in self._batch]))
+
+    def take(self, tick: int, end_ps: int) -> None:
+        """The step that was answered last has ended."""
+        if self._num_got:
+            self.gaps.count(tick - self._last_tick, end_ps - self._last_ps, len(self._batch))
+        else:
+            for life in self._batch:
+                if life.first_token_tick < 0:
+                    life.first_token_tick, life.first_token_ps = tick, end_ps
+                else:
+                    self.gaps.count(tick - life.last_token_tick, end_ps - life.last_token_ps, 1)
+        self._num_got += 1
+        self._last_tick, self._last_ps = tick, end_ps
+
+    def repeat(self, num_steps: int, tick: int, end_ps: int) -> None:
+        """The same ones got one token more in each of ``num_steps``; the caller counts their gaps."""
+        self._num_got += num_steps
+        self._last_tick, self._last_ps = tick, end_ps
+
+    @property
+    def num_quiet_steps(self) -> int:
+        """Steps of this batch in which nobody is through."""
+        return self._least - self._num_got - 1
+
+    def settle(self) -> None:
+        """Let the lives of the batch know what they got."""
+        num_got, self._num_got = self._num_got, 0
+        self._ids = ()
+        if num_got:
+            for life in self._batch:
+                life.left -= num_got
+                life.last_token_tick, life.last_token_ps = self._last_tick, self._last_ps
+
+    def _form(self, ids: tuple[int, ...]) -> None:
+        self._ids = ids
+        self._batch = [self.lives[seq_id] for seq_id in ids]
+        self._least = min([life.left for life in self._batch], default=0)
+        self._nobody_ends = (None,) * len(ids)
+        self._ones = (1,) * len(ids)
+
+
+def _reason(life: Life) -> FinishReason | None:
+    """The scheduler itself says LENGTH at the limit."""
+    return FinishReason.STOP if life.request.num_output_tokens < life.request.max_output_tokens else None

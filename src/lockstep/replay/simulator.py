@@ -1,0 +1,259 @@
+"""Drives the scheduler that serves with a workload on a logical clock.
+
+Reads no clock, draws nothing at random and inspects no token: the same workload, config and cost give the same replay.
+Per step, in this order: commit of the step before, arrivals whose time has come, schedule. A step that only repeats
+the one before is not planned again but counted, up to the next arrival, end or block border (``run_lengths``); every
+figure and the fingerprint are those of single steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import Request
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.stats import SchedulerStats
+from lockstep.errors import RequestError, UsageError
+from lockstep.replay.contents import content_hashes
+from lockstep.replay.cost import CostModel
+from lockstep.replay.progress import Gaps, Life, Progress
+from lockstep.replay.timeline import RequestOutcome, Tick, Watcher
+from lockstep.replay.totals import Totals
+from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
+
+MAX_REQUESTS = 1_000_000
+"""Of one replay: what became of each is kept, about half a kilobyte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a simulation came to."""
+
+    name: str
+    """The workload's."""
+    config: SchedulerConfig
+    cost: CostModel
+    unit: ArrivalUnit
+    outcomes: tuple[RequestOutcome, ...]
+    """One per request that arrived, in their order."""
+    totals: Totals
+    gaps: Gaps
+    stats: SchedulerStats
+    fingerprint: str
+    """Sixteen hex digits over every decision (core/fingerprint.py)."""
+    num_ticks: int
+    duration_ps: int
+    """Logical time at the end of the last step."""
+    num_reserved_blocks: int
+    """Blocks that prompt and maximal output of the admitted requests come to."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the figures must know."""
+
+
+class Simulation:
+    """One run of a workload, step by step.
+
+    Args:
+        watchers: called with every tick.
+        run_lengths: False: plan and commit each step by itself.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: SchedulerConfig,
+        cost: CostModel | None = None,
+        *,
+        watchers: Sequence[Watcher] = (),
+        run_lengths: bool = True,
+    ) -> None:
+        self.workload = workload
+        self.config = config
+        self.cost = CostModel() if cost is None else cost
+        # All who end in one step are read after it; this bound decides nothing else.
+        self.scheduler = Scheduler(replace(config, max_finished=max(config.max_finished, config.max_num_seqs)))
+        self.tick = 0
+        """Number of the next tick."""
+        self.now_ps = 0
+        """When it begins."""
+        self.notes: list[str] = []
+        self._watchers = tuple(watchers)
+        self._run_lengths = run_lengths
+        self._in_ticks = workload.unit is ArrivalUnit.TICKS
+        self._fingerprint = Fingerprint()
+        self._progress = Progress()
+        self._totals = Totals(config.max_num_seqs)
+        self._outcomes: list[RequestOutcome | None] = []
+        self._num_reserved_blocks = 0
+        self._content_size = self._usable_content_size()
+        self._requests = iter(workload.requests)
+        self._next: WorkloadRequest | None = next(self._requests, None)
+
+    @property
+    def fingerprint(self) -> str:
+        """Over all decisions so far."""
+        return self._fingerprint.hexdigest()
+
+    def run(self) -> Replay:
+        """To the end."""
+        while self.step() is not None:
+            pass
+        return self.replay()
+
+    def step(self) -> Tick | None:
+        """The next tick or run of ticks; None when all requests have ended and no more will come."""
+        while not self._take_arrivals():
+            if self._next is None:
+                return None
+            if self._in_ticks:
+                return self._told(self._idle(self._next.arrival - self.tick))
+            self.now_ps = self._next.arrival
+        return self._told(self._busy())
+
+    def replay(self) -> Replay:
+        """What it has come to so far."""
+        progress = self._progress
+        progress.settle()
+        under_way = {life.index: life for life in progress.lives.values()}
+        outcomes = [
+            under_way[index].outcome() if outcome is None else outcome for index, outcome in enumerate(self._outcomes)
+        ]
+        return Replay(
+            name=self.workload.name,
+            config=self.config,
+            cost=self.cost,
+            unit=self.workload.unit,
+            outcomes=tuple(outcomes),
+            totals=self._totals,
+            gaps=progress.gaps,
+            stats=self.scheduler.stats(),
+            fingerprint=self.fingerprint,
+            num_ticks=self.tick,
+            duration_ps=self.now_ps,
+            num_reserved_blocks=self._num_reserved_blocks,
+            notes=tuple(self.notes),
+        )
+
+    # -- arrivals -----------------------------------------------------------------------------------------------------
+
+    def _take_arrivals(self) -> bool:
+        """Queue the requests whose time has come; whether there is anything to do."""
+        now = self.tick if self._in_ticks else self.now_ps
+        while self._next is not None and self._next.arrival <= now:
+            self._add(self._next)
+            following = next(self._requests, None)
+            if following is not None and following.arrival < self._next.arrival:
+                raise UsageError(
+                    f"{following.place or following.name}: arrives before the request above it; sort the workload"
+                )
+            self._next = following
+        return self.scheduler.has_work
+
+    def _add(self, request: WorkloadRequest) -> None:
+        if len(self._outcomes) >= MAX_REQUESTS:
+            raise UsageError(f"{self.workload.name} has more than {MAX_REQUESTS:,} requests; take a part with --limit")
+        arrival_ps = self.now_ps if self._in_ticks else request.arrival
+        life = Life(request, len(self._outcomes), self.tick, arrival_ps)
+        hashes: tuple[bytes, ...] = ()
+        if self._content_size and request.contents:
+            hashes = content_hashes(
+                request.contents, self._content_size, self.config.block_size, request.num_prompt_tokens
+            )
+        asked = Request(request.num_prompt_tokens, request.max_output_tokens, hashes, request.priority, request.tenant)
+        try:
+            life.seq_id = self.scheduler.add(asked)
+        except RequestError as refusal:
+            self._outcomes.append(life.outcome(refusal=str(refusal)))
+            return
+        self._outcomes.append(None)
+        self._progress.lives[life.seq_id] = life
+
+    def _usable_content_size(self) -> int:
+        """Of the workload's contents, or 0 where their borders are not those of blocks."""
+        size, block_size = self.workload.content_size, self.config.block_size
+        if size % block_size:
+            self.notes.append(
+                f"contents are ignored, nothing is shared: {size} tokens each, no multiple of block_size {block_size}"
+            )
+            return 0
+        return size
+
+    # -- ticks --------------------------------------------------------------------------------------------------------
+
+    def _told(self, tick: Tick) -> Tick:
+        self.tick += tick.num_ticks
+        self.now_ps += tick.duration_ps
+        self._totals.add(tick)
+        for watch in self._watchers:
+            watch(tick)
+        return tick
+
+    def _idle(self, num_ticks: int) -> Tick:
+        return Tick(self.tick, num_ticks, self.now_ps, num_ticks * self.cost.constant_ps, None, None, 0, 0, 0, 0, 0)
+
+    def _busy(self) -> Tick:
+        """One step, and those that repeat it."""
+        scheduler, progress, fingerprint = self.scheduler, self._progress, self._fingerprint
+        plan = scheduler.schedule()
+        num_queued, num_active = scheduler.num_waiting, scheduler.num_running
+        num_used_blocks = scheduler.num_held_blocks
+        if plan.admitted:
+            self._count_admitted(plan.admitted)
+            progress.admit(plan, self.tick, self.now_ps)
+        num_tokens = sum(plan.lengths)
+        num_context = sum(plan.starts) + num_tokens
+        num_prefill = plan.num_prompt_tokens
+        duration_ps = self.cost.step_ps(num_prefill, num_tokens - num_prefill, num_context)
+        events = scheduler.commit(plan, progress.answer(plan))
+        fingerprint.observe(plan, events)
+        progress.take(self.tick, self.now_ps + duration_ps)
+        num_seqs = len(events.num_tokens)
+        num_ticks = 1
+        if events.finished:
+            self._end()
+        elif self._run_lengths and fingerprint.can_repeat:
+            num_more = self._num_repeats(self.now_ps + duration_ps, num_seqs, num_context + num_seqs)
+            if num_more > 0:
+                scheduler.skip(num_more)
+                fingerprint.repeat(num_more)
+                progress.gaps.count_run(self.cost, num_more, num_seqs, num_context + num_seqs)
+                duration_ps += self.cost.run_ps(num_more, num_seqs, num_context + num_seqs)
+                num_ticks += num_more
+                progress.repeat(num_more, self.tick + num_more, self.now_ps + duration_ps)
+        return Tick(
+            self.tick,
+            num_ticks,
+            self.now_ps,
+            duration_ps,
+            plan,
+            events,
+            num_prefill,
+            num_seqs * num_ticks,
+            num_queued,
+            num_active,
+            num_used_blocks,
+        )
+
+    def _num_repeats(self, end_ps: int, num_seqs: int, num_context: int) -> int:
+        """How often the step that ends at ``end_ps`` is sure to repeat before the next arrival joins."""
+        most = min(self.scheduler.num_quiet_steps(), self._progress.num_quiet_steps)
+        if self._next is None or most < 1:
+            return most
+        if self._in_ticks:
+            return min(most, self._next.arrival - self.tick - 1)
+        return self.cost.num_begun_within(self._next.arrival - end_ps, most, num_seqs, num_context)
+
+    def _count_admitted(self, admitted: tuple[int, ...]) -> None:
+        for seq_id in admitted:
+            request = self._progress.lives[seq_id].request
+            self._num_reserved_blocks += self.config.blocks_for(request.num_prompt_tokens + request.max_output_tokens)
+
+    def _end(self) -> None:
+        """Keep what became of those who ended with this step."""
+        self._progress.settle()
+        for end in self.scheduler.drain_finished():
+            life = self._progress.lives.pop(end.seq_id)
+            self._outcomes[life.index] = life.outcome(end)
