@@ -80,6 +80,8 @@ class Simulation:
         self.now_ps = 0
         """When it begins."""
         self.notes: list[str] = []
+        self.refusals: list[str] = []
+        """Names of the requests that were refused on arriving, in their order."""
         self._watchers = tuple(watchers)
         self._run_lengths = run_lengths
         self._in_ticks = workload.unit is ArrivalUnit.TICKS
@@ -167,6 +169,7 @@ class Simulation:
             life.seq_id = self.scheduler.add(asked)
         except RequestError as refusal:
             self._outcomes.append(life.outcome(refusal=str(refusal)))
+            self.refusals.append(request.name)
             return
         self._outcomes.append(None)
         self._progress.lives[life.seq_id] = life
