@@ -10,7 +10,6 @@ from lockstep.bench.statistics import (
     METRICS,
     failures,
     figures,
-    parse_goals,
     parse_metrics,
     parse_percentiles,
     per_request,
@@ -90,17 +89,6 @@ def test_nothing_completed_is_zeros_and_not_an_error() -> None:
 def test_reasons_of_failure_are_counted_in_order() -> None:
     other = Outcome(False, 0.0, error="reset")
     assert failures([FAILED, other, FIRST, FAILED]) == [("HTTP 503: full", 2), ("reset", 1)]
-
-
-def test_goals_are_read_with_commas_and_with_spaces() -> None:
-    assert parse_goals("ttft:500,tpot:50") == parse_goals("ttft:500 tpot:50") == {"ttft": 500.0, "tpot": 50.0}
-    assert parse_goals("") == {}
-
-
-@pytest.mark.parametrize("text", ["ttft", "ttft:x", "itl:5", "ttft:-1", "ttft:nan", "ttft:1:2"])
-def test_a_wrong_goal_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match="write ttft:500,tpot:50"):
-        parse_goals(text)
 
 
 def test_percentiles_and_metrics_are_checked() -> None:

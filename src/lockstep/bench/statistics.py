@@ -22,21 +22,6 @@ GOALS = ("ttft", "tpot", "e2el")
 """Metrics that one request can meet or miss."""
 
 
-def parse_goals(text: str) -> dict[str, float]:
-    """``ttft:500,tpot:50`` (or with spaces) as milliseconds by metric; UsageError says what would be right."""
-    goals: dict[str, float] = {}
-    for pair in text.replace(",", " ").split():
-        name, _, value = pair.partition(":")
-        try:
-            limit_ms = float(value)
-        except ValueError:
-            limit_ms = -1.0
-        if name not in GOALS or not limit_ms >= 0:
-            raise UsageError(f"--goodput has {pair!r}; write ttft:500,tpot:50 with {', '.join(GOALS)} in milliseconds")
-        goals[name] = limit_ms
-    return goals
-
-
 def parse_percentiles(text: str) -> tuple[float, ...]:
     """``50,90,99`` as numbers; UsageError where one is not within 0 to 100."""
     try:

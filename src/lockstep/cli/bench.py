@@ -68,8 +68,9 @@ def serve(
     """Measure any OpenAI-compatible server in an open loop; the result's keys are those of `vllm bench serve`."""
     from lockstep.bench.samples import RandomLengths
     from lockstep.bench.serve import Dataset, ServeOptions, run_serve
-    from lockstep.bench.statistics import parse_goals, parse_metrics, parse_percentiles
+    from lockstep.bench.statistics import GOALS, parse_metrics, parse_percentiles
     from lockstep.bench.target import Target
+    from lockstep.replay.goals import parse_goals
 
     chosen, path = _endpoint(backend, endpoint)
     options = ServeOptions(
@@ -84,7 +85,7 @@ def serve(
         burstiness=burstiness,
         max_concurrency=max_concurrency,
         seed=seed,
-        goals=parse_goals(_goals_text(goodput, more_goals or [])),
+        goals=parse_goals(_goals_text(goodput, more_goals or []), "--goodput", GOALS),
         metrics=parse_metrics(percentile_metrics),
         percentiles=parse_percentiles(metric_percentiles),
         num_warmups=num_warmups,

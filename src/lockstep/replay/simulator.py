@@ -37,6 +37,8 @@ class Replay:
     config: SchedulerConfig
     cost: CostModel
     unit: ArrivalUnit
+    is_timed: bool
+    """Whether somebody said how long a step or the time between arrivals is; if not, a time means nothing."""
     outcomes: tuple[RequestOutcome, ...]
     """One per request that arrived, in their order."""
     totals: Totals
@@ -57,6 +59,7 @@ class Simulation:
     """One run of a workload, step by step.
 
     Args:
+        cost: how long a step takes; None: 10 ms, whatever it computes.
         watchers: called with every tick.
         run_lengths: False: plan and commit each step by itself.
     """
@@ -84,6 +87,7 @@ class Simulation:
         """Names of the requests that were refused on arriving, in their order."""
         self._watchers = tuple(watchers)
         self._run_lengths = run_lengths
+        self._is_timed = cost is not None or workload.unit is ArrivalUnit.PS
         self._in_ticks = workload.unit is ArrivalUnit.TICKS
         self._fingerprint = Fingerprint()
         self._progress = Progress()
@@ -128,6 +132,7 @@ class Simulation:
             config=self.config,
             cost=self.cost,
             unit=self.workload.unit,
+            is_timed=self._is_timed,
             outcomes=tuple(outcomes),
             totals=self._totals,
             gaps=progress.gaps,

@@ -1,0 +1,138 @@
+"""A JSON document as its top-level members, each with its line, and the elements of one list with theirs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterator
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from lockstep.errors import UsageError
+from lockstep.replay.readers.fields import EXACT_JSON, json_fault, shown
+
+MAX_DOCUMENT_BYTES = 64 << 20
+"""A document is read whole: this is half a million requests. Formats with a request per line have no such limit."""
+_PLAIN_JSON = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class Located(NamedTuple):
+    """A value and where it begins."""
+
+    value: Any
+    line: int
+    """Counted from 1."""
+
+
+Members = dict[str, Located]
+
+
+def read_text(stream: BinaryIO, name: str) -> str:
+    """A whole document; UsageError when it is too large or no UTF-8."""
+    content = stream.read(MAX_DOCUMENT_BYTES + 1)
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise UsageError(
+            f"{name} has over {MAX_DOCUMENT_BYTES >> 20} MiB in one JSON document; formats with one request per line "
+            "(Mooncake, Azure) may be of any size"
+        )
+    try:
+        return content.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{name}:{line}: not UTF-8 ({error.reason})") from None
+
+
+def members(text: str, name: str, exact: Container[str], itemised: str) -> Members:
+    """The members of the object that the text is.
+
+    Args:
+        exact: keys whose values keep their fractions digit by digit, NaN and repeated keys refused; the others are
+            read leniently, as somebody else's.
+        itemised: key of a list whose elements are `Located` too.
+
+    Raises:
+        UsageError: not such a document; the message has the line.
+    """
+    return _Scan(text, name).members(exact, itemised)
+
+
+class _Scan:
+    """A position in a text, and its line."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self._text = text
+        self._name = name
+        self._at = 0
+        self._line_at = 0
+        self._line = 1
+
+    def members(self, exact: Container[str], itemised: str) -> Members:
+        found: Members = {}
+        for key in self._keys():
+            line = self.line()
+            if key in found:
+                self._fault(f"{shown(key)} appears twice")
+            if key == itemised and self._next() == "[":
+                found[key] = Located(list(self._elements()), line)
+            else:
+                found[key] = Located(self._value(EXACT_JSON if key in exact else _PLAIN_JSON), line)
+        if self._next():
+            self._fault("the document goes on after its end")
+        return found
+
+    def line(self) -> int:
+        """Of the position, counted on from where it was asked last."""
+        self._line += self._text.count("\n", self._line_at, self._at)
+        self._line_at = self._at
+        return self._line
+
+    def _keys(self) -> Iterator[str]:
+        """Each key of an object; whoever asks reads the value before the next."""
+        self._take("{")
+        while self._next() != "}":
+            key = self._value(_PLAIN_JSON)
+            if not isinstance(key, str):
+                self._fault(f"a key in quotes expected, not {shown(key)}")
+            self._take(":")
+            yield key
+            if self._next() != "}":
+                self._take(",")
+                if self._next() == "}":
+                    self._fault("a key expected after the comma")
+        self._take("}")
+
+    def _elements(self) -> Iterator[Located]:
+        self._take("[")
+        while self._next() != "]":
+            line = self.line()
+            yield Located(self._value(EXACT_JSON), line)
+            if self._next() != "]":
+                self._take(",")
+                if self._next() == "]":
+                    self._fault("a value expected after the comma")
+        self._take("]")
+
+    def _value(self, decoder: json.JSONDecoder) -> Any:
+        self._next()
+        try:
+            value, self._at = decoder.raw_decode(self._text, self._at)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{self._name}:{error.lineno}: not JSON ({json_fault(error)})") from None
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            raise UsageError(f"{self._name}:{self.line()}: not JSON ({json_fault(error)})") from None
+        return value
+
+    def _next(self) -> str:
+        """The next character that is no space; empty at the end."""
+        match = _SPACE.match(self._text, self._at)
+        self._at = match.end() if match else self._at
+        return self._text[self._at : self._at + 1]
+
+    def _take(self, wanted: str) -> None:
+        got = self._next()
+        if got != wanted:
+            self._fault(f"{wanted!r} expected, not {got!r}" if got else f"it ends where {wanted!r} is expected")
+        self._at += 1
+
+    def _fault(self, what: str) -> NoReturn:
+        raise UsageError(f"{self._name}:{self.line()}: not JSON ({what})")

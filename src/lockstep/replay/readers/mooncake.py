@@ -1,0 +1,44 @@
+"""Mooncake's traces (FAST '25): one JSON object per line, as they are published.
+
+``{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}``, one id per 512 tokens of the prompt, a
+partial last block included; equal ids are equal blocks with equal past. Without ``hash_ids`` a request shares nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from lockstep.errors import UsageError
+from lockstep.replay.readers.fields import MAX_ID, array, check_keys, json_object, time_ps, whole
+from lockstep.replay.workload import PS_PER_MS, WorkloadRequest
+
+CONTENT_TOKENS = 512
+COLUMNS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
+def rows(lines: Iterable[tuple[int, str]], name: str) -> Iterator[WorkloadRequest]:
+    """The requests of a trace; arrivals in picoseconds as the file counts them."""
+    for number, line in lines:
+        place = f"{name}:{number}"
+        yield row(json_object(line, place), number, place)
+
+
+def row(fields: Mapping[str, object], number: int, place: str) -> WorkloadRequest:
+    """One line; UsageError names its place. An output of 0 tokens counts as 1, because every request gets one."""
+    check_keys(fields, COLUMNS, COLUMNS[:3], place)
+    num_prompt = whole(fields["input_length"], "input_length", place, 1)
+    num_output = max(1, whole(fields["output_length"], "output_length", place))
+    ids = array(fields.get("hash_ids", []), "hash_ids", place)
+    if ids and len(ids) != -(-num_prompt // CONTENT_TOKENS):
+        raise UsageError(
+            f"{place}: {len(ids)} hash_ids for {num_prompt} tokens; one per {CONTENT_TOKENS} tokens expected"
+        )
+    return WorkloadRequest(
+        name=str(number),
+        num_prompt_tokens=num_prompt,
+        max_output_tokens=num_output,
+        num_output_tokens=num_output,
+        arrival=time_ps(fields["timestamp"], "timestamp", place, PS_PER_MS),
+        contents=tuple([whole(each, "a hash id", place, 0, MAX_ID) for each in ids]),
+        place=place,
+    )

@@ -1,0 +1,107 @@
+"""A file as bytes and as numbered lines: plain or zstd, of any size, in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import zstandard
+
+from lockstep.errors import UsageError
+
+MAX_LINE_BYTES = 16 << 20
+"""A line of a trace is some kilobytes; the longest are recordings of every token's time."""
+MAX_WINDOW_BYTES = 128 << 20
+"""What decompression may hold at once; zstd itself asks for more only when told so (``--ultra``, ``--long``)."""
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_GZIP_MAGIC = b"\x1f\x8b"
+_FEED_BYTES = 1 << 10
+"""Fed to the decompressor at a time: four bytes can stand for a block of 128 KiB, so this gives 32 MiB at most."""
+
+
+@contextmanager
+def open_source(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed if it is zstd.
+
+    Raises:
+        UsageError: it is no file, or cannot be read; later, while it is read: the compressed data is cut or damaged.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(f"{path} is not a file; it is read more than once, so a pipe will not do")
+        file = path.open("rb")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    with file:
+        magic = file.read(len(_ZSTD_MAGIC))
+        file.seek(0)
+        if magic.startswith(_GZIP_MAGIC):
+            raise UsageError(f"{path.name} is gzip; unpack it, or pack it with zstd")
+        if magic == _ZSTD_MAGIC:
+            yield cast(BinaryIO, io.BufferedReader(_Decompressed(file, path.name)))
+        else:
+            yield file
+
+
+def numbered_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
+    """The lines that are not empty, without their ends, each with its number from 1.
+
+    Raises:
+        UsageError: a line is too long or no UTF-8.
+    """
+    for number in count(1):
+        line = stream.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE_BYTES:
+            raise UsageError(f"{name}:{number}: over {MAX_LINE_BYTES >> 20} MiB in one line; no trace has that")
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{name}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        text = (text.removeprefix("\ufeff") if number == 1 else text).strip()
+        if text:
+            yield number, text
+
+
+class _Decompressed(io.RawIOBase):
+    """What zstd frames, one after the other, hold. Knows whether the last one is whole."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._name = name
+        self._chunks = self._frames(file)
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._ready = memoryview(chunk)
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def _frames(self, file: BinaryIO) -> Iterator[bytes]:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        frame = None
+        try:
+            while data := file.read(_FEED_BYTES):
+                while data:
+                    frame = frame or decompressor.decompressobj()
+                    yield frame.decompress(data)
+                    data = frame.unused_data if frame.eof else b""
+                    frame = None if frame.eof else frame
+        except zstandard.ZstdError as error:
+            raise UsageError(f"{self._name} is damaged zstd data ({error})") from None
+        if frame is not None:
+            raise UsageError(f"{self._name} ends in the middle of its zstd data; it was cut")

@@ -1,0 +1,161 @@
+"""Our own workload files: ``{"config": {...}, "requests": [{...}, ...]}``, one JSON document, in any order.
+
+A request: ``id`` (text or a whole number, once only), ``prompt_tokens``, ``max_output_tokens``, and if wanted
+``output_tokens`` (what it really gets; else all of them), ``priority`` (a class's name or a whole number, lower first),
+``arrival_tick`` or ``arrival_ms`` (one kind per file; 0 if left out), ``prefix_hashes`` (one text or whole number for
+each block of ``config.block_size`` prompt tokens, from the first on; blocks without one share nothing) and ``tenant``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import Priority
+from lockstep.errors import UsageError
+from lockstep.replay.readers.document import Located, Members
+from lockstep.replay.readers.fields import MAX_ID, array, check_keys, shown, text, time_ps, whole
+from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, WorkloadRequest
+
+KEYS = ("config", "requests")
+REQUEST_KEYS = (
+    "id",
+    "prompt_tokens",
+    "max_output_tokens",
+    "output_tokens",
+    "priority",
+    "arrival_tick",
+    "arrival_ms",
+    "prefix_hashes",
+    "tenant",
+)
+CLASSES = {
+    "critical": Priority.CRITICAL,
+    "high": Priority.HIGH,
+    "normal": Priority.NORMAL,
+    "low": Priority.LOW,
+}
+MAX_CLASS = (1 << 31) - 1
+MAX_TICK = (1 << 62) - 1
+
+
+class Content(NamedTuple):
+    """What a workload file holds."""
+
+    config: dict[str, object]
+    """The scheduler's fields that the file sets, each of the type that it has there."""
+    unit: ArrivalUnit
+    requests: list[WorkloadRequest]
+    """In order of arrival, those of one time in that of the file."""
+    block_size: int
+    """0: not said."""
+
+
+def content_of(document: Members, name: str) -> Content:
+    """Everything in a file; UsageError names the line of what is wrong."""
+    check_keys(document, KEYS, ("requests",), name)
+    config, block_size = _config(*document.get("config", Located({}, 1)), name)
+    items, line = document["requests"]
+    reading = _Reading(block_size)
+    array(items, "requests", f"{name}:{line}")
+    requests = [reading.request(item.value, f"{name}:{item.line}") for item in items]
+    requests.sort(key=lambda request: request.arrival)
+    return Content(config, reading.unit or ArrivalUnit.TICKS, requests, block_size)
+
+
+def _config(value: object, line: int, name: str) -> tuple[dict[str, object], int]:
+    """The config, and its block size."""
+    place = f"{name}:{line}: config"
+    if not isinstance(value, dict):
+        raise UsageError(f"{place} is {shown(value)}; it must be an object")
+    hints = get_type_hints(SchedulerConfig)
+    check_keys(value, tuple(hints), (), place)
+    config = {}
+    for key, given in value.items():
+        try:
+            config[key] = msgspec.convert(given, hints[key])
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{place}: {key} is {shown(given)} ({error})") from None
+    return config, whole(config["block_size"], "block_size", place, 1) if "block_size" in config else 0
+
+
+class _Reading:
+    """What requests have in common: their ids, the unit of their arrivals, and names of contents as dense ids."""
+
+    def __init__(self, block_size: int) -> None:
+        self.unit: ArrivalUnit | None = None
+        self._block_size = block_size
+        self._place_of: dict[str, str] = {}
+        self._contents: dict[str | int, int] = {}
+
+    def request(self, fields: object, place: str) -> WorkloadRequest:
+        if not isinstance(fields, dict):
+            raise UsageError(f"{place}: a request is an object, not {shown(fields)}")
+        check_keys(fields, REQUEST_KEYS, REQUEST_KEYS[:3], place)
+        num_prompt = whole(fields["prompt_tokens"], "prompt_tokens", place, 1)
+        max_output = whole(fields["max_output_tokens"], "max_output_tokens", place, 1)
+        num_output = whole(fields.get("output_tokens", max_output), "output_tokens", place, 1, max_output)
+        return WorkloadRequest(
+            name=self._name(fields["id"], place),
+            num_prompt_tokens=num_prompt,
+            max_output_tokens=max_output,
+            num_output_tokens=num_output,
+            arrival=self._arrival(fields, place),
+            priority=_class(fields.get("priority", Priority.NORMAL), place),
+            tenant=text(fields.get("tenant", ""), "tenant", place),
+            contents=self._contents_of(
+                array(fields.get("prefix_hashes", []), "prefix_hashes", place), num_prompt, place
+            ),
+            place=place,
+        )
+
+    def _name(self, value: object, place: str) -> str:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        name = str(whole(value, "id", place, 0, MAX_ID)) if is_number else text(value, "id", place)
+        if name in self._place_of:
+            raise UsageError(f"{place}: the id {shown(name)} is that of {self._place_of[name]} already")
+        self._place_of[name] = place
+        return name
+
+    def _arrival(self, fields: Mapping[str, Any], place: str) -> int:
+        given = [key for key in ("arrival_tick", "arrival_ms") if key in fields]
+        if not given:
+            return 0
+        unit = ArrivalUnit.TICKS if given[0] == "arrival_tick" else ArrivalUnit.PS
+        if len(given) > 1 or self.unit not in (None, unit):
+            raise UsageError(f"{place}: arrivals are either all arrival_tick or all arrival_ms; this file has both")
+        self.unit = unit
+        if unit is ArrivalUnit.TICKS:
+            return whole(fields["arrival_tick"], "arrival_tick", place, 0, MAX_TICK)
+        return time_ps(fields["arrival_ms"], "arrival_ms", place, PS_PER_MS)
+
+    def _contents_of(self, hashes: Sequence[object], num_prompt: int, place: str) -> tuple[int, ...]:
+        if not hashes:
+            return ()
+        if not self._block_size:
+            raise UsageError(f"{place}: prefix_hashes stand for blocks; config must say the block_size")
+        most = -(-num_prompt // self._block_size)
+        if len(hashes) > most:
+            raise UsageError(
+                f"{place}: {len(hashes)} prefix_hashes, but {num_prompt} tokens are {most} blocks of {self._block_size}"
+            )
+        return tuple([self._content(each, place) for each in hashes])
+
+    def _content(self, value: object, place: str) -> int:
+        key: str | int
+        if isinstance(value, str):
+            key = text(value, "a prefix hash", place)
+        else:
+            key = whole(value, "a prefix hash", place, 0, MAX_ID)
+        return self._contents.setdefault(key, len(self._contents))
+
+
+def _class(value: object, place: str) -> int:
+    if isinstance(value, str):
+        if value not in CLASSES:
+            raise UsageError(f"{place}: priority is {shown(value)}; classes are {', '.join(CLASSES)}, or whole numbers")
+        return CLASSES[value]
+    return whole(value, "priority", place, -MAX_CLASS, MAX_CLASS)

@@ -1,0 +1,221 @@
+"""The figures of a replay as one versioned value, and as bytes that are the same whenever the replay is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from lockstep.replay.latencies import (
+    Latencies,
+    e2e_ps,
+    latencies_in_ms,
+    latencies_in_ticks,
+    ratio,
+    tpot_ps,
+    ttft_ps,
+)
+from lockstep.replay.records import TickRecord
+from lockstep.replay.simulator import Replay
+from lockstep.replay.timeline import RequestOutcome
+from lockstep.replay.workload import PS_PER_MS
+
+VERSION = 1
+"""Of the report's form; it grows when a field changes its meaning or goes."""
+_PS_PER_S = 1000 * PS_PER_MS
+_MEASURES = {"ttft": ttft_ps, "tpot": tpot_ps, "e2e": e2e_ps}
+GOALS = tuple(_MEASURES)
+"""Metrics that one request can meet or miss."""
+
+
+class Goodput(msgspec.Struct, frozen=True):
+    """Requests that met every goal; a request of one token meets any goal for the time per token."""
+
+    goals_ms: dict[str, float]
+    requests: int
+    ratio: float
+    """Of all that arrived, refused ones too."""
+    requests_per_s: float
+    """By logical time."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replay came to. Ratios and times have 6 decimals; a refused request counts as arrived only."""
+
+    version: int = VERSION
+    name: str
+    config: dict[str, Any]
+    """Of the scheduler."""
+    cost_ps: dict[str, int]
+    """What a step takes (replay/cost.py)."""
+    arrivals: str
+    """``ticks`` or ``ps``: what the arrivals of the workload count."""
+    requests: int
+    requests_completed: int
+    requests_refused: int
+    total_ticks: int
+    """Idle ones counted, where arrivals count ticks."""
+    busy_ticks: int
+    duration_ms: float
+    """Logical time at the end of the last step."""
+    prompt_tokens: int
+    """Of the requests that were completed, hits included."""
+    decode_tokens: int
+    """Generated."""
+    prefill_tokens: int
+    """Prompt tokens that were computed: without hits, those of recomputation again."""
+    reserved_blocks: int
+    """What prompts and maximal outputs of the admitted come to."""
+    peak_blocks: int
+    peak_blocks_percent: float
+    max_queued: int
+    max_active: int
+    queue_pressure_ticks: int
+    """In which somebody waited after admission."""
+    active_capacity_ticks: int
+    """In which as many ran as may."""
+    prefill_capacity: int
+    """Prompt tokens that a tick may compute."""
+    decode_capacity: int
+    """Sequences that may sample in a tick."""
+    kv_capacity: int
+    """Blocks."""
+    prefill_utilization: float
+    """Computed prompt tokens by what all ticks may compute; likewise the next."""
+    decode_utilization: float
+    kv_occupancy: float
+    """Blocks in use, summed over ticks, by ticks times blocks."""
+    preemptions: int
+    recomputed_tokens: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    evicted_blocks: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    prefix_hit_rate: float
+    requests_per_s: float
+    """Completed, by logical time; likewise the next."""
+    output_tokens_per_s: float
+    latency_ticks: Latencies
+    latency_ms: Latencies | None
+    """None: nothing said how long a tick is."""
+    goodput: Goodput | None
+    """None: no goals were given."""
+    fairness: float
+    """Jain's index over tenants of tokens per time in the system: 1 is equal speed for all, 1/n all for one of n."""
+    tenants: int
+    all_blocks_returned: bool
+    fingerprint: str
+    notes: tuple[str, ...]
+    ticks: tuple[TickRecord, ...] | None = None
+    outcomes: tuple[RequestOutcome, ...] | None = None
+
+
+def report_of(
+    replay: Replay,
+    goals_ms: Mapping[str, float] | None = None,
+    ticks: tuple[TickRecord, ...] | None = None,
+) -> Report:
+    """The figures.
+
+    Args:
+        goals_ms: milliseconds by metric, of ``GOALS``.
+        ticks: records of every tick; given, they and every request's outcome become part of the report.
+    """
+    config, totals, stats = replay.config, replay.totals, replay.stats
+    done = [each for each in replay.outcomes if each.finished_tick >= 0]
+    num_decoded = sum(each.num_output_tokens for each in replay.outcomes)
+    tenants = list(dict.fromkeys(each.tenant for each in done))
+    return Report(
+        name=replay.name,
+        config=asdict(config),
+        cost_ps=asdict(replay.cost),
+        arrivals=replay.unit.value,
+        requests=len(replay.outcomes),
+        requests_completed=len(done),
+        requests_refused=sum(bool(each.refusal) for each in replay.outcomes),
+        total_ticks=replay.num_ticks,
+        busy_ticks=totals.num_steps,
+        duration_ms=ratio(replay.duration_ps, PS_PER_MS),
+        prompt_tokens=sum(each.num_prompt_tokens for each in done),
+        decode_tokens=num_decoded,
+        prefill_tokens=totals.num_prefill_tokens,
+        reserved_blocks=replay.num_reserved_blocks,
+        peak_blocks=totals.max_used_blocks,
+        peak_blocks_percent=ratio(100 * totals.max_used_blocks, config.num_blocks),
+        max_queued=totals.max_queued,
+        max_active=totals.max_active,
+        queue_pressure_ticks=totals.num_queue_pressure_ticks,
+        active_capacity_ticks=totals.num_active_capacity_ticks,
+        prefill_capacity=config.prefill_limit,
+        decode_capacity=config.decode_limit,
+        kv_capacity=config.num_blocks,
+        prefill_utilization=ratio(totals.num_prefill_tokens, replay.num_ticks * config.prefill_limit),
+        decode_utilization=ratio(num_decoded, replay.num_ticks * config.decode_limit),
+        kv_occupancy=ratio(totals.num_block_ticks, replay.num_ticks * config.num_blocks),
+        preemptions=stats.num_preemptions,
+        recomputed_tokens=stats.num_recomputed_tokens,
+        swapped_out_blocks=stats.num_swapped_out_blocks,
+        swapped_in_blocks=stats.num_swapped_in_blocks,
+        evicted_blocks=stats.num_evicted_blocks,
+        prefix_queried_tokens=stats.prefix_queries_tokens,
+        prefix_hit_tokens=stats.prefix_hits_tokens,
+        prefix_hit_rate=ratio(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+        requests_per_s=ratio(len(done) * _PS_PER_S, replay.duration_ps),
+        output_tokens_per_s=ratio(num_decoded * _PS_PER_S, replay.duration_ps),
+        latency_ticks=latencies_in_ticks(done, replay.gaps),
+        latency_ms=latencies_in_ms(done, replay.gaps) if replay.is_timed else None,
+        goodput=_goodput(replay, done, goals_ms) if goals_ms else None,
+        fairness=_fairness(done, tenants),
+        tenants=len(tenants),
+        all_blocks_returned=stats.num_held_blocks == 0,
+        fingerprint=replay.fingerprint,
+        notes=_notes(replay),
+        ticks=ticks,
+        outcomes=None if ticks is None else replay.outcomes,
+    )
+
+
+def to_json(report: Report) -> bytes:
+    """Indented JSON with a newline at its end; the same report gives the same bytes."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def from_json(data: bytes) -> Report:
+    """The report of ``to_json``.
+
+    Raises:
+        msgspec.ValidationError: not such a report.
+    """
+    return msgspec.json.decode(data, type=Report)
+
+
+def _goodput(replay: Replay, done: list[RequestOutcome], goals_ms: Mapping[str, float]) -> Goodput:
+    limits = [(_MEASURES[name], round(limit_ms * PS_PER_MS)) for name, limit_ms in goals_ms.items()]
+    good = sum(all(measure(each) <= limit_ps for measure, limit_ps in limits) for each in done)
+    return Goodput(
+        goals_ms=dict(goals_ms),
+        requests=good,
+        ratio=ratio(good, len(replay.outcomes)),
+        requests_per_s=ratio(good * _PS_PER_S, replay.duration_ps),
+    )
+
+
+def _fairness(done: list[RequestOutcome], tenants: list[str]) -> float:
+    tokens, times_ps = dict.fromkeys(tenants, 0), dict.fromkeys(tenants, 0)
+    for each in done:
+        tokens[each.tenant] += each.num_prompt_tokens + each.num_output_tokens
+        times_ps[each.tenant] += e2e_ps(each)
+    speeds = [tokens[tenant] / times_ps[tenant] for tenant in tenants if times_ps[tenant]]
+    return ratio(sum(speeds) ** 2, len(speeds) * sum(speed * speed for speed in speeds)) if speeds else 1.0
+
+
+def _notes(replay: Replay) -> tuple[str, ...]:
+    """Those of the simulation, and why somebody was refused."""
+    refused = [each for each in replay.outcomes if each.refusal]
+    if not refused:
+        return replay.notes
+    number = "1 request was refused" if len(refused) == 1 else f"{len(refused):,} requests were refused"
+    return (*replay.notes, f"{number}, first {refused[0].name}: {refused[0].refusal}")
