@@ -161,11 +161,11 @@ class Progress:
     def settle(self) -> None:
         """Let the lives of the batch know what they got."""
         num_got, self._num_got = self._num_got, 0
-        self._ids = ()
         if num_got:
             for life in self._batch:
                 life.left -= num_got
                 life.last_token_tick, life.last_token_ps = self._last_tick, self._last_ps
+        self._form(())
 
     def _form(self, ids: tuple[int, ...]) -> None:
         self._ids = ids
