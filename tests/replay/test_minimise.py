@@ -47,7 +47,7 @@ def test_no_more_probes_than_allowed(cause: frozenset[str], max_probes: int) -> 
         asked.append(items)
         return cause <= set(items)
 
-    found = minimise(ITEMS, shows, max_probes)
+    found = minimise(ITEMS, shows, lambda: len(asked) < max_probes)
 
     assert found.num_probes == len(asked) <= max_probes
     assert cause <= set(found.items), "what is left shows it, even when it is not the least"

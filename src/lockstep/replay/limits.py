@@ -11,9 +11,10 @@ MAX_NAMES = 4
 
 
 def listed(names: list[str]) -> str:
-    """``r1, r2 and 7 more``."""
+    """``request r1``, or ``requests r1, r2 and 7 more``."""
     shown = ", ".join(names[:MAX_NAMES])
-    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"request{'s' * (len(names) > 1)} {shown}{more}"
 
 
 def why_not_admitted(here: Situation, seq_id: int) -> list[str]:
@@ -74,9 +75,10 @@ def why_no_longer_chunk(here: Situation, seq_id: int) -> list[str]:
 def _why_no_row(here: Situation, plan: StepPlan, standing: Standing) -> list[str]:
     config = here.config
     reasons = []
-    if plan.num_sequences >= config.step_limit:
+    # Without a limit of their own these two are the sequences that may run, and then that is told.
+    if config.max_num_step_seqs is not None and plan.num_sequences >= config.step_limit:
         reasons.append(f"{plan.num_sequences} of {config.step_limit} places of the step are taken")
-    if plan.num_samples >= config.decode_limit:
+    if config.max_num_decode_seqs is not None and plan.num_samples >= config.decode_limit:
         reasons.append(f"{plan.num_samples} of {config.decode_limit} places to sample are taken")
     return reasons + _spent(here, plan, standing)
 

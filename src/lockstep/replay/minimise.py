@@ -16,12 +16,12 @@ class Minimum(Generic[Item]):
     items: tuple[Item, ...]
     """In their old order; they show it."""
     is_minimal: bool
-    """Whether it was seen that none of them can be left out alone; False: the probes were used up before."""
+    """Whether it was seen that none of them can be left out alone; False: asking had to stop before."""
     num_probes: int
 
 
 def minimise(
-    items: Sequence[Item], shows: Callable[[tuple[Item, ...]], bool], max_probes: int | None = None
+    items: Sequence[Item], shows: Callable[[tuple[Item, ...]], bool], may_ask: Callable[[], bool] = lambda: True
 ) -> Minimum[Item]:
     """Leave out what is not needed, in ever smaller pieces, until no single item can be left out.
 
@@ -32,15 +32,15 @@ def minimise(
     Args:
         items: all; they are taken to show it.
         shows: whether some of the items, in their order, still show it; always the same answer to the same items.
-        max_probes: how often ``shows`` may be asked; None: as often as it takes, in the worst case about the square of
-            the number of items.
+        may_ask: whether ``shows`` may be asked once more; without a bound it is asked, in the worst case, about as
+            often as the square of the number of items.
     """
     kept = tuple(items)
     num_probes = 0
     size = max(1, len(kept) // 2)
     start = num_useless = 0
     while kept and num_useless * size < len(kept):
-        if num_probes == max_probes:
+        if not may_ask():
             return Minimum(kept, False, num_probes)
         num_probes += 1
         rest = kept[:start] + kept[start + size :]

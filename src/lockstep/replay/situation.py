@@ -14,8 +14,9 @@ from lockstep.replay.divergence import Decision
 class Standing:
     """One unfinished sequence before a step."""
 
+    index: int
+    """Of its request in the workload."""
     name: str
-    """Of its request."""
     state: SequenceState
     priority: int
     tenant: str

@@ -29,16 +29,18 @@ def witness(label: str, simulation: Simulation, requests: Sequence[WorkloadReque
     coming = _arriving(simulation, requests[num_arrived:])
     stats = scheduler.stats()
     views = {
-        outcome.seq_id: (requests[index], view)
+        outcome.seq_id: (index, view)
         for index, outcome in enumerate(simulation.replay().outcomes)
         if (view := scheduler.view(outcome.seq_id)) is not None
     }
     held = {block for _, view in views.values() for block in view.table}
     standings = {
-        seq_id: _standing(simulation, request, view, held, place.tick - place.run_tick)
-        for seq_id, (request, view) in views.items()
+        seq_id: _standing(simulation, index, requests[index], view, held, place.tick - place.run_tick)
+        for seq_id, (index, view) in views.items()
     }
-    new = [_standing(simulation, request, None, held, 0) for request in coming]
+    new = [
+        _standing(simulation, index, request, None, held, 0) for index, request in enumerate(coming, start=num_arrived)
+    ]
     tick = simulation.step()
     ids = [outcome.seq_id for outcome in simulation.replay().outcomes[num_arrived:]]
     standings.update((seq_id, standing) for seq_id, standing in zip(ids, new, strict=False) if seq_id >= 0)
@@ -63,6 +65,7 @@ def _arriving(simulation: Simulation, rest: Sequence[WorkloadRequest]) -> list[W
 
 def _standing(
     simulation: Simulation,
+    index: int,
     request: WorkloadRequest,
     view: SequenceView | None,
     held: Container[int],
@@ -78,6 +81,7 @@ def _standing(
     hits = _hits(simulation, request) if state is SequenceState.WAITING else ()
     num_computed = 0 if view is None else view.num_computed
     return Standing(
+        index=index,
         name=request.name,
         state=state,
         priority=request.priority,
