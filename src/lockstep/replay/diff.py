@@ -15,8 +15,8 @@ from lockstep.replay.situation import Situation
 from lockstep.replay.witness import witness
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
 
-MAX_CAUSE_ROWS = 4_000_000
-"""Rows that may be planned to find the fields that decide."""
+MAX_CAUSE_WORK = 8_000_000
+"""What finding the fields that decide may cost, counted as ``Comparison.work``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +95,15 @@ def _cause(
 ) -> Cause:
     """Which of B's fields let A decide all steps up to this one, and this one, as B does."""
     num_steps = divergence.num_equal_steps + 1
-    num_rows = 0
+    work = 0
 
     def decides_as_b(config: SchedulerConfig) -> bool:
-        nonlocal num_rows
+        nonlocal work
         found = compare(Simulation(start, config, cost), Simulation(start, b, cost), num_steps)
-        num_rows += found.num_rows
+        work += found.work
         return found.divergence is None or found.divergence.num_equal_steps > divergence.num_equal_steps
 
-    return find_cause(a, b, decides_as_b, lambda: num_rows < MAX_CAUSE_ROWS)
+    return find_cause(a, b, decides_as_b, lambda: work < MAX_CAUSE_WORK)
 
 
 def _reproducer(

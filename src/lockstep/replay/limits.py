@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import StepPlan
 from lockstep.replay.situation import Situation, Standing
@@ -22,6 +24,9 @@ def why_not_admitted(here: Situation, seq_id: int) -> list[str]:
     standing, plan = here.standings[seq_id], here.decision.plan
     if plan is None:
         return []
+    overtakers = [other for other in plan.admitted if _comes_before(here, seq_id, other)]
+    if overtakers:  # what they took was still there when this one was passed over
+        here, plan = _without(here, plan, overtakers)
     config = here.config
     reasons = []
     if here.num_active >= config.max_num_seqs:
@@ -29,8 +34,37 @@ def why_not_admitted(here: Situation, seq_id: int) -> list[str]:
     reasons += _why_no_row(here, plan, standing)
     if standing.num_needed_blocks > here.num_free_blocks:
         reasons.append(_lacks_blocks(here, standing))
-    reasons += _who_comes_first(here, plan, seq_id)
-    return reasons
+    return reasons + _who_comes_first(here, plan, seq_id)
+
+
+def _comes_before(here: Situation, seq_id: int, other_id: int) -> bool:
+    """Whether the one is asked before the other by an order that does not change."""
+    standings, order = here.standings, here.config.order
+    if order == "fair" or here.config.priority_aging_steps or other_id not in standings:
+        return False
+    if order == "priority":
+        return (standings[seq_id].priority, seq_id) < (standings[other_id].priority, other_id)
+    return seq_id < other_id
+
+
+def _without(here: Situation, plan: StepPlan, ids: list[int]) -> tuple[Situation, StepPlan]:
+    """The step as it was before these were admitted. Of the rows, only what counts budgets is kept right."""
+    kept = [row for row in plan.chunks() if row.seq_id not in ids]
+    num_taken = sum(row.length for row in plan.chunks() if row.seq_id in ids)
+    before = replace(
+        plan,
+        seq_ids=tuple(row.seq_id for row in kept),
+        starts=tuple(row.start for row in kept),
+        lengths=tuple(row.length for row in kept),
+        tables=tuple(row.table for row in kept),
+        samples=tuple(row.samples for row in kept),
+        admitted=tuple(seq_id for seq_id in plan.admitted if seq_id not in ids),
+        num_prompt_tokens=plan.num_prompt_tokens - num_taken,
+    )
+    num_blocks = sum(here.standings[seq_id].num_needed_blocks for seq_id in ids)
+    return replace(
+        here, num_active=here.num_active - len(ids), num_free_blocks=here.num_free_blocks + num_blocks
+    ), before
 
 
 def why_not_resumed(here: Situation, seq_id: int) -> list[str]:

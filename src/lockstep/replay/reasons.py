@@ -137,7 +137,7 @@ def _move(a: Situation, b: Situation, seq_id: int) -> list[str]:
     for here in (a, b):
         count = len(_plan(here).swap_out)
         standing = here.standings[seq_id]
-        kept = f"{count} of its blocks go to the host" if count else "what it held is dropped, to be computed again"
+        kept = f"{count} blocks are saved to the host" if count else "its tail is dropped, to be computed again"
         told.append(
             f"in {here.label}, request {standing.name} is preempted with {standing.num_held_blocks} blocks: {kept} "
             f"(preemption {here.config.preemption}; {here.num_free_host_blocks} host blocks are free)"

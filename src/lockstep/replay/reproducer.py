@@ -16,9 +16,9 @@ from lockstep.replay.side_by_side import Divergence, compare
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import Workload, WorkloadRequest
 
-MAX_ROWS = 2_000_000
-"""Rows that probes may plan before the search is content with what it has: half a minute or so. A count, not a time,
-because the same input has to give the same reproducer everywhere."""
+MAX_WORK = 4_000_000
+"""What probes may cost before the search is content with what it has: half a minute or so. A count, not a time, because
+the same input has to give the same reproducer everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Search:
         self._requests = requests
         self._pairs = pairs
         self._wanted = wanted
-        self._num_rows = 0
+        self._work = 0
         self.num_probes = 0
 
     def run(self, unfinished: Sequence[int]) -> Reproducer | None:
@@ -89,14 +89,14 @@ class Search:
         return bool(indices) and all(self._probe(indices, pair) is not None for pair in self._pairs)
 
     def _may_ask(self) -> bool:
-        return self._num_rows < MAX_ROWS
+        return self._work < MAX_WORK
 
     def _probe(self, indices: Sequence[int], pair: Pair) -> Divergence | None:
         part = self.part(indices)
         comparison = compare(
             Simulation(part, pair.a, pair.cost), Simulation(part, pair.b, pair.cost), self._wanted.num_equal_steps
         )
-        self._num_rows += comparison.num_rows
+        self._work += comparison.work
         found = comparison.divergence
         return found if found is not None and found.change is self._wanted.change else None
 

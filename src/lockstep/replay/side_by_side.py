@@ -10,6 +10,10 @@ from lockstep.replay.simulator import Simulation
 from lockstep.replay.timeline import Tick
 
 
+STEP_WORK = 10
+"""A step costs about as much as so many rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one side stood when the two differed."""
@@ -42,8 +46,8 @@ class Comparison:
 
     divergence: Divergence | None
     num_equal_steps: int
-    num_rows: int
-    """Rows that both sides planned: what the comparison cost."""
+    work: int
+    """What it cost: rows that both sides planned, and ``STEP_WORK`` for each plan."""
 
 
 class _Side:
@@ -56,7 +60,7 @@ class _Side:
         self.offset = 0
         """Steps of the run that are read already."""
         self.refused: tuple[str, ...] = ()
-        self.num_rows = 0
+        self.work = 0
         self.read(0)
 
     @property
@@ -71,7 +75,7 @@ class _Side:
             refusals = self._simulation.refusals
             self.refused, self._num_refused = tuple(refusals[self._num_refused :]), len(refusals)
             if self.tick is not None and self.tick.plan is not None:
-                self.num_rows += len(self.tick.plan.seq_ids)
+                self.work += STEP_WORK + len(self.tick.plan.seq_ids)
 
     def decision(self) -> Decision:
         """The next step's. Later ones of a run are the first, so much further on."""
@@ -104,13 +108,13 @@ def compare(a: Simulation, b: Simulation, max_steps: int | None = None) -> Compa
     while True:
         decision_a, decision_b = side_a.decision(), side_b.decision()
         found = difference(decision_a, decision_b)
-        num_rows = side_a.num_rows + side_b.num_rows
+        work = side_a.work + side_b.work
         if found is not None:
             divergence = Divergence(num_equal, side_a.place(), side_b.place(), found)
-            return Comparison(divergence, num_equal, num_rows)
+            return Comparison(divergence, num_equal, work)
         lefts = [side.left for side in (side_a, side_b) if side.tick is not None]
         if not lefts or (max_steps is not None and num_equal >= max_steps):
-            return Comparison(None, num_equal, num_rows)
+            return Comparison(None, num_equal, work)
         both = min(lefts)
         num_equal += both if decision_a.plan is not None else 0
         side_a.read(both)
