@@ -19,6 +19,7 @@ from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
 from lockstep.cli.ps import ps
+from lockstep.cli.replay import replay
 from lockstep.cli.run import run
 from lockstep.cli.serve import ENVIRONMENT_PREFIX, serve
 from lockstep.errors import LockstepError, ManifestError
@@ -39,6 +40,7 @@ app.command()(run)
 app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
 app.command()(check)
 app.command()(ps)
+app.command()(replay)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)

@@ -105,7 +105,8 @@ class Progress:
     def __init__(self) -> None:
         self.lives: dict[int, Life] = {}
         self.gaps = Gaps()
-        self._ids: tuple[int, ...] = ()
+        self._ids: tuple[int, ...] | None = None
+        """Of the batch; None: the next step makes a new one."""
         self._batch: list[Life] = []
         self._num_got = 0
         """Tokens that each of the batch got since it is this batch, not yet taken off from what is left."""
@@ -161,11 +162,11 @@ class Progress:
     def settle(self) -> None:
         """Let the lives of the batch know what they got."""
         num_got, self._num_got = self._num_got, 0
+        self._ids = None
         if num_got:
             for life in self._batch:
                 life.left -= num_got
                 life.last_token_tick, life.last_token_ps = self._last_tick, self._last_ps
-        self._form(())
 
     def _form(self, ids: tuple[int, ...]) -> None:
         self._ids = ids

@@ -17,7 +17,7 @@ from lockstep.replay.latencies import (
     tpot_ps,
     ttft_ps,
 )
-from lockstep.replay.records import TickRecord
+from lockstep.replay.records import TickRecord, TickRecorder
 from lockstep.replay.simulator import Replay
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.workload import PS_PER_MS
@@ -116,13 +116,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def report_of(
     replay: Replay,
     goals_ms: Mapping[str, float] | None = None,
-    ticks: tuple[TickRecord, ...] | None = None,
+    recorder: TickRecorder | None = None,
 ) -> Report:
     """The figures.
 
     Args:
         goals_ms: milliseconds by metric, of ``GOALS``.
-        ticks: records of every tick; given, they and every request's outcome become part of the report.
+        recorder: what watched the simulation; its records and every request's outcome become part of the report.
     """
     config, totals, stats = replay.config, replay.totals, replay.stats
     done = [each for each in replay.outcomes if each.finished_tick >= 0]
@@ -172,14 +172,14 @@ def report_of(
         tenants=len(tenants),
         all_blocks_returned=stats.num_held_blocks == 0,
         fingerprint=replay.fingerprint,
-        notes=_notes(replay),
-        ticks=ticks,
-        outcomes=None if ticks is None else replay.outcomes,
+        notes=_notes(replay, recorder),
+        ticks=None if recorder is None else tuple(recorder.records),
+        outcomes=None if recorder is None else replay.outcomes,
     )
 
 
-def to_json(report: Report) -> bytes:
-    """Indented JSON with a newline at its end; the same report gives the same bytes."""
+def to_json(report: Report | tuple[Report, ...]) -> bytes:
+    """Indented JSON with a newline at its end; the same reports give the same bytes."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
@@ -190,6 +190,24 @@ def from_json(data: bytes) -> Report:
         msgspec.ValidationError: not such a report.
     """
     return msgspec.json.decode(data, type=Report)
+
+
+def figures(report: Report) -> dict[str, object]:
+    """Every single figure by its name, nested ones by their path, as in ``latency_ticks.ttft.p99``."""
+    rows: dict[str, object] = {}
+    values = msgspec.to_builtins(report)
+    for name in ("version", "config", "cost_ps", "notes", "ticks", "outcomes"):
+        del values[name]
+    _flatten(values, "", rows)
+    return rows
+
+
+def _flatten(values: Mapping[str, Any], prefix: str, rows: dict[str, object]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _flatten(value, f"{prefix}{name}.", rows)
+        elif value is not None:
+            rows[prefix + name] = value
 
 
 def _goodput(replay: Replay, done: list[RequestOutcome], goals_ms: Mapping[str, float]) -> Goodput:
@@ -212,10 +230,13 @@ def _fairness(done: list[RequestOutcome], tenants: list[str]) -> float:
     return ratio(sum(speeds) ** 2, len(speeds) * sum(speed * speed for speed in speeds)) if speeds else 1.0
 
 
-def _notes(replay: Replay) -> tuple[str, ...]:
-    """Those of the simulation, and why somebody was refused."""
+def _notes(replay: Replay, recorder: TickRecorder | None) -> tuple[str, ...]:
+    """Those of the simulation, why somebody was refused, and what was left out."""
+    notes = list(replay.notes)
     refused = [each for each in replay.outcomes if each.refusal]
-    if not refused:
-        return replay.notes
-    number = "1 request was refused" if len(refused) == 1 else f"{len(refused):,} requests were refused"
-    return (*replay.notes, f"{number}, first {refused[0].name}: {refused[0].refusal}")
+    if refused:
+        number = "1 request was refused" if len(refused) == 1 else f"{len(refused):,} requests were refused"
+        notes.append(f"{number}, first {refused[0].name}: {refused[0].refusal}")
+    if recorder is not None and recorder.num_left_out:
+        notes.append(f"ticks holds the first {len(recorder.records):,} records; {recorder.num_left_out:,} are left out")
+    return tuple(notes)

@@ -1,0 +1,141 @@
+"""`lockstep replay`: a workload on the real scheduler and a logical clock. Here are files, clocks and the terminal;
+what decides is in lockstep/replay and knows none of them."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.cli import options as flags
+from lockstep.cli import replay_options as asked
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.replay.cost import CostModel
+    from lockstep.replay.report import Report
+    from lockstep.replay.workload import Workload
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes that `ru_maxrss` counts."""
+
+
+def replay(
+    file: asked.Workload = None,
+    input_file: asked.Input = None,
+    settings: asked.Set = None,
+    settings_b: asked.SetB = None,
+    compare: asked.Compare = None,
+    cost: asked.Cost = None,
+    tick_ms: asked.TickMs = None,
+    speed: asked.Speed = 1.0,
+    limit: asked.Limit = None,
+    dequantize: asked.Dequantize = None,
+    slo: asked.Slo = "",
+    output: asked.Output = None,
+    ticks: asked.Ticks = False,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
+) -> None:
+    """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
+    from lockstep.replay.configs import parse_overrides
+    from lockstep.replay.goals import parse_goals
+    from lockstep.replay.readers import ReadOptions, read_workload
+    from lockstep.replay.report import GOALS
+
+    path = one_file(file, input_file)
+    goals = parse_goals(slo, "--slo", GOALS)
+    overrides = parse_overrides(split_settings(settings))
+    overrides_b = {**overrides, **parse_overrides(split_settings(settings_b))}
+    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize)
+    model = cost_model(cost, tick_ms)
+    reports = [_simulate(read_workload(path, reading), overrides, model, goals, ticks)]
+    if compare is not None or settings_b:
+        reports.append(_simulate(read_workload(compare or path, reading), overrides_b, model, goals, ticks))
+    data = _as_bytes(reports)
+    if output is not None:
+        _write(output, data)
+    print(data.decode(), end="") if as_json else print(_table(reports))
+
+
+def one_file(file: str | None, input_file: str | None) -> str:
+    """FILE or --input; UsageError where it is not exactly one of them."""
+    if (file is None) == (input_file is None):
+        raise UsageError("name one file: `lockstep replay FILE`, or --input FILE")
+    return file if file is not None else str(input_file)
+
+
+def split_settings(settings: Sequence[str] | None) -> list[str]:
+    """``["a=1,b=2", "c=3"]`` as one setting each."""
+    return [part for setting in settings or () for part in setting.replace(",", " ").split()]
+
+
+def cost_model(path: Path | None, tick_ms: float | None) -> CostModel | None:
+    """What --cost or --tick-ms say; None: neither."""
+    from lockstep.replay.cost_file import constant_cost, read_cost
+
+    if path is not None and tick_ms is not None:
+        raise UsageError("--cost says how long steps take, and so does --tick-ms; give one of them")
+    if path is not None:
+        return read_cost(path)
+    return None if tick_ms is None else constant_cost(tick_ms)
+
+
+def _simulate(
+    workload: Workload,
+    overrides: Mapping[str, str],
+    cost: CostModel | None,
+    goals_ms: Mapping[str, float],
+    has_ticks: bool,
+) -> Report:
+    from lockstep.replay.configs import config_for
+    from lockstep.replay.records import TickRecorder
+    from lockstep.replay.report import report_of
+    from lockstep.replay.simulator import Simulation
+
+    recorder = TickRecorder()
+    simulation = Simulation(workload, config_for(workload, overrides), cost, watchers=(recorder,) if has_ticks else ())
+    start_s = time.perf_counter()
+    replay = simulation.run()
+    passed_s = time.perf_counter() - start_s
+    _tell_speed(len(replay.outcomes), passed_s)
+    return report_of(replay, goals_ms, recorder if has_ticks else None)
+
+
+def _tell_speed(num_requests: int, passed_s: float) -> None:
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+    print(
+        f"{num_requests:,} requests in {passed_s:.2f} s: {num_requests / max(passed_s, 1e-9):,.0f} requests/s, "
+        f"peak memory {peak_bytes / 1e6:,.0f} MB",
+        file=sys.stderr,
+    )
+
+
+def _as_bytes(reports: Sequence[Report]) -> bytes:
+    """One report, or a list of both."""
+    from lockstep.replay.report import to_json
+
+    return to_json(reports[0]) if len(reports) == 1 else to_json(tuple(reports))
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"{path}: the report cannot be written there: {error.strerror}") from None
+    print(f"report written to {path}", file=sys.stderr)
+
+
+def _table(reports: Sequence[Report]) -> str:
+    from lockstep.replay.report import figures
+
+    columns = [figures(report) for report in reports]
+    width = max(map(len, columns[0]))
+    lines = []
+    for name in columns[0]:
+        values = [column[name] for column in columns]
+        lines.append(f"{name:<{width}}  " + "  ".join(f"{value!s:>18}" for value in values))
+    return "\n".join(lines + [note for report in reports for note in report.notes])

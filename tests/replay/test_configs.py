@@ -1,0 +1,92 @@
+"""Where the limits of a replay come from, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.errors import ConfigError, UsageError
+from lockstep.replay.configs import changed_fields, config_for, parse_overrides
+from lockstep.replay.workload import ArrivalUnit, Workload
+
+PLAIN = Workload("trace", (), ArrivalUnit.PS)
+
+
+def test_a_trace_that_names_no_limits_has_a_pool_of_a_million_tokens() -> None:
+    config = config_for(PLAIN)
+    assert (config.block_size, config.num_blocks, config.max_model_len) == (16, 65_536, 1_048_576)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_chunk_tokens) == (256, 8192, 8192)
+
+
+def test_blocks_are_as_large_as_contents_unless_told_otherwise() -> None:
+    config = config_for(replace(PLAIN, content_size=512))
+    assert (config.block_size, config.num_blocks) == (512, 2048)
+    config = config_for(replace(PLAIN, content_size=512), {"block_size": "32"})
+    assert (config.block_size, config.num_blocks) == (32, 32_768)
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults() -> None:
+    load = replace(PLAIN, config={"block_size": 8, "num_blocks": 10, "max_num_seqs": 3, "chunking": False})
+    config = config_for(load, {"max_num_seqs": "5"})
+    assert (config.block_size, config.num_blocks, config.max_num_seqs, config.chunking) == (8, 10, 5, False)
+    assert config.max_model_len == 80
+    named = changed_fields(config)
+    assert (named["max_num_seqs"], named["chunking"], named["num_blocks"]) == (5, False, 10)
+    assert "order" not in named
+
+
+def test_values_are_read_as_the_type_of_their_field() -> None:
+    config = config_for(
+        PLAIN,
+        parse_overrides(
+            ["max_num_prefill_tokens=none", "chunking=off", "order=priority", "num_blocks=1_000", "max_skips = 3"]
+        ),
+    )
+    assert (config.max_num_prefill_tokens, config.chunking, config.order) == (None, False, "priority")
+    assert (config.num_blocks, config.max_skips) == (1000, 3)
+
+
+@pytest.mark.parametrize(
+    ("pair", "complaint"),
+    [
+        ("max_num_seq=3", r"'max_num_seq'; did you mean max_num_seqs"),
+        ("zebra=3", r"'zebra'; there are block_size, num_blocks"),
+        ("max_num_seqs", "'max_num_seqs' sets nothing; write field=value"),
+        ("max_num_seqs=", "sets nothing"),
+        ("max_num_seqs=many", "max_num_seqs is 'many'; write a whole number"),
+        ("max_num_seqs=2.5", "write a whole number"),
+        ("max_num_seqs=none", "write a whole number"),
+        ("chunking=maybe", "chunking is 'maybe'; write true or false"),
+        ("order=random", "order is 'random'; it must be 'fcfs' or 'priority' or 'fair'"),
+    ],
+)
+def test_a_wrong_override_says_what_would_be_right(pair: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        config_for(PLAIN, parse_overrides([pair]))
+
+
+def test_a_limit_is_set_once() -> None:
+    with pytest.raises(UsageError, match="max_skips is set twice, to 1 and to 2"):
+        parse_overrides(["max_skips=1", "max_skips=2"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("max_seqs", 3, "trace: its config has a field that no scheduler has: 'max_seqs'"),
+        ("max_num_seqs", "3", "trace: config: max_num_seqs is '3'; it must be a whole number"),
+        ("max_num_seqs", True, "max_num_seqs is True; it must be a whole number"),
+        ("max_num_prefill_tokens", 2.5, "it must be a whole number or null"),
+    ],
+)
+def test_a_wrong_field_of_a_file_is_named(field: str, value: object, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        config_for(replace(PLAIN, config={field: value}))
+
+
+def test_limits_that_cannot_work_together_are_refused_as_everywhere() -> None:
+    with pytest.raises(ConfigError, match="num_blocks is 0; at least 1 is needed"):
+        config_for(PLAIN, {"num_blocks": "0"})
+    with pytest.raises(ConfigError, match="block_size is -4"):
+        config_for(PLAIN, {"block_size": "-4"})

@@ -1,0 +1,126 @@
+"""The same input gives the same bytes, in any process, and nothing on the way asks what time it is."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.replay.configs import config_for
+from lockstep.replay.cost import CostModel
+from lockstep.replay.records import TickRecorder
+from lockstep.replay.report import from_json, report_of, to_json
+from lockstep.replay.simulator import Simulation
+from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload
+from tests.replay.sample import request, workload
+
+CLOCKS = (
+    "time",
+    "time_ns",
+    "monotonic",
+    "monotonic_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "process_time",
+    "thread_time",
+)
+SCRIPT = "import sys; from tests.replay.test_determinism import pressed; sys.stdout.buffer.write(pressed() + pressed())"
+
+
+def crowded() -> Workload:
+    """Swaps, hits, classes and tenants."""
+    rng = random.Random(5)
+    requests = [
+        request(
+            f"r{index}",
+            prompt := rng.randrange(1, 200),
+            rng.randrange(1, 40),
+            index // 4 * 20 * PS_PER_MS,
+            tenant=rng.choice("abc"),
+            priority=rng.choice([-2, 0, 1]),
+            contents=tuple(range(-(-prompt // 16))),
+        )
+        for index in range(80)
+    ]
+    return workload(*requests, unit=ArrivalUnit.PS, content_size=16)
+
+
+def pressed() -> bytes:
+    """The report of it, all ticks included, as bytes."""
+    load = crowded()
+    limits = {"num_blocks": "40", "num_host_blocks": "9", "max_num_seqs": "12", "order": "fair"}
+    recorder = TickRecorder()
+    replay = Simulation(load, config_for(load, limits), CostModel(context_token_ps=7), watchers=(recorder,)).run()
+    assert replay.stats.num_preemptions > 0
+    assert replay.stats.prefix_hits_tokens > 0
+    return to_json(report_of(replay, {"ttft": 100.0}, recorder))
+
+
+def test_ten_runs_under_five_hash_seeds_give_the_same_bytes() -> None:
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root / "src"), str(root)])
+    expected = pressed()
+    for seed in (0, 1, 2, 4096, 4294967295):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": path}
+        run = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, check=True, timeout=60
+        )
+        assert run.stdout == expected * 2
+
+
+def test_another_input_gives_other_bytes() -> None:
+    """The twin of the test above: it could fail."""
+    load = crowded()
+    prints = [
+        Simulation(load, config_for(load, {"num_blocks": "40", "max_num_seqs": number})).run().fingerprint
+        for number in ("11", "12")
+    ]
+    assert prints[0] != prints[1]
+
+
+def test_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = pressed()
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a replay asked what time it is")
+
+    no_now = type("datetime", (datetime.datetime,), dict.fromkeys(("now", "utcnow", "today"), refuse))
+    with monkeypatch.context() as patch:
+        for name in CLOCKS:
+            patch.setattr(time, name, refuse)
+        patch.setattr(datetime, "datetime", no_now)
+        with pytest.raises(AssertionError, match="what time it is"):
+            time.monotonic()
+        data = pressed()
+    assert data == expected
+
+
+def test_a_report_comes_back_from_its_bytes() -> None:
+    data = pressed()
+    report = from_json(data)
+    assert to_json(report) == data
+    assert report.ticks is not None
+    assert report.outcomes is not None
+    assert sum(len(tick.admitted) for tick in report.ticks) == len(report.outcomes) == report.requests
+    assert sum(len(tick.completed) for tick in report.ticks) == report.requests_completed
+    assert sum(tick.num_ticks * tick.decoded_tokens for tick in report.ticks) == report.decode_tokens
+    assert sum(tick.num_ticks * tick.prefill_tokens for tick in report.ticks) == report.prefill_tokens
+    assert sum(len(tick.preempted) for tick in report.ticks) == report.preemptions
+    assert sum(tick.swapped_out_blocks for tick in report.ticks) == report.swapped_out_blocks > 0
+    assert max(tick.used_blocks for tick in report.ticks) == report.peak_blocks
+
+
+def test_records_are_bounded_and_say_what_is_missing() -> None:
+    load = crowded()
+    recorder = TickRecorder(most=3)
+    report = report_of(Simulation(load, config_for(load), watchers=(recorder,)).run(), recorder=recorder)
+    assert report.ticks is not None
+    assert len(report.ticks) == 3
+    assert report.notes[-1].startswith("ticks holds the first 3 records")

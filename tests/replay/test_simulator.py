@@ -1,0 +1,190 @@
+"""Replays small enough to be worked out by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from lockstep.core.prefix import HASH_BYTES
+from lockstep.errors import UsageError
+from lockstep.replay.configs import config_for
+from lockstep.replay.contents import content_hashes
+from lockstep.replay.cost import CostModel
+from lockstep.replay.report import report_of
+from lockstep.replay.simulator import Simulation
+from lockstep.replay.timeline import Tick
+from lockstep.replay.workload import PS_PER_MS, ArrivalUnit
+from tests.replay.sample import config, request, workload
+
+MS = PS_PER_MS
+
+
+def test_a_request_alone_takes_as_many_ticks_as_tokens() -> None:
+    """Admission, its prompt and its first token are one tick; each further token is one more."""
+    replay = Simulation(workload(request("a", 20, 5)), config()).run()
+    (outcome,) = replay.outcomes
+    assert (outcome.arrival_tick, outcome.admitted_tick, outcome.first_token_tick, outcome.finished_tick) == (
+        0,
+        0,
+        0,
+        4,
+    )
+    assert (outcome.seq_id, outcome.num_output_tokens, outcome.num_cached_tokens) == (0, 5, 0)
+    assert (replay.num_ticks, replay.num_reserved_blocks, replay.totals.max_used_blocks) == (5, 2, 2)
+
+
+def test_slots_and_decode_width_are_shared_in_turns() -> None:
+    """Three of 2 tokens, two places to sample: the third is admitted at once and has its turn in the next tick."""
+    three = workload(*(request(name, 16, 2) for name in "abc"))
+    limits = config(max_num_seqs=3, max_num_decode_seqs=2, chunking=False)
+    ticks: list[Tick] = []
+    replay = Simulation(three, limits, watchers=(ticks.append,), run_lengths=False).run()
+    assert [tick.num_decoded_tokens for tick in ticks] == [2, 2, 2]
+    assert [each.first_token_tick for each in replay.outcomes] == [0, 0, 1]
+    assert [each.finished_tick for each in replay.outcomes] == [1, 2, 2]
+
+
+def test_what_waits_is_counted_after_admission() -> None:
+    """One slot: the second request waits for the three ticks of the first, and is admitted when its slot is free."""
+    replay = Simulation(workload(request("a", 16, 3), request("b", 16, 2)), config(max_num_seqs=1)).run()
+    report = report_of(replay)
+    assert [each.admitted_tick for each in replay.outcomes] == [0, 3]
+    assert (report.total_ticks, report.queue_pressure_ticks, report.active_capacity_ticks) == (5, 3, 5)
+    assert (report.max_queued, report.max_active, report.preemptions) == (1, 1, 0)
+    assert report.latency_ticks.queue is not None
+    assert report.latency_ticks.queue.mean == 1.5
+
+
+def test_idle_ticks_are_ticks_when_arrivals_count_ticks() -> None:
+    ticks: list[Tick] = []
+    late = workload(request("a", 16, 2), request("b", 16, 2, arrival=10))
+    replay = Simulation(late, config(), watchers=(ticks.append,)).run()
+    assert [(tick.tick, tick.num_ticks, tick.plan is None) for tick in ticks] == [
+        (0, 1, False),
+        (1, 1, False),
+        (2, 8, True),
+        (10, 1, False),
+        (11, 1, False),
+    ]
+    assert (replay.num_ticks, replay.totals.num_steps) == (12, 4)
+    assert replay.duration_ps == 120 * MS
+    assert report_of(replay).latency_ms is None, "nobody said how long a tick is"
+
+
+def test_idle_time_is_skipped_when_arrivals_have_times() -> None:
+    """Whoever arrives within a step joins before the next one."""
+    cost = CostModel(constant_ps=10 * MS)
+    timed = workload(
+        request("a", 16, 2),
+        request("b", 16, 1, arrival=15 * MS),
+        request("c", 16, 1, arrival=1000 * MS),
+        unit=ArrivalUnit.PS,
+    )
+    replay = Simulation(timed, config(), cost).run()
+    a, b, c = replay.outcomes
+    assert (a.first_token_ps, a.finished_ps) == (10 * MS, 20 * MS)
+    assert (b.arrival_tick, b.admitted_ps, b.finished_ps) == (2, 20 * MS, 30 * MS)
+    assert (c.arrival_tick, c.admitted_ps, c.finished_ps) == (3, 1000 * MS, 1010 * MS)
+    assert (replay.num_ticks, replay.totals.busy_ps, replay.duration_ps) == (4, 40 * MS, 1010 * MS)
+
+
+def test_a_step_costs_what_it_computes() -> None:
+    """Prompt of 20: 20 prompt tokens over 20 positions; then a token at a time over 21 and 22."""
+    cost = CostModel(constant_ps=1000, prefill_token_ps=10, decode_seq_ps=100, context_token_ps=1)
+    replay = Simulation(workload(request("a", 20, 3)), config(), cost).run()
+    assert replay.duration_ps == (1000 + 200 + 20) + (1000 + 100 + 21) + (1000 + 100 + 22)
+    assert replay.outcomes[0].first_token_ps == 1220
+
+
+def test_a_request_may_end_before_its_limit() -> None:
+    replay = Simulation(workload(request("a", 16, 3, most=9), request("b", 16, 5)), config()).run()
+    assert [each.finished_tick for each in replay.outcomes] == [2, 4]
+    finished = {reason.value: count for reason, count in replay.stats.num_finished if count}
+    assert finished == {"stop": 1, "length": 1}
+
+
+def test_who_can_never_be_served_is_refused_and_the_rest_goes_on() -> None:
+    refusing = config(max_num_queued_reqs=1)
+    crowd = workload(*(request(name, prompt, 2) for name, prompt in [("a", 16), ("b", 999), ("c", 16)]))
+    simulation = Simulation(crowd, refusing)
+    replay = simulation.run()
+    assert [bool(each.refusal) for each in replay.outcomes] == [False, True, True]
+    assert simulation.refusals == ["b", "c"]
+    assert "999 tokens" in replay.outcomes[1].refusal
+    assert "wait already" in replay.outcomes[2].refusal
+    report = report_of(replay, {"ttft": 1000.0})
+    assert (report.requests, report.requests_completed, report.requests_refused) == (3, 1, 2)
+    assert report.goodput is not None
+    assert report.goodput.ratio == 0.333333
+    assert report.notes[0].startswith("2 requests were refused, first b: the prompt has 999 tokens")
+
+
+def test_only_refusals_are_a_replay_of_no_ticks() -> None:
+    late = workload(request("a", 999, 2, arrival=5 * MS), unit=ArrivalUnit.PS)
+    report = report_of(Simulation(late, config()).run())
+    assert (report.total_ticks, report.requests_refused, report.latency_ticks.ttft) == (0, 1, None)
+    assert report.all_blocks_returned
+
+
+def test_equal_contents_are_hit() -> None:
+    """The second prompt shares 3 of its blocks; a hit leaves at least two tokens to compute, so of 48 32 are cached."""
+    shared = (7, 8, 9)
+    pair = workload(
+        request("a", 48, 2, contents=shared),
+        request("b", 64, 2, arrival=4, contents=(*shared, 10)),
+        request("c", 48, 2, arrival=8, contents=shared),
+        content_size=16,
+    )
+    replay = Simulation(pair, config()).run()
+    assert [each.num_cached_tokens for each in replay.outcomes] == [0, 48, 32]
+    report = report_of(replay)
+    assert (report.prefix_hit_tokens, report.prefix_queried_tokens, report.prefix_hit_rate) == (80, 160, 0.5)
+    assert (report.prompt_tokens, report.prefill_tokens) == (160, 80)
+
+
+def test_contents_that_do_not_fall_into_blocks_are_dropped_and_said_to_be() -> None:
+    pair = workload(*(request(name, 48, 2, contents=(7, 8)) for name in "ab"), content_size=24)
+    replay = Simulation(pair, config()).run()
+    assert replay.stats.prefix_queries_tokens == 0
+    assert replay.notes == ("contents are ignored, nothing is shared: 24 tokens each, no multiple of block_size 16",)
+
+
+def test_a_content_stands_for_as_many_blocks_as_fit_into_it() -> None:
+    hashes = content_hashes((5, 300), 32, 16, 63)
+    assert hashes == tuple(
+        content.to_bytes(12, "little") + place.to_bytes(4, "little") for content, place in [(5, 0), (5, 1), (300, 0)]
+    )
+    assert content_hashes((5, 300), 16, 16, 20) == ((5).to_bytes(HASH_BYTES, "little"),)
+
+
+def test_arrivals_that_run_backwards_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"trace:2: arrives before the request above it; sort the workload"):
+        Simulation(workload(request("a", 16, 2, arrival=5), request("b", 16, 2, place="trace:2")), config()).run()
+
+
+def test_a_replay_can_be_looked_at_before_its_end() -> None:
+    simulation = Simulation(workload(request("a", 16, 40), request("b", 16, 2, arrival=30)), config())
+    first = simulation.step()
+    assert first is not None
+    outcome = simulation.replay().outcomes[0]
+    assert (outcome.finished_tick, outcome.num_output_tokens) == (-1, first.num_decoded_tokens)
+    assert simulation.run().fingerprint == Simulation(simulation.workload, config()).run().fingerprint
+
+
+def test_ticks_follow_each_other() -> None:
+    """Without a hole, in numbers and in time, and runs of several occur."""
+    ticks: list[Tick] = []
+    cost = CostModel(constant_ps=10, decode_seq_ps=3, context_token_ps=1)
+    many = workload(*(request(str(index), 10 + index, 40 + index, arrival=7 * index) for index in range(5)))
+    Simulation(many, config(), cost, watchers=(ticks.append,)).run()
+    for before, after in pairwise(ticks):
+        assert after.tick == before.tick + before.num_ticks
+        assert after.start_ps == before.start_ps + before.duration_ps
+    assert max(tick.num_ticks for tick in ticks) > 3
+
+
+def test_a_workload_without_a_config_has_defaults_that_refuse_nobody() -> None:
+    big = workload(request("a", 500_000, 1), *(request(str(i), 10, 1) for i in range(2000)), unit=ArrivalUnit.PS)
+    replay = Simulation(big, config_for(big)).run()
+    assert not any(each.refusal for each in replay.outcomes)
