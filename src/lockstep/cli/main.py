@@ -15,6 +15,7 @@ from lockstep.cli.chat import chat
 from lockstep.cli.check import check
 from lockstep.cli.collect_env import collect_env
 from lockstep.cli.completion import VARIABLE, completion, enable_completion
+from lockstep.cli.diff import diff
 from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
@@ -41,6 +42,7 @@ app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
 app.command()(check)
 app.command()(ps)
 app.command()(replay)
+app.command()(diff)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)

@@ -63,9 +63,7 @@ def diff_configs(
     there = witness("B", Simulation(start, b, cost), arrived, divergence.b)
     cause = _cause(start, a, b, cost, divergence)
     reproducer = _reproducer(start, arrived, Pair(a, b, cost), cause, divergence, here, there) if reproduces else None
-    return Diff(
-        names, len(requests), found.num_equal_steps, divergence, here, there, cause, len(arrived), reproducer
-    )
+    return Diff(names, len(requests), found.num_equal_steps, divergence, here, there, cause, len(arrived), reproducer)
 
 
 def diff_workloads(

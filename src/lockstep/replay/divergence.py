@@ -111,7 +111,6 @@ def _rows(a: StepPlan, b: StepPlan) -> Difference | None:
         for plan in (a, b)
     )
     if tuple(old_a) != tuple(old_b):
-        # Who is new on one side only is a matter of resuming and admitting, even when the other side let him run before.
         return _lists(Change.TURN, tuple(old_a), tuple(old_b))
     return _lengths([(old_a[seq_id], old_b[seq_id]) for seq_id in old_a])
 

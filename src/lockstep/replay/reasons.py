@@ -102,7 +102,8 @@ def _why_victims(here: Situation, other: Situation) -> list[str]:
     for seq_id in plan.preempted[:MAX_REQUESTS]:
         standing = here.standings[seq_id]
         told.append(
-            f"in {here.label}, request {standing.name} (class {standing.priority}) held {standing.num_held_blocks} of them"
+            f"in {here.label}, request {standing.name} (class {standing.priority}) held {standing.num_held_blocks} "
+            "before"
         )
     return told
 
@@ -127,8 +128,8 @@ def _cache(a: Situation, b: Situation, seq_id: int) -> list[str]:
     starts = [_plan(here).starts[_plan(here).seq_ids.index(seq_id)] for here in (a, b)]
     standing = a.standings[seq_id]
     return [
-        f"of the {standing.num_prompt_tokens} prompt tokens of request {standing.name}, {starts[0]} come from the cache in A, "
-        f"and {starts[1]} in B"
+        f"of the {standing.num_prompt_tokens} prompt tokens of request {standing.name}, {starts[0]} come from the "
+        f"cache in A, and {starts[1]} in B"
     ]
 
 
@@ -154,7 +155,9 @@ def _block(a: Situation, b: Situation, seq_id: int) -> list[str]:
         str(table[place]) + (" (giving up its cached content)" if table[place] in _plan(here).evicted else "")
         for here, table in ((a, table_a), (b, table_b))
     ]
-    return [f"request {a.name(seq_id)} gets another block at place {place} of its table: {how[0]} in A, and {how[1]} in B"]
+    return [
+        f"request {a.name(seq_id)} gets another block at place {place} of its table: {how[0]} in A, and {how[1]} in B"
+    ]
 
 
 def _plan(here: Situation) -> StepPlan:

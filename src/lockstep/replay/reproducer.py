@@ -46,8 +46,8 @@ class Search:
 
     Args:
         requests: those that arrived until the divergence.
-        pairs: every one of them must show it: the two configs, and if only some of their fields are the cause, the first
-            config with and without those.
+        pairs: every one of them must show it: the two configs, and if only some of their fields are the cause, the
+            first config with and without those.
     """
 
     def __init__(

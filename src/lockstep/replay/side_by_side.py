@@ -9,7 +9,6 @@ from lockstep.replay.divergence import Change, Decision, Difference, difference
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.timeline import Tick
 
-
 STEP_WORK = 10
 """A step costs about as much as so many rows."""
 
