@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lockstep.cli.tables import new_table, print_table
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -82,18 +84,14 @@ def _cause_line(cause: Cause, a: SchedulerConfig, b: SchedulerConfig) -> str:
 
 
 def _print_plans(a: Situation, b: Situation) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     rows = list(_pairs(a, b))
     shown = sorted(rows, key=lambda row: row[1] == row[2])[:MAX_ROWS]
-    table = Table("", "request", "A", "B", box=None, pad_edge=False, header_style="bold")
+    table = new_table("", "request", "A", "B")
     for name, cell_a, cell_b in shown:
         table.add_row("" if cell_a == cell_b else "*", name, cell_a or "-", cell_b or "-")
-    console = Console(highlight=False)
-    console.print(table, soft_wrap=not console.is_terminal, width=None if console.is_terminal else 1000)
+    print_table(table)
     if len(rows) > len(shown):
-        console.print(f"and {len(rows) - len(shown)} more rows")
+        print(f"and {len(rows) - len(shown)} more rows")
 
 
 def _pairs(a: Situation, b: Situation) -> Iterator[tuple[str, str, str]]:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.bench import bench_app
+from lockstep.cli.bisect import bisect
 from lockstep.cli.chat import chat
 from lockstep.cli.check import check
 from lockstep.cli.collect_env import collect_env
@@ -23,6 +24,7 @@ from lockstep.cli.ps import ps
 from lockstep.cli.replay import replay
 from lockstep.cli.run import run
 from lockstep.cli.serve import ENVIRONMENT_PREFIX, serve
+from lockstep.cli.sweep import sweep
 from lockstep.errors import LockstepError, ManifestError
 from lockstep.version import __version__
 
@@ -43,6 +45,8 @@ app.command()(check)
 app.command()(ps)
 app.command()(replay)
 app.command()(diff)
+app.command()(bisect)
+app.command()(sweep)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)
