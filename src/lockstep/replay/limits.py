@@ -103,6 +103,9 @@ def why_no_longer_chunk(here: Situation, seq_id: int) -> list[str]:
     reasons = []
     if config.chunking and length >= config.max_chunk_tokens - 2:
         reasons.append(f"a chunk has at most {config.max_chunk_tokens} tokens")
+    if length <= standing.prompt_left - 2 and plan.num_samples >= config.decode_limit:
+        taken = f"{plan.num_samples} of {config.decode_limit} places to sample are taken"
+        reasons.append(f"{taken}, so that the prompt stops short of its end")
     return reasons + _spent(here, plan, standing)
 
 
@@ -123,8 +126,8 @@ def _spent(here: Situation, plan: StepPlan, standing: Standing) -> list[str]:
     if not config.chunking and standing.prompt_left:
         needed, so = standing.prompt_left, f"too little for its prompt of {standing.prompt_left} in one go"
     else:
-        # One token more or less: neither a chunk nor what it leaves of a prompt is ever a single token.
-        needed, so = min(3, standing.prompt_left) or 1, "too little to go on with"
+        # Neither a chunk nor what it leaves of a prompt is ever a single token (core/policy.py).
+        needed, so = {0: 1, 1: 1, 3: 3}.get(standing.prompt_left, 2), "too little to go on with"
     budgets = [("budget", config.max_num_batched_tokens, plan.num_tokens)]
     if standing.prompt_left and config.prefill_limit < config.max_num_batched_tokens:
         budgets.append(("prefill budget", config.prefill_limit, plan.num_prompt_tokens))

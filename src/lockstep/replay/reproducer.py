@@ -21,6 +21,10 @@ MAX_WORK = 4_000_000
 the same input has to give the same reproducer everywhere."""
 
 
+MORE_STEPS = 256
+"""So many steps later than the whole, a part may show it: fewer requests may take longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two configs under one cost model."""
@@ -93,9 +97,8 @@ class Search:
 
     def _probe(self, indices: Sequence[int], pair: Pair) -> Divergence | None:
         part = self.part(indices)
-        comparison = compare(
-            Simulation(part, pair.a, pair.cost), Simulation(part, pair.b, pair.cost), self._wanted.num_equal_steps
-        )
+        max_steps = self._wanted.num_equal_steps + MORE_STEPS
+        comparison = compare(Simulation(part, pair.a, pair.cost), Simulation(part, pair.b, pair.cost), max_steps)
         self._work += comparison.work
         found = comparison.divergence
         return found if found is not None and found.change is self._wanted.change else None

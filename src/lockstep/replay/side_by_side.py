@@ -112,7 +112,8 @@ def compare(a: Simulation, b: Simulation, max_steps: int | None = None) -> Compa
             divergence = Divergence(num_equal, side_a.place(), side_b.place(), found)
             return Comparison(divergence, num_equal, work)
         lefts = [side.left for side in (side_a, side_b) if side.tick is not None]
-        if not lefts or (max_steps is not None and num_equal >= max_steps):
+        is_enough = max_steps is not None and num_equal >= max_steps and decision_a.plan is not None
+        if not lefts or is_enough:
             return Comparison(None, num_equal, work)
         both = min(lefts)
         num_equal += both if decision_a.plan is not None else 0
