@@ -385,7 +385,7 @@ def test_whatever_differs_is_told_and_shown_by_its_reproducer(
     assert found.a is not None and found.b is not None
     assert sentences(found.divergence.difference, found.a, found.b)
     assert names_of(found.divergence.difference, found.a, found.b)
-    if found.reproducer is not None:
-        again = diff_configs(found.reproducer.workload, a, b, reproduces=False)
-        assert again.divergence is not None
-        assert again.divergence.change is found.divergence.change
+    assert found.reproducer is not None
+    again = diff_configs(found.reproducer.workload, a, b, reproduces=False)
+    assert again.divergence is not None
+    assert again.divergence.change is found.divergence.change

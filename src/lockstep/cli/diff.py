@@ -121,8 +121,7 @@ def _write_reproducer(path: Path, found: Diff, sides: Sides, cost: Path | None, 
     from lockstep.replay.writing import workload_document
 
     if found.reproducer is None:
-        print("no reproducer is written: a part of the requests alone does not show it", file=sys.stderr)
-        return
+        raise UsageError("--reproducer is for two configs on one workload; here each side has its own")
     try:
         path.write_bytes(workload_document(found.reproducer.workload, sides.a))
     except OSError as error:

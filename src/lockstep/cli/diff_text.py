@@ -61,8 +61,6 @@ def _tail(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> Iterator[str]:
     if found.cause is not None:
         yield _cause_line(found.cause, a, b)
     reproducer = found.reproducer
-    if reproducer is None and found.cause is not None:
-        yield "reproducer: none, as the requests until then do not show it by themselves"
     if reproducer is not None:
         requests = list(reproducer.workload.requests)
         size = f"{len(requests)} of the first {found.num_arrived:,} requests"
