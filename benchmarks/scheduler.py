@@ -50,7 +50,7 @@ def step(scheduler: Scheduler, fingerprint: Fingerprint | None = None) -> StepPl
 
 def without_repeats(scheduler: Scheduler) -> None:
     """One step, planned row by row."""
-    scheduler._num_plain_steps = 0
+    scheduler._is_settled = False
     step(scheduler)
 
 

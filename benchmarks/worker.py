@@ -33,7 +33,7 @@ from lockstep.executors.sampling import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.correspondence import Correspondence
 from lockstep.worker.messages import Outputs
-from lockstep.worker.supervised import WorkerOptions
+from lockstep.worker.options import WorkerOptions
 from lockstep.worker.wire import FrameReader, event_decoder, event_encoder, framed
 
 Stream = Callable[[tuple[int, ...], SamplingParams], AsyncGenerator[Any, None]]

@@ -3,6 +3,7 @@
     LockstepError
     ├── UsageError                 the command line or a call was wrong before anything started
     ├── RemoteError                a server that we are a client of cannot be reached, or refuses
+    ├── TraceError                 a recording or a workload cannot be read
     ├── ConfigError                a limit or policy that cannot work, refused at construction
     │   └── ManifestError              a manifest has faults (`problems` has all of them)
     ├── RequestError               one request is refused or ended; the engine goes on
@@ -51,6 +52,10 @@ class UsageError(LockstepError):
 
 class RemoteError(LockstepError):
     """A server that we are a client of cannot be reached, or refuses."""
+
+
+class TraceError(LockstepError):
+    """A recording or a workload cannot be read; the message says where it is wrong."""
 
 
 class ConfigError(LockstepError):

@@ -17,7 +17,7 @@ from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker.supervised import WorkerOptions
+from lockstep.worker.options import WorkerOptions
 from tests.cluster.support import LIMIT_S, Kind
 
 SUPPORT = (Path(__file__).resolve().parents[2] / "examples" / "customer-support.yaml").read_text()

@@ -14,7 +14,7 @@ from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.health import HealthLimits
-from lockstep.worker.supervised import WorkerOptions
+from lockstep.worker.options import WorkerOptions
 
 Kind = Literal["thread", "process"]
 NAME = "served"

@@ -17,7 +17,8 @@ from lockstep.cluster.planner import Phase
 from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
 from lockstep.engine.loading import LoadOptions
 from lockstep.errors import QueueFullError, UnavailableError
-from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
+from lockstep.worker.options import WorkerOptions
+from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import QUICK
 from tests.cluster.support import LIMIT_S, until
 

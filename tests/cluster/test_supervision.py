@@ -23,7 +23,7 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.pocket import pocket_path
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.messages import TrialOptions
-from lockstep.worker.supervised import WorkerOptions
+from lockstep.worker.options import WorkerOptions
 from lockstep.worker.thread import ThreadLink
 from tests.cluster.support import ENDLESS, LIMIT_S, answer, call, model_of, served, settled, until
 
@@ -176,7 +176,7 @@ async def test_a_step_without_end_while_requests_wait_is_not_ready() -> None:
 PARENT = """
 import asyncio
 from lockstep.cluster.single import SingleModel, SingleModelOptions
-from lockstep.worker.supervised import WorkerOptions
+from lockstep.worker.options import WorkerOptions
 from lockstep.worker.thread import ThreadLink
 
 async def main():

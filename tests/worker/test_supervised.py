@@ -20,8 +20,9 @@ from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.life import Lost
 from lockstep.worker.messages import SessionsChanged
+from lockstep.worker.options import WorkerOptions
 from lockstep.worker.steps import StepReport
-from lockstep.worker.supervised import Notice, SupervisedWorker, WorkerOptions
+from lockstep.worker.supervised import Notice, SupervisedWorker
 
 Kind = Literal["thread", "process"]
 LIMIT_S = 30.0

@@ -8,26 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.request import Priority
-from lockstep.worker.turns import QUANTUM_NS, Turns, weight_of
+from lockstep.worker.turns import QUANTUM_US, Turns, weight_of
 
-MS = 1_000_000
+MS = 1_000
 ALL = {"a": 0, "b": 0, "c": 0}
 
 
-def serve(turns: Turns, priorities: Mapping[str, int], with_work: str, cost_ns: Mapping[str, int]) -> str:
+def serve(turns: Turns, priorities: Mapping[str, int], with_work: str, cost_us: Mapping[str, int]) -> str:
     """One step of whoever is next."""
     chosen = turns.choose(priorities, with_work)
     assert chosen is not None
-    turns.spend(chosen, cost_ns[chosen])
+    turns.spend(chosen, cost_us[chosen])
     return chosen
 
 
-def shares(priorities: Mapping[str, int], cost_ns: Mapping[str, int], num_steps: int) -> dict[str, float]:
+def shares(priorities: Mapping[str, int], cost_us: Mapping[str, int], num_steps: int) -> dict[str, float]:
     """Which part of the device's time each got while all had work."""
     turns, got = Turns(), dict.fromkeys(priorities, 0)
     for _ in range(num_steps):
-        chosen = serve(turns, priorities, "".join(priorities), cost_ns)
-        got[chosen] += cost_ns[chosen]
+        chosen = serve(turns, priorities, "".join(priorities), cost_us)
+        got[chosen] += cost_us[chosen]
     return {key: round(time / sum(got.values()), 2) for key, time in got.items()}
 
 
@@ -81,8 +81,8 @@ def test_idleness_saves_nothing() -> None:
     cost = {"a": MS, "b": MS}
     served = [serve(turns, {"a": 0, "b": 0}, "ab", cost) for _ in range(60)]
     longest = max(len(run) for run in "".join(served).split("a"))
-    assert longest * MS <= 2 * QUANTUM_NS * weight_of(0)
-    assert abs(served.count("a") - served.count("b")) * MS <= 2 * QUANTUM_NS * weight_of(0)
+    assert longest * MS <= 2 * QUANTUM_US * weight_of(0)
+    assert abs(served.count("a") - served.count("b")) * MS <= 2 * QUANTUM_US * weight_of(0)
 
 
 def test_leaving_and_coming_back_pays_no_debt() -> None:
@@ -116,7 +116,7 @@ def test_nobody_with_work_waits_longer_than_the_bound(replicas: list[tuple[int, 
     """The bound in the module's docstring, whatever the others do and however long steps take."""
     priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
     longest = {str(number): most * MS for number, (_, most) in enumerate(replicas)}
-    weights = {key: QUANTUM_NS * weight_of(priority) for key, priority in priorities.items()}
+    weights = {key: QUANTUM_US * weight_of(priority) for key, priority in priorities.items()}
     bounds = {
         key: (-(-longest[key] // weights[key]) + 1) * sum(weights[o] + longest[o] for o in priorities if o != key)
         for key in priorities
@@ -127,10 +127,10 @@ def test_nobody_with_work_waits_longer_than_the_bound(replicas: list[tuple[int, 
         busy = data.draw(st.sets(st.sampled_from(sorted(priorities)), min_size=1))
         chosen = turns.choose(priorities, busy)
         assert chosen in busy
-        duration_ns = data.draw(st.integers(0, longest[chosen]))
-        turns.spend(chosen, duration_ns)
+        duration_us = data.draw(st.integers(0, longest[chosen]))
+        turns.spend(chosen, duration_us)
         for key in priorities:
-            waited[key] = waited[key] + duration_ns if key in busy and key != chosen else 0
+            waited[key] = waited[key] + duration_us if key in busy and key != chosen else 0
             assert waited[key] <= bounds[key], f"{key} waited {waited[key]} ns, its bound is {bounds[key]} ns"
 
 
@@ -149,7 +149,7 @@ def test_shares_never_drift_apart(replicas: list[tuple[int, int]], durations: li
         got[chosen] += duration * MS
         longest[chosen] = max(longest[chosen], duration * MS)
         even = [got[key] / weights[key] for key in priorities]
-        assert max(even) - min(even) <= QUANTUM_NS + max(longest[key] / weights[key] for key in priorities) + 1
+        assert max(even) - min(even) <= QUANTUM_US + max(longest[key] / weights[key] for key in priorities) + 1
 
 
 @given(REPLICAS, st.lists(st.tuples(st.sets(st.integers(0, 4)), st.integers(0, 80)), max_size=60))

@@ -27,7 +27,7 @@ from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.cluster.stage import ClusterOptions
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker.supervised import WorkerOptions
+from lockstep.worker.options import WorkerOptions
 
 OUTPUT_TOKENS = 8
 """Of the last hop."""

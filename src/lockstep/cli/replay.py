@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
+from lockstep.cli.replay_trace import replay_trace
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,10 +38,15 @@ def replay(
     slo: asked.Slo = "",
     output: asked.Output = None,
     ticks: asked.Ticks = False,
+    verify: asked.Verify = None,
+    execute: asked.Execute = None,
+    model: asked.Model = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
-) -> None:
+) -> int:
     """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
+    if verify is not None or execute is not None:
+        return replay_trace(verify, execute, model)
     from lockstep.replay.configs import parse_overrides
     from lockstep.replay.goals import parse_goals
     from lockstep.replay.readers import ReadOptions, read_workload
@@ -51,14 +57,15 @@ def replay(
     overrides = parse_overrides(split_settings(settings))
     overrides_b = {**overrides, **parse_overrides(split_settings(settings_b))}
     reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize)
-    model = cost_model(cost, tick_ms)
-    reports = [_simulate(read_workload(path, reading), overrides, model, goals, ticks)]
+    costs = cost_model(cost, tick_ms)
+    reports = [_simulate(read_workload(path, reading), overrides, costs, goals, ticks)]
     if compare is not None or settings_b:
-        reports.append(_simulate(read_workload(compare or path, reading), overrides_b, model, goals, ticks))
+        reports.append(_simulate(read_workload(compare or path, reading), overrides_b, costs, goals, ticks))
     data = _as_bytes(reports)
     if output is not None:
         _write(output, data)
     print(data.decode(), end="") if as_json else print(_table(reports))
+    return 0
 
 
 def one_file(file: str | None, input_file: str | None) -> str:

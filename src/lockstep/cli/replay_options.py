@@ -35,3 +35,12 @@ Dequantize = Annotated[
 Slo = Annotated[str, typer.Option(metavar="GOALS", help="Count requests that meet goals in ms, e.g. ttft:500,tpot:50.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there as JSON.")]
 Ticks = Annotated[bool, typer.Option("--ticks", help="Every tick and request become part of the JSON report.")]
+Verify = Annotated[
+    Path | None,
+    typer.Option(metavar="TRACE", help="Decide every step of a recording again: identical, or where it differs."),
+]
+Execute = Annotated[
+    Path | None,
+    typer.Option(metavar="TRACE", help="Compute every token of a recording with content again, with --model."),
+]
+Model = Annotated[str | None, typer.Option(metavar="SOURCE", help="The model of --execute.")]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from lockstep.cluster.base import Cluster
     from lockstep.server.options import ServerOptions
     from lockstep.server.reloading import ManifestReload
-    from lockstep.worker.supervised import WorkerOptions
+    from lockstep.worker.flight.options import TraceOptions
+    from lockstep.worker.options import WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def _cluster(
 ) -> tuple[Cluster, ManifestReload | None]:
     """Who stands behind the server, and how a manifest is brought in again; the one place that knows."""
     from lockstep.cluster.single import SingleModel, SingleModelOptions
-    from lockstep.worker.supervised import WorkerOptions
+    from lockstep.worker.options import WorkerOptions
 
     _check_together(model, what, many)
     load = LoadOptions(
@@ -168,11 +169,23 @@ def _cluster(
         log_format=report.log_format,
         log_level=report.log_level,
         stream_interval_s=what.stream_interval_ms / 1000,
+        trace=trace_options(report),
     )
     if many.manifest is not None:
         return _of_manifest(many.manifest, many, load, worker)
     assert model is not None, "one of the two is given"
     return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load, worker)), None
+
+
+def trace_options(report: ReportFlags) -> TraceOptions | None:
+    """What is recorded; UsageError where it is said how, but not where."""
+    from lockstep.worker.flight.options import TraceOptions
+
+    if report.trace is None:
+        if report.trace_content:
+            raise UsageError("--trace-content is said of a recording; give --trace DIR, or leave it out")
+        return None
+    return TraceOptions(str(report.trace.absolute()), report.trace_max_mb << 20, report.trace_content)
 
 
 def _of_manifest(

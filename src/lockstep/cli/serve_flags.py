@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from lockstep.cli import options as flags
+from lockstep.worker.flight.options import DEFAULT_MAX_MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +159,13 @@ class ReportFlags:
     enable_debug_endpoints: Annotated[
         bool, typer.Option("--enable-debug-endpoints", help="POST /reset_prefix_cache and GET /debug/check.")
     ] = False
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Record every decision there, for lockstep replay; no text and no tokens."),
+    ] = None
+    trace_content: Annotated[
+        bool, typer.Option("--trace-content", help="Record prompts and answers too, as token ids.")
+    ] = False
+    trace_max_mb: Annotated[
+        int, typer.Option(metavar="MB", help="Recordings in DIR take as much; the oldest go first.", min=1)
+    ] = DEFAULT_MAX_MB

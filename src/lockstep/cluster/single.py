@@ -14,7 +14,8 @@ from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, ModelNotFoundError
 from lockstep.worker.messages import Loaded
-from lockstep.worker.supervised import SupervisedWorker, WorkerOptions
+from lockstep.worker.options import WorkerOptions
+from lockstep.worker.supervised import SupervisedWorker
 
 REPLICA = "model"
 """The key of the only replica."""

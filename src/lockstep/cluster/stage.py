@@ -26,8 +26,9 @@ from lockstep.engine.sessions import SessionChange
 from lockstep.errors import ConfigError, LockstepError, UnavailableError
 from lockstep.worker.life import Lost
 from lockstep.worker.messages import SessionsChanged
+from lockstep.worker.options import WorkerOptions
 from lockstep.worker.steps import StepReport
-from lockstep.worker.supervised import Notice, SupervisedWorker, WorkerOptions
+from lockstep.worker.supervised import Notice, SupervisedWorker
 
 log = logging.getLogger(__name__)
 

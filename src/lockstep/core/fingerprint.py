@@ -27,7 +27,7 @@ byte, so that a recorder may store the records and a reader in another language 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from hashlib import blake2b
 from operator import add
@@ -71,11 +71,6 @@ class Fingerprint:
         self._before, self._before_plain, self._before_ended = None, False, set()
         return closed
 
-    @property
-    def can_repeat(self) -> bool:
-        """Whether the step before was plain, so that ``repeat`` may follow."""
-        return self._before_plain
-
     def repeat(self, num_steps: int) -> None:
         """Take in repeats that were skipped (``Scheduler.skip``)."""
         before = self._before
@@ -87,18 +82,42 @@ class Fingerprint:
 
     def close(self) -> bytes | None:
         """Close the open record, as at the end of a recording; returns it."""
-        if self._body is None:
+        record = self.open_record
+        if record is None:
             return None
-        record = self._body + _encode((self._repeats,))
-        self._digest = _hash(self._digest + record)
+        self._digest = chained(self._digest, record)
         self._body, self._repeats, self._before_plain = None, 0, False
         return record
 
+    @property
+    def open_record(self) -> bytes | None:
+        """The record that is open, as it would be closed now."""
+        return None if self._body is None else self._body + _encode((self._repeats,))
+
+    @property
+    def num_open_steps(self) -> int:
+        """Steps in the open record."""
+        return 0 if self._body is None else 1 + self._repeats
+
+    @property
+    def step_before(self) -> StepPlan | None:
+        """What the next record's rows are told against."""
+        return self._before
+
+    @property
+    def ended_before(self) -> Set[int]:
+        """Who ended with that step."""
+        return self._before_ended
+
+    @property
+    def chain(self) -> bytes:
+        """The digest over the records that are closed."""
+        return self._digest
+
     def hexdigest(self) -> str:
         """The digest over everything taken in so far, as 16 hex digits."""
-        if self._body is None:
-            return self._digest.hex()
-        return _hash(self._digest + self._body + _encode((self._repeats,))).hex()
+        record = self.open_record
+        return self._digest.hex() if record is None else chained(self._digest, record).hex()
 
     def _open(self, tag: int, plan: StepPlan, events: StepEvents) -> bytes | None:
         gone, rows = self._changes(plan)
@@ -159,6 +178,11 @@ class Fingerprint:
                 last = max(last, place)
                 rows.append(_row(index, plan, before.tables[place] if place >= 0 else ()))
         return gone, rows
+
+
+def chained(digest: bytes, record: bytes) -> bytes:
+    """The chain after a record."""
+    return _hash(digest + record)
 
 
 def _row(index: int, plan: StepPlan, known: tuple[int, ...]) -> tuple[int, ...]:

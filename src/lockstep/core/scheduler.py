@@ -49,8 +49,8 @@ class Scheduler:
         self._aborting: dict[int, FinishReason] = {}
         """Ended by a command while their step was under way."""
         self._run: SteadyRun | None = None
-        self._num_plain_steps = 0
-        """Commits in a row after which everybody had one token to decode."""
+        self._is_settled = False
+        """Whether everybody past the prompt sampled one token in the last step, so has one to compute in the next."""
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class Scheduler:
         if not self.config.enable_prefix_caching or request.num_prompt_tokens == 1:
             # A prompt of one token is computed by the kernel for single queries: no longer prompt may read it.
             request = replace(request, block_hashes=())
-        self._write_back()
+        self.write_back()
         seq = Sequence(self._next_id, request, max_output, self._step)
         self._next_id += 1
         self._sequences[seq.seq_id] = seq
@@ -165,8 +165,8 @@ class Scheduler:
         self._charge(plan, got)
         for finish in finished:
             self._end(self._sequences[finish.seq_id], finish.reason)
-        is_plain = not finished and len(got) == sum(got) == len(plan.seq_ids)
-        self._num_plain_steps = self._num_plain_steps + 1 if is_plain else 0
+        num_left = len(plan.seq_ids) - len(finished)
+        self._is_settled = len(got) == sum(got) == len(plan.seq_ids) and len(self._roster.decoding) == num_left
         return StepEvents(plan.step, tuple(finished), tuple(got))
 
     def fail(self, plan: StepPlan) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class Scheduler:
         assert plan is self._pending, "fail answers the plan that schedule gave last"
         self._pending = None
         self._leave_run()
-        self._num_plain_steps = 0
+        self._is_settled = False
         self._counters.num_failed_steps += 1
         stopped = {seq.seq_id: seq for seq in (*self._pending_seqs, *self._kv.came_back)}
         for seq in stopped.values():
@@ -209,14 +209,14 @@ class Scheduler:
         self._step += num_steps
 
     def _can_repeat(self) -> bool:
-        """Whether there is nothing to decide but growth; opens a run when the last steps were alike."""
+        """Whether there is nothing to decide but growth; opens a run then."""
         roster = self._roster
-        if self._num_plain_steps < 2 or self._pending is not None or roster.prefilling or roster.preempted:
+        if not self._is_settled or self._pending is not None or roster.prefilling or roster.preempted:
             return False
         if len(self._queue) and roster.num_running < self.config.max_num_seqs:
             return False
         if self._run is None:
-            if not roster.decoding or self._pending_seqs != roster.decoding:
+            if not roster.decoding:
                 return False
             self._run = SteadyRun(roster.decoding.copy(), self._kv, self._ledger, self.config.block_size)
         return True
@@ -228,16 +228,16 @@ class Scheduler:
         self._pending_seqs = self._run.seqs
         return plan
 
-    def _write_back(self) -> None:
-        """Bring the sequences up to date with the run."""
+    def write_back(self) -> None:
+        """Bring the sequences up to date with the run. Whoever looks at them calls it; it decides nothing."""
         if self._run is not None:
             self._counters.num_generation_tokens += self._run.num_unwritten_tokens
             self._run.write_back()
 
     def _leave_run(self) -> None:
-        self._write_back()
+        self.write_back()
         if self._run is not None:
-            self._run, self._num_plain_steps = None, 0
+            self._run, self._is_settled = None, False
 
     # -- the life of a sequence ---------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class Scheduler:
 
     def view(self, seq_id: int) -> SequenceView | None:
         """A copy of what is known of an unfinished sequence; None when there is none of that id."""
-        self._write_back()
+        self.write_back()
         seq = self._sequences.get(seq_id)
         return None if seq is None else view_of(seq)
 
@@ -324,7 +324,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert conservation: every block and every sequence is in exactly one place."""
-        self._write_back()
+        self.write_back()
         self._kv.check(self._sequences.values())
         roster = self._roster
         places = {

@@ -40,8 +40,10 @@ class SteadyRun:
         self._num_steps = 0
         self._num_unwritten = 0
         """Committed steps, and those of them that the sequences do not know of yet."""
+        self._is_plain = False
+        """Whether the last step was one of this run that moved nothing, so that the next may be its repeat."""
         self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
-        """Step of the run in which somebody reaches its limit: not a repeating one."""
+        """Step of the run in which somebody reaches its limit: the last one."""
 
     @property
     def num_unwritten_tokens(self) -> int:
@@ -51,23 +53,24 @@ class SteadyRun:
     @property
     def num_quiet_steps(self) -> int:
         """Steps ahead in which not even a block is needed."""
-        return max(0, min(self._last, *self._due) - self._num_steps)
+        return max(0, min(self._last, *self._due) - self._num_steps) if self._is_plain else 0
 
     def plan(self, step: int) -> StepPlan | None:
-        """The next step, or None when it does not repeat."""
+        """The next step, or None when there are too few blocks for it."""
         due = self._due.get(self._num_steps, ())
-        if self._num_steps >= self._last or len(due) > self._kv.pool.num_available:
+        if len(due) > self._kv.pool.num_available:
             return None
         if due:
             self._grow(self._due.pop(self._num_steps))
         moves = self._kv.take_moves()
+        self._is_plain = not moves.evicted
         return StepPlan(
             step, moves.evicted, (), (), (), self._ids, self._starts, self._ones, self._frozen_tables, self._trues
         )
 
     def commit(self, result: StepResult) -> bool:
         """Count a step; False, with nothing touched, when it brought more than one token each or ended somebody."""
-        if result.num_tokens != self._ones or result.finishes != self._nones:
+        if self._num_steps >= self._last or result.num_tokens != self._ones or result.finishes != self._nones:
             return False
         self.advance(1)
         return True

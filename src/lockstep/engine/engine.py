@@ -30,6 +30,7 @@ from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutpu
 from lockstep.engine.publish import Publisher, hand_over
 from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
 from lockstep.engine.stream import LoopMailboxes, OutputStream, collect, stream
+from lockstep.engine.taped import Tape, TapedScheduler
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
 from lockstep.executors.sampling import SamplerState
 
@@ -54,6 +55,7 @@ class Engine:
         observer: called after each commit with the plan, its result and its events.
         on_added: called on the engine's thread with the id of each request that got its place in the queue.
         on_session: called on the engine's thread with each change of a session.
+        tape: hears all that decides a step.
     """
 
     def __init__(
@@ -65,16 +67,20 @@ class Engine:
         observer: Observer | None = None,
         on_added: Callable[[int], None] | None = None,
         on_session: Callable[[SessionChange], None] | None = None,
+        tape: Tape | None = None,
     ) -> None:
         self.model = model
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config) if tape is None else TapedScheduler(config, tape)
         self.sessions = Sessions(self.scheduler, on_session or (lambda change: None))
         self._clock = clock or SystemClock()
         self._observer = observer
         self._on_added = on_added
         self._metrics = EngineMetrics()
         self._fingerprint = Fingerprint()
+        self._tape = tape
+        if tape is not None:
+            tape.opened(self.scheduler, self._fingerprint)
         self._publisher = Publisher(model, self._metrics)
         self._inbox: deque[LiveRequest | _Abort] = deque()
         self._counting = threading.Lock()
@@ -183,7 +189,7 @@ class Engine:
 
     def abort_all(self) -> None:
         """End every request, waiting or running: the engine is about to stop."""
-        self._drain()
+        self.drain()
         for request_id in list(self._open):
             self._abort_now(request_id)
         self._mailboxes.dispatch(on_lost=self._abort_now)
@@ -205,7 +211,7 @@ class Engine:
     def step(self) -> bool:
         """Drain the inbox, then plan, execute and publish one step; False when there was nothing to do."""
         self._wake.clear()
-        self._drain()
+        self.drain()
         plan = self.scheduler.schedule()
         if plan.has_work:
             self._run_plan(plan)
@@ -224,7 +230,9 @@ class Engine:
         now_s = self._clock.now_s()
         result, touched = self._publisher.accept(plan, samples, now_s)
         events = self.scheduler.commit(plan, result)
-        self._fingerprint.observe(plan, events)
+        record = self._fingerprint.observe(plan, events)
+        if self._tape is not None:
+            self._tape.committed(record, result, touched)
         if self._observer is not None:
             self._observer(plan, result, events)
         self._account(self.scheduler.drain_finished())
@@ -241,14 +249,16 @@ class Engine:
         generations = self._publisher.generations
         failed = dict.fromkeys(generations[seq_id].live.request_id for seq_id in plan.seq_ids)
         self.scheduler.fail(plan)
-        self._fingerprint.observe_failure(plan)
+        record = self._fingerprint.observe_failure(plan)
+        if self._tape is not None:
+            self._tape.failed(record)
         reason = (
             error if isinstance(error, LockstepError) else RequestFailedError(f"step {plan.step} failed: {error!r}")
         )
         for request_id in failed:
             self._end(request_id, FinishReason.ERROR, reason)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Take what waited for a session, then what was submitted, in order, then what is due.
 
         Once per step, and never more than was there.
@@ -304,6 +314,8 @@ class Engine:
             generation = Generation(live, index, seq_id, sampler, detokenizer, self.config.max_forced_tokens)
             live.generations.append(generation)
             self._publisher.open(generation)
+            if self._tape is not None:
+                self._tape.came(generation, self._clock.now_s() - live.arrival_s)
         return True
 
     def _refuse(self, live: LiveRequest, error: LockstepError, reason: FinishReason = FinishReason.ERROR) -> None:

@@ -222,7 +222,7 @@ class Simulation:
         num_ticks = 1
         if events.finished:
             self._end()
-        elif self._run_lengths and fingerprint.can_repeat:
+        elif self._run_lengths:
             num_more = self._num_repeats(self.now_ps + duration_ps, num_seqs, num_context + num_seqs)
             if num_more > 0:
                 scheduler.skip(num_more)

@@ -1,8 +1,8 @@
-"""The process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_FORMAT LOG_LEVEL``.
+"""The process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_FORMAT LOG_LEVEL TRACE``.
 
-FD is one end of a socket pair. The process ends with its parent: at the end of the stream, and on Linux by a signal
-even where it is stuck in native code. Signals of the terminal are the parent's to decide on. What is heavy is imported
-only when all this is settled.
+FD is one end of a socket pair, TRACE the JSON of what is recorded, or empty. The process ends with its parent: at the
+end of the stream, and on Linux by a signal even where it is stuck in native code. Signals of the terminal are the
+parent's to decide on. What is heavy is imported only when all this is settled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STOP_LIMIT_S = 4.0
 _READ_BYTES = 1 << 18
 
 
-def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str) -> None:
+def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace: str) -> None:
     """Serve until told to stop or left alone; ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -39,11 +39,14 @@ def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str) -> Non
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     log_to_stderr(log_format, log_level, "worker")
+    import msgspec
+
     from lockstep.worker.device import DeviceWorker
+    from lockstep.worker.flight.options import TraceOptions
     from lockstep.worker.outbox import Outbox
 
     outbox = Outbox(sock)
-    worker = DeviceWorker(outbox.post)
+    worker = DeviceWorker(outbox.post, trace=msgspec.json.decode(trace, type=TraceOptions) if trace else None)
     steps = threading.Thread(target=_run, args=(worker, outbox), name="lockstep-steps", daemon=True)
     steps.start()
     try:
@@ -93,4 +96,4 @@ def _exit(code: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), "json" if sys.argv[3] == "json" else "text", sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), "json" if sys.argv[3] == "json" else "text", sys.argv[4], sys.argv[5])

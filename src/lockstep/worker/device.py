@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.clock import Clock, SystemClock
@@ -26,6 +27,7 @@ from lockstep.errors import (
     UnavailableError,
     UsageError,
 )
+from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import (
     Abort,
     AskHealth,
@@ -60,6 +62,9 @@ from lockstep.worker.replica import Listeners, Replica, open_replica, throttled
 from lockstep.worker.steps import StepReport, StepSampler
 from lockstep.worker.turns import Turns
 
+if TYPE_CHECKING:
+    from lockstep.worker.flight.recorder import Recorder
+
 log = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
@@ -78,9 +83,10 @@ class DeviceWorker:
     Args:
         emit: where events go.
         clock: measures steps.
+        trace: what is recorded of them; None: nothing.
     """
 
-    def __init__(self, emit: Emit, clock: Clock | None = None) -> None:
+    def __init__(self, emit: Emit, clock: Clock | None = None, trace: TraceOptions | None = None) -> None:
         self._emit = emit
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
@@ -101,6 +107,7 @@ class DeviceWorker:
         self._plan: StepPlan | None = None
         """Of the step that has just been committed."""
         self._turns = Turns()
+        self._recorder = None if trace is None else _recorder(trace, self._turns)
         self._sampler = StepSampler()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -121,7 +128,7 @@ class DeviceWorker:
             case Abort(replica, request_ids):
                 self._abort(replica, request_ids)
             case AskMetrics(ask_id):
-                reports = {key: replica.engine.metrics() for key, replica in self._replicas.items()}
+                reports = {key: replica.metrics() for key, replica in self._replicas.items()}
                 self._emit(MetricsReport(ask_id, reports))
             case AskHealth(ask_id):
                 self._emit(self._health(ask_id))
@@ -221,7 +228,7 @@ class DeviceWorker:
         report = throttled(lambda stage, fraction: self._emit(Loading(load.replica, stage, fraction)))
         try:
             listeners = Listeners(self._accepted.append, self._stepped, self._changes.append)
-            replica, loaded = open_replica(load, report, listeners)
+            replica, loaded = open_replica(load, report, listeners, self._recorder)
         except Exception as error:
             self._taken.discard(load.replica)
             if not isinstance(error, LockstepError):  # whatever a reader or a library raises, loading is what failed
@@ -263,20 +270,28 @@ class DeviceWorker:
     def _turn(self) -> None:
         """Obey what was ordered, then run one step of one replica, or wait for work."""
         self._wake.clear()
+        if self._recorder is not None:
+            self._recorder.begin_turn()
         while self._orders:
             self._obey(self._orders.popleft())
         replicas = self._replicas
         priorities = {key: self._priorities[key] for key in replicas}
-        chosen = self._turns.choose(priorities, {key for key, replica in replicas.items() if replica.engine.has_work})
+        with_work = {key for key, replica in replicas.items() if replica.engine.has_work}
+        chosen = self._turns.choose(priorities, with_work)
         if chosen is None:
             self._is_idle = True
+            if self._recorder is not None:
+                self._recorder.idle(priorities)
             self._wake.wait(IDLE_WAIT_S)
             self._progress_s, self._is_idle = time.monotonic(), False
             return
         started_s = self._clock.now_s()
         replicas[chosen].engine.step()
         ended_s = self._clock.now_s()
-        self._turns.spend(chosen, round((ended_s - started_s) * 1e9))
+        started_us, ended_us = int(started_s * 1e6), int(ended_s * 1e6)
+        self._turns.spend(chosen, ended_us - started_us)
+        if self._recorder is not None:
+            self._recorder.turn(priorities, with_work, chosen, started_us, ended_us)
         self._progress_s = time.monotonic()
         plan, self._plan = self._plan, None
         report = None if plan is None else self._sampler.report(chosen, plan, ended_s - started_s, ended_s)
@@ -328,16 +343,18 @@ class DeviceWorker:
             with self._lock:
                 self._replicas = {other: kept for other, kept in self._replicas.items() if other != key}
             del self._priorities[key]
-            self._taken.discard(key)
             self._sampler.forget(key)
             self._empty(key, replica)
             replica.close()
+            self._taken.discard(key)
         self._emit(Unloaded(key))
 
     def _empty(self, key: str, replica: Replica) -> None:
         replica.engine.abort_all()
         replica.engine.sessions.end(reason="unloaded")
         self._publish(key)
+        if self._recorder is not None:
+            self._recorder.closed(key)
 
     def _checked(self, ask_id: int) -> Checked:
         num_open = len(self._preparing) + sum(replica.engine.num_open for replica in self._replicas.values())
@@ -355,6 +372,14 @@ class DeviceWorker:
             self._empty(key, replica)
         for replica in replicas.values():
             replica.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def _recorder(trace: TraceOptions, turns: Turns) -> Recorder:
+    from lockstep.worker.flight.recorder import Recorder
+
+    return Recorder(trace, turns)
 
 
 def _log_defect(work: Future[None]) -> None:

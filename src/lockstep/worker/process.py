@@ -10,7 +10,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError, UsageError
+from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.link import Handler
 from lockstep.worker.logs import LogFormat
 from lockstep.worker.messages import Command, Stop, Submit
@@ -43,7 +46,9 @@ class ProcessLink(asyncio.Protocol):
         self._obituary: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, handler: Handler, log_format: LogFormat, log_level: str) -> ProcessLink:
+    async def open(
+        cls, handler: Handler, log_format: LogFormat, log_level: str, trace: TraceOptions | None = None
+    ) -> ProcessLink:
         """Start a worker process; it accepts commands at once and obeys when its imports are done.
 
         To be called on a thread that lives as long as the worker shall: on Linux the child ends with it.
@@ -58,6 +63,7 @@ class ProcessLink(asyncio.Protocol):
         with theirs:
             fd = theirs.fileno()
             command = [sys.executable, "-P", "-m", MODULE, str(fd), str(os.getpid()), log_format, log_level]
+            command.append("" if trace is None else msgspec.json.encode(trace).decode())
             try:  # what it prints is no answer of ours: standard output goes where errors go
                 process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2)
             except OSError as error:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from lockstep.engine.engine import Engine, Observer
 from lockstep.engine.loading import Progress, load_model
+from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.sessions import SessionChange
 from lockstep.worker.messages import Load, Loaded
 from lockstep.worker.text import TextSide
 from lockstep.worker.trial import try_unknown
+
+if TYPE_CHECKING:
+    from lockstep.worker.flight.recorder import Recorder
+    from lockstep.worker.flight.tape import EngineTape
 
 MIN_PROGRESS_INTERVAL_S = 0.1
 """Reports of one stage follow each other no faster."""
@@ -23,6 +29,13 @@ class Replica:
 
     key: str
     engine: Engine
+    tape: EngineTape | None = None
+    """What records it."""
+
+    def metrics(self) -> MetricsSnapshot:
+        """The engine's, and what its recording lacks."""
+        snapshot = self.engine.metrics()
+        return snapshot if self.tape is None else replace(snapshot, counters={**snapshot.counters, **self.tape.lost()})
 
     def close(self) -> None:
         self.engine.model.close()
@@ -37,8 +50,13 @@ class Listeners:
     session_changed: Callable[[SessionChange], None]
 
 
-def open_replica(load: Load, progress: Progress, listeners: Listeners) -> tuple[Replica, Loaded]:
+def open_replica(
+    load: Load, progress: Progress, listeners: Listeners, recorder: Recorder | None = None
+) -> tuple[Replica, Loaded]:
     """Try the artifact where it is unknown, then load it here.
+
+    Args:
+        recorder: of the device, where it has one.
 
     Raises:
         LockstepError: it cannot be loaded; the message says why.
@@ -46,15 +64,17 @@ def open_replica(load: Load, progress: Progress, listeners: Listeners) -> tuple[
     started_s = time.perf_counter()
     try_unknown(load, progress)
     model, config = load_model(load.source, load.options, progress)
+    tape = None if recorder is None else recorder.tape(load.replica, model, config)
     engine = Engine(
         model,
         config,
         observer=listeners.stepped,
         on_added=listeners.added,
         on_session=listeners.session_changed,
+        tape=tape,
     )
     executor = model.executor
-    return Replica(load.replica, engine), Loaded(
+    return Replica(load.replica, engine, tape), Loaded(
         load.replica,
         model.name,
         model.fingerprint,

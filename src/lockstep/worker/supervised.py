@@ -10,8 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
 from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions, Progress
@@ -20,10 +18,9 @@ from lockstep.engine.outputs import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.worker.correspondence import Correspondence
-from lockstep.worker.health import HealthLimits, trouble
+from lockstep.worker.health import trouble
 from lockstep.worker.life import Life, Lost, WorkerState
 from lockstep.worker.link import Link
-from lockstep.worker.logs import LogFormat
 from lockstep.worker.mailbox import Mailbox
 from lockstep.worker.messages import (
     Abort,
@@ -56,6 +53,7 @@ from lockstep.worker.messages import (
     Unloaded,
     WatchSteps,
 )
+from lockstep.worker.options import WorkerOptions
 from lockstep.worker.process import ProcessLink
 from lockstep.worker.replicas import Replicas
 from lockstep.worker.restarts import Restarts
@@ -71,22 +69,6 @@ ANSWER_LIMIT_S = 5.0
 """For what is answered without waiting for a step."""
 CHECK_LIMIT_S = 60.0
 """For what is answered between two steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """Where a device worker runs, and when it counts as healthy."""
-
-    kind: Literal["thread", "process"] = "thread"
-    """``process`` for servers: a native crash then ends requests, and not the server."""
-    health: HealthLimits = field(default_factory=HealthLimits)
-    trial: TrialOptions = field(default_factory=TrialOptions)
-    """Only a worker process tries what it does not know: who chose threads has chosen to share their fate."""
-    log_format: LogFormat = "text"
-    log_level: str = "warning"
-    """Of the worker process, which logs to standard error."""
-    stream_interval_s: float = 0.0
-    """What streams get within less than this comes to their readers at once, except their first tokens and ends."""
 
 
 class SupervisedWorker:
@@ -370,10 +352,11 @@ class SupervisedWorker:
         return self._restarts.retry_after_s(time.monotonic())
 
     async def _start_link(self) -> None:
-        if self._options.kind == "process":
-            self._link = await ProcessLink.open(self, self._options.log_format, self._options.log_level)
+        options = self._options
+        if options.kind == "process":
+            self._link = await ProcessLink.open(self, options.log_format, options.log_level, options.trace)
         else:
-            self._link = ThreadLink(self)
+            self._link = ThreadLink(self, options.trace)
         if self._watched_per_s:
             self._link.send(WatchSteps(self._watched_per_s))
         self._life.move_to(WorkerState.UP)

@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.errors import QueueFullError
 from lockstep.worker.device import DeviceWorker
+from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.link import Handler
 from lockstep.worker.messages import Command, Event, Stop, Submit
 
@@ -25,11 +26,11 @@ class ThreadLink:
 
     pid = None
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, trace: TraceOptions | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._worker = DeviceWorker(lambda event: self._tell(handler.received, event))
+        self._worker = DeviceWorker(lambda event: self._tell(handler.received, event), trace=trace)
         self._steps = threading.Thread(target=self._run, name="lockstep-steps", daemon=True)
         self._steps.start()
         threading.Thread(target=self._receive, name="lockstep-receive", daemon=True).start()

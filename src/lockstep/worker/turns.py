@@ -2,7 +2,8 @@
 
 Deficit round robin over measured step time. A round gives every replica credit by the weight of its priority class; a
 step is paid for when its duration is known, so the last one of a round may run into debt, which later rounds pay off.
-Time is a value here: the same durations and the same work give the same turns.
+Time is a value here, in whole microseconds: the same durations and the same work give the same turns, also when they
+are read from a recording.
 
 Who has work waits a bounded time. With q the quantum, w weights and c the longest step of each, replica i steps again
 after at most ``(ceil(c_i / (q * w_i)) + 1) * sum(q * w_j + c_j for others j)``: in a round each other one spends its
@@ -12,18 +13,22 @@ weight, differs by at most ``q + max(c_i / w_i)``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from lockstep.core.request import Priority
 
-QUANTUM_NS = 5_000_000
+QUANTUM_US = 5_000
 """What a round gives for each unit of weight: a handful of steps of a small model, a fraction of one of a large."""
 WEIGHTS: Mapping[int, int] = MappingProxyType(
     {Priority.CRITICAL: 8, Priority.HIGH: 4, Priority.NORMAL: 2, Priority.LOW: 1}
 )
 """Shares of the device, while all have work. Of classes without a row of their own the nearest counts."""
+
+
+SeatRow = tuple[str, int, int, int]
+"""A replica's key, what a round gives it, what it has left of that, and its last turn."""
 
 
 def weight_of(priority: int) -> int:
@@ -35,9 +40,9 @@ def weight_of(priority: int) -> int:
 class _Seat:
     """One replica's place at the device."""
 
-    grant_ns: int
+    grant_us: int
     """What a round gives it, and the most that it ever has."""
-    credit_ns: int
+    credit_us: int
     """What is left of it; below zero, what it owes."""
     last_turn: int = 0
 
@@ -54,6 +59,19 @@ class Turns:
         self._seats: dict[str, _Seat] = {}
         self._num_turns = 0
 
+    @classmethod
+    def of(cls, num_turns: int, seats: Sequence[SeatRow]) -> Turns:
+        """As they were when `seats` was asked."""
+        turns = cls()
+        turns._num_turns = num_turns
+        turns._seats = {key: _Seat(*counts) for key, *counts in seats}
+        return turns
+
+    def seats(self) -> tuple[int, list[SeatRow]]:
+        """The whole state: turns so far, and everyone's place."""
+        seats = self._seats.items()
+        return self._num_turns, [(key, seat.grant_us, seat.credit_us, seat.last_turn) for key, seat in seats]
+
     def choose(self, priorities: Mapping[str, int], with_work: Collection[str]) -> str | None:
         """The replica that steps now; None: nobody has work.
 
@@ -65,37 +83,37 @@ class Turns:
         busy = [key for key in priorities if key in with_work]
         if not busy:
             for seat in self._seats.values():
-                seat.credit_ns = seat.grant_ns
+                seat.credit_us = seat.grant_us
             return None
         seats = self._seats
-        if all(seats[key].credit_ns <= 0 for key in busy):
+        if all(seats[key].credit_us <= 0 for key in busy):
             self._begin_round(busy)
-        able = (key for key in busy if seats[key].credit_ns > 0)
+        able = (key for key in busy if seats[key].credit_us > 0)
         chosen = min(able, key=lambda key: (priorities[key], seats[key].last_turn))
         self._num_turns += 1
         seats[chosen].last_turn = self._num_turns
         return chosen
 
-    def spend(self, replica: str, duration_ns: int) -> None:
+    def spend(self, replica: str, duration_us: int) -> None:
         """A replica's step took so long."""
-        assert duration_ns >= 0, f"a step of {duration_ns} ns"
-        self._seats[replica].credit_ns -= duration_ns
+        assert duration_us >= 0, f"a step of {duration_us} us"
+        self._seats[replica].credit_us -= duration_us
 
     def _seat(self, priorities: Mapping[str, int]) -> None:
         """Know exactly those who are loaded; a newcomer takes part in the round."""
         if len(self._seats) > len(priorities) or any(key not in priorities for key in self._seats):
             self._seats = {key: seat for key, seat in self._seats.items() if key in priorities}
         for key, priority in priorities.items():
-            grant_ns = QUANTUM_NS * weight_of(priority)
+            grant_us = QUANTUM_US * weight_of(priority)
             seat = self._seats.get(key)
             if seat is None:
-                self._seats[key] = _Seat(grant_ns, grant_ns)
-            elif seat.grant_ns != grant_ns:
-                seat.grant_ns, seat.credit_ns = grant_ns, min(seat.credit_ns, grant_ns)
+                self._seats[key] = _Seat(grant_us, grant_us)
+            elif seat.grant_us != grant_us:
+                seat.grant_us, seat.credit_us = grant_us, min(seat.credit_us, grant_us)
 
     def _begin_round(self, busy: list[str]) -> None:
         """Give credit until one of those who have work has some: all the rounds at once that this takes."""
         seats = self._seats
-        num_rounds = min(-seats[key].credit_ns // seats[key].grant_ns + 1 for key in busy)
+        num_rounds = min(-seats[key].credit_us // seats[key].grant_us + 1 for key in busy)
         for seat in seats.values():
-            seat.credit_ns = min(seat.credit_ns + num_rounds * seat.grant_ns, seat.grant_ns)
+            seat.credit_us = min(seat.credit_us + num_rounds * seat.grant_us, seat.grant_us)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from lockstep import errors
+from lockstep.engine.outputs import GenerationRequest
 from lockstep.errors import InvalidParameterError, LockstepError
 from lockstep.worker.messages import Command, Event, Refused, Submit
 
@@ -28,6 +29,7 @@ def command_encoder() -> msgspec.msgpack.Encoder:
 
 
 event_encoder = command_encoder
+request_encoder = command_encoder
 
 
 def command_decoder() -> msgspec.msgpack.Decoder[Command]:
@@ -36,6 +38,11 @@ def command_decoder() -> msgspec.msgpack.Decoder[Command]:
 
 def event_decoder() -> msgspec.msgpack.Decoder[Event]:
     return msgspec.msgpack.Decoder(Event, dec_hook=_decode)
+
+
+def request_decoder() -> msgspec.msgpack.Decoder[GenerationRequest]:
+    """For requests that are kept, and not sent."""
+    return msgspec.msgpack.Decoder(GenerationRequest, dec_hook=_decode)
 
 
 def framed(body: bytes) -> bytes:

@@ -1,0 +1,44 @@
+"""`lockstep replay --verify` and `--execute`: a recording, decided or computed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.errors import UsageError
+
+
+def replay_trace(verify: Path | None, execute: Path | None, model: str | None) -> int:
+    """Exit code 0: everything is identical, 1: something is not."""
+    if verify is not None and execute is not None:
+        raise UsageError("--verify decides a recording again and --execute computes it again; give one of them")
+    if execute is not None:
+        return execute_trace(execute, model)
+    assert verify is not None, "one of the two is given"
+    if model is not None:
+        raise UsageError("--verify needs no model: it decides, and computes nothing; leave --model out")
+    return verify_trace(verify)
+
+
+def verify_trace(path: Path) -> int:
+    from lockstep.replay.trace import open_trace
+    from lockstep.replay.verify import describe, verify
+
+    trace = open_trace(path)
+    verification = verify(trace)
+    for line in describe(verification, trace):
+        print(line)
+    return 0 if verification.is_identical else 1
+
+
+def execute_trace(path: Path, model: str | None) -> int:
+    from lockstep.replay.execute import describe, execute
+    from lockstep.replay.trace import open_trace
+
+    if model is None:
+        raise UsageError("--execute computes with a model; name it with --model SOURCE")
+    is_equal = True
+    for execution in execute(open_trace(path), model):
+        for line in describe(execution):
+            print(line)
+        is_equal = is_equal and execution.parted is None
+    return 0 if is_equal else 1

@@ -1,0 +1,263 @@
+"""The whole state of a scheduler, or of a fingerprint, as plain values, and back.
+
+A recording that begins in the middle begins with one. Not pickle: only the classes of the core are known here, so
+thawing builds nothing else, whatever the bytes say. What is thawed decides every continuation as the original would.
+
+What is frozen is ``[layout, value]``. The layout lists ``[class, attribute...]`` for each class of the value, so that a
+state of another version's core is refused. A value is None, a bool, an int, or a list whose first item says what it is:
+
+- ``0 number``: the mutable value of that number, counted from 0 in the order in which freezing met them.
+- ``1 class value...``: an object of the core; class counts the table below, values are its attributes by name.
+- ``2 item...``, ``3 item...``: a list, a tuple.
+- ``4 (key value)...``, ``5 (key value)...``: a dict, an OrderedDict.
+- ``6 maxlen item...``: a deque. ``7 item...``: a set, sorted.
+- ``8 class index``: a member of an enum of the core. ``9 value``, ``10 value``: bytes, and a string, as whoever froze
+  them chose to show them. ``11``: the scheduler's configuration, which is not part of the state.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from enum import Enum
+from typing import Any
+
+from lockstep.core.blocks import BlockPool, HostPool
+from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.kv import KVCache
+from lockstep.core.planner import StepPlanner
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.prefix import PrefixCache
+from lockstep.core.queue import TenantLedger, WaitingQueue
+from lockstep.core.request import FinishReason, Request
+from lockstep.core.roster import Roster
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.sequence import FinishedSequence, Sequence, SequenceState
+from lockstep.core.stats import Counters
+from lockstep.core.steady import SteadyRun
+from lockstep.core.step import StepPlan
+from lockstep.errors import TraceError
+
+Frozen = Any
+"""Lists of None, bools, ints, attribute names, and what ``content`` and ``name`` gave."""
+
+_REF, _OBJECT, _LIST, _TUPLE, _DICT, _ORDERED, _DEQUE, _SET, _ENUM, _BYTES, _STR, _CONFIG = range(12)
+_CLASSES: tuple[type[Any], ...] = (
+    Scheduler,
+    Fingerprint,
+    KVCache,
+    BlockPool,
+    HostPool,
+    PrefixCache,
+    TenantLedger,
+    WaitingQueue,
+    Roster,
+    StepPlanner,
+    Counters,
+    SteadyRun,
+    Sequence,
+    Request,
+    FinishedSequence,
+    StepPlan,
+    FinishReason,
+    SequenceState,
+)
+"""Never reordered: the numbers are written."""
+_ENUMS: dict[type[Any], list[Enum]] = {FinishReason: [*FinishReason], SequenceState: [*SequenceState]}
+
+
+def freeze(
+    root: Scheduler | Fingerprint,
+    content: Callable[[bytes], object] = lambda value: value,
+    name: Callable[[str], object] = lambda value: value,
+) -> Frozen:
+    """The state between two steps, or in one.
+
+    Args:
+        root: a scheduler first counts what a run of repeating steps has not written back yet.
+        content: how bytes are shown: block hashes, and a fingerprint's digest and record.
+        name: how strings are shown: tenants.
+    """
+    if isinstance(root, Scheduler):
+        root.write_back()
+    return _Freezer(content, name).freeze(root)
+
+
+def thaw(
+    frozen: Frozen,
+    config: SchedulerConfig,
+    content: Callable[[Any], bytes] = lambda value: value,
+    name: Callable[[Any], str] = lambda value: value,
+) -> Any:
+    """What was frozen: a new `Scheduler` or `Fingerprint`.
+
+    Args:
+        config: the scheduler's.
+        content: from how bytes were shown to bytes; equal ones stay equal, others others.
+        name: the same for strings.
+
+    Raises:
+        TraceError: it is not the state of such an object, as this version of the core has them.
+    """
+    try:
+        layout, value = frozen
+        thawer = _Thawer(_checked(layout, config), config, content, name)
+        root = thawer.value(value)
+    except (TypeError, ValueError, IndexError, AttributeError, KeyError, RecursionError) as error:
+        raise TraceError(f"a checkpoint does not hold what this version's scheduler is made of: {error!r}") from error
+    if not isinstance(root, Scheduler | Fingerprint):
+        raise TraceError(f"a checkpoint holds a {type(root).__name__}, not a scheduler")
+    return root
+
+
+def _names_of(kind: type[Any], value: Any) -> tuple[str, ...]:
+    """The attributes that make up an object."""
+    return _declared(kind) or tuple(vars(value))
+
+
+def _declared(kind: type[Any]) -> tuple[str, ...]:
+    return FinishedSequence._fields if kind is FinishedSequence else tuple(getattr(kind, "__slots__", ()))
+
+
+def _checked(layout: Frozen, config: SchedulerConfig) -> dict[int, list[str]]:
+    """The layout, if the core of this version has its objects made of the same."""
+    known = {number: names for number, *names in _Freezer(lambda value: value, lambda value: value).layout(config)}
+    for number, *names in layout:
+        kind = _CLASSES[number]
+        ours = known.get(number) or list(_declared(kind)) or names
+        if names != ours:
+            raise TraceError(
+                f"a checkpoint has a {kind.__name__} made of {', '.join(names)}; here it is made of {', '.join(ours)}: "
+                "it was recorded by another version"
+            )
+    return {number: names for number, *names in layout}
+
+
+class _Freezer:
+    def __init__(self, content: Callable[[bytes], object], name: Callable[[str], object]) -> None:
+        self._content = content
+        self._name = name
+        self._numbers: dict[int, int] = {}
+        """id() to number of every mutable value met so far; all of them live as long as the root."""
+        self._layout: dict[int, tuple[str, ...]] = {}
+
+    def freeze(self, root: Scheduler | Fingerprint) -> Frozen:
+        value = self._object(Scheduler if isinstance(root, Scheduler) else Fingerprint, root)
+        return [[[number, *names] for number, names in self._layout.items()], value]
+
+    def layout(self, config: SchedulerConfig) -> list[list[Any]]:
+        """Of what a scheduler and a fingerprint are made of when they begin."""
+        self._object(Fingerprint, Fingerprint())
+        return [*self.freeze(Scheduler(config))[0]]
+
+    def value(self, value: Any) -> Frozen:
+        kind = type(value)
+        if value is None or kind is int or kind is bool:
+            return value
+        if kind is bytes:
+            return [_BYTES, self._content(value)]
+        if kind is str:
+            return [_STR, self._name(value)]
+        if kind is tuple:
+            return [_TUPLE, *self._items(value)]
+        if kind is SchedulerConfig:
+            return [_CONFIG]
+        if isinstance(value, Enum):
+            return [_ENUM, _CLASSES.index(kind), [*type(value)].index(value)]
+        if id(value) in self._numbers:
+            return [_REF, self._numbers[id(value)]]
+        if kind not in _CLASSES:
+            return self._container(kind, value)
+        return self._object(kind, value)
+
+    def _object(self, kind: type[Any], value: Any) -> Frozen:
+        self._numbers[id(value)] = len(self._numbers)
+        number = _CLASSES.index(kind)
+        names = self._layout.get(number)
+        if names is None:
+            # A subclass of the root may have attributes of its own, which are not the core's.
+            sample = value if type(value) is kind else kind(value.config)
+            names = self._layout[number] = _names_of(kind, sample)
+        return [_OBJECT, number, *[self.value(getattr(value, name)) for name in names]]
+
+    def _container(self, kind: type[Any], value: Any) -> Frozen:
+        self._numbers[id(value)] = len(self._numbers)
+        if kind is list:
+            return [_LIST, *self._items(value)]
+        if kind is dict or kind is OrderedDict:
+            code = _DICT if kind is dict else _ORDERED
+            return [code, *[part for key, held in value.items() for part in (self.value(key), self.value(held))]]
+        if kind is deque:
+            return [_DEQUE, value.maxlen, *self._items(value)]
+        assert kind is set, f"the core has a {kind.__name__}, which no checkpoint can hold"
+        return [_SET, *self._items(sorted(value))]
+
+    def _items(self, items: Collection[Any]) -> Collection[Frozen]:
+        """Most are numbers of blocks, which stand for themselves."""
+        return items if set(map(type, items)) <= {int} else [self.value(item) for item in items]
+
+
+class _Thawer:
+    def __init__(
+        self,
+        layout: dict[int, list[str]],
+        config: SchedulerConfig,
+        content: Callable[[Any], bytes],
+        name: Callable[[Any], str],
+    ) -> None:
+        self._layout = layout
+        self._config = config
+        self._content = content
+        self._name = name
+        self._met: list[Any] = []
+
+    def value(self, frozen: Frozen) -> Any:
+        if not isinstance(frozen, list | tuple):
+            if frozen is None or type(frozen) in (int, bool):
+                return frozen
+            raise TypeError(f"{frozen!r} stands for nothing")
+        code, *rest = frozen
+        match code:
+            case 0:
+                return self._met[rest[0]]
+            case 1:
+                return self._object(_CLASSES[rest[0]], self._layout[rest[0]], rest[1:])
+            case 3:
+                return tuple(self._items(rest))
+            case 8:
+                return _ENUMS[_CLASSES[rest[0]]][rest[1]]
+            case 9:
+                return self._content(rest[0])
+            case 10:
+                return self._name(rest[0])
+            case 11:
+                return self._config
+        return self._container(code, rest)
+
+    def _object(self, kind: type[Any], names: list[str], values: list[Frozen]) -> Any:
+        place = len(self._met)
+        thawed = None if kind is FinishedSequence else object.__new__(kind)
+        self._met.append(thawed)
+        held = dict(zip(names, self._items(values), strict=True))
+        if thawed is None:
+            self._met[place] = FinishedSequence(**held)
+            return self._met[place]
+        for name, value in held.items():
+            object.__setattr__(thawed, name, value)  # also of frozen ones
+        return thawed
+
+    def _container(self, code: int, rest: list[Frozen]) -> Any:
+        made: Any = {_LIST: list, _DICT: dict, _ORDERED: OrderedDict, _SET: set, _DEQUE: deque}[code]
+        thawed: Any = deque(maxlen=rest[0]) if code == _DEQUE else made()
+        self._met.append(thawed)
+        if code == _DEQUE:
+            thawed.extend(self._items(rest[1:]))
+        elif code in (_LIST, _SET):
+            (thawed.extend if code == _LIST else thawed.update)(self._items(rest))
+        else:
+            values = self._items(rest)
+            thawed.update(zip(values[::2], values[1::2], strict=True))
+        return thawed
+
+    def _items(self, frozen: list[Frozen]) -> list[Any]:
+        return frozen if set(map(type, frozen)) <= {int} else [self.value(item) for item in frozen]

@@ -1,0 +1,309 @@
+"""A recording with content, computed again: the model gets the recorded requests at the recorded steps, in another
+process and at another time, and every token is compared."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.artifacts.source import open_artifact
+from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.request import FinishReason, Request
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import StepPlan, StepResult
+from lockstep.engine.engine import Engine
+from lockstep.engine.generation import Generation
+from lockstep.engine.loading import LoadOptions, default_cache_dir, load_model
+from lockstep.engine.model import LoadedModel
+from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.sizing import EngineOptions
+from lockstep.errors import LockstepError, TraceError
+from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.stub import SCHEME as STUB_SCHEME
+from lockstep.executors.stub import StubOptions
+from lockstep.replay.playback import Playback, Played
+from lockstep.replay.rerun import Obeyed, PartedError
+from lockstep.replay.trace import Trace, TracedEngine
+from lockstep.replay.verify import side_by_side
+from lockstep.worker.flight.content import decode_request, tokens_of
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Header, Pinned, RequestEntry, Swept, Tokens
+
+_MEASURED = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
+Rows = Sequence[tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Execution:
+    """What computing one engine's recording again came to."""
+
+    engine: TracedEngine
+    notes: list[str] = field(default_factory=list)
+    """In what this machine or process is not the recorded one."""
+    num_steps: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0
+    """That are equal."""
+    parted: PartedError | None = None
+    """The first thing that is not computed as it was recorded; None: everything is."""
+
+
+class _Listener:
+    """The tape of the engine that computes: what its last step was, and who was added. Implements `Tape`."""
+
+    def __init__(self) -> None:
+        self.added_requests: deque[tuple[int, Request]] = deque()
+        self._rows: Rows | None = None
+
+    def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None: ...
+
+    def added(self, seq_id: int, request: Request, step: int) -> None:
+        self.added_requests.append((seq_id, request))
+
+    def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None: ...
+
+    def pinned(self, hashes: Sequence[bytes], step: int) -> None: ...
+
+    def swept(self, hashes: Sequence[bytes], step: int) -> None: ...
+
+    def cache_reset(self, step: int) -> None: ...
+
+    def came(self, generation: Generation, waited_s: float) -> None: ...
+
+    def committed(self, record: bytes | None, result: StepResult, touched: Sequence[Generation]) -> None:
+        self._rows = tokens_of(result, touched)
+
+    def failed(self, record: bytes | None) -> None:
+        self._rows = None
+
+    def take_rows(self) -> Rows | None:
+        """What each row that sampled in the last step got; None: it failed, or there was none."""
+        rows, self._rows = self._rows, None
+        return rows
+
+
+class _Engine:
+    """The engine that computes, driven by one engine's recording."""
+
+    def __init__(self, model: LoadedModel, execution: Execution) -> None:
+        self._tape = _Listener()
+        self._plans: deque[StepPlan] = deque()
+        self._engine = Engine(
+            model,
+            execution.engine.config,
+            tape=self._tape,
+            observer=lambda plan, result, events: self._plans.append(plan),
+        )
+        self._execution = execution
+        self._requests: dict[int, GenerationRequest] = {}
+        """By the id of their first sequence, until that is added."""
+        self._request_of: dict[int, int] = {}
+        """Sequence to request."""
+        self._tokens: deque[Rows] = deque()
+        """Recorded, of steps that were not computed yet."""
+        self._hashes: dict[int, bytes] = {}
+        """What the ids of block contents stand for."""
+        self._step = 0
+
+    def take(self, event: object) -> None:
+        match event:
+            case RequestEntry(_, seq_id, data):
+                self._requests[seq_id] = decode_request(data)
+            case Tokens(_, rows):
+                self._tokens.append(rows)
+            case Obeyed(_, Added() as added):
+                self._add(added)
+            case Obeyed(_, Aborted() as aborted):
+                request_id = self._request_of.get(aborted.seq_id)
+                if request_id is not None:
+                    self._engine.abort(request_id)
+            case Obeyed(_, command):
+                self._engine.drain()
+                self._command(command)
+            case Played():
+                self._compute(event)
+
+    def _command(self, command: object) -> None:
+        scheduler = self._engine.scheduler
+        match command:
+            case Pinned(_, _, contents):
+                scheduler.pin([self._hashes[content] for content in contents])
+            case Swept(_, _, contents):
+                scheduler.sweep([self._hashes[content] for content in contents])
+            case CacheReset():
+                scheduler.reset_prefix_cache()
+
+    def _add(self, added: Added) -> None:
+        request_id = added.seq_id if added.sibling_of is None else added.sibling_of
+        self._request_of[added.seq_id] = request_id
+        if added.sibling_of is None:
+            request = self._requests.pop(added.seq_id, None)
+            if request is None:
+                self._differ(f"the recording holds no content of the request of sequence {added.seq_id}")
+            request = replace(request, priority=added.priority, tenant=str(added.tenant))
+            try:
+                self._engine.submit(request, lambda output: None, request_id=request_id)
+            except LockstepError as error:
+                self._differ(f"the request of sequence {added.seq_id} is refused: {error}")
+            self._execution.num_requests += 1
+        self._engine.drain()
+        seq_id, core_request = self._taken(added)
+        if seq_id != added.seq_id or core_request.num_prompt_tokens != added.num_prompt_tokens:
+            self._differ(
+                f"sequence {added.seq_id} of {added.num_prompt_tokens} prompt tokens came; "
+                f"here it is {seq_id} of {core_request.num_prompt_tokens}"
+            )
+        self._hashes.update(zip(added.contents, core_request.block_hashes, strict=False))
+
+    def _taken(self, added: Added) -> tuple[int, Request]:
+        if not self._tape.added_requests:
+            self._differ(f"the request of sequence {added.seq_id} was taken then, and is not now")
+        return self._tape.added_requests.popleft()
+
+    def _compute(self, played: Played) -> None:
+        self._step = played.ran.plan.step
+        self._plans.clear()
+        self._engine.step()
+        rows = self._tape.take_rows()
+        self._execution.num_steps += 1
+        if played.ran.events is None:
+            if rows is not None:
+                self._differ("the step failed then, and does not now")
+            return
+        if rows is None:
+            self._differ("the step fails here, and did not then")
+        if self._plans[0] != played.ran.plan:
+            self._differ("the engine computes another plan than was recorded", played.ran.plan, self._plans[0])
+        recorded = self._tokens.popleft()
+        if tuple(rows) != tuple(recorded):
+            self._differ(_first_difference(played.ran.plan, recorded, rows))
+        self._execution.num_tokens += sum(map(len, recorded))
+
+    def _differ(self, what: str, recorded: StepPlan | None = None, computed: StepPlan | None = None) -> NoReturn:
+        raise PartedError(self._execution.engine.number, self._step, what, recorded, computed)
+
+
+def execute(trace: Trace, source: str, cache_dir: Path | None = None) -> Iterator[Execution]:
+    """Compute the engines of a recording that have a model's artifact, one after the other.
+
+    Args:
+        source: of the model, as for `load_model`.
+        cache_dir: where built graphs are kept; None: as for serving.
+
+    Raises:
+        TraceError: the recording has no content, not its beginning, or no engine of this model; or cannot be read on.
+        LockstepError: the model cannot be loaded as it was.
+    """
+    _check_complete(trace)
+    fingerprint = _fingerprint_of(source, cache_dir)
+    engines = [engine for engine in trace.engines if engine.fingerprint == fingerprint]
+    if not engines:
+        recorded = ", ".join(f"{engine.name} ({engine.fingerprint})" for engine in trace.engines)
+        raise TraceError(f"{source} has the fingerprint {fingerprint}, but the recording is of {recorded}")
+    for engine in engines:
+        model, config = load_model(source, _load_options(engine, cache_dir))
+        try:
+            differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(engine.config, f.name)]
+            if differing:
+                raise TraceError(f"{source} cannot be loaded here as it was recorded: {', '.join(differing)} differ")
+            yield _execute(trace, engine, model)
+        finally:
+            model.close()
+
+
+def describe(execution: Execution) -> Iterator[str]:
+    """The verdict, line by line; the first is the short one."""
+    engine, parted = execution.engine, execution.parted
+    counted = (
+        f"execute: {execution.num_tokens:,} tokens of {execution.num_requests:,} requests in {execution.num_steps:,} "
+        f"steps of engine {engine.number} ({engine.name})"
+    )
+    yield f"{counted}, every token equal" if parted is None else f"{counted} are equal, but step {parted.step} is not"
+    yield from execution.notes
+    if parted is not None:
+        yield parted.what
+        yield from side_by_side(parted.recorded, parted.decided)
+
+
+def _execute(trace: Trace, engine: TracedEngine, model: LoadedModel) -> Execution:
+    here = model.executor.environment
+    names = sorted(engine.environment.keys() | here.keys())
+    execution = Execution(
+        engine,
+        [
+            f"{name} is {here.get(name)!r} here and was {engine.environment.get(name)!r}"
+            for name in names
+            if here.get(name) != engine.environment.get(name)
+        ],
+    )
+    computing = _Engine(model, execution)
+    try:
+        for event in Playback(trace.entries()).play():
+            if _engine_of(event) == engine.number:
+                computing.take(event)
+    except PartedError as parted:
+        execution.parted = parted
+    return execution
+
+
+def _engine_of(event: object) -> int:
+    match event:
+        case Played():
+            return event.ran.engine
+        case Obeyed() | RequestEntry() | Tokens():
+            return event.engine
+    return -1
+
+
+def _check_complete(trace: Trace) -> None:
+    if not trace.has_content:
+        raise TraceError(
+            f"{trace.files[0]}: it has no content to compute again; record with --trace-content (--verify needs none)"
+        )
+    runs: set[object] = set()
+    for entry in trace.entries():
+        if isinstance(entry, Header):
+            if not runs and entry.facts["file"] != 1:
+                raise TraceError(f"{trace.files[0]}: it begins in the middle of a run; its first files were deleted")
+            runs.add(entry.facts["run"])
+    if len(runs) > 1:
+        raise TraceError(f"{trace.files[0].parent}: {len(runs)} runs were recorded there; name the files of one")
+
+
+def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
+    if source.startswith(STUB_SCHEME):
+        return f"stub-{StubOptions.parse(source).name}"
+    return open_artifact(source, cache_dir=cache_dir or default_cache_dir()).fingerprint
+
+
+def _load_options(engine: TracedEngine, cache_dir: Path | None) -> LoadOptions:
+    """As it was loaded, as far as the recording knows."""
+    config, environment = engine.config, engine.environment
+    scheduler = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _MEASURED}
+    options = EngineOptions(
+        max_model_len=config.max_model_len,
+        num_blocks=config.num_blocks,
+        host_kv_memory_bytes=config.num_host_blocks * engine.bytes_per_block,
+        scheduler=scheduler,
+    )
+    openvino = OpenVINOOptions()
+    if environment.get("executor") == "openvino":
+        quantize = environment["quantize"]
+        openvino = OpenVINOOptions(
+            threads=int(environment["threads"]),
+            kv_cache_precision=environment["kv_cache_precision"],
+            inference_precision=environment["inference_precision"],
+            dynamic_quantization_group_size=int(environment["dynamic_quantization_group_size"]),
+            quantize=None if quantize == "none" else quantize,
+        )
+    return LoadOptions(options, openvino, cache_dir, probe=False)
+
+
+def _first_difference(plan: StepPlan, recorded: Rows, computed: Rows) -> str:
+    sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
+    for seq_id, then, now in zip(sampling, recorded, computed, strict=False):
+        if tuple(then) != tuple(now):
+            return f"sequence {seq_id} got the tokens {list(then)}, and gets {list(now)} here"
+    return f"{len(recorded)} sequences got tokens, and {len(computed)} do here"

@@ -1,0 +1,276 @@
+"""An engine's recording, decided again: a fresh scheduler gets the recorded commands at the recorded steps, and each of
+its decisions is compared with the recorded one as it comes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from lockstep.core.checkpoint import freeze, thaw
+from lockstep.core.fingerprint import Fingerprint, chained
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import FinishReason, Request
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.sequence import FinishedSequence
+from lockstep.core.step import StepEvents, StepPlan, StepResult
+from lockstep.errors import LockstepError
+from lockstep.replay.decisions import Decision, decode_record
+from lockstep.worker.flight.entries import Aborted, Added, Checkpoint, Closed, Command, Pinned, Record, Swept
+
+SchedulerOf = Callable[[SchedulerConfig], Scheduler]
+CONTENT_BYTES = 16
+
+
+class PartedError(Exception):
+    """The recording and what is decided again part here.
+
+    Args:
+        engine: number of the engine; -1: the turns of the device.
+        step: of the engine; for turns, the turn.
+        what: a sentence.
+        recorded: the recorded plan, where one can be read.
+        decided: the one that was decided again, where one was.
+    """
+
+    def __init__(
+        self, engine: int, step: int, what: str, recorded: StepPlan | None = None, decided: StepPlan | None = None
+    ) -> None:
+        super().__init__(what)
+        self.engine = engine
+        self.step = step
+        self.what = what
+        self.recorded = recorded
+        self.decided = decided
+
+
+class Ran(NamedTuple):
+    """One step that was decided again as it was recorded."""
+
+    engine: int
+    plan: StepPlan
+    events: StepEvents | None
+    """None: the step failed."""
+    finished: tuple[FinishedSequence, ...]
+
+
+class Obeyed(NamedTuple):
+    """A command that was given again."""
+
+    engine: int
+    command: Command
+    finished: tuple[FinishedSequence, ...]
+    """Whom it ended."""
+
+
+def content_of(number: int) -> bytes:
+    """What stands for a block hash in a replay: its id, little-endian."""
+    return number.to_bytes(CONTENT_BYTES, "little")
+
+
+def request_of(added: Added) -> Request:
+    """The request as a replay's scheduler sees it."""
+    return Request(
+        added.num_prompt_tokens,
+        added.max_output_tokens,
+        tuple(map(content_of, added.contents)),
+        added.priority,
+        str(added.tenant),
+        added.reads_cache,
+        added.allows_forced,
+        added.sibling_of,
+    )
+
+
+class EngineRerun:
+    """One engine. Block hashes and tenants are what their ids say: equal where they were equal."""
+
+    def __init__(self, number: int, config: SchedulerConfig, scheduler_of: SchedulerOf = Scheduler) -> None:
+        self.number = number
+        self.config = config
+        self.scheduler = scheduler_of(config)
+        self.num_steps = 0
+        """Decided again so far."""
+        self._fingerprint = Fingerprint()
+        self._next_step = 0
+        self._commands: deque[Command] = deque()
+        self._is_open = False
+        """Whether the next record is the one that is open in the fingerprint, and may have more repeats."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what was decided again."""
+        return self._fingerprint.hexdigest()
+
+    def command(self, command: Command) -> None:
+        """A command, to be given at the step that it names."""
+        self._commands.append(command)
+
+    def begin_at(self, entry: Checkpoint) -> None:
+        """Go on from a recorded state.
+
+        Raises:
+            TraceError: it is none of this version.
+        """
+        self.scheduler = thaw(entry.scheduler, self.config, content_of, str)
+        self._fingerprint = thaw(entry.fingerprint, self.config)
+        self._next_step = self.scheduler.stats().num_steps
+        self._is_open = self._fingerprint.open_record is not None
+        self._commands.clear()
+
+    def arrive_at(self, entry: Checkpoint) -> None:
+        """Compare a recorded state with the one that the steps before led to.
+
+        Raises:
+            PartedError: they differ.
+        """
+        ours = freeze(self.scheduler, lambda content: int.from_bytes(content, "little"), int), freeze(self._fingerprint)
+        if msgspec.msgpack.decode(msgspec.msgpack.encode(ours)) != [entry.scheduler, entry.fingerprint]:
+            self._part("the state that the next file begins with is not the one that the steps before lead to")
+
+    def record(self, entry: Record) -> Iterator[Ran | Obeyed]:
+        """Decide the steps of a record.
+
+        Raises:
+            PartedError: otherwise than recorded, or the record is damaged.
+        """
+        mark = chained(self._chain(), entry.record)[: len(entry.mark)]
+        damage = (
+            "" if mark == entry.mark else f"the digest beside it is {entry.mark.hex()}, its bytes give {mark.hex()}"
+        )
+        yield from self._decide(entry.record, damage)
+        self._is_open = False
+
+    def close(self, entry: Closed) -> Iterator[Ran | Obeyed]:
+        """Decide the steps of the record that is open when a file ends, and give the commands after them.
+
+        Raises:
+            PartedError: as for `record`, or the digest over everything is another.
+        """
+        if entry.open_record:
+            yield from self._decide(entry.open_record, "")
+            self._is_open = True
+        yield from self._obey()
+        if entry.num_steps != self._next_step:
+            self._part(f"{entry.num_steps} steps had begun, but the records hold {self._next_step}")
+        if entry.digest.hex() != self.fingerprint:
+            self._part(f"the digest over all steps is {entry.digest.hex()}, but they give {self.fingerprint}")
+
+    # -- one record ---------------------------------------------------------------------------------------------------
+
+    def _chain(self) -> bytes:
+        """The chain before the record that comes: the one that is open here has closed, unless it is the same."""
+        return self._fingerprint.chain if self._is_open else bytes.fromhex(self._fingerprint.hexdigest())
+
+    def _decide(self, record: bytes, damage: str) -> Iterator[Ran | Obeyed]:
+        """The steps of a record, without those that were decided while it was open at the end of a file."""
+        seen = self._fingerprint
+        first: StepPlan | None = None
+        try:
+            decision = decode_record(record)
+            if not self._is_open:
+                first = decision.plan(self._next_step, seen.step_before, seen.ended_before)
+        except ValueError as error:
+            self._damaged(damage or str(error), None)
+        if damage:
+            self._damaged(damage, first)
+        if first is not None:
+            yield from self._step(first, decision)
+        for _ in range(decision.repeats + 1 - seen.num_open_steps):
+            before = seen.step_before
+            assert before is not None, "a record of a failed step has no repeats"
+            yield from self._step(_repeat_of(before), None)
+        if seen.open_record != record:
+            self._part("the same decisions give a record of other bytes")
+
+    def _step(self, recorded: StepPlan, decision: Decision | None) -> Iterator[Ran | Obeyed]:
+        """Decide one step; None: it repeats the one before."""
+        yield from self._obey()
+        plan = self.scheduler.schedule()
+        if replace(recorded, num_prompt_tokens=plan.num_prompt_tokens) != plan:
+            raise PartedError(self.number, self._next_step, "another plan was recorded", recorded, plan)
+        self._next_step += 1
+        yield from self._obey(in_step=True)
+        if decision is not None and decision.is_failed:
+            self.scheduler.fail(plan)
+            self._fingerprint.observe_failure(plan)
+            self.num_steps += 1
+            yield Ran(self.number, plan, None, self.scheduler.drain_finished())
+            return
+        got, ends = ({}, {}) if decision is None else (decision.got, decision.ends)
+        try:
+            events = self.scheduler.commit(plan, _result(plan, got, ends))
+        except AssertionError as error:
+            raise PartedError(
+                self.number, plan.step, f"the recorded results are impossible: {error}", recorded
+            ) from None
+        if dict(events.finished) != ends:
+            self._part(f"{_told(ends)} with this step, but here {_told(dict(events.finished))}", plan.step)
+        self._fingerprint.observe(plan, events)
+        self.num_steps += 1
+        yield Ran(self.number, plan, events, self.scheduler.drain_finished())
+
+    def _obey(self, in_step: bool = False) -> Iterator[Obeyed]:
+        """Give the commands that came before the next step, or while this one is under way."""
+        commands = self._commands
+        while commands and commands[0].step <= self._next_step:
+            command = commands[0]
+            if (isinstance(command, Aborted) and command.in_step) != in_step:
+                return
+            commands.popleft()
+            self._give(command)
+            yield Obeyed(self.number, command, self.scheduler.drain_finished())
+
+    def _give(self, command: Command) -> None:
+        scheduler = self.scheduler
+        match command:
+            case Added():
+                try:
+                    seq_id = scheduler.add(request_of(command))
+                except (LockstepError, AssertionError) as error:
+                    self._part(f"sequence {command.seq_id} was taken then and is refused now: {error}")
+                if seq_id != command.seq_id:
+                    self._part(f"the sequence that came as {command.seq_id} is {seq_id} now")
+            case Aborted():
+                if not scheduler.abort(command.seq_id, command.reason):
+                    self._part(f"sequence {command.seq_id} was ended by a command, but is not there now")
+            case Pinned():
+                scheduler.pin([content_of(content) for content in command.contents])
+            case Swept():
+                scheduler.sweep([content_of(content) for content in command.contents])
+            case _:
+                scheduler.reset_prefix_cache()
+
+    # -- where they part ----------------------------------------------------------------------------------------------
+
+    def _part(self, what: str, step: int | None = None) -> NoReturn:
+        raise PartedError(self.number, self._next_step if step is None else step, what)
+
+    def _damaged(self, why: str, recorded: StepPlan | None) -> NoReturn:
+        """The record of the next step cannot be trusted: show what is decided here."""
+        deque(self._obey(), maxlen=0)
+        decided = self.scheduler.schedule()
+        raise PartedError(self.number, self._next_step, f"the record is damaged: {why}", recorded, decided)
+
+
+def _repeat_of(plan: StepPlan) -> StepPlan:
+    starts = tuple([start + 1 for start in plan.starts])
+    count = len(starts)
+    return StepPlan(plan.step + 1, (), (), (), (), plan.seq_ids, starts, (1,) * count, plan.tables, (True,) * count)
+
+
+def _result(plan: StepPlan, got: dict[int, int], ends: dict[int, FinishReason]) -> StepResult:
+    """What the executor and the sampler said; LENGTH is the scheduler's own to say."""
+    sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
+    reasons = [ends.get(seq_id) for seq_id in sampling]
+    return StepResult(
+        tuple([got.get(seq_id, 1) for seq_id in sampling]),
+        tuple([None if reason is FinishReason.LENGTH else reason for reason in reasons]),
+    )
+
+
+def _told(ends: dict[int, FinishReason]) -> str:
+    return ", ".join(f"{seq_id} ended with {reason.value}" for seq_id, reason in ends.items()) or "nobody ended"

@@ -1,0 +1,115 @@
+"""Whether a recording is what the scheduler decides: every step of every engine, and every turn, once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import StepPlan
+from lockstep.replay.playback import TURNS, Playback
+from lockstep.replay.rerun import PartedError, SchedulerOf
+from lockstep.replay.trace import Trace
+from lockstep.replay.trace_entries import Cut
+
+_COLUMN = 58
+_LISTS = ("admitted", "resumed", "preempted", "evicted", "swap_out", "swap_in", "copies")
+MAX_SHOWN = 40
+"""Lines of two plans that are shown beside each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What deciding again came to."""
+
+    num_files: int
+    num_engines: int
+    num_steps: int
+    """That were decided as recorded."""
+    num_turns: int
+    """That were taken as recorded."""
+    num_unchecked_steps: int
+    """That had begun when the recording broke off."""
+    cuts: tuple[Cut, ...]
+    """Where files break off."""
+    parted: PartedError | None
+    """The first step that differs; None: everything is identical."""
+
+    @property
+    def is_identical(self) -> bool:
+        return self.parted is None
+
+
+def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler) -> Verification:
+    """Decide everything again, up to the first difference.
+
+    Raises:
+        TraceError: the recording cannot be read on.
+    """
+    playback = Playback(trace.entries(), scheduler_of)
+    parted = None
+    try:
+        for _ in playback.play():
+            pass
+    except PartedError as difference:
+        parted = difference
+    return Verification(
+        len(trace.files),
+        playback.num_engines,
+        playback.num_steps,
+        playback.num_turns,
+        playback.num_unchecked_steps,
+        tuple(playback.cuts),
+        parted,
+    )
+
+
+def describe(verification: Verification, trace: Trace) -> Iterator[str]:
+    """The verdict, line by line; the first is the short one."""
+    parted = verification.parted
+    counted = f"replay: {verification.num_steps:,} steps of {verification.num_engines} engines"
+    if parted is None:
+        yield f"{counted}, {verification.num_turns:,} turns, identical"
+    elif parted.engine == TURNS:
+        yield f"{counted} are identical, but turn {parted.step} is not"
+    else:
+        names = {engine.number: engine.name for engine in trace.engines}
+        name = names.get(parted.engine, "loaded later")
+        yield f"{counted} are identical, but step {parted.step} of engine {parted.engine} ({name}) is not"
+    for cut in verification.cuts:
+        yield f"{cut.path.name} breaks off at byte {cut.offset}; it was read as far as that"
+    if verification.num_unchecked_steps:
+        yield f"{verification.num_unchecked_steps} steps had begun whose records were not written; they are left out"
+    if parted is not None:
+        yield parted.what
+        yield from side_by_side(parted.recorded, parted.decided)
+
+
+def side_by_side(recorded: StepPlan | None, decided: StepPlan | None) -> Iterator[str]:
+    """Two plans in two columns, the lines that differ marked; nothing, where there is none."""
+    if recorded is None and decided is None:
+        return
+    left, right = _lines(recorded), _lines(decided)
+    keys = [*left, *(key for key in right if key not in left)]
+    yield f"   {'recorded':{_COLUMN}}decided here"
+    for key in keys[:MAX_SHOWN]:
+        a, b = left.get(key, "-"), right.get(key, "-")
+        yield f"{' ' if a == b else '>'}  {_cut(a):{_COLUMN}}{_cut(b)}".rstrip()
+    if len(keys) > MAX_SHOWN:
+        yield f"   and {len(keys) - MAX_SHOWN} lines more"
+
+
+def _lines(plan: StepPlan | None) -> dict[str, str]:
+    if plan is None:
+        return {}
+    lines = {name: f"{name} {list(value)}" for name in _LISTS if (value := getattr(plan, name))}
+    for chunk in plan.chunks():
+        samples = ", samples" if chunk.samples else ""
+        where = f"{chunk.start}..{chunk.start + chunk.length - 1}"
+        lines[f"row {chunk.seq_id}"] = f"sequence {chunk.seq_id}: {where}{samples}, blocks {list(chunk.table)}"
+    lines["order"] = f"rows in order {list(plan.seq_ids)}"
+    return lines
+
+
+def _cut(text: str) -> str:
+    return text if len(text) < _COLUMN else f"{text[: _COLUMN - 5]}..."

@@ -1,0 +1,1 @@
+"""The flight recorder: what a device decided, in bytes, so that it can be decided again."""

@@ -1,0 +1,17 @@
+"""What a recording is to hold, and where; a value that goes to the worker with its other options."""
+
+from __future__ import annotations
+
+import msgspec
+
+DEFAULT_MAX_MB = 256
+
+
+class TraceOptions(msgspec.Struct, frozen=True):
+    """What is recorded, and where."""
+
+    directory: str
+    max_bytes: int = DEFAULT_MAX_MB << 20
+    """Of all recordings in the directory together; the oldest files go first."""
+    has_content: bool = False
+    """Also prompts and answers, so that `replay --execute` can compute them again."""
