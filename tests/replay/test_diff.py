@@ -247,7 +247,9 @@ def diff_of(case: Case) -> tuple[Diff, SchedulerConfig, SchedulerConfig]:
 def test_the_first_difference_and_its_reason(case: Case) -> None:
     found, _, _ = diff_of(case)
 
-    assert found.divergence is not None and found.a is not None and found.b is not None
+    assert found.divergence is not None
+    assert found.a is not None
+    assert found.b is not None
     told = sentences(found.divergence.difference, found.a, found.b)
     assert found.divergence.change is case.change, told
     assert found.num_equal_steps == case.step, told
@@ -260,7 +262,8 @@ def test_the_first_difference_and_its_reason(case: Case) -> None:
 def test_the_reproducer_shows_the_same_kind_and_needs_each_of_its_requests(case: Case) -> None:
     found, a, b = diff_of(case)
 
-    assert found.reproducer is not None and found.divergence is not None
+    assert found.reproducer is not None
+    assert found.divergence is not None
     again = diff_configs(found.reproducer.workload, a, b, reproduces=False)
     assert again.divergence is not None
     assert again.divergence.change is found.divergence.change
@@ -382,7 +385,8 @@ def test_whatever_differs_is_told_and_shown_by_its_reproducer(
 
     if found.divergence is None:
         return
-    assert found.a is not None and found.b is not None
+    assert found.a is not None
+    assert found.b is not None
     assert sentences(found.divergence.difference, found.a, found.b)
     assert names_of(found.divergence.difference, found.a, found.b)
     assert found.reproducer is not None
