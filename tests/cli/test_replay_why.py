@@ -105,7 +105,7 @@ def test_diff_of_two_workloads(call: Call, file: Path, tmp_path: Path) -> None:
     code, out, _ = call("diff", file, other)
 
     assert code == 1
-    assert "admits request r40" in out or "has nothing to do" in out
+    assert "admits r40" in out or "has nothing to do" in out
     assert call("diff", file, file)[0] == 0
     assert "each side has its own" in call("diff", file, other, "--reproducer", tmp_path / "x.json")[2]
 
