@@ -12,6 +12,7 @@ import typer
 
 from lockstep.cli.bench import bench_app
 from lockstep.cli.bisect import bisect
+from lockstep.cli.calibrate import calibrate
 from lockstep.cli.chat import chat
 from lockstep.cli.check import check
 from lockstep.cli.collect_env import collect_env
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.command()(run)
 app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
 app.command()(check)
+app.command()(calibrate)
 app.command()(ps)
 app.command()(replay)
 app.command()(diff)

@@ -35,6 +35,11 @@ Dequantize = Annotated[
 Slo = Annotated[str, typer.Option(metavar="GOALS", help="Count requests that meet goals in ms, e.g. ttft:500,tpot:50.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there as JSON.")]
 Ticks = Annotated[bool, typer.Option("--ticks", help="Every tick and request become part of the JSON report.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a timeline there: one HTML file.")]
+Perfetto = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write every step and request there, for ui.perfetto.dev."),
+]
 Verify = Annotated[
     Path | None,
     typer.Option(metavar="TRACE", help="Decide every step of a recording again: identical, or where it differs."),

@@ -20,6 +20,9 @@ class Moves(NamedTuple):
     swap_in: tuple[tuple[int, int], ...]
 
 
+_NO_MOVES = Moves((), (), ())
+
+
 class KVCache:
     """The block pools and the prefix cache, seen from sequences.
 
@@ -43,6 +46,8 @@ class KVCache:
 
     def take_moves(self) -> Moves:
         """What the step in the making moves so far."""
+        if not (self._evicted or self._swap_out or self._swap_in):
+            return _NO_MOVES
         moves = Moves(tuple(self._evicted), tuple((d, h) for h, d in self._swap_out.items()), tuple(self._swap_in))
         self._evicted.clear()
         self._swap_out.clear()

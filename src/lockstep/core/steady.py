@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from lockstep.core.kv import KVCache
 from lockstep.core.queue import TenantLedger
+from lockstep.core.request import FinishReason
 from lockstep.core.sequence import Sequence
-from lockstep.core.step import StepPlan, StepResult
+from lockstep.core.step import Finish, StepPlan, StepResult
 
 
 class SteadyRun:
@@ -69,11 +70,24 @@ class SteadyRun:
         )
 
     def commit(self, result: StepResult) -> bool:
-        """Count a step; False, with nothing touched, when it brought more than one token each or ended somebody."""
-        if self._num_steps >= self._last or result.num_tokens != self._ones or result.finishes != self._nones:
+        """Count a step; False, with nothing touched, when it brought more than one token each."""
+        if result.num_tokens != self._ones:
             return False
         self.advance(1)
         return True
+
+    def is_over(self, result: StepResult) -> bool:
+        """Whether somebody ends with the step that was counted last."""
+        return self._num_steps > self._last or result.finishes != self._nones
+
+    def finishes(self, result: StepResult) -> tuple[Finish, ...]:
+        """Who ends with it, by rank; everything is written back."""
+        reasons = [
+            FinishReason.LENGTH if reason is None and seq.num_known == seq.max_known else reason
+            for seq, reason in zip(self.seqs, result.finishes, strict=True)
+        ]
+        pairs = zip(self._ids, reasons, strict=True)
+        return tuple([Finish(seq_id, reason) for seq_id, reason in pairs if reason is not None])
 
     def advance(self, num_steps: int) -> None:
         """Count steps."""

@@ -63,6 +63,8 @@ def _stamp_ps(text: str, place: str) -> int:
             raise ValueError("2023-11-16 18:15:46.6805900 would be right")
         whole_s, digits, offset = match.groups()
         since = datetime.fromisoformat(whole_s + (offset or "+00:00")) - _EPOCH
+        if since < timedelta(0):
+            raise ValueError("time begins with the year 1")
     except (ValueError, OverflowError) as error:
         raise UsageError(f"{place}: {COLUMNS[0]} is {shown(text)}; it must be a date and a time ({error})") from None
     return since // timedelta(seconds=1) * PS_PER_S + int((digits or "0").ljust(12, "0"))

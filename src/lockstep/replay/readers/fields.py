@@ -86,7 +86,9 @@ def json_fault(error: Exception) -> str:
     """What is wrong with a JSON text, on one line."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
-    return "nested too deep" if isinstance(error, RecursionError) else str(error) or "a number out of range"
+    if isinstance(error, ArithmeticError):
+        return "a number beyond all limits"
+    return "nested too deep" if isinstance(error, RecursionError) else str(error)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -71,10 +71,9 @@ def detect(head: bytes, name: str) -> LineFormat | None:
     Raises:
         UsageError: neither.
     """
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head).removeprefix("\ufeff").lstrip()
-    except UnicodeDecodeError:
-        raise UsageError(f"{name} is neither UTF-8 text nor zstd; it may be {_KNOWN}") from None
+    text = _beginning(head).removeprefix("\ufeff").lstrip()
+    if not text and head.strip(b"\xef\xbb\xbf \t\r\n"):
+        raise UsageError(f"{name} is neither UTF-8 text nor zstd; it may be {_KNOWN}")
     if not text:
         raise UsageError(f"{name} is empty; it may be {_KNOWN}")
     if text.startswith("{"):
@@ -85,6 +84,14 @@ def detect(head: bytes, name: str) -> LineFormat | None:
     if text.split("\n", 1)[0].casefold().startswith(azure.COLUMNS[0].casefold()):
         return AZURE
     raise UsageError(f"{name}:1: unknown format; it may be {_KNOWN}")
+
+
+def _beginning(head: bytes) -> str:
+    """As much as is text; a byte further on that is none is named with its line by whoever reads it."""
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError as error:
+        return head[: error.start].decode()
 
 
 def _first_keys(text: str) -> list[str]:

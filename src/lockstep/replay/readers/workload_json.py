@@ -9,11 +9,8 @@ each block of ``config.block_size`` prompt tokens, from the first on; blocks wit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
-import msgspec
-
-from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
 from lockstep.errors import UsageError
 from lockstep.replay.readers.document import Located, Members
@@ -46,7 +43,7 @@ class Content(NamedTuple):
     """What a workload file holds."""
 
     config: dict[str, object]
-    """The scheduler's fields that the file sets, each of the type that it has there."""
+    """The scheduler's fields that the file sets; whoever makes a scheduler of them checks them (replay/configs.py)."""
     unit: ArrivalUnit
     requests: list[WorkloadRequest]
     """In order of arrival, those of one time in that of the file."""
@@ -67,19 +64,11 @@ def content_of(document: Members, name: str) -> Content:
 
 
 def _config(value: object, line: int, name: str) -> tuple[dict[str, object], int]:
-    """The config, and its block size."""
+    """The config as it is written, and its block size."""
     place = f"{name}:{line}: config"
     if not isinstance(value, dict):
         raise UsageError(f"{place} is {shown(value)}; it must be an object")
-    hints = get_type_hints(SchedulerConfig)
-    check_keys(value, tuple(hints), (), place)
-    config = {}
-    for key, given in value.items():
-        try:
-            config[key] = msgspec.convert(given, hints[key])
-        except msgspec.ValidationError as error:
-            raise UsageError(f"{place}: {key} is {shown(given)} ({error})") from None
-    return config, whole(config["block_size"], "block_size", place, 1) if "block_size" in config else 0
+    return value, whole(value["block_size"], "block_size", place, 1) if "block_size" in value else 0
 
 
 class _Reading:
