@@ -61,6 +61,7 @@ def diff(
     speed: asked.Speed = 1.0,
     limit: asked.Limit = None,
     dequantize: asked.Dequantize = None,
+    engine: asked.Engine = None,
     reproducer: ReproducerFile = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
@@ -70,7 +71,7 @@ def diff(
     from lockstep.replay.diff import diff_configs, diff_workloads
     from lockstep.replay.readers import ReadOptions
 
-    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize)
+    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine)
     sides = _sides(a, b, workload, settings, settings_b, reading)
     model = cost_model(cost, tick_ms)
     if sides.other is None:
