@@ -158,6 +158,26 @@ def test_junk_is_refused(tmp_path: Path, junk: bytes, start: bytes) -> None:
         requests_in(tmp_path, start + junk)
 
 
+@pytest.mark.parametrize("brackets", ["[]", '{"a":1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"timestamp": %s, "input_length": 1, "output_length": 1}',
+        '{"requests": [%s]}',
+        '{"config": %s, "requests": []}',
+        '{"input_lens": %s, "output_lens": [1], "start_times": [1]}',
+        '{"metadata": {"request_start_ns": %s}, "metrics": {"error_isl": 1}}',
+    ],
+)
+def test_no_depth_is_too_deep_to_be_refused(tmp_path: Path, text: str, brackets: str) -> None:
+    """Whether the parser takes it or not, and whatever of it has to be shown."""
+    opening, closing = brackets[:-1].rstrip("1"), brackets[-1]
+    for depth in (2, 30, *range(850, 1000, 3), 100_000):
+        with pytest.raises(TraceError) as refused:
+            requests_in(tmp_path, text % (opening * depth + "1" + closing * depth))
+        assert len(str(refused.value)) < 400
+
+
 def mooncake_lines(count: int, seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     for index in range(count):

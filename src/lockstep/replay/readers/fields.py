@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import Any, NoReturn, cast
@@ -23,8 +24,11 @@ _SHOWN_CHARS = 40
 
 def shown(value: object) -> str:
     """A foreign value in a message: on one line, and short."""
-    text = str(value) if isinstance(value, Decimal) else ascii(value)
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    short = reprlib.Repr()  # goes no deeper into what is nested
+    short.maxlevel = 1
+    short.maxstring = short.maxother = short.maxlong = _SHOWN_CHARS
+    text = str(value) if isinstance(value, Decimal) else short.repr(value)
+    return text if len(text) <= 2 * _SHOWN_CHARS else text[: 2 * _SHOWN_CHARS] + "..."
 
 
 def whole(value: object, what: str, place: str, least: int = 0, most: int = MAX_TOKENS) -> int:
