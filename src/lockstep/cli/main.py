@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.bench import bench_app
-from lockstep.cli.calibrate import calibrate
 from lockstep.cli.bisect import bisect
+from lockstep.cli.calibrate import calibrate
 from lockstep.cli.chat import chat
 from lockstep.cli.check import check
 from lockstep.cli.collect_env import collect_env
