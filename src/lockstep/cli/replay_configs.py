@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.config_file import read_config
-from lockstep.cli.replay import split_settings
 from lockstep.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -17,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
-    """What --set says: field to value as text."""
+    """What ``--set a=1,b=2 --set c=3`` says: field to value as text."""
     from lockstep.replay.configs import parse_overrides
 
-    return parse_overrides(split_settings(settings))
+    return parse_overrides([part for setting in settings or () for part in setting.replace(",", " ").split()])
 
 
 def file_settings(path: Path) -> dict[str, str]:
