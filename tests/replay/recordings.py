@@ -46,7 +46,7 @@ def submit(bench: Bench, num_requests: int, first: int = 0) -> None:
         if number % 8 == 7:
             bench.tell(ResetPrefixCache(number))
         if number % 7 == 6:
-            bench.answer(number - 6)
+            bench.answer(max(first, number - 6))
             bench.tell(Abort("ab"[number % 2], (number,)))
     for number in range(first, first + num_requests):
         bench.answer(number)
