@@ -34,7 +34,7 @@ def test_a_pipe_gets_markdown(workload: str, capsys: pytest.CaptureFixture[str])
 
 def test_pages_and_traces_are_written_where_asked(workload: str, tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "steps.json"
-    assert invoke(["replay", workload, "--html", str(page), "--trace", str(trace)]) == 0
+    assert invoke(["replay", workload, "--html", str(page), "--perfetto", str(trace)]) == 0
     assert "request-3" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
 

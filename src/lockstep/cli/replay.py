@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
+from lockstep.cli.replay_configs import settings_of
 from lockstep.cli.replay_trace import replay_trace
 from lockstep.errors import UsageError
 
@@ -29,7 +30,7 @@ class Shown(NamedTuple):
     """Files beside the report that a run is shown in."""
 
     html: Path | None = None
-    trace: Path | None = None
+    perfetto: Path | None = None
 
     def of_b(self) -> Shown:
         """Those of the second run of a comparison: ``page-b.html`` beside ``page.html``."""
@@ -50,7 +51,7 @@ def replay(
     slo: asked.Slo = "",
     output: asked.Output = None,
     html: asked.Html = None,
-    trace: asked.Perfetto = None,
+    perfetto: asked.Perfetto = None,
     ticks: asked.Ticks = False,
     verify: asked.Verify = None,
     execute: asked.Execute = None,
@@ -61,18 +62,17 @@ def replay(
     """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
     if verify is not None or execute is not None:
         return replay_trace(verify, execute, model)
-    from lockstep.replay.configs import parse_overrides
     from lockstep.replay.goals import parse_goals
     from lockstep.replay.readers import ReadOptions, read_workload
     from lockstep.replay.report import GOALS
 
     path = one_file(file, input_file)
     goals = parse_goals(slo, "--slo", GOALS)
-    overrides = parse_overrides(split_settings(settings))
-    overrides_b = {**overrides, **parse_overrides(split_settings(settings_b))}
+    overrides = settings_of(settings)
+    overrides_b = {**overrides, **settings_of(settings_b)}
     reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize)
     costs = cost_model(cost, tick_ms)
-    shown = Shown(html, trace)
+    shown = Shown(html, perfetto)
     reports = [_simulate(read_workload(path, reading), overrides, costs, goals, ticks, shown)]
     if compare is not None or settings_b:
         other = read_workload(compare or path, reading)
@@ -89,11 +89,6 @@ def one_file(file: str | None, input_file: str | None) -> str:
     if (file is None) == (input_file is None):
         raise UsageError("name one file: `lockstep replay FILE`, or --input FILE")
     return file if file is not None else str(input_file)
-
-
-def split_settings(settings: Sequence[str] | None) -> list[str]:
-    """``["a=1,b=2", "c=3"]`` as one setting each."""
-    return [part for setting in settings or () for part in setting.replace(",", " ").split()]
 
 
 def cost_model(path: Path | None, tick_ms: float | None) -> CostModel | None:
@@ -126,8 +121,8 @@ def _simulate(
     page = HtmlPage() if shown.html is not None else None
     with ExitStack() as stack:
         writer = None
-        if shown.trace is not None:
-            writer = stack.enter_context(PerfettoWriter(shown.trace, workload.name))
+        if shown.perfetto is not None:
+            writer = stack.enter_context(PerfettoWriter(shown.perfetto, workload.name))
         watchers = [each for each in (recorder, page, writer) if each is not None]
         simulation = Simulation(workload, config_for(workload, overrides), cost, watchers=watchers)
         start_s = time.perf_counter()

@@ -39,6 +39,7 @@ from lockstep.core.step import StepEvents, StepPlan
 _SEED = b"lockstep fingerprint 1"
 _DIGEST_BYTES = 8
 _STEP, _FAILED_STEP = 1, 2
+_SEVEN_EMPTY_LISTS = (0,) * 7
 _REASONS = {reason: index for index, reason in enumerate(FinishReason)}
 
 
@@ -138,11 +139,15 @@ class Fingerprint:
         gone, rows = self._changes(plan)
         closed = self.close()
         values = [tag]
-        _add_ids(values, plan.evicted)
-        for pairs in (plan.swap_out, plan.swap_in, plan.copies):
-            _add_items(values, pairs)
-        for ids in (plan.admitted, plan.resumed, plan.preempted, gone):
-            _add_ids(values, ids)
+        if _moves_nothing(plan):
+            values += _SEVEN_EMPTY_LISTS
+        else:
+            _add_ids(values, plan.evicted)
+            for pairs in (plan.swap_out, plan.swap_in, plan.copies):
+                _add_items(values, pairs)
+            for ids in (plan.admitted, plan.resumed, plan.preempted):
+                _add_ids(values, ids)
+        _add_ids(values, gone)
         _add_items(values, rows)
         if events.num_tokens.count(1) == len(events.num_tokens):
             values.append(0)
@@ -230,13 +235,18 @@ def _row(index: int, plan: StepPlan, known: tuple[int, ...]) -> tuple[int, ...]:
     return (index, plan.seq_ids[index], plan.starts[index], length_and_samples, kept, len(new), *new)
 
 
+def _moves_nothing(plan: StepPlan) -> bool:
+    """Whether it moves no block and lists nobody."""
+    return not (
+        plan.evicted or plan.swap_out or plan.swap_in or plan.copies or plan.admitted or plan.resumed or plan.preempted
+    )
+
+
 def _is_plain(plan: StepPlan, events: StepEvents) -> bool:
     count = len(plan.seq_ids)
-    moves = plan.evicted or plan.swap_out or plan.swap_in or plan.copies
-    changes = plan.admitted or plan.resumed or plan.preempted or events.finished
     return (
-        not moves
-        and not changes
+        not events.finished
+        and _moves_nothing(plan)
         and plan.lengths.count(1) == plan.samples.count(True) == events.num_tokens.count(1) == count
     )
 
@@ -259,9 +269,10 @@ def _hash(data: bytes) -> bytes:
 def _encode(values: Iterable[int]) -> bytes:
     """Concatenated LEB128 numbers."""
     out = bytearray()
+    append = out.append
     for value in values:
         while value > 127:
-            out.append(value & 127 | 128)
+            append(value & 127 | 128)
             value >>= 7
-        out.append(value)
+        append(value)
     return bytes(out)

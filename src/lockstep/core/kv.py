@@ -97,9 +97,9 @@ class KVCache:
         num_fresh = self._config.blocks_for(num_positions) - len(seq.table) - len(hits)
         allocation = self.pool.allocate(num_fresh)
         assert allocation is not None
-        for block in allocation.evicted:
-            self.prefix.forget(block)
-        self._evicted.extend(allocation.evicted)
+        if allocation.evicted:
+            self.prefix.forget(*allocation.evicted)
+            self._evicted.extend(allocation.evicted)
         num_back = len(seq.host_table)
         back, fresh = allocation.blocks[:num_back], allocation.blocks[num_back:]
         if back:
@@ -172,9 +172,12 @@ class KVCache:
         """Let the sequence's full prompt blocks be hit, as far as they are computed now."""
         hashes = seq.request.block_hashes
         full = min(num_computed // self._block_size, len(hashes))
-        for index in range(seq.num_published, full):
-            self.prefix.publish(seq.table[index], hashes[index])
-        seq.num_published = max(seq.num_published, full)
+        known = seq.num_published
+        if full > known:
+            publish = self.prefix.publish
+            for block, block_hash in zip(seq.table[known:full], hashes[known:full], strict=True):
+                publish(block, block_hash)
+            seq.num_published = full
 
     def pin(self, hashes: Seq[bytes]) -> None:
         """Evict this content last."""
@@ -183,8 +186,7 @@ class KVCache:
     def sweep(self, hashes: Seq[bytes]) -> tuple[int, ...]:
         """Undo a pin, and free what it kept alone, deepest first so that the first is handed out last."""
         idle = self._idle(self.prefix.unpin(hashes))[::-1]
-        for block in idle:
-            self.prefix.forget(block)
+        self.prefix.forget(*idle)
         self.pool.free_cached(idle)
         return tuple(idle)
 

@@ -80,10 +80,12 @@ class PrefixCache:
             if block_hash in self._pins:
                 self._pinned.add(block)
 
-    def forget(self, block: int) -> None:
-        """The block's content is given up."""
-        del self._block_of[self._hash_of.pop(block)]
-        self._pinned.discard(block)
+    def forget(self, *blocks: int) -> None:
+        """The blocks' content is given up."""
+        block_of, hash_of, pinned = self._block_of, self._hash_of, self._pinned
+        for block in blocks:
+            del block_of[hash_of.pop(block)]
+            pinned.discard(block)
 
     def pin(self, hashes: Sequence[bytes]) -> list[int]:
         """Count a pin on each content, published or not; returns the published blocks."""
