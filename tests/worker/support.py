@@ -16,6 +16,7 @@ from lockstep.errors import (
 )
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device import DeviceWorker
+from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import (
     Check,
     Checked,
@@ -39,10 +40,10 @@ Kind = TypeVar("Kind", bound=Event)
 class Bench:
     """A worker with its step thread, and all that it has said."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: Clock | None = None, trace: TraceOptions | None = None) -> None:
         self.events: list[Event] = []
         self._said = threading.Condition()
-        self.worker = DeviceWorker(self._hear, clock)
+        self.worker = DeviceWorker(self._hear, clock, trace)
         self.steps = threading.Thread(target=self.worker.run)
         self.steps.start()
 
@@ -110,8 +111,8 @@ class Ticking:
 
 
 @contextmanager
-def running(clock: Clock | None = None) -> Iterator[Bench]:
-    bench = Bench(clock)
+def running(clock: Clock | None = None, trace: TraceOptions | None = None) -> Iterator[Bench]:
+    bench = Bench(clock, trace)
     yield bench
     bench.tell(Stop())
     bench.steps.join(LIMIT_S)

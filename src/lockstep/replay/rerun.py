@@ -52,8 +52,9 @@ class Ran(NamedTuple):
 
     engine: int
     plan: StepPlan
+    result: StepResult | None
+    """None: the step failed; as is ``events``."""
     events: StepEvents | None
-    """None: the step failed."""
     finished: tuple[FinishedSequence, ...]
 
 
@@ -189,7 +190,10 @@ class EngineRerun:
     def _step(self, recorded: StepPlan, decision: Decision | None) -> Iterator[Ran | Obeyed]:
         """Decide one step; None: it repeats the one before."""
         yield from self._obey()
-        plan = self.scheduler.schedule()
+        try:
+            plan = self.scheduler.schedule()
+        except AssertionError as error:
+            self._part(f"no plan can be made here: {error}", recorded=recorded)
         if replace(recorded, num_prompt_tokens=plan.num_prompt_tokens) != plan:
             raise PartedError(self.number, self._next_step, "another plan was recorded", recorded, plan)
         self._next_step += 1
@@ -198,11 +202,12 @@ class EngineRerun:
             self.scheduler.fail(plan)
             self._fingerprint.observe_failure(plan)
             self.num_steps += 1
-            yield Ran(self.number, plan, None, self.scheduler.drain_finished())
+            yield Ran(self.number, plan, None, None, self.scheduler.drain_finished())
             return
         got, ends = ({}, {}) if decision is None else (decision.got, decision.ends)
+        result = _result(plan, got, ends)
         try:
-            events = self.scheduler.commit(plan, _result(plan, got, ends))
+            events = self.scheduler.commit(plan, result)
         except AssertionError as error:
             raise PartedError(
                 self.number, plan.step, f"the recorded results are impossible: {error}", recorded
@@ -211,7 +216,7 @@ class EngineRerun:
             self._part(f"{_told(ends)} with this step, but here {_told(dict(events.finished))}", plan.step)
         self._fingerprint.observe(plan, events)
         self.num_steps += 1
-        yield Ran(self.number, plan, events, self.scheduler.drain_finished())
+        yield Ran(self.number, plan, result, events, self.scheduler.drain_finished())
 
     def _obey(self, in_step: bool = False) -> Iterator[Obeyed]:
         """Give the commands that came before the next step, or while this one is under way."""
@@ -246,8 +251,8 @@ class EngineRerun:
 
     # -- where they part ----------------------------------------------------------------------------------------------
 
-    def _part(self, what: str, step: int | None = None) -> NoReturn:
-        raise PartedError(self.number, self._next_step if step is None else step, what)
+    def _part(self, what: str, step: int | None = None, recorded: StepPlan | None = None) -> NoReturn:
+        raise PartedError(self.number, self._next_step if step is None else step, what, recorded)
 
     def _damaged(self, why: str, recorded: StepPlan | None) -> NoReturn:
         """The record of the next step cannot be trusted: show what is decided here."""

@@ -93,13 +93,19 @@ def open_trace(path: str | Path) -> Trace:
     if not files:
         raise TraceError(f"{path}: no recording is there; its files end with {SUFFIX}")
     engines: dict[int, TracedEngine] = {}
-    has_content = False
-    for entry in read_entries(files[0]):
-        if isinstance(entry, Header):
-            has_content = bool(entry.facts.get("has_content"))
-        elif isinstance(entry, EngineEntry):
-            engine = engine_of(entry.facts)
-            engines[engine.number] = engine
+    header: Header | None = None
+    for file in files:
+        for entry in read_entries(file):
+            if isinstance(entry, Header):
+                header = entry
+            elif isinstance(entry, EngineEntry):
+                engine = engine_of(entry.facts)
+                engines[engine.number] = engine
+        if header is not None:
+            break
+    else:
+        raise TraceError(f"{path}: it breaks off before anything was recorded")
+    has_content = bool(header.facts.get("has_content"))
     return Trace(files, tuple(engines[number] for number in sorted(engines)), has_content)
 
 

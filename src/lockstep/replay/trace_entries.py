@@ -80,13 +80,13 @@ def read_entries(path: Path) -> Iterator[Entry | Cut]:
                     is_first = False
                 yield entry
         except (IndexError, ValueError, TypeError, msgspec.MsgspecError) as error:
-            if frame.is_whole or is_first:
+            if frame.is_whole:
                 where = f"{path}: byte {reader.offset} of the frame at byte {frame.offset}"
                 raise TraceError(f"{where} is no entry of a recording: {error}") from error
-    if frame is None or is_first:
-        raise TraceError(f"{path}: it holds no recording")
-    if not reader.has_ended:
-        yield Cut(path, path.stat().st_size if frame.is_whole else frame.offset)
+    if frame is None or not frame.is_whole:
+        yield Cut(path, 0 if frame is None else frame.offset)
+    elif not reader.has_ended:
+        yield Cut(path, path.stat().st_size)
 
 
 def _check_header(path: Path, entry: Entry) -> None:

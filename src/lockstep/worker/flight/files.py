@@ -201,9 +201,12 @@ class TraceFiles:
         self._abandon()
 
     def _abandon(self) -> None:
+        """Leave the file as it is, unless it says nothing."""
         file, self._file, self._frame = self._file, None, None
         if file is not None:
             file.close()
+            if not self._file_bytes:
+                Path(file.name).unlink(missing_ok=True)
 
     def _break(self, why: str) -> None:
         with self._lock:

@@ -1,0 +1,63 @@
+"""Small recordings for tests: a device worker of this process, and files that are changed entry by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import zstandard
+
+from lockstep.core.request import Priority
+from lockstep.engine.loading import LoadOptions
+from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.sizing import EngineOptions
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.replay.trace_file import read_frames
+from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.messages import Abort, ResetPrefixCache, Submit
+from tests.worker.support import Bench, running
+
+POOL = EngineOptions(
+    num_blocks=10,
+    host_kv_memory_bytes=64,
+    scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_num_decode_seqs": 3, "order": "priority"},
+)
+
+
+def options(folder: Path, max_bytes: int = 1 << 28, has_content: bool = False) -> TraceOptions:
+    return TraceOptions(str(folder), max_bytes, has_content)
+
+
+def record(folder: Path, num_requests: int = 24, **more: int) -> Path:
+    """Two stubs with small pools: preemptions, swaps, evictions, hits, aborts, siblings, resets."""
+    with running(trace=options(folder, **more)) as bench:
+        bench.ready("a", "stub://alpha", LoadOptions(POOL))
+        bench.ready("b", "stub://beta?fail_every=40", LoadOptions(POOL), Priority.HIGH)
+        submit(bench, num_requests)
+    return folder
+
+
+def submit(bench: Bench, num_requests: int, first: int = 0) -> None:
+    for number in range(first, first + num_requests):
+        params = SamplingParams(max_tokens=12 + number % 40, ignore_eos=True, n=1 + (number % 6 == 5))
+        prompt = tuple(b"a beginning that all of them have"[: 5 + number % 29]) + (number % 250,) * (3 + number % 17)
+        request = GenerationRequest(prompt, params, priority=number % 3 - 1, tenant=f"secret {number % 2}")
+        bench.tell(Submit(number, "ab"[number % 2], request))
+        if number % 8 == 7:
+            bench.tell(ResetPrefixCache(number))
+        if number % 7 == 6:
+            bench.answer(max(first, number - 6))
+            bench.tell(Abort("ab"[number % 2], (number,)))
+    for number in range(first, first + num_requests):
+        bench.answer(number)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:
+    """Change what a file holds, and compress it again, whole and with checksums."""
+    held = bytearray().join(frame.data for frame in read_frames(path))
+    change(held)
+    path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(bytes(held)))

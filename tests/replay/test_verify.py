@@ -1,0 +1,214 @@
+"""What was recorded is decided again, step by step; what was not is found at its step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli.main import invoke
+from lockstep.core import planner, victims
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import StepPlan
+from lockstep.replay.playback import Playback, Played
+from lockstep.replay.rerun import EngineRerun, Obeyed
+from lockstep.replay.trace import Trace, open_trace
+from lockstep.replay.trace_file import read_frames
+from lockstep.replay.verify import side_by_side, verify
+from lockstep.worker.flight.entries import EntryReader, Record, Turn
+from tests.replay.live import happenings
+from tests.replay.recordings import files_of, record, rewrite
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("recorded"), 60)
+
+
+@pytest.fixture
+def trace(folder: Path) -> Trace:
+    return open_trace(folder)
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """Of the recording's only file."""
+    [path] = files_of(folder)
+    copied = tmp_path / path.name
+    copied.write_bytes(path.read_bytes())
+    return copied
+
+
+def test_a_recording_is_identical_whatever_happened_in_it(trace: Trace) -> None:
+    found = verify(trace)
+    assert found.is_identical, found.parted
+    seen = happenings(trace)
+    assert found.num_steps == seen["steps"] > 300
+    assert found.num_engines == 2
+    assert found.num_turns >= found.num_steps
+    for what in ("preemptions", "swaps", "evictions", "hits", "abort", "failures", "resets", "priority -1"):
+        assert seen[what] > 0, what
+
+
+def test_the_command_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["replay", "--verify", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("replay: ")
+    assert said.endswith(" turns, identical\n")
+    assert " steps of 2 engines, " in said
+
+
+def steps_and_places(path: Path) -> list[tuple[int, int, Record, int]]:
+    """(engine, first step, record, place of its bytes in what the file holds) of every record."""
+    held = bytearray().join(frame.data for frame in read_frames(path))
+    next_step = {0: 0, 1: 0}
+    found = []
+    for entry in EntryReader().read(bytes(held)):
+        if isinstance(entry, Record):
+            place = held.find(entry.record + entry.mark)
+            repeats, shift = 0, 0
+            tail = len(entry.record) - 1
+            while tail and entry.record[tail - 1] > 127:
+                tail -= 1
+            for byte in entry.record[tail:]:
+                repeats |= (byte & 127) << shift
+                shift += 7
+            found.append((entry.engine, next_step[entry.engine], entry, place))
+            next_step[entry.engine] += 1 + repeats
+    return found
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("offset", [0, 3, -1])
+def test_a_flipped_byte_in_a_record_is_found_at_its_step(copy: Path, share: float, offset: int) -> None:
+    records = steps_and_places(copy)
+    engine, step, entry, place = records[int(share * len(records))]
+    at = place + (offset if offset >= 0 else len(entry.record) + offset)
+
+    def flip(held: bytearray) -> None:
+        held[at] ^= 1
+
+    rewrite(copy, flip)
+    parted = verify(open_trace(copy)).parted
+    assert parted is not None
+    assert (parted.engine, parted.step) == (engine, step)
+    assert "damaged" in parted.what
+    assert parted.decided is not None, "what is decided here is shown beside it"
+
+
+def test_the_command_shows_both_plans(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = steps_and_places(copy)
+    engine, step, _, place = records[len(records) // 2]
+
+    def flip(held: bytearray) -> None:
+        held[place + 2] ^= 2
+
+    rewrite(copy, flip)
+    assert invoke(["replay", "--verify", str(copy)]) == 1
+    said = capsys.readouterr().out
+    assert f"are identical, but step {step} of engine {engine} (" in said
+    assert "decided here" in said
+
+
+def test_turns_are_taken_again(copy: Path) -> None:
+    """Whoever had spent more would have waited: one turn that took a second more is found."""
+    reader = EntryReader()
+    held = b"".join(frame.data for frame in read_frames(copy))
+    turns = []
+    before = 0
+    for entry in reader.read(held):
+        if isinstance(entry, Turn):
+            turns.append((before, entry))
+        before = reader.offset
+    at, turn = turns[len(turns) // 3]
+    head = held[at + 1]
+    assert head > 127, "a turn of at least 16 microseconds has a head of two bytes"
+
+    def lengthen(held: bytearray) -> None:
+        held[at + 2 : at + 3] = bytes([held[at + 2] | 128, 128, 127])
+
+    rewrite(copy, lengthen)
+    parted = verify(open_trace(copy)).parted
+    assert parted is not None
+    assert parted.engine == -1
+    assert parted.step > len(turns) // 3
+    assert "it is the turn of" in parted.what
+
+
+MUTATIONS = {
+    "victims from the best": (victims, "refs(table[-1 - count]) == 1", "refs(table[-1 - count]) != 1"),
+    "growth": (planner, "end <= len(seq.table) * block_size", "end > len(seq.table) * block_size"),
+    "admission": (planner, "queue.effective_class(seq, draft.step) < blocked_from", "blocked_from < 0"),
+    "resumption": (planner, "if missing <= 0:", "if missing > 0:"),
+    "slots": (
+        planner,
+        "draft.is_someone_left_out or roster.num_running >= self._config.max_num_seqs",
+        "draft.is_someone_left_out or roster.num_running < self._config.max_num_seqs",
+    ),
+}
+
+
+def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
+    """A scheduler whose planner has one comparison inverted."""
+    module, old, new = MUTATIONS[name]
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, "the mutation has one place"
+    namespace: dict[str, Any] = {"__name__": "mutated"}
+    exec(source.replace(old, new), namespace)
+    if module is victims:
+        changed: dict[str, Any] = {"__name__": "mutated"}
+        exec(inspect.getsource(planner), changed)
+        changed["choose_tails"] = namespace["choose_tails"]
+        namespace = changed
+
+    class Mutated(Scheduler):
+        def __init__(self, config: SchedulerConfig) -> None:
+            super().__init__(config)
+            self._planner = namespace["StepPlanner"](
+                config, self._kv, self._queue, self._ledger, self._roster, self._sequences
+            )
+
+    return Mutated
+
+
+def first_difference(trace: Trace, scheduler_of: Callable[[SchedulerConfig], Scheduler]) -> tuple[int, int]:
+    """By hand: the events of a faithful replay, each given to the other scheduler too."""
+    others = {engine.number: EngineRerun(engine.number, engine.config, scheduler_of) for engine in trace.engines}
+    for event in Playback(trace.entries()).play():
+        if isinstance(event, Obeyed):
+            others[event.engine]._give(event.command)
+        elif isinstance(event, Played):
+            ran = event.ran
+            scheduler = others[ran.engine].scheduler
+            try:
+                plan: StepPlan | None = scheduler.schedule()
+            except AssertionError:
+                plan = None
+            if plan != ran.plan or plan is None:
+                return ran.engine, ran.plan.step
+            if ran.events is None:
+                scheduler.fail(plan)
+            else:
+                scheduler.commit(plan, ran.result)
+    raise AssertionError("the mutation changes nothing here")
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_scheduler_with_one_comparison_inverted_is_caught_at_the_right_step(trace: Trace, name: str) -> None:
+    scheduler_of = mutated(name)
+    parted = verify(trace, scheduler_of).parted
+    assert parted is not None, "the recording has no step that shows it"
+    assert (parted.engine, parted.step) == first_difference(trace, scheduler_of)
+
+
+def test_plans_beside_each_other_mark_what_differs() -> None:
+    a = StepPlan(3, (), (), (), (), (1, 2), (4, 0), (1, 5), ((1,), (2, 3)), (True, False), admitted=(2,))
+    b = StepPlan(3, (), (), (), (), (1,), (4,), (1,), ((1,),), (True,))
+    lines = list(side_by_side(a, b))
+    assert [line[0] for line in lines] == [" ", ">", " ", ">", ">"]
+    assert "sequence 2: 0..4, blocks [2, 3]" in lines[3]
+    assert list(side_by_side(None, None)) == []

@@ -1,0 +1,162 @@
+"""A recording's files: bounded, readable after anything, and never a request's trouble."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.replay.trace import open_trace
+from lockstep.replay.verify import verify
+from lockstep.worker.flight import files
+from lockstep.worker.flight.entries import EntryReader, Header
+from lockstep.worker.messages import AskMetrics, MetricsReport
+from tests.replay.recordings import files_of, options, record, submit
+from tests.worker.support import running
+
+
+def lost_of(bench: object, ask_id: int) -> dict[str, int]:
+    bench.tell(AskMetrics(ask_id))  # type: ignore[attr-defined]  # a Bench
+    report = bench.heard(MetricsReport, lambda event: event.ask_id == ask_id)  # type: ignore[attr-defined]  # as above
+    counters = report.replicas["a"].counters
+    return {name: counters[name] for name in ("trace_lost_steps", "trace_gaps")}
+
+
+def test_old_files_go_and_what_is_left_verifies_file_by_file_and_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With files of some kilobytes: a few remain, the first one is gone, and each begins with all that it needs."""
+    monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.01)
+    record(tmp_path, 240, max_bytes=24_000)
+    kept = files_of(tmp_path)
+    assert 3 <= len(kept) <= files.NUM_FILES + 1
+    assert sum(path.stat().st_size for path in kept) <= 24_000 + 6_000
+    assert not kept[0].name.endswith("-000001.lstrace")
+    together = verify(open_trace(tmp_path))
+    assert together.is_identical, together.parted
+    assert together.cuts == ()
+    alone = [verify(open_trace(path)) for path in kept]
+    assert all(each.is_identical for each in alone)
+    assert sum(each.num_steps for each in alone) == together.num_steps > 100
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning_and_a_counter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    with running(trace=options(blocked / "below")) as bench:
+        bench.ready("a", "stub://alpha")
+        bench.ready("b", "stub://beta")
+        submit(bench, 12)
+        lost = lost_of(bench, 99)
+    assert lost["trace_lost_steps"] > 5
+    assert lost["trace_gaps"] == 1
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [warning.message.count("gap") for warning in warnings] == [1]
+    assert blocked.read_text() == "no directory"
+
+
+FULL = """
+import resource, signal, sys, time
+from lockstep.replay.trace import open_trace
+from lockstep.replay.verify import verify
+from lockstep.worker.flight import files, recorder
+from tests.replay.recordings import options, submit
+from tests.worker.support import running
+
+folder = sys.argv[1]
+files.RETRY_S = recorder.FLUSH_INTERVAL_S = 0.01
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+with running(trace=options(folder)) as bench:
+    bench.ready("a", "stub://alpha")
+    bench.ready("b", "stub://beta")
+    submit(bench, 12)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
+    submit(bench, 60, 100)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    time.sleep(0.2)
+    submit(bench, 12, 200)
+    gaps = bench.worker._recorder.report().num_gaps
+found = verify(open_trace(folder))
+print(gaps > 0, found.is_identical, len(found.cuts) > 0, found.num_steps > 0, found.parted)
+"""
+
+
+def test_a_full_disk_ends_a_file_and_the_next_begins_with_a_checkpoint(tmp_path: Path) -> None:
+    """A process of its own, whose files may not grow for a while; all its requests are answered."""
+    root = Path(__file__).resolve().parents[3]
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True, cwd=root
+    )
+    assert ended.stdout == "True True True True None\n"
+    assert ended.stderr.count("has a gap") == 1
+
+
+def test_a_writer_that_lags_loses_chunks_and_not_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_QUEUED_BYTES", 200)
+    monkeypatch.setattr(files, "RETRY_S", 0.0)
+    with running(trace=options(tmp_path)) as bench:
+        bench.ready("a", "stub://alpha")
+        bench.ready("b", "stub://beta")
+        submit(bench, 24)
+        assert lost_of(bench, 99)["trace_gaps"] > 0
+
+
+def test_ids_are_bounded_by_beginning_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.worker.flight.recorder.MAX_CONTENTS", 20)
+    record(tmp_path, 60)
+    assert len(files_of(tmp_path)) > 2
+    found = verify(open_trace(tmp_path))
+    assert found.is_identical, found.parted
+
+
+def test_neither_hashes_nor_tenants_nor_tokens_are_written(tmp_path: Path) -> None:
+    record(tmp_path, 24)
+    held = b"".join(frame.data for path in files_of(tmp_path) for frame in _frames(path))
+    assert b"secret" not in held
+    assert b"a beginning" not in held
+    assert bytes(b"a beginning")[2:9] not in held
+
+
+def _frames(path: Path) -> list[object]:
+    from lockstep.replay.trace_file import read_frames
+
+    return list(read_frames(path))
+
+
+def test_a_file_says_who_wrote_it_and_which_of_its_run_it_is(tmp_path: Path) -> None:
+    record(tmp_path, 6)
+    [path] = files_of(tmp_path)
+    [frame] = _frames(path)
+    first = next(EntryReader().read(frame.data))  # type: ignore[attr-defined]  # a Frame
+    assert isinstance(first, Header)
+    assert first.facts["schema"] == 1
+    assert path.name == f"{first.facts['run']}-{first.facts['file']:06}.lstrace"
+
+
+def test_what_was_recorded_a_second_ago_survives_a_kill(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom tests.replay.recordings import options, submit\nfrom tests.worker.support import running\n"
+        "with running(trace=options(sys.argv[1])) as bench:\n"
+        "    bench.ready('a', 'stub://alpha?step_ms=1')\n    bench.ready('b', 'stub://beta?step_ms=1')\n"
+        "    submit(bench, 24)\n    time.sleep(2.5)\n    print('done', flush=True)\n    time.sleep(60)\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=root, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        os.kill(process.pid, signal.SIGKILL)
+    found = verify(open_trace(tmp_path))
+    assert found.is_identical, found.parted
+    assert [cut.path.name for cut in found.cuts] == [path.name for path in files_of(tmp_path)]
+    assert found.num_steps > 50
+    assert found.num_unchecked_steps < 40, "only records that were open are missing"
