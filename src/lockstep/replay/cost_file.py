@@ -85,6 +85,10 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True):
     made_on: MadeOn
     notes: tuple[str, ...] = ()
 
+    def model(self) -> CostModel:
+        """The prices."""
+        return CostModel(**{field.name: getattr(self, field.name) for field in fields(CostModel)})
+
 
 class _Prices(msgspec.Struct):
     """What a reader needs; a file written by hand may have no more than the prices."""
