@@ -53,7 +53,9 @@ def manifest_in(folder: Path) -> Path:
     return path
 
 
-async def mixed_load(server: ServerProcess, num_requests: int, seed: int, models: tuple[str, ...] = MODELS) -> Counter[int]:
+async def mixed_load(
+    server: ServerProcess, num_requests: int, seed: int, models: tuple[str, ...] = MODELS
+) -> Counter[int]:
     """Send requests in bursts; statuses by number, 0 for those whose client left."""
     draw = random.Random(seed)
     statuses: Counter[int] = Counter()
