@@ -44,7 +44,9 @@ routing:
 """
 MODELS = ("small", "other", "fake", "fake")
 BURST = 12
-WORDS = "the quick brown fox jumps over a lazy dog and then asks for its invoice again because of an error".split()
+WORDS = (
+    "the quick brown fox jumps over a lazy dog and then asks for its invoice again because of an error"
+).split()  # noqa: SIM905  # a sentence reads better than its list
 
 
 def manifest_in(folder: Path) -> Path:
@@ -53,14 +55,16 @@ def manifest_in(folder: Path) -> Path:
     return path
 
 
-async def mixed_load(server: ServerProcess, num_requests: int, seed: int, models: tuple[str, ...] = MODELS) -> Counter[int]:
+async def mixed_load(
+    server: ServerProcess, num_requests: int, seed: int, models: tuple[str, ...] = MODELS
+) -> Counter[int]:
     """Send requests in bursts; statuses by number, 0 for those whose client left."""
     draw = random.Random(seed)
     statuses: Counter[int] = Counter()
     limits = httpx2.Limits(max_connections=4 * BURST)
     async with httpx2.AsyncClient(base_url=server.base_url, timeout=120.0, trust_env=False, limits=limits) as client:
         for first in range(0, num_requests, BURST):
-            bodies = [_body(draw, models) for _ in range(BURST)]
+            bodies = [_body(draw) for _ in range(BURST)]
             burst = asyncio.gather(*[_ask(client, body, draw.random() < 0.15) for body in bodies])
             if first % (3 * BURST) == 0:
                 await client.delete(f"/v1/sessions/s{draw.randrange(5)}")
@@ -68,10 +72,10 @@ async def mixed_load(server: ServerProcess, num_requests: int, seed: int, models
     return statuses
 
 
-def _body(draw: random.Random, models: tuple[str, ...]) -> dict[str, Any]:
+def _body(draw: random.Random) -> dict[str, Any]:
     prefix = " ".join(WORDS[: draw.choice((0, 8, 16, 18))])
     prompt = f"{prefix} {' '.join(draw.choices(WORDS, k=draw.randrange(1, 12)))}"
-    model = draw.choice(models)
+    model = draw.choice(MODELS)
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt[: 60 if model == "fake" else 400],
