@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 # A room may import rooms of a strictly lower floor, and itself. Rooms on one floor do not know each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version"),
+    ("errors", "vendored", "version"),
     ("core", "pocket"),
     ("artifacts",),
     ("executors",),
@@ -38,6 +38,13 @@ PURE = (
     "cluster.manifest",
     "cluster.plan",
     "cluster.planner",
+    "replay.contents",
+    "replay.cost",
+    "replay.progress",
+    "replay.simulator",
+    "replay.timeline",
+    "replay.totals",
+    "replay.workload",
 )
 PURE_MAY_IMPORT = {
     "__future__",

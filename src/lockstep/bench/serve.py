@@ -21,9 +21,10 @@ from lockstep.bench.runner import Job, Run, Watch, run_load
 from lockstep.bench.samples import MAX_SAMPLES, RandomLengths, Sample, jsonl_samples, random_samples
 from lockstep.bench.statistics import figures, per_request
 from lockstep.bench.target import Target
-from lockstep.bench.traces import faster, spread, trace_samples
+from lockstep.bench.traces import trace_samples
 from lockstep.bench.transcript import Outcome
 from lockstep.errors import UsageError
+from lockstep.replay.readers import ReadOptions
 
 DEFAULT_NUM_PROMPTS = 100
 """Of random requests; files are taken whole."""
@@ -127,15 +128,14 @@ def samples_of(options: ServeOptions) -> tuple[Sample, ...]:
     dataset, limit = options.dataset, options.num_prompts or MAX_SAMPLES
     if dataset.path is None:
         return random_samples(options.num_prompts or DEFAULT_NUM_PROMPTS, options.lengths, options.seed)
+    if dataset.kind == "trace":
+        seed = options.seed if options.trace_spread else None
+        return trace_samples(dataset.path, ReadOptions(options.trace_speed, limit, seed))
     try:
         with dataset.path.open(encoding="utf-8") as lines:
-            if dataset.kind == "jsonl":
-                return jsonl_samples(lines, dataset.path.name, options.lengths.output_tokens, limit)
-            samples = trace_samples(lines, dataset.path.name, limit)
+            return jsonl_samples(lines, dataset.path.name, options.lengths.output_tokens, limit)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--dataset {dataset.kind}:{dataset.path} cannot be read ({error})") from None
-    samples = spread(samples, options.seed) if options.trace_spread else samples
-    return faster(samples, options.trace_speed)
 
 
 def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
@@ -145,7 +145,7 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
         say: told what is being done, in sentences.
 
     Raises:
-        UsageError: the data set cannot be read.
+        UsageError, TraceError: the data set cannot be read.
         RemoteError: the server does not answer at all; single failures are part of the result.
     """
     samples = samples_of(options)

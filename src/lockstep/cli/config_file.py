@@ -27,10 +27,18 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def read_config(path: Path, known: Iterable[str], repeatable: Iterable[str]) -> dict[str, Any]:
+def read_config(
+    path: Path,
+    known: Iterable[str],
+    repeatable: Iterable[str],
+    option: str = "--config ",
+    keys: str = "the flags that --help lists",
+) -> dict[str, Any]:
     """The file's values by parameter name.
 
     Args:
+        option: what stands before the path in messages.
+        keys: what the keys are, for messages.
         known: names that may be given; the file writes them like the flags, or with underscores.
         repeatable: names that take a list; one value alone is a list of one.
 
@@ -41,29 +49,29 @@ def read_config(path: Path, known: Iterable[str], repeatable: Iterable[str]) -> 
 
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise UsageError(f"--config {path} is larger than {MAX_CONFIG_BYTES} bytes")
+            raise UsageError(f"{option}{path} is larger than {MAX_CONFIG_BYTES} bytes")
         root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} cannot be read ({error})") from error
+        raise UsageError(f"{option}{path} cannot be read ({error})") from error
     except yaml.YAMLError as error:
-        raise UsageError(f"--config {path} is not YAML: {error}") from error
+        raise UsageError(f"{option}{path} is not YAML: {error}") from error
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"--config {path} must hold `flag: value` lines")
-    return _values(path, root, set(known), set(repeatable))
+        raise UsageError(f"{option}{path} must hold `flag: value` lines")
+    return _values(f"{option}{path}", root, set(known), set(repeatable), keys)
 
 
-def _values(path: Path, root: yaml.MappingNode, known: set[str], repeatable: set[str]) -> dict[str, Any]:
+def _values(source: str, root: yaml.MappingNode, known: set[str], repeatable: set[str], keys: str) -> dict[str, Any]:
     import yaml
 
     values: dict[str, Any] = {}
     for key_node, value_node in root.value:
-        where = f"--config {path}, line {key_node.start_mark.line + 1}"
+        where = f"{source}, line {key_node.start_mark.line + 1}"
         name = str(key_node.value).lstrip("-").replace("-", "_")
         if name not in known:
             near = [each.replace("_", "-") for each in get_close_matches(name, sorted(known), n=1)]
-            hint = f"did you mean {near[0]!r}?" if near else "keys are the flags that --help lists"
+            hint = f"did you mean {near[0]!r}?" if near else f"keys are {keys}"
             raise UsageError(f"{where}: unknown key {key_node.value!r}; {hint}")
         if name in values:
             raise UsageError(f"{where}: {key_node.value!r} is given twice")

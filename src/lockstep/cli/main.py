@@ -11,10 +11,13 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.bench import bench_app
+from lockstep.cli.bisect import bisect
+from lockstep.cli.calibrate import calibrate
 from lockstep.cli.chat import chat
 from lockstep.cli.check import check
 from lockstep.cli.collect_env import collect_env
 from lockstep.cli.completion import VARIABLE, completion, enable_completion
+from lockstep.cli.diff import diff
 from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
@@ -22,6 +25,7 @@ from lockstep.cli.ps import ps
 from lockstep.cli.replay import replay
 from lockstep.cli.run import run
 from lockstep.cli.serve import ENVIRONMENT_PREFIX, serve
+from lockstep.cli.sweep import sweep
 from lockstep.errors import LockstepError, ManifestError
 from lockstep.version import __version__
 
@@ -39,8 +43,12 @@ app = typer.Typer(
 app.command()(run)
 app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
 app.command()(check)
+app.command()(calibrate)
 app.command()(ps)
 app.command()(replay)
+app.command()(diff)
+app.command()(bisect)
+app.command()(sweep)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)

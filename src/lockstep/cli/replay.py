@@ -7,11 +7,13 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
+from lockstep.cli.replay_configs import settings_of
 from lockstep.cli.replay_trace import replay_trace
 from lockstep.errors import UsageError
 
@@ -22,6 +24,17 @@ if TYPE_CHECKING:
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes that `ru_maxrss` counts."""
+
+
+class Shown(NamedTuple):
+    """Files beside the report that a run is shown in."""
+
+    html: Path | None = None
+    perfetto: Path | None = None
+
+    def of_b(self) -> Shown:
+        """Those of the second run of a comparison: ``page-b.html`` beside ``page.html``."""
+        return Shown(*(path and path.with_stem(f"{path.stem}-b") for path in self))
 
 
 def replay(
@@ -35,8 +48,11 @@ def replay(
     speed: asked.Speed = 1.0,
     limit: asked.Limit = None,
     dequantize: asked.Dequantize = None,
+    engine: asked.Engine = None,
     slo: asked.Slo = "",
     output: asked.Output = None,
+    html: asked.Html = None,
+    perfetto: asked.Perfetto = None,
     ticks: asked.Ticks = False,
     verify: asked.Verify = None,
     execute: asked.Execute = None,
@@ -47,24 +63,25 @@ def replay(
     """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
     if verify is not None or execute is not None:
         return replay_trace(verify, execute, model)
-    from lockstep.replay.configs import parse_overrides
     from lockstep.replay.goals import parse_goals
     from lockstep.replay.readers import ReadOptions, read_workload
     from lockstep.replay.report import GOALS
 
     path = one_file(file, input_file)
     goals = parse_goals(slo, "--slo", GOALS)
-    overrides = parse_overrides(split_settings(settings))
-    overrides_b = {**overrides, **parse_overrides(split_settings(settings_b))}
-    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize)
+    overrides = settings_of(settings)
+    overrides_b = {**overrides, **settings_of(settings_b)}
+    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine)
     costs = cost_model(cost, tick_ms)
-    reports = [_simulate(read_workload(path, reading), overrides, costs, goals, ticks)]
+    shown = Shown(html, perfetto)
+    reports = [_simulate(read_workload(path, reading), overrides, costs, goals, ticks, shown)]
     if compare is not None or settings_b:
-        reports.append(_simulate(read_workload(compare or path, reading), overrides_b, costs, goals, ticks))
+        other = read_workload(compare or path, reading)
+        reports.append(_simulate(other, overrides_b, costs, goals, ticks, shown.of_b()))
     data = _as_bytes(reports)
     if output is not None:
         _write(output, data)
-    print(data.decode(), end="") if as_json else print(_table(reports))
+    print(data.decode(), end="") if as_json else _show(reports)
     return 0
 
 
@@ -73,11 +90,6 @@ def one_file(file: str | None, input_file: str | None) -> str:
     if (file is None) == (input_file is None):
         raise UsageError("name one file: `lockstep replay FILE`, or --input FILE")
     return file if file is not None else str(input_file)
-
-
-def split_settings(settings: Sequence[str] | None) -> list[str]:
-    """``["a=1,b=2", "c=3"]`` as one setting each."""
-    return [part for setting in settings or () for part in setting.replace(",", " ").split()]
 
 
 def cost_model(path: Path | None, tick_ms: float | None) -> CostModel | None:
@@ -97,19 +109,34 @@ def _simulate(
     cost: CostModel | None,
     goals_ms: Mapping[str, float],
     has_ticks: bool,
+    shown: Shown,
 ) -> Report:
     from lockstep.replay.configs import config_for
     from lockstep.replay.records import TickRecorder
+    from lockstep.replay.render.html import HtmlPage
+    from lockstep.replay.render.perfetto import PerfettoWriter
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
 
-    recorder = TickRecorder()
-    simulation = Simulation(workload, config_for(workload, overrides), cost, watchers=(recorder,) if has_ticks else ())
-    start_s = time.perf_counter()
-    replay = simulation.run()
-    passed_s = time.perf_counter() - start_s
-    _tell_speed(len(replay.outcomes), passed_s)
-    return report_of(replay, goals_ms, recorder if has_ticks else None)
+    recorder = TickRecorder() if has_ticks else None
+    page = HtmlPage() if shown.html is not None else None
+    with ExitStack() as stack:
+        writer = None
+        if shown.perfetto is not None:
+            writer = stack.enter_context(PerfettoWriter(shown.perfetto, workload.name))
+        watchers = [each for each in (recorder, page, writer) if each is not None]
+        simulation = Simulation(workload, config_for(workload, overrides), cost, watchers=watchers)
+        start_s = time.perf_counter()
+        replay = simulation.run()
+        _tell_speed(len(replay.outcomes), time.perf_counter() - start_s)
+        _tell_ceiling(workload)
+        if writer is not None:
+            writer.add_requests(replay.outcomes)
+    report = report_of(replay, goals_ms, recorder)
+    if page is not None and shown.html is not None:
+        page.write(shown.html, report, replay.outcomes)
+        print(f"page written to {shown.html}", file=sys.stderr)
+    return report
 
 
 def _tell_speed(num_requests: int, passed_s: float) -> None:
@@ -119,6 +146,18 @@ def _tell_speed(num_requests: int, passed_s: float) -> None:
         f"peak memory {peak_bytes / 1e6:,.0f} MB",
         file=sys.stderr,
     )
+
+
+def _tell_ceiling(workload: Workload) -> None:
+    from lockstep.replay.cache_oracle import unlimited_hit_rate
+
+    hits, blocks = unlimited_hit_rate(workload)
+    if blocks:
+        print(
+            f"a cache without bounds would hit {hits / blocks:.2%} of the prompts' blocks "
+            f"({hits:,} of {blocks:,}, {workload.content_size} tokens each)",
+            file=sys.stderr,
+        )
 
 
 def _as_bytes(reports: Sequence[Report]) -> bytes:
@@ -136,13 +175,7 @@ def _write(path: Path, data: bytes) -> None:
     print(f"report written to {path}", file=sys.stderr)
 
 
-def _table(reports: Sequence[Report]) -> str:
-    from lockstep.replay.report import figures
+def _show(reports: Sequence[Report]) -> None:
+    from lockstep.replay.render.terminal import show_comparison, show_report
 
-    columns = [figures(report) for report in reports]
-    width = max(map(len, columns[0]))
-    lines = []
-    for name in columns[0]:
-        values = [column[name] for column in columns]
-        lines.append(f"{name:<{width}}  " + "  ".join(f"{value!s:>18}" for value in values))
-    return "\n".join(lines + [note for report in reports for note in report.notes])
+    show_report(reports[0]) if len(reports) == 1 else show_comparison(reports[0], reports[1])

@@ -32,9 +32,17 @@ Dequantize = Annotated[
     int | None,
     typer.Option(metavar="SEED", help="Spread requests that share a stamp up to the next stamp, drawn by this seed."),
 ]
+Engine = Annotated[
+    int | None, typer.Option(metavar="N", help="Whose requests, where a recording has several engines.", min=0)
+]
 Slo = Annotated[str, typer.Option(metavar="GOALS", help="Count requests that meet goals in ms, e.g. ttft:500,tpot:50.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there as JSON.")]
 Ticks = Annotated[bool, typer.Option("--ticks", help="Every tick and request become part of the JSON report.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a timeline there: one HTML file.")]
+Perfetto = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write every step and request there, for ui.perfetto.dev."),
+]
 Verify = Annotated[
     Path | None,
     typer.Option(metavar="TRACE", help="Decide every step of a recording again: identical, or where it differs."),

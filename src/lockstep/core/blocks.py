@@ -63,12 +63,15 @@ class BlockPool:
         """Hand out ``count`` blocks, each held once; None, with nothing touched, when there are not as many."""
         if count > self.num_available:
             return None
-        fresh = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        evicted = [self._evict() for _ in range(count - len(fresh))]
+        cut = max(0, len(self._free) - count)
+        fresh = self._free[cut:][::-1]
+        del self._free[cut:]
+        evicted = [(self._cached or self._pinned).popitem(last=False)[0] for _ in range(count - len(fresh))]
+        refs = self._refs
         for block in fresh:
-            self._refs[block] = 1
+            refs[block] = 1
         for block in evicted:
-            self._refs[block] = 1
+            refs[block] = 1
         self.num_allocated += count
         return Allocation((*fresh, *evicted), tuple(evicted))
 
@@ -86,18 +89,19 @@ class BlockPool:
             hashed: the blocks whose content can be hit; they are cached when nobody holds them any more.
             pinned: those of them that are handed out last.
         """
+        refs, free, cached = self._refs, self._free, self._cached
         for block in reversed(blocks):
-            refs = self._refs[block]
-            assert refs > 0, f"block {block} is released but nobody holds it"
-            self._refs[block] = refs - 1
-            if refs == 1:
+            left = refs[block] - 1
+            assert left >= 0, f"block {block} is released but nobody holds it"
+            refs[block] = left
+            if left == 0:
                 self.num_released += 1
                 if block not in hashed:
-                    self._free.append(block)
+                    free.append(block)
                 elif block in pinned:
                     self._pinned[block] = None
                 else:
-                    self._cached[block] = None
+                    cached[block] = None
 
     def free_cached(self, blocks: Sequence[int]) -> None:
         """Free cached blocks, whose content was declared worthless."""
@@ -113,9 +117,6 @@ class BlockPool:
 
     def _uncache(self, block: int) -> None:
         del (self._pinned if block in self._pinned else self._cached)[block]
-
-    def _evict(self) -> int:
-        return (self._cached or self._pinned).popitem(last=False)[0]
 
     def check(self, held: dict[int, int]) -> None:
         """Conservation: free + held + cached == total, and references add up.

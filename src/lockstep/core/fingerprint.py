@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import compress
 from operator import add
 
 from lockstep.core.request import FinishReason
@@ -38,6 +39,7 @@ from lockstep.core.step import StepEvents, StepPlan
 _SEED = b"lockstep fingerprint 1"
 _DIGEST_BYTES = 8
 _STEP, _FAILED_STEP = 1, 2
+_SEVEN_EMPTY_LISTS = (0,) * 7
 _REASONS = {reason: index for index, reason in enumerate(FinishReason)}
 
 
@@ -49,36 +51,47 @@ class Fingerprint:
         self._body: bytes | None = None
         self._repeats = 0
         self._before: StepPlan | None = None
-        """The step before, if it did not fail."""
+        """The step of the open record, if it did not fail."""
         self._before_ended: set[int] = set()
         self._before_plain = False
+        self._shift = 0
+        """Repeats of that step: what is to be added to its starts."""
+        self._know((), (), (), ())
 
     def observe(self, plan: StepPlan, events: StepEvents) -> bytes | None:
         """Take in a committed step; returns the record that this closed, if any."""
         plain = _is_plain(plan, events)
-        if plain and self._goes_on(plan) and self._before is not None and plan.tables == self._before.tables:
+        if (
+            plain
+            and self._before_plain
+            and plan.seq_ids == self._ids
+            and plan.tables == self._tables
+            and plan.starts == self._due(len(self._ids))
+        ):
             self._repeats += 1
-            self._before = plan
+            self._shift += 1
             return None
         closed = self._open(_STEP, plan, events)
-        self._before, self._before_plain = plan, plain
-        self._before_ended = {finish.seq_id for finish in events.finished}
+        self._before, self._before_plain, self._shift = plan, plain, 0
+        self._before_ended = {finish.seq_id for finish in events.finished} if events.finished else set()
+        ends = tuple(map(add, plan.starts, plan.lengths))
+        self._know(plan.seq_ids, ends, plan.tables, plan.samples)
         return closed
 
     def observe_failure(self, plan: StepPlan) -> bytes | None:
         """Take in a step that failed; returns the record that this closed, if any."""
         closed = self._open(_FAILED_STEP, plan, StepEvents(plan.step, ()))
         self._before, self._before_plain, self._before_ended = None, False, set()
+        self._shift = 0
+        self._know((), (), (), ())
         return closed
 
     def repeat(self, num_steps: int) -> None:
         """Take in repeats that were skipped (``Scheduler.skip``)."""
-        before = self._before
-        assert before is not None, "nothing to repeat"
+        assert self._before is not None, "nothing to repeat"
         assert self._before_plain, "the step before cannot be repeated"
         self._repeats += num_steps
-        starts = tuple([start + num_steps for start in before.starts])
-        self._before = replace(before, step=before.step + num_steps, starts=starts)
+        self._shift += num_steps
 
     def close(self) -> bytes | None:
         """Close the open record, as at the end of a recording; returns it."""
@@ -102,7 +115,10 @@ class Fingerprint:
     @property
     def step_before(self) -> StepPlan | None:
         """What the next record's rows are told against."""
-        return self._before
+        before, shift = self._before, self._shift
+        if before is None or not shift:
+            return before
+        return replace(before, step=before.step + shift, starts=tuple([start + shift for start in before.starts]))
 
     @property
     def ended_before(self) -> Set[int]:
@@ -122,62 +138,86 @@ class Fingerprint:
     def _open(self, tag: int, plan: StepPlan, events: StepEvents) -> bytes | None:
         gone, rows = self._changes(plan)
         closed = self.close()
-        sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
-        got = [pair for pair in zip(sampling, events.num_tokens, strict=False) if pair[1] > 1]
         values = [tag]
-        ends = [(finish.seq_id, _REASONS[finish.reason]) for finish in events.finished]
-        _add_ids(values, plan.evicted)
-        for pairs in (plan.swap_out, plan.swap_in, plan.copies):
-            _add_items(values, pairs)
-        for ids in (plan.admitted, plan.resumed, plan.preempted, gone):
-            _add_ids(values, ids)
-        for items in (rows, got, ends):
-            _add_items(values, items)
+        if _moves_nothing(plan):
+            values += _SEVEN_EMPTY_LISTS
+        else:
+            _add_ids(values, plan.evicted)
+            for pairs in (plan.swap_out, plan.swap_in, plan.copies):
+                _add_items(values, pairs)
+            for ids in (plan.admitted, plan.resumed, plan.preempted):
+                _add_ids(values, ids)
+        _add_ids(values, gone)
+        _add_items(values, rows)
+        if events.num_tokens.count(1) == len(events.num_tokens):
+            values.append(0)
+        else:
+            sampling = compress(plan.seq_ids, plan.samples)
+            _add_items(values, [pair for pair in zip(sampling, events.num_tokens, strict=True) if pair[1] > 1])
+        _add_items(values, [(finish.seq_id, _REASONS[finish.reason]) for finish in events.finished])
         self._body = _encode(values)
         return closed
 
-    def _goes_on(self, plan: StepPlan) -> bool:
-        """Whether each row is the next token after a row of a plain step before, which had no others."""
-        before = self._before
-        count = len(plan.seq_ids)
-        return (
-            self._before_plain
-            and before is not None
-            and plan.lengths.count(1) == plan.samples.count(True) == count
-            and plan.seq_ids == before.seq_ids
-            and plan.starts == tuple([start + 1 for start in before.starts])
-        )
+    def _know(
+        self,
+        ids: tuple[int, ...],
+        ends: tuple[int, ...],
+        tables: tuple[tuple[int, ...], ...],
+        samples: tuple[bool, ...],
+    ) -> None:
+        """Keep the rows of a step whose sequences go on."""
+        if self._before_ended:
+            goes_on = [seq_id not in self._before_ended for seq_id in ids]
+            ids, ends = tuple(compress(ids, goes_on)), tuple(compress(ends, goes_on))
+            tables, samples = tuple(compress(tables, goes_on)), tuple(compress(samples, goes_on))
+        self._ids, self._ends, self._tables, self._samples = ids, ends, tables, samples
+        self._num_sampled = samples.index(False) if False in samples else len(samples)
+        """Leading rows that sampled."""
+
+    def _due(self, count: int) -> tuple[int, ...]:
+        """Where the next tokens of the first ``count`` known rows would be."""
+        shift, ends = self._shift, self._ends[:count]
+        return tuple([end + shift for end in ends]) if shift else ends
 
     def _changes(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, ...]]]:
         """Who had a row in the step before and has none now; which rows do not continue plainly."""
-        before = self._before
-        if before is None:
-            return [], [_row(index, plan, ()) for index in range(len(plan.seq_ids))]
-        if self._goes_on(plan):
-            tables = enumerate(zip(plan.tables, before.tables, strict=True))
-            return [], [_row(index, plan, old) for index, (new, old) in tables if new is not old and new != old]
-        place_of = dict(zip(before.seq_ids, range(len(before.seq_ids)), strict=True))
-        places = [place_of.get(seq_id, -1) for seq_id in plan.seq_ids]
-        left = self._before_ended.union(plan.seq_ids)
-        gone = [seq_id for seq_id in before.seq_ids if seq_id not in left]
-        ends = list(map(add, before.starts, before.lengths))
-        rows = []
-        last = -1
-        columns = zip(places, plan.starts, plan.lengths, plan.samples, plan.tables, strict=True)
-        for index, (place, start, length, samples, table) in enumerate(columns):
+        lead = self._num_sampled
+        if not (
+            plan.seq_ids[:lead] == self._ids[:lead]
+            and plan.lengths[:lead].count(1) == plan.samples[:lead].count(True) == lead
+            and plan.starts[:lead] == self._due(lead)
+        ):
+            lead = 0
+        rows: list[tuple[int, ...]] = []
+        if plan.tables[:lead] != self._tables[:lead]:
+            tables = enumerate(zip(plan.tables[:lead], self._tables, strict=False))
+            rows = [_row(index, plan, old) for index, (new, old) in tables if new is not old and new != old]
+        if lead == len(self._ids) == len(plan.seq_ids):
+            return [], rows
+        here = set(plan.seq_ids)
+        gone = [seq_id for seq_id in self._ids[lead:] if seq_id not in here]
+        self._add_rows(rows, plan, lead)
+        return gone, rows
+
+    def _add_rows(self, rows: list[tuple[int, ...]], plan: StepPlan, lead: int) -> None:
+        """Those from number ``lead`` on; all above continue plainly but for their tables."""
+        shift = self._shift
+        place_of = {seq_id: place for place, seq_id in enumerate(self._ids)}
+        last = lead - 1
+        for index in range(lead, len(plan.seq_ids)):
+            place = place_of.get(plan.seq_ids[index], -1)
             if (
                 place > last
-                and length == 1
-                and samples
-                and start == ends[place]
-                and before.samples[place]
-                and table == before.tables[place]
+                and plan.lengths[index] == 1
+                and plan.samples[index]
+                and self._samples[place]
+                and plan.starts[index] == self._ends[place] + shift
+                and plan.tables[index] == self._tables[place]
             ):
                 last = place
             else:
                 last = max(last, place)
-                rows.append(_row(index, plan, before.tables[place] if place >= 0 else ()))
-        return gone, rows
+                rows.append(_row(index, plan, self._tables[place] if place >= 0 else ()))
 
 
 def chained(digest: bytes, record: bytes) -> bytes:
@@ -195,13 +235,18 @@ def _row(index: int, plan: StepPlan, known: tuple[int, ...]) -> tuple[int, ...]:
     return (index, plan.seq_ids[index], plan.starts[index], length_and_samples, kept, len(new), *new)
 
 
+def _moves_nothing(plan: StepPlan) -> bool:
+    """Whether it moves no block and lists nobody."""
+    return not (
+        plan.evicted or plan.swap_out or plan.swap_in or plan.copies or plan.admitted or plan.resumed or plan.preempted
+    )
+
+
 def _is_plain(plan: StepPlan, events: StepEvents) -> bool:
     count = len(plan.seq_ids)
-    moves = plan.evicted or plan.swap_out or plan.swap_in or plan.copies
-    changes = plan.admitted or plan.resumed or plan.preempted or events.finished
     return (
-        not moves
-        and not changes
+        not events.finished
+        and _moves_nothing(plan)
         and plan.lengths.count(1) == plan.samples.count(True) == events.num_tokens.count(1) == count
     )
 
@@ -224,9 +269,10 @@ def _hash(data: bytes) -> bytes:
 def _encode(values: Iterable[int]) -> bytes:
     """Concatenated LEB128 numbers."""
     out = bytearray()
+    append = out.append
     for value in values:
         while value > 127:
-            out.append(value & 127 | 128)
+            append(value & 127 | 128)
             value >>= 7
-        out.append(value)
+        append(value)
     return bytes(out)

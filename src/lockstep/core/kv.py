@@ -20,6 +20,9 @@ class Moves(NamedTuple):
     swap_in: tuple[tuple[int, int], ...]
 
 
+_NO_MOVES = Moves((), (), ())
+
+
 class KVCache:
     """The block pools and the prefix cache, seen from sequences.
 
@@ -43,6 +46,8 @@ class KVCache:
 
     def take_moves(self) -> Moves:
         """What the step in the making moves so far."""
+        if not (self._evicted or self._swap_out or self._swap_in):
+            return _NO_MOVES
         moves = Moves(tuple(self._evicted), tuple((d, h) for h, d in self._swap_out.items()), tuple(self._swap_in))
         self._evicted.clear()
         self._swap_out.clear()
@@ -92,9 +97,9 @@ class KVCache:
         num_fresh = self._config.blocks_for(num_positions) - len(seq.table) - len(hits)
         allocation = self.pool.allocate(num_fresh)
         assert allocation is not None
-        for block in allocation.evicted:
-            self.prefix.forget(block)
-        self._evicted.extend(allocation.evicted)
+        if allocation.evicted:
+            self.prefix.forget(*allocation.evicted)
+            self._evicted.extend(allocation.evicted)
         num_back = len(seq.host_table)
         back, fresh = allocation.blocks[:num_back], allocation.blocks[num_back:]
         if back:
@@ -167,9 +172,10 @@ class KVCache:
         """Let the sequence's full prompt blocks be hit, as far as they are computed now."""
         hashes = seq.request.block_hashes
         full = min(num_computed // self._block_size, len(hashes))
-        for index in range(seq.num_published, full):
-            self.prefix.publish(seq.table[index], hashes[index])
-        seq.num_published = max(seq.num_published, full)
+        known = seq.num_published
+        if full > known:
+            self.prefix.publish(seq.table[known:full], hashes[known:full])
+            seq.num_published = full
 
     def pin(self, hashes: Seq[bytes]) -> None:
         """Evict this content last."""
@@ -178,8 +184,7 @@ class KVCache:
     def sweep(self, hashes: Seq[bytes]) -> tuple[int, ...]:
         """Undo a pin, and free what it kept alone, deepest first so that the first is handed out last."""
         idle = self._idle(self.prefix.unpin(hashes))[::-1]
-        for block in idle:
-            self.prefix.forget(block)
+        self.prefix.forget(*idle)
         self.pool.free_cached(idle)
         return tuple(idle)
 

@@ -136,7 +136,7 @@ class Scheduler:
         self._kv.settle()
         if self._run is not None:
             if not self._aborting and self._run.commit(result):
-                return StepEvents(plan.step, (), result.num_tokens)
+                return StepEvents(plan.step, self._end_run(result), result.num_tokens)
             self._leave_run()
         finished: list[Finish] = []
         got: list[int] = []
@@ -238,6 +238,18 @@ class Scheduler:
         self.write_back()
         if self._run is not None:
             self._run, self._is_settled = None, False
+
+    def _end_run(self, result: StepResult) -> tuple[Finish, ...]:
+        """End those whose last token a step of the run has brought, and the run with them."""
+        run = self._run
+        if run is None or not run.is_over(result):
+            return ()
+        self._leave_run()
+        self._is_settled = True
+        finished = run.finishes(result)
+        for finish in finished:
+            self._end(self._sequences[finish.seq_id], finish.reason)
+        return finished
 
     # -- the life of a sequence ---------------------------------------------------------------------------------------
 

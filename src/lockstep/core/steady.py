@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from lockstep.core.kv import KVCache
 from lockstep.core.queue import TenantLedger
+from lockstep.core.request import FinishReason
 from lockstep.core.sequence import Sequence
-from lockstep.core.step import StepPlan, StepResult
+from lockstep.core.step import Finish, StepPlan, StepResult
 
 
 class SteadyRun:
@@ -44,6 +45,8 @@ class SteadyRun:
         """Whether the last step was one of this run that moved nothing, so that the next may be its repeat."""
         self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
         """Step of the run in which somebody reaches its limit: the last one."""
+        self._quiet_until = min(self._last, *self._due)
+        """Step of the run in which somebody reaches its limit or needs a block."""
 
     @property
     def num_unwritten_tokens(self) -> int:
@@ -53,7 +56,7 @@ class SteadyRun:
     @property
     def num_quiet_steps(self) -> int:
         """Steps ahead in which not even a block is needed."""
-        return max(0, min(self._last, *self._due) - self._num_steps) if self._is_plain else 0
+        return max(0, self._quiet_until - self._num_steps) if self._is_plain else 0
 
     def plan(self, step: int) -> StepPlan | None:
         """The next step, or None when there are too few blocks for it."""
@@ -69,11 +72,24 @@ class SteadyRun:
         )
 
     def commit(self, result: StepResult) -> bool:
-        """Count a step; False, with nothing touched, when it brought more than one token each or ended somebody."""
-        if self._num_steps >= self._last or result.num_tokens != self._ones or result.finishes != self._nones:
+        """Count a step; False, with nothing touched, when it brought more than one token each."""
+        if result.num_tokens != self._ones:
             return False
         self.advance(1)
         return True
+
+    def is_over(self, result: StepResult) -> bool:
+        """Whether somebody ends with the step that was counted last."""
+        return self._num_steps > self._last or result.finishes != self._nones
+
+    def finishes(self, result: StepResult) -> tuple[Finish, ...]:
+        """Who ends with it, by rank; everything is written back."""
+        reasons = [
+            FinishReason.LENGTH if reason is None and seq.num_known == seq.max_known else reason
+            for seq, reason in zip(self.seqs, result.finishes, strict=True)
+        ]
+        pairs = zip(self._ids, reasons, strict=True)
+        return tuple([Finish(seq_id, reason) for seq_id, reason in pairs if reason is not None])
 
     def advance(self, num_steps: int) -> None:
         """Count steps."""
@@ -100,4 +116,5 @@ class SteadyRun:
             assert held, "plan has asked how many are available"
             self._tables[row] = seq.table
         self._due[self._num_steps + self._block_size] = rows
+        self._quiet_until = min(self._last, *self._due)
         self._frozen_tables = tuple(self._tables)

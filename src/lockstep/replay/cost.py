@@ -39,5 +39,10 @@ class CostModel:
 
     def num_begun_within(self, gap_ps: int, num_steps: int, num_decode_seqs: int, num_context_tokens: int) -> int:
         """How many of the steps of such a run begin before ``gap_ps`` is over, counted from the first one's begin."""
+        if gap_ps <= 0:
+            return 0
+        if not self.context_token_ps:
+            step_ps = self.step_ps(0, num_decode_seqs, 0)
+            return min(num_steps, -(-gap_ps // step_ps)) if step_ps else num_steps
         begins = range(num_steps)
         return bisect_left(begins, gap_ps, key=lambda step: self.run_ps(step, num_decode_seqs, num_context_tokens))

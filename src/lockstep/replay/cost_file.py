@@ -1,9 +1,11 @@
-"""Cost models in files: a JSON object with the prices of ``CostModel``, and whatever else its writer adds."""
+"""A cost model on disk: prices, how far they can be trusted, and what they were measured on."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -11,28 +13,107 @@ from lockstep.errors import UsageError
 from lockstep.replay.cost import CostModel
 from lockstep.replay.workload import PS_PER_MS
 
-MAX_BYTES = 16 << 20
+KIND = "lockstep-cost"
+VERSION = 1
+"""Of the file's form; newer ones are refused."""
+MAX_BYTES = 1 << 20
+"""A cost model has a few kilobytes; what is larger is something else."""
 MAX_TICK_MS = 1e9
 """Eleven days a step."""
+MAX_PRICE_PS = 10**18
+"""Likewise for one token: what is above is no measurement."""
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """Prediction interval of one step: from ``low`` to ``high`` times its prediction."""
+
+    level: float
+    """The share of steps that it is to contain."""
+    low: float
+    high: float
+    steps: int
+    """Residuals that it is the quantiles of; the fit has not seen them."""
+    method: str
+
+
+class Residuals(msgspec.Struct, frozen=True):
+    """Measured by predicted, less one; of the steps that the fit was made on."""
+
+    steps: int
+    median: float
+    p5: float
+    p95: float
+    mean_absolute: float
+    r_squared: float
+    """Share of the variance of step times that is explained."""
+
+
+class HeldOut(msgspec.Struct, frozen=True):
+    """How the model does on steps that neither fit nor interval has seen."""
+
+    steps: int
+    coverage: float
+    """Share within the interval."""
+    total_error: float
+    """Predicted time of all of them by the measured one, less one."""
+
+
+class MadeOn(msgspec.Struct, frozen=True):
+    """Where the prices hold."""
+
+    lockstep: str
+    machine: str
+    model: str
+    fingerprint: str
+    config: dict[str, Any]
+
+
+class CostFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole file. Prices are picoseconds, as in ``CostModel``."""
+
+    kind: str = KIND
+    version: int = VERSION
+    constant_ps: int
+    prefill_token_ps: int
+    decode_seq_ps: int
+    context_token_ps: int
+    interval: Interval
+    residuals: Residuals
+    held_out: HeldOut
+    ranges: dict[str, tuple[int, int]]
+    """Least and greatest value of each feature that was seen; beyond them the model extrapolates."""
+    made_on: MadeOn
+    notes: tuple[str, ...] = ()
+
+    def model(self) -> CostModel:
+        """The prices."""
+        return CostModel(**{field.name: getattr(self, field.name) for field in fields(CostModel)})
 
 
 class _Prices(msgspec.Struct):
-    """The prices must be there; other keys are the writer's business."""
+    """What a reader needs; a file written by hand may have no more than the prices."""
 
     constant_ps: int
     prefill_token_ps: int
     decode_seq_ps: int
     context_token_ps: int
+    kind: str = KIND
+    version: int = VERSION
 
 
-def read_cost(path: Path) -> CostModel:
-    """The cost model in a file.
+def to_bytes(file: CostFile) -> bytes:
+    """Indented JSON with a newline at its end."""
+    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+
+
+def read_cost(path: str | Path) -> CostModel:
+    """The prices of a file; what else it says is for readers.
 
     Raises:
-        UsageError: there is none, or a price is missing, no whole number or negative.
+        UsageError: it cannot be read, is no cost model, of a newer version, or has a price that cannot be.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{path}: the cost model cannot be read: {error.strerror}") from None
@@ -40,12 +121,18 @@ def read_cost(path: Path) -> CostModel:
         raise UsageError(f"{path} is over {MAX_BYTES >> 20} MiB; that is no cost model")
     try:
         prices = msgspec.json.decode(data, type=_Prices)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is no cost model: {error}; `lockstep calibrate` writes them") from None
-    values = msgspec.structs.asdict(prices)
+    if prices.kind != KIND:
+        raise UsageError(f"{path} is no cost model: its kind is {prices.kind!r}, not {KIND!r}")
+    if prices.version > VERSION:
+        raise UsageError(f"{path} has version {prices.version}; this Lockstep reads up to {VERSION}")
+    values = {field.name: getattr(prices, field.name) for field in fields(CostModel)}
     for name, price in values.items():
         if price < 0:
             raise UsageError(f"{path}: {name} is {price}; no step takes negative time")
+        if price > MAX_PRICE_PS:
+            raise UsageError(f"{path}: {name} is {price}; at most {MAX_PRICE_PS} can be meant")
     return CostModel(**values)
 
 

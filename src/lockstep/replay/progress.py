@@ -141,11 +141,16 @@ class Progress:
         if self._num_got:
             self.gaps.count(tick - self._last_tick, end_ps - self._last_ps, len(self._batch))
         else:
+            num_together = 0
             for life in self._batch:
                 if life.first_token_tick < 0:
                     life.first_token_tick, life.first_token_ps = tick, end_ps
+                elif life.last_token_tick == self._last_tick:
+                    num_together += 1
                 else:
                     self.gaps.count(tick - life.last_token_tick, end_ps - life.last_token_ps, 1)
+            if num_together:
+                self.gaps.count(tick - self._last_tick, end_ps - self._last_ps, num_together)
         self._num_got += 1
         self._last_tick, self._last_ps = tick, end_ps
 

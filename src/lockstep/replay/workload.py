@@ -32,12 +32,12 @@ class WorkloadRequest:
     num_output_tokens: int
     """What it gets if nothing ends it before; at most ``max_output_tokens``."""
     arrival: int
-    """From the first request's on, in the workload's unit; never less than that of the request before."""
+    """From the workload's start on, in its unit; never less than that of the request before."""
     priority: int = Priority.NORMAL
     tenant: str = ""
     contents: tuple[int, ...] = ()
     """One dense id for each block of ``content_size`` tokens of the prompt, a partial last one included; equal ids are
-    equal content with equal past. Empty: shares nothing."""
+    equal content with equal past. Blocks without an id, all of them or the last ones, share nothing."""
     place: str = ""
     """Where it stands in its file, for messages: ``trace.jsonl:17``."""
 
@@ -46,7 +46,7 @@ class WorkloadRequest:
 class Workload:
     """Requests in order of arrival, and what the file says of the scheduler that should serve them.
 
-    ``requests`` may be read once only when it streams from a file; whoever needs it twice makes a tuple of it.
+    ``requests`` may be iterated over more than once; when it streams from a file, each time reads the file anew.
     """
 
     name: str

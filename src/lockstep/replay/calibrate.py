@@ -1,0 +1,183 @@
+"""From the steps of a live run to what a step costs: a robust fit, prediction intervals, and how well both hold.
+
+A step's cost is its duration and the gap before it, while there was work; each is fitted for itself, because a gap
+after idleness says nothing, and the sum of two linear models is one. Steps go to three parts by their number, so that
+each part sees the whole run: three fifths make the fit, one fifth the interval, one fifth only tests.
+
+The interval is that of split conformal prediction (Lei, G'Sell, Rinaldo, Tibshirani and Wasserman, "Distribution-free
+predictive inference for regression", JASA 2018) with residuals relative to the prediction: with a = 1 - level, from the
+floor((n + 1) a / 2)th to the ceil((n + 1) (1 - a / 2))th smallest of n residuals. It assumes no distribution, only that
+steps are exchangeable; noise that comes in waves makes it too narrow for some minutes and too wide for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil, floor
+from typing import Any, Protocol
+
+import numpy as np
+
+from lockstep.errors import TraceError
+from lockstep.replay.cost_file import CostFile, HeldOut, Interval, MadeOn, Residuals
+from lockstep.replay.least_squares import Array, dependence, robust
+
+FEATURES = ("constant", "prefill tokens", "decoding sequences", "context tokens")
+MIN_STEPS = 50
+"""Fewer are refused: thirty make four prices, ten an interval, ten a test."""
+MAX_STEPS = 2_000_000
+"""Later ones are not read: prices are settled, and memory ends."""
+LEVEL = 0.9
+_PARTS = ("fit", "fit", "fit", "interval", "test")
+_DEPENDENT = 0.999
+"""A feature that the others explain so well has no price of its own."""
+_US_TO_PS = 1_000_000
+METHOD = "split conformal, relative residuals (Lei et al. 2018)"
+
+
+class MeasuredStep(Protocol):
+    """What a recording tells of a step (replay/trace)."""
+
+    @property
+    def duration_us(self) -> int: ...
+    @property
+    def gap_us(self) -> int:
+        """Between the end of the device's step before and the start of this one."""
+
+    @property
+    def is_after_idle(self) -> bool:
+        """Whether nobody had work in that gap."""
+
+    @property
+    def num_prefill_tokens(self) -> int: ...
+    @property
+    def num_decode_seqs(self) -> int: ...
+    @property
+    def num_context_tokens(self) -> int: ...
+
+
+def calibrate(steps: Iterable[MeasuredStep], made_on: MadeOn, level: float = LEVEL) -> CostFile:
+    """Fit and judge.
+
+    Args:
+        level: share of steps that the interval is to contain.
+
+    Raises:
+        TraceError: too few steps, or steps that never did what prices are asked for.
+    """
+    table, num_left_out = _table(steps)
+    _check(table)
+    features, durations, gaps, is_after_idle = _columns(table)
+    parts = np.array(_PARTS)[np.arange(len(table)) % len(_PARTS)]
+    notes = _notes(features, num_left_out)
+    is_fit = parts == "fit"
+    duration_prices = robust(features[is_fit], durations[is_fit])
+    has_gap = is_fit & ~is_after_idle
+    if has_gap.sum() >= MIN_STEPS // 2:
+        gap_prices = robust(features[has_gap], gaps[has_gap])
+    else:
+        gap_prices = np.zeros(len(FEATURES))
+        notes.append("nearly every step came after idleness: what lies between steps is not priced")
+    whole = durations + np.where(is_after_idle, 0.0, gaps)
+    predicted = features @ duration_prices + np.where(is_after_idle, 0.0, features @ gap_prices)
+    relative = whole / np.maximum(predicted, 1e-9) - 1
+    interval = _interval(relative[parts == "interval"], level, notes)
+    is_test = parts == "test"
+    prices = [round(float(each) * _US_TO_PS) for each in duration_prices + gap_prices]
+    return CostFile(
+        constant_ps=prices[0],
+        prefill_token_ps=prices[1],
+        decode_seq_ps=prices[2],
+        context_token_ps=prices[3],
+        interval=interval,
+        residuals=_residuals(relative[is_fit], whole[is_fit], predicted[is_fit]),
+        held_out=_held_out(relative[is_test], whole[is_test], predicted[is_test], interval),
+        ranges={
+            name: (int(features[:, index].min()), int(features[:, index].max()))
+            for index, name in enumerate(FEATURES)
+            if index
+        },
+        made_on=made_on,
+        notes=tuple(notes),
+    )
+
+
+def _table(steps: Iterable[MeasuredStep]) -> tuple[Any, int]:
+    """[steps, 6] whole numbers: prefill, decode, context, duration, gap, after idle; and how many were left out."""
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    num_left_out = 0
+    for step in steps:
+        if len(rows) == MAX_STEPS:
+            num_left_out += 1
+            continue
+        work = step.num_prefill_tokens, step.num_decode_seqs, step.num_context_tokens
+        if any(work):
+            rows.append((*work, step.duration_us, step.gap_us, step.is_after_idle))
+    return np.array(rows, dtype=np.int64).reshape(-1, 6), num_left_out
+
+
+def _check(table: Any) -> None:
+    if len(table) < MIN_STEPS:
+        raise TraceError(f"{len(table)} steps are too few for a cost model; record at least {MIN_STEPS}")
+    if not table[:, 0].any():
+        raise TraceError("no step computed prompt tokens, so their price is unknown; record requests from their start")
+    if not table[:, 1].any():
+        raise TraceError("no step decoded, so that price is unknown; record requests with several output tokens")
+    if not table[:, 3].any():
+        raise TraceError("every step took 0 microseconds: this recording has no durations")
+
+
+def _columns(table: Any) -> tuple[Array, Array, Array, Any]:
+    features = np.ones((len(table), len(FEATURES)))
+    features[:, 1:] = table[:, :3]
+    return features, table[:, 3].astype(float), table[:, 4].astype(float), table[:, 5].astype(bool)
+
+
+def _notes(features: Array, num_left_out: int) -> list[str]:
+    explained = dependence(features)
+    notes = [
+        f"{name} follow from the other features in this run (R squared {explained[index]:.6f}): the sum is priced, the"
+        " share of each is not known; record a run whose load varies"
+        for index, name in enumerate(FEATURES)
+        if explained[index] > _DEPENDENT
+    ]
+    if num_left_out:
+        notes.append(f"made on the first {MAX_STEPS:,} steps; {num_left_out:,} more were not read")
+    return notes
+
+
+def _interval(relative: Array, level: float, notes: list[str]) -> Interval:
+    ordered, number = np.sort(relative), len(relative)
+    low, high = floor((number + 1) * (1 - level) / 2), ceil((number + 1) * (1 + level) / 2)
+    if low < 1 or high > number:
+        low, high, level = 1, number, (number - 1) / (number + 1)
+        notes.append(f"{number} residuals give an interval of no more than {level:.0%}; record more steps")
+    return Interval(
+        level=round(level, 6),
+        low=round(max(0.0, 1 + float(ordered[low - 1])), 6),
+        high=round(1 + float(ordered[high - 1]), 6),
+        steps=number,
+        method=METHOD,
+    )
+
+
+def _residuals(relative: Array, whole: Array, predicted: Array) -> Residuals:
+    p5, median, p95 = (round(float(np.percentile(relative, percent)), 6) for percent in (5, 50, 95))
+    spread = float(((whole - whole.mean()) ** 2).sum())
+    return Residuals(
+        steps=len(relative),
+        median=median,
+        p5=p5,
+        p95=p95,
+        mean_absolute=round(float(np.abs(relative).mean()), 6),
+        r_squared=round(1 - float(((whole - predicted) ** 2).sum()) / spread, 6) if spread else 0.0,
+    )
+
+
+def _held_out(relative: Array, whole: Array, predicted: Array, interval: Interval) -> HeldOut:
+    is_within = (1 + relative >= interval.low - 1e-6) & (1 + relative <= interval.high + 1e-6)
+    return HeldOut(
+        steps=len(relative),
+        coverage=round(float(is_within.mean()), 6),
+        total_error=round(float(predicted.sum() / max(whole.sum(), 1e-9)) - 1, 6),
+    )

@@ -1,0 +1,148 @@
+"""How two decisions of one step differ, and over whom. Pure: plans and events in, a difference out.
+
+Two sides are compared on the same requests, so that until they differ a sequence has the same id on both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lockstep.core.request import FinishReason
+from lockstep.core.step import Chunk, StepEvents, StepPlan
+
+
+class Change(Enum):
+    """What kind of decision differs. In the order in which it is decided, which is the order of looking."""
+
+    REFUSAL = "refusal"
+    """One side refuses a request at its arrival."""
+    IDLE = "idle"
+    """One side has nothing to do, or has come to its end."""
+    VICTIM = "victim"
+    """Another sequence is preempted, or only one side preempts any."""
+    MOVE = "move"
+    """The same victims, but what they held is kept on the host by one side and dropped by the other."""
+    TURN = "turn"
+    """A running sequence takes part in one side's step and waits in the other's."""
+    CHUNK = "chunk"
+    """A sequence computes another number of tokens."""
+    RESUMPTION = "resumption"
+    """A preempted sequence runs again on one side only."""
+    ADMISSION = "admission"
+    """Another request leaves the queue."""
+    CACHE = "cache"
+    """The same request is admitted, but with another part of its prompt taken from the cache."""
+    BLOCK = "block"
+    """The same work in other blocks."""
+    END = "end"
+    """Another sequence ends, or for another reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one side decided in one step."""
+
+    plan: StepPlan | None
+    """None: nothing ran."""
+    events: StepEvents | None
+    refused: tuple[str, ...] = ()
+    """Names of the requests that were refused on arriving before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first thing, in the order of deciding, that two decisions do not share."""
+
+    change: Change
+    only_a: tuple[int, ...]
+    """Ids of sequences (or for refusals their places in ``Decision.refused``) that it happens to on the first side
+    only, or differently on the two sides; for blocks, whose tables differ."""
+    only_b: tuple[int, ...]
+
+
+def difference(a: Decision, b: Decision) -> Difference | None:
+    """What the two decisions of a step first differ in; None: nothing."""
+    if a.refused != b.refused:
+        return Difference(Change.REFUSAL, _places_missing(a.refused, b.refused), _places_missing(b.refused, a.refused))
+    if a.plan is None or b.plan is None:
+        if a.plan is b.plan:
+            return None
+        return Difference(Change.IDLE, a.plan.seq_ids if a.plan else (), b.plan.seq_ids if b.plan else ())
+    if a.plan == b.plan:
+        return None if a.events == b.events else _ends(a.events, b.events)
+    return (
+        _lists(Change.VICTIM, a.plan.preempted, b.plan.preempted)
+        or _moves(a.plan, b.plan)
+        or _rows(a.plan, b.plan)
+        or _lists(Change.RESUMPTION, a.plan.resumed, b.plan.resumed)
+        or _lists(Change.ADMISSION, a.plan.admitted, b.plan.admitted)
+        or _new_rows(a.plan, b.plan)
+        or _blocks(a.plan, b.plan)
+    )
+
+
+def _places_missing(names: tuple[str, ...], others: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(place for place, name in enumerate(names) if name not in others)
+
+
+def _lists(change: Change, a: tuple[int, ...], b: tuple[int, ...]) -> Difference | None:
+    if a == b:
+        return None
+    only_a = tuple(seq_id for seq_id in a if seq_id not in b)
+    only_b = tuple(seq_id for seq_id in b if seq_id not in a)
+    if not only_a and not only_b:  # the same in another order
+        place = next(place for place, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+        only_a, only_b = a[place : place + 1], b[place : place + 1]
+    return Difference(change, only_a, only_b)
+
+
+def _moves(a: StepPlan, b: StepPlan) -> Difference | None:
+    """Whether victims' blocks go to the host. Which host blocks they get is a matter of blocks."""
+    if [device for device, _ in a.swap_out] == [device for device, _ in b.swap_out]:
+        return None
+    return Difference(Change.MOVE, a.preempted, b.preempted)
+
+
+def _rows(a: StepPlan, b: StepPlan) -> Difference | None:
+    """Rows of those who ran before."""
+    old_a, old_b = (
+        {row.seq_id: row for row in plan.chunks() if row.seq_id not in plan.admitted and row.seq_id not in plan.resumed}
+        for plan in (a, b)
+    )
+    if tuple(old_a) != tuple(old_b):
+        return _lists(Change.TURN, tuple(old_a), tuple(old_b))
+    return _lengths([(old_a[seq_id], old_b[seq_id]) for seq_id in old_a])
+
+
+def _lengths(pairs: list[tuple[Chunk, Chunk]]) -> Difference | None:
+    ids = tuple(x.seq_id for x, y in pairs if (x.length, x.samples) != (y.length, y.samples))
+    return Difference(Change.CHUNK, ids, ids) if ids else None
+
+
+def _new_rows(a: StepPlan, b: StepPlan) -> Difference | None:
+    """Rows of those who run from this step on; they are the same on both sides."""
+    rows_a, rows_b = ({row.seq_id: row for row in plan.chunks()} for plan in (a, b))
+    both = [(rows_a[seq_id], rows_b[seq_id]) for seq_id in rows_a if seq_id in rows_b]
+    cached = tuple(x.seq_id for x, y in both if x.start != y.start)
+    if cached:
+        return Difference(Change.CACHE, cached, cached)
+    return _lists(Change.TURN, a.seq_ids, b.seq_ids) or _lengths(both)
+
+
+def _blocks(a: StepPlan, b: StepPlan) -> Difference:
+    ids = tuple(
+        seq_id for seq_id, x, y in zip(a.seq_ids, a.tables, b.tables, strict=True) if x != y
+    )  # none: only what is given up, or where on the host it goes, differs
+    return Difference(Change.BLOCK, ids, ids)
+
+
+def _ends(a: StepEvents | None, b: StepEvents | None) -> Difference:
+    ended_a, ended_b = (_ended(events) for events in (a, b))
+    only_a = tuple(seq_id for seq_id, reason in ended_a.items() if ended_b.get(seq_id) is not reason)
+    only_b = tuple(seq_id for seq_id, reason in ended_b.items() if ended_a.get(seq_id) is not reason)
+    return Difference(Change.END, only_a, only_b)
+
+
+def _ended(events: StepEvents | None) -> dict[int, FinishReason]:
+    return {} if events is None else {finish.seq_id: finish.reason for finish in events.finished}

@@ -1,0 +1,1 @@
+"""How replays are shown: on a terminal, as one HTML page, as a trace for Perfetto."""

@@ -1,0 +1,204 @@
+"""A replay as a trace that Perfetto opens: steps, counters, and what each request went through.
+
+The format is that of Chrome's trace events ("Trace Event Format", the JSON Object Format): complete events ``X``,
+counters ``C``, flows ``s`` and ``f``, metadata ``M``; times are microseconds of logical time. Written as it happens,
+so a replay of any length needs the memory of its requests only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from lockstep.errors import UsageError
+from lockstep.replay.timeline import RequestOutcome, Tick
+
+_PS_PER_US = 1_000_000
+_SCHEDULER, _REQUESTS = 1, 2
+"""Process ids in the trace; their threads are the tracks."""
+_STEPS = 1
+MAX_LANES = 10_000
+"""Tracks of requests that are drawn beside each other; a request that finds none free is counted, not drawn."""
+
+
+class PerfettoWriter:
+    """A watcher that writes events into a file as they come; ``add_requests`` follows when the replay is over.
+
+    A context manager; what is written is whole JSON once the block is left without an exception.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path | str, name: str) -> None:
+        try:
+            self._file: IO[str] = open(path, "w", encoding="utf-8", newline="\n")  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise UsageError(f"{path}: the trace cannot be written there: {error.strerror}") from error
+        self._separator = ""
+        self._end_ps = 0
+        """Of the step before."""
+        self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        self._metadata("process_name", _SCHEDULER, 0, {"name": f"scheduler ({name})"})
+        self._metadata("thread_name", _SCHEDULER, _STEPS, {"name": "steps"})
+        self._metadata("process_name", _REQUESTS, 0, {"name": "requests"})
+        self.num_left_out = 0
+        """Requests that were not drawn, because MAX_LANES others were under way."""
+
+    def __enter__(self) -> PerfettoWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._counters(self._end_ps, 0, 0, 0, 0, 0)
+        self._file.write("\n]}\n")
+        self._file.close()
+
+    def __call__(self, tick: Tick) -> None:
+        """Write a step, or a run of them, and the counters from its begin on."""
+        start_us = _us(tick.start_ps)
+        if tick.start_ps > self._end_ps:
+            self._counters(self._end_ps, 0, 0, 0, 0, 0)
+        self._end_ps = tick.start_ps + tick.duration_ps
+        if tick.plan is not None:
+            self._event(
+                ph="X",
+                name=_step_name(tick),
+                cat="step",
+                pid=_SCHEDULER,
+                tid=_STEPS,
+                ts=start_us,
+                dur=_us(tick.duration_ps),
+                args=_step_args(tick),
+            )
+        self._counters(
+            tick.start_ps,
+            tick.num_queued,
+            tick.num_active,
+            tick.num_used_blocks,
+            tick.num_prefill_tokens,
+            _num_decode_tokens(tick),
+        )
+
+    def add_requests(self, outcomes: Iterable[RequestOutcome]) -> None:
+        """Write what requests went through, in tracks of which each holds one request at a time."""
+        free: list[int] = []
+        busy: list[tuple[int, int]] = []
+        num_lanes = 0
+        for outcome in sorted(outcomes, key=lambda each: (each.arrival_ps, each.seq_id)):
+            if outcome.finished_ps < 0:
+                continue
+            while busy and busy[0][0] <= outcome.arrival_ps:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            if not free and num_lanes == MAX_LANES:
+                self.num_left_out += 1
+                continue
+            if not free:
+                num_lanes += 1
+                heapq.heappush(free, num_lanes)
+                self._metadata("thread_name", _REQUESTS, num_lanes, {"name": f"lane {num_lanes}"})
+            lane = heapq.heappop(free)
+            heapq.heappush(busy, (outcome.finished_ps, lane))
+            self._request(outcome, lane)
+
+    def _request(self, outcome: RequestOutcome, lane: int) -> None:
+        whole = {"pid": _REQUESTS, "tid": lane, "cat": "request"}
+        self._event(
+            ph="X",
+            name=outcome.name,
+            ts=_us(outcome.arrival_ps),
+            dur=_us(outcome.finished_ps - outcome.arrival_ps),
+            args=_request_args(outcome),
+            **whole,
+        )
+        for name, start_ps, end_ps in phases(outcome):
+            self._event(ph="X", name=name, ts=_us(start_ps), dur=_us(end_ps - start_ps), **whole)
+        if outcome.admitted_ps >= 0:
+            flow = {"name": "admitted", "cat": "admission", "id": outcome.seq_id, "ts": _us(outcome.admitted_ps)}
+            self._event(ph="s", pid=_SCHEDULER, tid=_STEPS, **flow)
+            self._event(ph="f", bp="e", pid=_REQUESTS, tid=lane, **flow)
+
+    def _counters(self, at_ps: int, queued: int, running: int, blocks: int, prefill: int, decode: int) -> None:
+        """Values from ``at_ps`` on."""
+        counters = {
+            "requests": {"queued": queued, "running": running},
+            "KV blocks": {"used": blocks},
+            "batch tokens": {"prefill": prefill, "decode": decode},
+        }
+        for name, values in counters.items():
+            self._event(ph="C", name=name, pid=_SCHEDULER, tid=0, ts=_us(at_ps), args=values)
+
+    def _metadata(self, name: str, pid: int, tid: int, args: dict[str, str]) -> None:
+        self._event(ph="M", name=name, pid=pid, tid=tid, args=args)
+
+    def _event(self, **event: Any) -> None:
+        self._file.write(self._separator + "\n" + json.dumps(event, separators=(",", ":")))
+        self._separator = ","
+
+
+def phases(outcome: RequestOutcome) -> Iterator[tuple[str, int, int]]:
+    """What a request went through: name, begin and end in picoseconds; only what it came to."""
+    borders = (
+        ("queued", outcome.arrival_ps, outcome.admitted_ps),
+        ("prefill", outcome.admitted_ps, outcome.first_token_ps),
+        ("decode", outcome.first_token_ps, outcome.finished_ps),
+    )
+    for name, start_ps, end_ps in borders:
+        if start_ps < 0:
+            return
+        end_ps = end_ps if end_ps >= 0 else outcome.finished_ps
+        if end_ps > start_ps:
+            yield name, start_ps, end_ps
+
+
+def _us(ps: int) -> float | int:
+    """Microseconds; a whole number where it is one, so that the common case is short."""
+    return ps // _PS_PER_US if ps % _PS_PER_US == 0 else ps / _PS_PER_US
+
+
+def _step_name(tick: Tick) -> str:
+    kinds = [
+        kind
+        for kind, is_there in (("prefill", tick.num_prefill_tokens), ("decode", _num_decode_tokens(tick)))
+        if is_there
+    ]
+    name = " + ".join(kinds) or "moves"
+    return name if tick.num_ticks == 1 else f"{tick.num_ticks} x {name}"
+
+
+def _num_decode_tokens(tick: Tick) -> int:
+    """Tokens of each of the steps that are no prompt."""
+    return tick.plan.num_tokens - tick.num_prefill_tokens if tick.plan is not None else 0
+
+
+def _step_args(tick: Tick) -> dict[str, Any]:
+    assert tick.plan is not None
+    assert tick.events is not None
+    return {
+        "tick": tick.tick,
+        "ticks": tick.num_ticks,
+        "sequences": tick.plan.num_sequences,
+        "prefill tokens": tick.num_prefill_tokens,
+        "output tokens": tick.num_decoded_tokens,
+        "admitted": list(tick.plan.admitted),
+        "finished": {str(seq_id): reason.value for seq_id, reason in tick.events.finished},
+        "preempted": list(tick.plan.preempted),
+        "resumed": list(tick.plan.resumed),
+    }
+
+
+def _request_args(outcome: RequestOutcome) -> dict[str, Any]:
+    return {
+        "id": outcome.seq_id,
+        "priority": outcome.priority,
+        "tenant": outcome.tenant,
+        "prompt tokens": outcome.num_prompt_tokens,
+        "output tokens": outcome.num_output_tokens,
+        "cached tokens": outcome.num_cached_tokens,
+        "preemptions": outcome.num_preemptions,
+    }

@@ -1,0 +1,125 @@
+"""Runs one side again up to a step, and writes down what its scheduler stood before."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from itertools import takewhile
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.sequence import SequenceState, SequenceView
+from lockstep.replay.contents import content_hashes
+from lockstep.replay.side_by_side import Place
+from lockstep.replay.simulator import Simulation
+from lockstep.replay.situation import Situation, Standing
+from lockstep.replay.workload import ArrivalUnit, WorkloadRequest
+
+
+def witness(label: str, simulation: Simulation, requests: Sequence[WorkloadRequest], place: Place) -> Situation:
+    """The facts of one side at a step.
+
+    Args:
+        simulation: a fresh one, of the side.
+        requests: those of its workload.
+        place: where the side stood.
+    """
+    while simulation.tick < place.run_tick and simulation.step() is not None:
+        pass
+    scheduler = simulation.scheduler
+    num_arrived = len(simulation.replay().outcomes)
+    coming = _arriving(simulation, requests[num_arrived:])
+    stats = scheduler.stats()
+    views = {
+        outcome.seq_id: (index, view)
+        for index, outcome in enumerate(simulation.replay().outcomes)
+        if (view := scheduler.view(outcome.seq_id)) is not None
+    }
+    held = {block for _, view in views.values() for block in view.table}
+    standings = {
+        seq_id: _standing(simulation, index, requests[index], view, held, place.tick - place.run_tick)
+        for seq_id, (index, view) in views.items()
+    }
+    new = [
+        _standing(simulation, index, request, None, held, 0) for index, request in enumerate(coming, start=num_arrived)
+    ]
+    tick = simulation.step()
+    ids = [outcome.seq_id for outcome in simulation.replay().outcomes[num_arrived:]]
+    standings.update((seq_id, standing) for seq_id, standing in zip(ids, new, strict=False) if seq_id >= 0)
+    return Situation(
+        label=label,
+        config=simulation.config,
+        decision=place.decision,
+        standings=standings,
+        num_active=0 if tick is None else tick.num_active,
+        num_free_blocks=simulation.config.num_blocks - (0 if tick is None else tick.num_used_blocks),
+        num_free_host_blocks=stats.num_free_host_blocks,
+    )
+
+
+def _arriving(simulation: Simulation, rest: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
+    """Those that the next step begins with."""
+    now = simulation.tick if simulation.workload.unit is ArrivalUnit.TICKS else simulation.now_ps
+    if rest and not simulation.scheduler.has_work:
+        now = max(now, rest[0].arrival)
+    return list(takewhile(lambda request: request.arrival <= now, rest))
+
+
+def _standing(
+    simulation: Simulation,
+    index: int,
+    request: WorkloadRequest,
+    view: SequenceView | None,
+    held: Container[int],
+    num_steps_into_run: int,
+) -> Standing:
+    """
+    Args:
+        view: None for one that is only arriving.
+        num_steps_into_run: how far on the step is in a run of equal steps, in which who decodes gets a token each time.
+    """
+    config = simulation.config
+    state = SequenceState.WAITING if view is None else view.state
+    hits = _hits(simulation, request) if state is SequenceState.WAITING else ()
+    num_computed = 0 if view is None else view.num_computed
+    return Standing(
+        index=index,
+        name=request.name,
+        state=state,
+        priority=request.priority,
+        tenant=request.tenant,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_output_tokens=request.max_output_tokens,
+        num_computed=num_computed + (num_steps_into_run if state is SequenceState.RUNNING else 0),
+        num_held_blocks=0 if view is None else len(view.table),
+        num_host_blocks=0 if view is None else len(view.host_table),
+        num_cached_tokens=len(hits) * config.block_size,
+        num_needed_blocks=_num_needed(config, request, view, hits, held),
+    )
+
+
+def _hits(simulation: Simulation, request: WorkloadRequest) -> tuple[int, ...]:
+    """Blocks that the prefix cache would give it now."""
+    config, size = simulation.config, simulation.workload.content_size
+    if not config.enable_prefix_caching or not request.contents or not size or size % config.block_size:
+        return ()
+    hashes = content_hashes(request.contents, size, config.block_size, request.num_prompt_tokens)
+    blocks = simulation.scheduler.cached_blocks(hashes[: (request.num_prompt_tokens - 2) // config.block_size])
+    return tuple(takewhile(bool, (block or 0 for block in blocks)))
+
+
+def _num_needed(
+    config: SchedulerConfig,
+    request: WorkloadRequest,
+    view: SequenceView | None,
+    hits: tuple[int, ...],
+    held: Container[int],
+) -> int:
+    """Available blocks that admitting or resuming takes; hits that somebody holds cost none."""
+    most = request.num_prompt_tokens + request.max_output_tokens
+    if view is None or view.state is SequenceState.WAITING:
+        positions = most if config.admission == "reserve" else request.num_prompt_tokens
+        return config.blocks_for(positions) - sum(block in held for block in hits)
+    if view.state is SequenceState.PREEMPTED:
+        positions = most if config.admission == "reserve" else view.num_known
+        spare = min(1, config.blocks_for(config.kv_positions(most)) - config.blocks_for(positions))
+        return config.blocks_for(positions) + spare - len(view.table)
+    return 0

@@ -1,0 +1,62 @@
+"""The example workloads give the figures that the system which Lockstep replaces published for its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.replay.configs import config_for
+from lockstep.replay.readers import read_workload
+from lockstep.replay.report import Report, report_of
+from lockstep.replay.simulator import Simulation
+from tools.search_workloads import TARGETS, Target, as_text, figures_of, search
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def replayed(name: str) -> Report:
+    workload = read_workload(EXAMPLES / name)
+    return report_of(Simulation(workload, config_for(workload)).run())
+
+
+def test_workload() -> None:
+    report = replayed("workload.json")
+    assert (report.requests, report.requests_completed, report.total_ticks) == (4, 4, 11)
+    assert (report.prompt_tokens, report.decode_tokens, report.reserved_blocks) == (224, 18, 18)
+    assert (report.peak_blocks, report.kv_capacity) == (12, 20)
+    assert (report.queue_pressure_ticks, report.active_capacity_ticks) == (3, 3)
+    assert report.decode_utilization == 0.818182
+    assert report.all_blocks_returned
+
+
+def test_workload_pressure() -> None:
+    report = replayed("workload_pressure.json")
+    assert (report.requests, report.requests_completed, report.total_ticks) == (8, 8, 27)
+    assert (report.prompt_tokens, report.decode_tokens, report.reserved_blocks) == (432, 48, 35)
+    assert (report.peak_blocks, report.kv_capacity, report.peak_blocks_percent) == (13, 15, 86.666667)
+    assert (report.max_queued, report.max_active, report.config["max_num_seqs"]) == (5, 3, 3)
+    assert report.decode_utilization == 0.888889
+    assert report.kv_occupancy == 0.595062
+    assert report.all_blocks_returned
+
+
+def test_priorities_are_mixed() -> None:
+    workload = read_workload(EXAMPLES / "workload_pressure.json")
+    assert len({request.priority for request in workload.requests}) > 2
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.file)
+def test_the_files_are_as_the_search_writes_them(target: Target) -> None:
+    """Their text is canonical, and what the search looks at is what it looked for."""
+    text = (EXAMPLES / target.file).read_text()
+    drawn = json.loads(text)
+    assert as_text(drawn) == text
+    assert all(wanted in (None, got) for wanted, got in zip(target.figures, figures_of(drawn), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.file)
+def test_the_search_finds_them_again(target: Target) -> None:
+    assert as_text(search(target, seed=0)[1]) == (EXAMPLES / target.file).read_text()

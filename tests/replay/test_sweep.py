@@ -1,0 +1,107 @@
+"""Grids, fronts and prices; and that a sweep is the same whatever number of processes works on it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import UsageError
+from lockstep.replay.grid import MAX_CONFIGS, combinations, pareto_front, parse_grid, price
+from lockstep.replay.metrics import metric_named, short_name
+from lockstep.replay.sweep import Job, Outcome, cheapest, evaluate, front, sweep
+from tests.replay.workloads import config, request, workload
+
+WORKLOAD = workload(*(request(f"r{n}", 12, 6, arrival=n // 4, contents=(n % 3, 7, 8)) for n in range(24)))
+COMMON = {"block_size": "4", "num_blocks": "60", "max_model_len": "64"}
+JOB = Job(WORKLOAD, COMMON, None, {"ttft": 50.0, "e2e": 400.0})
+
+
+def test_a_sweep_in_two_processes_gives_what_one_gives() -> None:
+    some = combinations(parse_grid(["max_num_seqs=1,2,8", "max_num_batched_tokens=4,32"]))
+
+    assert sweep(JOB, some, 2) == sweep(JOB, some, 1)
+
+
+def test_what_cannot_work_is_a_row_with_its_reason() -> None:
+    outcomes = sweep(JOB, combinations(parse_grid(["max_num_seqs=8,0,x"])), 1)
+
+    assert [bool(each.figures) for each in outcomes] == [True, False, False]
+    assert "max_num_seqs is 0" in outcomes[1].refusal
+    assert "max_num_seqs is 'x'" in outcomes[2].refusal
+
+
+def test_the_last_axis_changes_fastest() -> None:
+    grid = parse_grid(["max_num_seqs=1,2", "order=fcfs, fair"])
+
+    assert [tuple(each.values()) for each in combinations(grid)] == [
+        ("1", "fcfs"),
+        ("1", "fair"),
+        ("2", "fcfs"),
+        ("2", "fair"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (["max_num_seqs"], "write field=value,value"),
+        (["max_num_seqs=1,,2"], "write field=value,value"),
+        (["max_num_seq=1"], "did you mean max_num_seqs"),
+        (["max_num_seqs=1", "max_num_seqs=2"], "twice"),
+        (["max_num_seqs=1,1"], "a value twice"),
+        ([], "there is no grid"),
+        ([f"max_num_seqs={','.join(map(str, range(MAX_CONFIGS + 1)))}"], "1,025 combinations"),
+    ],
+)
+def test_a_grid_that_says_nothing_or_too_much_is_refused(axes: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        combinations(parse_grid(axes))
+
+
+@given(st.lists(st.none() | st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=12))
+def test_the_front_is_what_no_other_beats(points: list[tuple[int, int] | None]) -> None:
+    marks = pareto_front(points)
+
+    for point, mark in zip(points, marks, strict=True):
+        beaten = point is None or any(
+            other is not None and other != point and other[0] <= point[0] and other[1] <= point[1] for other in points
+        )
+        assert mark is not beaten
+
+
+def outcome(good: float, **limits: int) -> Outcome:
+    return Outcome({}, config(**limits), {"goodput.ratio": good, "latency_ms.ttft.p99": 10.0, "requests_per_s": good})
+
+
+def test_the_cheapest_that_is_good_enough_has_the_least_kv_memory_then_the_fewest_sequences() -> None:
+    rows = [
+        outcome(1.0, num_blocks=100),
+        outcome(1.0, num_blocks=50, max_num_seqs=16),
+        outcome(0.99, num_blocks=50, max_num_seqs=8),
+        outcome(0.98, num_blocks=20),
+        Outcome({}, None, {}, "cannot work"),
+    ]
+
+    assert cheapest(rows, 0.99) == 2
+    assert cheapest(rows, 1.0) == 1
+    assert cheapest(rows, 1.1) is None
+    assert price(config(num_blocks=10, block_size=32)) > price(config(num_blocks=60, block_size=4))
+
+
+def test_of_some_figures_more_is_better() -> None:
+    rows = [outcome(0.5), outcome(0.9), Outcome({}, None, {}, "cannot work")]
+
+    assert front(rows, ["latency_ms.ttft.p99", "requests_per_s"]) == (False, True, False)
+
+
+def test_metrics_have_the_names_of_the_report_or_short_ones() -> None:
+    names = evaluate(JOB, {}).figures
+
+    assert metric_named("latency_ticks.ttft.p99", names) == "latency_ticks.ttft.p99"
+    assert metric_named("ttft_p99", names) in ("latency_ms.ttft.p99", "latency_ticks.ttft.p99")
+    assert metric_named("ttft_p99", {"latency_ms.ttft.p99": 1, "latency_ticks.ttft.p99": 1}) == "latency_ms.ttft.p99"
+    assert metric_named("output_tokens_per_s", names) == "output_tokens_per_s"
+    assert short_name("latency_ms.tpot.mean") == "tpot_mean"
+    with pytest.raises(UsageError, match=r"did you mean ttft_p99.*There are requests,"):
+        metric_named("tfft_p99", names)
