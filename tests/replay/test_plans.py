@@ -1,4 +1,4 @@
-"""The planner's decisions are made again from their recording: the real cluster writes it, another planner is caught."""
+"""The planner's decisions are made again from the recording of a real cluster; another planner is caught."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from lockstep.cli.replay_trace import verify_trace
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
@@ -48,6 +49,20 @@ async def test_plans_of_a_cluster_that_takes_turns_are_made_again(tmp_path: Path
     assert verdict.divergence is None
     assert verdict.num_plans >= 6, "three loads and what they needed"
     assert not verdict.is_cut
+
+
+async def test_a_directory_is_verified_whole_steps_and_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = await recorded(tmp_path)
+    assert verify_trace(tmp_path) == 0
+    steps, plans = capsys.readouterr().out.splitlines()
+    assert steps.startswith("replay: ")
+    assert plans.startswith("planner: ")
+    assert steps.endswith("identical")
+    assert plans.endswith("plans, identical")
+    assert verify_trace(path) == 0
+    assert capsys.readouterr().out == plans + "\n"
 
 
 async def test_a_planner_that_never_evicts_is_caught_at_the_first_eviction(tmp_path: Path) -> None:

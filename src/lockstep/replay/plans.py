@@ -49,8 +49,10 @@ class PlansVerdict(NamedTuple):
 
 
 def plan_files(path: Path) -> tuple[Path, ...]:
-    """The recordings of plans in a directory, in order; one file is itself."""
-    return tuple(sorted(path.glob(f"*{PLAN_SUFFIX}"))) if path.is_dir() else (path,)
+    """The recordings of plans in a directory, in order; a file that is one is itself, and others are none."""
+    if path.is_dir():
+        return tuple(sorted(path.glob(f"*{PLAN_SUFFIX}")))
+    return (path,) if path.suffix == PLAN_SUFFIX else ()
 
 
 def verify_plans(paths: Sequence[Path], planner: Planner = plan) -> PlansVerdict:
