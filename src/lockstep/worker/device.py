@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.clock import Clock, SystemClock
