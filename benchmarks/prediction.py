@@ -79,18 +79,18 @@ class LiveRun:
 def scenarios(scale: float) -> list[Scenario]:
     """The first is calibrated on. ``scale`` multiplies rates, for machines of another speed."""
     return [
-        Scenario("A", "varying", 320, 16 * scale, 160, 48, 1, ("--max-num-seqs=16",)),
+        Scenario("A", "varying", 200, 16 * scale, 160, 48, 1, ("--max-num-seqs=16",)),
         Scenario(
             "B",
             "all at once, longer prompts, half the places, a quarter of the budget",
-            160,
+            120,
             float("inf"),
             220,
             40,
             2,
             ("--max-num-seqs=8", "--max-num-batched-tokens=128"),
         ),
-        Scenario("C", "steady, shorter prompts, twice the places", 360, 18 * scale, 80, 64, 3, ("--max-num-seqs=32",)),
+        Scenario("C", "steady, shorter prompts, twice the places", 220, 18 * scale, 80, 64, 3, ("--max-num-seqs=32",)),
     ]
 
 
