@@ -1,7 +1,8 @@
 """How well replay predicts: prices from one live run, the figures of other live runs from their arrivals alone.
 
-    python -m benchmarks.prediction                     # pocket://, prints Markdown
-    python -m benchmarks.prediction --out docs/prediction.md
+    python -m benchmarks.prediction                                 # prints Markdown
+    python -m benchmarks.prediction --out docs/prediction.md        # the page that is in the repository
+    python -m benchmarks.prediction --model model.gguf --scale 0.1  # a slower model, a tenth of the rates
 
 A run is a real `lockstep serve --trace` under `bench serve`'s load, every request with its full length. The first run
 is only calibrated on. Each of the others has another load and other limits, and is made twice, alternating, so that the
@@ -24,6 +25,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 from benchmarks.streaming import PATH, serving
@@ -39,6 +41,8 @@ from lockstep.replay.simulator import Simulation
 from lockstep.replay.trace import Trace, live_requests, live_steps, open_trace, workload_of
 from lockstep.version import __version__
 
+MODELS = ("stub://a?step_ms=4&token_us=150", "pocket://")
+"""The stub sleeps as long as it says: what remains of the error is not the cost model's."""
 NUM_WARMUPS = 4
 GOALS = {"output tokens per second": 0.05, "mean end to end, ms": 0.10, "mean time to first token, ms": 0.15}
 """Greatest relative error of each figure that was set as a goal."""
@@ -79,18 +83,18 @@ class LiveRun:
 def scenarios(scale: float) -> list[Scenario]:
     """The first is calibrated on. ``scale`` multiplies rates, for machines of another speed."""
     return [
-        Scenario("A", "varying", 320, 16 * scale, 160, 48, 1, ("--max-num-seqs=16",)),
+        Scenario("A", "varying", 200, 10 * scale, 160, 48, 1, ("--max-num-seqs=16",)),
         Scenario(
             "B",
             "all at once, longer prompts, half the places, a quarter of the budget",
-            160,
+            120,
             float("inf"),
             220,
             40,
             2,
             ("--max-num-seqs=8", "--max-num-batched-tokens=128"),
         ),
-        Scenario("C", "steady, shorter prompts, twice the places", 360, 18 * scale, 80, 64, 3, ("--max-num-seqs=32",)),
+        Scenario("C", "steady, shorter prompts, twice the places", 220, 11 * scale, 80, 64, 3, ("--max-num-seqs=32",)),
     ]
 
 
@@ -193,19 +197,30 @@ def table_of(scenario: Scenario, runs: Sequence[LiveRun], predictions: Sequence[
 
 
 def study(model: str, scale: float, folder: Path) -> str:
-    """Everything, as Markdown."""
+    """Everything of one model, as Markdown."""
     first, *others = scenarios(scale)
+    load_before = os.getloadavg()[0]
     base = run_live(first, model, folder / "A")
     cost = prices_of(base, model)
     runs: dict[str, list[LiveRun]] = {scenario.name: [] for scenario in others}
     for number in (1, 2):
         for scenario in others:
             runs[scenario.name].append(run_live(scenario, model, folder / f"{scenario.name}{number}"))
-    parts = [f"Calibrated on {_words(first)}.\n", _cost_text(cost)]
+    load = f"Load average of the machine: {load_before:.1f} before, {os.getloadavg()[0]:.1f} after."
+    parts = [f"## {model}\n", f"Calibrated on {_words(first)}. {load}\n", _cost_text(cost)]
     for scenario in others:
         predictions = [predict(run.trace, cost, scenario.num_requests) for run in runs[scenario.name]]
         parts.append(to_markdown(f"{_words(scenario)}:", [table_of(scenario, runs[scenario.name], predictions)]))
     return "\n".join(parts)
+
+
+def page(models: Sequence[str], scale: float, folder: Path) -> str:
+    """The whole page."""
+    about = "\n\n".join((__doc__ or "").split("\n\n")[2:]).strip()
+    parts = [study(model, scale, folder / str(number)) for number, model in enumerate(models)]
+    return "\n".join(
+        ["# How well replay predicts\n", about + "\n", "Made by `python -m benchmarks.prediction`.\n", *parts]
+    )
 
 
 def _words(scenario: Scenario) -> str:
@@ -217,8 +232,6 @@ def _words(scenario: Scenario) -> str:
 
 
 def _cost_text(cost: CostFile) -> str:
-    from io import StringIO
-
     out = StringIO()
     show_cost(cost, out)
     return out.getvalue()
@@ -226,14 +239,14 @@ def _cost_text(cost: CostFile) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="pocket://")
+    parser.add_argument("--model", action="append", help="may be repeated; a stub and pocket:// by default")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the rates")
     parser.add_argument("--keep", type=Path, help="a folder for the recordings, which must not exist yet")
-    parser.add_argument("--out", type=Path, help="write the tables there, too")
+    parser.add_argument("--out", type=Path, help="write the page there, too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
-        text = study(arguments.model, arguments.scale, folder)
+        text = page(arguments.model or MODELS, arguments.scale, folder)
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text)

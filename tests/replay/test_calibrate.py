@@ -22,7 +22,7 @@ from lockstep.replay.render.cost import cost_tables
 
 MADE_ON = MadeOn("0.1.0", "a machine", "pocket", "f" * 16, {"max_num_seqs": 8})
 PRICES = b'{"constant_ps": 1, "prefill_token_ps": 1, "decode_seq_ps": 1, "context_token_ps": %b}'
-TRUTH_US = (900.0, 12.0, 70.0, 0.03)
+TRUTH_US = (900.0, 12.0, 70.0, 0.03, 400.0)
 
 
 class Step(NamedTuple):
@@ -47,6 +47,7 @@ def synthetic(
         num_decode = int(random.integers(0 if num_prefill else 1, 32))
         context = num_prefill + int(random.integers(20, 400)) * num_decode
         price = truth[0] + truth[1] * num_prefill + truth[2] * num_decode + truth[3] * context
+        price += truth[4] if num_prefill else 0.0
         price *= float(np.exp(noise * random.standard_normal()))
         price *= 40 if random.random() < stalls else 1
         is_after_idle = number % 20 == 0
@@ -139,7 +140,7 @@ def test_a_file_is_read_as_the_model_that_replays_use(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_bytes(to_bytes(file))
     assert read_cost(path) == CostModel(
-        file.constant_ps, file.prefill_token_ps, file.decode_seq_ps, file.context_token_ps
+        file.constant_ps, file.prefill_token_ps, file.decode_seq_ps, file.context_token_ps, file.prefill_step_ps
     )
 
 

@@ -22,7 +22,7 @@ from lockstep.errors import TraceError
 from lockstep.replay.cost_file import CostFile, HeldOut, Interval, MadeOn, Residuals
 from lockstep.replay.least_squares import Array, dependence, robust
 
-FEATURES = ("constant", "prefill tokens", "decoding sequences", "context tokens")
+FEATURES = ("constant", "prefill tokens", "decoding sequences", "context tokens", "steps with prefill tokens")
 MIN_STEPS = 50
 """Fewer are refused: thirty make four prices, ten an interval, ten a test."""
 MAX_STEPS = 2_000_000
@@ -89,6 +89,7 @@ def calibrate(steps: Iterable[MeasuredStep], made_on: MadeOn, level: float = LEV
         prefill_token_ps=prices[1],
         decode_seq_ps=prices[2],
         context_token_ps=prices[3],
+        prefill_step_ps=prices[4],
         interval=interval,
         residuals=_residuals(relative[is_fit], whole[is_fit], predicted[is_fit]),
         held_out=_held_out(relative[is_test], whole[is_test], predicted[is_test], interval),
@@ -129,7 +130,8 @@ def _check(table: Any) -> None:
 
 def _columns(table: Any) -> tuple[Array, Array, Array, Any]:
     features = np.ones((len(table), len(FEATURES)))
-    features[:, 1:] = table[:, :3]
+    features[:, 1:4] = table[:, :3]
+    features[:, 4] = table[:, 0] > 0
     return features, table[:, 3].astype(float), table[:, 4].astype(float), table[:, 5].astype(bool)
 
 

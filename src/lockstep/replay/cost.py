@@ -10,7 +10,8 @@ from lockstep.replay.workload import PS_PER_MS
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """``step_ps`` = constant + prefill tokens, decoding sequences and context tokens, each times its price.
+    """``step_ps`` = constant, another where prompts move on, and prefill tokens, decoding sequences and context tokens,
+    each times its price.
 
     Whole numbers, because then a run of equal steps has a closed sum that is exactly that of its steps.
     """
@@ -22,6 +23,8 @@ class CostModel:
     """For each sequence that computes one token, or a forced segment."""
     context_token_ps: int = 0
     """For each position that a row attends to: start + length, summed over rows."""
+    prefill_step_ps: int = 0
+    """For a step that computes any prompt token: other kernels, another shape."""
 
     def step_ps(self, num_prefill_tokens: int, num_decode_seqs: int, num_context_tokens: int) -> int:
         """The duration of one step."""
@@ -30,6 +33,7 @@ class CostModel:
             + self.prefill_token_ps * num_prefill_tokens
             + self.decode_seq_ps * num_decode_seqs
             + self.context_token_ps * num_context_tokens
+            + (self.prefill_step_ps if num_prefill_tokens else 0)
         )
 
     def run_ps(self, num_steps: int, num_decode_seqs: int, num_context_tokens: int) -> int:

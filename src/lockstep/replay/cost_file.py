@@ -77,6 +77,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True):
     prefill_token_ps: int
     decode_seq_ps: int
     context_token_ps: int
+    prefill_step_ps: int
     interval: Interval
     residuals: Residuals
     held_out: HeldOut
@@ -97,6 +98,7 @@ class _Prices(msgspec.Struct):
     prefill_token_ps: int
     decode_seq_ps: int
     context_token_ps: int
+    prefill_step_ps: int = 0
     kind: str = KIND
     version: int = VERSION
 

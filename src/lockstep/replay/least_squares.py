@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -53,34 +54,45 @@ def non_negative(features: Array, values: Array, weights: Array) -> Array:
 
 
 def robust(features: Array, values: Array) -> Array:
-    """Non-negative coefficients by Huber's estimator of the relative residuals.
+    """Non-negative coefficients that follow the mean of the values, stalls excepted.
 
-    A step's noise grows with the step, so residuals are divided by what is predicted. Reweighted until it settles; the
-    scale is the median absolute deviation. Then all coefficients are multiplied by one factor, so that the prediction
-    of all observations adds up to what was measured, residuals cut at ``CUT`` deviations: the shape comes from the
-    typical step, the level is that of the mean, which sums of steps need.
+    First Huber's estimator on relative residuals, because a step's noise grows with the step, reweighted until it
+    settles, with the median absolute deviation as scale: it says what is an outlier. Then residuals are cut at ``CUT``
+    deviations of it, and weighted least squares with the inverse of the prediction as weight gives the coefficients:
+    with those weights the predictions add up to the (cut) values, as sums of steps need.
     """
-    coefficients = non_negative(features, values, np.ones(len(values)))
     floor = max(float(np.median(values)) / 4, 1e-9)
-    for _ in range(MAX_ROUNDS):
-        predicted = np.maximum(features @ coefficients, floor)
-        relative = (values - features @ coefficients) / predicted
-        weights = np.minimum(1.0, HUBER_K * deviation(relative) / np.maximum(np.abs(relative), 1e-12))
-        before, coefficients = coefficients, non_negative(features, values, weights / predicted**2)
-        if np.allclose(before, coefficients, rtol=_SETTLED, atol=0):
-            break
-    return coefficients * _level(features @ coefficients, values, floor)
+    typical = _reweighted(features, values, floor, _huber_weights)
+    scale = np.maximum(features @ typical, floor)
+    residuals = values - features @ typical
+    limit = CUT * deviation(residuals / scale) * scale
+    return _reweighted(features, features @ typical + np.clip(residuals, -limit, limit), floor, _mean_weights)
 
 
 CUT = 10.0
-"""Deviations at which a residual is cut when the level is set: a stall of a second is no price of a token."""
+"""Deviations at which a residual is cut: a stall of a second is no price of a token."""
 
 
-def _level(predicted: Array, values: Array, floor: float) -> float:
-    scale = np.maximum(predicted, floor)
-    limit = CUT * deviation((values - predicted) / scale) * scale
-    total = float(predicted.sum())
-    return float((predicted + np.clip(values - predicted, -limit, limit)).sum()) / total if total > 0 else 1.0
+def _reweighted(features: Array, values: Array, floor: float, weights_of: Callable[[Array, Array], Array]) -> Array:
+    """Least squares again and again, with weights by the predictions (at least ``floor``) and residuals before."""
+    coefficients = non_negative(features, values, np.ones(len(values)))
+    for _ in range(MAX_ROUNDS):
+        fitted = features @ coefficients
+        weights = weights_of(np.maximum(fitted, floor), values - fitted)
+        before, coefficients = coefficients, non_negative(features, values, weights)
+        if np.allclose(before, coefficients, rtol=_SETTLED, atol=0):
+            break
+    return coefficients
+
+
+def _huber_weights(predicted: Array, residuals: Array) -> Array:
+    relative = residuals / predicted
+    weights: Array = np.minimum(1.0, HUBER_K * deviation(relative) / np.maximum(np.abs(relative), 1e-12))
+    return weights / predicted**2
+
+
+def _mean_weights(predicted: Array, residuals: Array) -> Array:
+    return 1.0 / predicted
 
 
 def deviation(residuals: Array) -> float:

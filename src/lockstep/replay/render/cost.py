@@ -11,6 +11,7 @@ from lockstep.replay.render.terminal import Table, show
 _PS_PER_US = 1e6
 _LABELS = {
     "constant_ps": "each step",
+    "prefill_step_ps": "each step with prompt tokens",
     "prefill_token_ps": "each prompt token",
     "decode_seq_ps": "each decoding sequence",
     "context_token_ps": "each context token",
