@@ -41,7 +41,9 @@ Ticks = Annotated[bool, typer.Option("--ticks", help="Every tick and request bec
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a timeline there: one HTML file.")]
 Perfetto = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write every step and request there, for ui.perfetto.dev."),
+    typer.Option(
+        "--perfetto", "--trace", metavar="FILE", help="Write every step and request there, for ui.perfetto.dev."
+    ),
 ]
 Verify = Annotated[
     Path | None,

@@ -77,12 +77,14 @@ class HtmlPage:
         """The page; the same replay gives the same."""
         data = timeline_data(report, self._timeline, outcomes)
         charts = [dict(zip(("id", "title", "summary"), chart, strict=True)) for chart in _CHARTS]
+        tiles = list(tiles_of(report))
         page = {
             "name": printable(report.name),
             "lead": _lead(report),
             "fingerprint": report.fingerprint,
             "notes": [printable(note) for note in report.notes],
-            "tiles": list(tiles_of(report)),
+            "tiles": tiles,
+            "tiles_by": min(4, 5, 3, key=lambda number: -len(tiles) % number),
             "charts": charts if data["lanes"] else charts[:-1],
             "is_timed": report.latency_ms is not None,
             "sampling": _sampling(self._timeline, outcomes),
