@@ -20,7 +20,7 @@ from lockstep.server.tools.grammar import MAX_FORCED_CALLS
 from lockstep.server.tools.parser import ToolParser
 from lockstep.server.tools.plan import ToolPlan, plan_tools
 from tests.engine import text_models
-from tests.executors.test_grammar import ids_of
+from tests.executors.grammars import ids_of
 from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, tokenizer_of
 
 NAMED: Mapping[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
