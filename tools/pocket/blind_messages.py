@@ -1,7 +1,7 @@
-"""Two hundred messages, fifty per intent, for one look: written before the model that they judge was trained.
+"""Two hundred messages, fifty per intent, for one look: written without a look at any model's answers.
 
-Unlike the freely written messages, no run was ever chosen or changed after a look at these. Whoever trains again and
-picks between models by this list must write a new one.
+No data was changed and no run was chosen by these. Whoever trains again and picks between models by this list must
+write a new one. The author is that of the `wide` phrase files, so the style is not quite a customer's.
 """
 
 from __future__ import annotations
