@@ -106,9 +106,11 @@ def rough(text: str, rng: Random) -> str:
 class Writer:
     """Draws turns and conversations from the phrase files and the public messages of one split."""
 
-    def __init__(self, grammar: Grammar, public: list[Message], held_out: bool, rng: Random) -> None:
+    def __init__(
+        self, grammar: Grammar, public: list[Message], held_out: bool, rng: Random, train_only: bool = False
+    ) -> None:
         self.grammar, self.held_out, self.rng = grammar, held_out, rng
-        self.topics = {intent: grammar.topics_of(intent, held_out) for intent in INTENTS}
+        self.topics = {intent: grammar.topics_of(intent, held_out, train_only) for intent in INTENTS}
         self.weights = {
             intent: [len(t.requests) * (LEXICON_SHARE if t.train_only else 1) for t in topics]
             for intent, topics in self.topics.items()

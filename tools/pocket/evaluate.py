@@ -1,32 +1,28 @@
-"""Accuracy of the shipped file, scored by the ids' log-probabilities, and samples of its answers.
+"""Accuracy of the shipped file in the runtime that serves it, and samples of its answers.
 
-    PYTHONPATH=src python -m tools.pocket.evaluate --data DIR --run build/pocket [--samples]
+    PYTHONPATH=src python -m tools.pocket.evaluate --data DIR [--file FILE] [--validation] [--samples]
 
-The weights are read from the GGUF file and dequantised, so the figures are of what ships. Sets: paraphrases that the
-training split never saw (alone and with history), the public messages, and the freely written ones.
+Each case is a chat whose answer must be one of the ids, greedy: what a router's hop does. Sets: paraphrases that the
+training split never saw (alone and with history), the public messages, and the freely written ones. `--validation`
+reports the training-only topics' own held-out texts instead: look at their errors as often as you like.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from random import Random
 
-import torch
-from torch import Tensor
-
+from lockstep import LLM, Constraint, SamplingParams
 from lockstep.pocket import DEMO_MESSAGES, GENERAL_PERSONA, INTENTS, PERSONAS, ROUTER_PERSONA, pocket_path
+from tools.pocket.blind_messages import BLIND_MESSAGES
 from tools.pocket.conversations import Part, Turn, Writer
-from tools.pocket.export import read_back
 from tools.pocket.free_messages import FREE_MESSAGES
 from tools.pocket.grammar import read_grammar
-from tools.pocket.model import Pocket, Shape
 from tools.pocket.public import read_public
-from tools.pocket.vocabulary import Renderer, load_tokenizer
 
 Case = tuple[list[Part], str]
-ROWS = 64
+ROUTED = SamplingParams(temperature=0, constraint=Constraint.choice(INTENTS))
 
 
 def route(history: list[Turn], message: str, persona: str = ROUTER_PERSONA) -> list[Part]:
@@ -37,30 +33,24 @@ def route(history: list[Turn], message: str, persona: str = ROUTER_PERSONA) -> l
     return [*parts, Part("user", message, 0.0), Part("system", persona, 0.0)]
 
 
-def classify(model: Pocket, renderer: Renderer, cases: list[Case]) -> Tensor:
-    """Log-probabilities [cases, intents] of each id; an id is one token, so this is its full score."""
-    prompts = [renderer.prompt(parts) for parts, _ in cases]
-    order = sorted(range(len(cases)), key=lambda at: len(prompts[at]))
-    scores = torch.zeros(len(cases), len(INTENTS))
-    for start in range(0, len(order), ROWS):
-        chosen = order[start : start + ROWS]
-        lengths = torch.tensor([len(prompts[at]) for at in chosen])
-        ids = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.long)
-        for row, at in enumerate(chosen):
-            ids[row, : len(prompts[at])] = torch.tensor(prompts[at])
-        states = model.hidden(ids)[torch.arange(len(chosen)), lengths - 1]
-        scores[chosen] = model.logits(states).float().log_softmax(-1)[:, renderer.labels]
-    return scores
+def chat(parts: list[Part]) -> list[dict[str, str]]:
+    """The conversation as the runtime takes it."""
+    return [{"role": part.role, "content": part.text} for part in parts]
 
 
-def report(name: str, model: Pocket, renderer: Renderer, cases: list[Case], show: bool = False) -> float:
+def classify(llm: LLM, cases: list[Case]) -> list[str]:
+    """The id that the router's hop answers, for each case."""
+    return [output.text for output in llm.chat([chat(parts) for parts, _ in cases], ROUTED)]
+
+
+def report(name: str, llm: LLM, cases: list[Case], show: bool = False) -> float:
     """Print accuracy and confusion matrix (rows: true intent, columns: answered) of one set."""
-    answered = classify(model, renderer, cases).argmax(-1).tolist()
+    answered = classify(llm, cases)
     matrix = [[0] * len(INTENTS) for _ in INTENTS]
     for (parts, intent), answer in zip(cases, answered, strict=True):
-        matrix[INTENTS.index(intent)][answer] += 1
-        if show and INTENTS[answer] != intent:
-            print(f"   {intent} -> {INTENTS[answer]}: {parts[-2].text}")
+        matrix[INTENTS.index(intent)][INTENTS.index(answer)] += 1
+        if show and answer != intent:
+            print(f"   {intent} -> {answer}: {parts[-2].text}")
     accuracy = sum(matrix[at][at] for at in range(len(INTENTS))) / len(cases)
     print(f"{name}: {accuracy:.2%} of {len(cases)}")
     for intent, row in zip(INTENTS, matrix, strict=True):
@@ -85,23 +75,7 @@ def generated(writer: Writer, count: int, with_history: bool) -> list[Case]:
     return cases
 
 
-def generate(model: Pocket, renderer: Renderer, parts: list[Part], temperature: float, seed: int = 1) -> str:
-    """At most 120 tokens of an answer, greedy at temperature 0."""
-    ids, coin = renderer.prompt(parts), torch.Generator().manual_seed(seed)
-    start = len(ids)
-    while len(ids) < start + 120:
-        logits = model(torch.tensor([ids]))[0, -1].float()
-        if temperature == 0:
-            token = int(logits.argmax())
-        else:
-            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=coin))
-        if token == renderer.ids["<|end|>"]:
-            break
-        ids.append(token)
-    return str(renderer.tokenizer.decode(ids[start:]))
-
-
-def print_samples(model: Pocket, renderer: Renderer) -> None:
+def print_samples(llm: LLM) -> None:
     """Answers to one free message in five, by the specialist of its intent."""
     for intent, messages in FREE_MESSAGES.items():
         persona = PERSONAS.get(intent, GENERAL_PERSONA)
@@ -109,34 +83,39 @@ def print_samples(model: Pocket, renderer: Renderer) -> None:
             print(f"[{intent}] {message}")
             for temperature in (0.0, 0.7):
                 parts = [Part("user", message, 0.0), Part("system", persona, 0.0)]
-                print(f"   T={temperature}: {generate(model, renderer, parts, temperature)}")
+                [output] = llm.chat(chat(parts), SamplingParams(temperature=temperature, seed=1, max_tokens=120))
+                print(f"   T={temperature}: {output.text}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the public messages")
-    parser.add_argument("--run", type=Path, required=True, help="folder that train.py wrote")
     parser.add_argument("--file", type=Path, default=pocket_path())
+    parser.add_argument("--validation", action="store_true", help="only held-out texts of the training-only topics")
     parser.add_argument("--samples", action="store_true", help="print answers too")
     options = parser.parse_args()
-    torch.set_grad_enabled(False)
-    shape = Shape(**json.loads((options.run / "train.json").read_text(encoding="utf-8"))["shape"])
-    model = read_back(options.file, shape)
-    renderer = Renderer(load_tokenizer(options.run / "tokenizer.json"))
-    writer = Writer(read_grammar(Path(__file__).parent / "phrases"), [], True, Random(7))
-    report("held-out paraphrases", model, renderer, generated(writer, 2000, False))
-    report("held-out paraphrases with history", model, renderer, generated(writer, 1000, True))
-    public = read_public(options.data, "test")
+    grammar = read_grammar(Path(__file__).parent / "phrases")
+    with LLM(str(options.file)) as llm:
+        if options.validation:
+            writer = Writer(grammar, [], True, Random(7), train_only=True)
+            report("validation paraphrases", llm, generated(writer, 2000, False), True)
+        else:
+            report_all(llm, Writer(grammar, [], True, Random(7)), options.data)
+        if options.samples:
+            print_samples(llm)
+
+
+def report_all(llm: LLM, writer: Writer, data: Path) -> None:
+    """Every set of the model card."""
+    report("held-out paraphrases", llm, generated(writer, 2000, False))
+    report("held-out paraphrases with history", llm, generated(writer, 1000, True))
+    public = read_public(data, "test")
     for source in ("banking77", "clinc150"):
-        cases = [(route([], m.text), m.intent) for m in public if m.source == source]
-        report(f"{source} test", model, renderer, cases)
-    free = [(route([], text), intent) for intent, messages in FREE_MESSAGES.items() for text in messages]
-    report("free messages", model, renderer, free, True)
-    report(
-        "demo messages", model, renderer, [(route([], text), intent) for text, intent in DEMO_MESSAGES.items()], True
-    )
-    if options.samples:
-        print_samples(model, renderer)
+        report(f"{source} test", llm, [(route([], m.text), m.intent) for m in public if m.source == source])
+    for name, listed in (("free", FREE_MESSAGES), ("blind", BLIND_MESSAGES)):
+        cases = [(route([], text), intent) for intent, messages in listed.items() for text in messages]
+        report(f"{name} messages", llm, cases, name == "free")
+    report("demo messages", llm, [(route([], text), intent) for text, intent in DEMO_MESSAGES.items()], True)
 
 
 if __name__ == "__main__":

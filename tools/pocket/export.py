@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
+from tokenizers import Tokenizer
 
 from tools.pocket.model import Pocket, Shape
-from tools.pocket.vocabulary import CHAT_TEMPLATE, SPECIALS
+from tools.pocket.vocabulary import CHAT_TEMPLATE, SPECIALS, byte_level
 
 LAYER_NAMES = {
     "attn_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
@@ -122,6 +123,13 @@ def read_back(path: Path, shape: Shape) -> Pocket:
     model.load_state_dict(state)
     model.eval()
     return model
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The vocabulary of a GGUF file, its merges in order."""
+    fields = gguf.GGUFReader(path).fields
+    tokens, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
+    return byte_level({token: at for at, token in enumerate(tokens)}, [tuple(pair.split(" ")) for pair in merges])
 
 
 def main() -> None:

@@ -103,9 +103,11 @@ class Grammar:
             bound[name] = value
         return value
 
-    def topics_of(self, intent: str, held_out: bool) -> list[Topic]:
-        """Topics with at least one request template on this side of the border."""
-        topics = [t for t in self.topics.values() if t.intent == intent and not (held_out and t.train_only)]
+    def topics_of(self, intent: str, held_out: bool, train_only: bool = False) -> list[Topic]:
+        """Topics with a request on this side of the border; held out, those for training only or the others."""
+        topics = [
+            t for t in self.topics.values() if t.intent == intent and (not held_out or t.train_only == train_only)
+        ]
         return [topic for topic in topics if any(is_held_out(text) == held_out for text in topic.requests)]
 
     def request(self, topic: Topic, rng: Random, bound: Bound, held_out: bool) -> str:

@@ -104,10 +104,10 @@ class Pocket(nn.Module):  # type: ignore[misc]  # torch is not typed here
                 shrink = (2 * self.shape.layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1.0
                 nn.init.normal_(parameter, std=0.04 * shrink)
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Final normed states, [batch, tokens, hidden]."""
+    def hidden(self, ids: Tensor, shown: Tensor | None = None) -> Tensor:
+        """Final normed states, [batch, tokens, hidden]; ids that are not `shown` enter as zeros."""
         cos, sin = self.get_buffer("cos")[: ids.shape[1]], self.get_buffer("sin")[: ids.shape[1]]
-        x = self.embed(ids)
+        x = self.embed(ids) if shown is None else self.embed(ids) * shown[..., None]
         for layer in self.layers:
             x = layer(x, cos, sin)
         out: Tensor = self.norm(x)

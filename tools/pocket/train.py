@@ -1,11 +1,11 @@
-"""Train the embedded model from scratch on the CPU: vocabulary, conversations, optimisation, checkpoint.
+"""Train the embedded model on the CPU, from scratch or on from a file: vocabulary, conversations, steps, checkpoint.
 
-    PYTHONPATH=src python -m tools.pocket.train --data DIR --out build/pocket [--tokens 8]
+    PYTHONPATH=src python -m tools.pocket.train --data DIR --out build/pocket [--tokens 8] [--start FILE]
 
 Samples are drawn afresh all the time, so there are no epochs; the learning rate falls linearly to zero over the given
-millions of tokens, or over `--minutes` where these run out first. The same seed gives the same samples in the same
-order. A linear probe reads the intent at the end of every request, so that answers and histories teach routing as
-well; it is thrown away.
+millions of tokens, never by the clock, so the same seed gives the same samples at the same rates. A linear probe reads
+the intent at the end of every request, so that answers and histories teach routing as well; it is thrown away.
+`--start` continues from the weights and the vocabulary of a GGUF file that an earlier run became.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lockstep.pocket import INTENTS, PERSONAS
-from tools.pocket.conversations import Writer
+from tools.pocket.conversations import USER_WEIGHT, Writer
+from tools.pocket.export import read_back, read_tokenizer
 from tools.pocket.grammar import read_grammar
 from tools.pocket.model import Pocket, Shape
 from tools.pocket.public import read_public
@@ -34,6 +35,7 @@ BATCH_TOKENS, POOL, MAX_TOKENS, ROUND_TO = 4096, 3072, 1024, 8
 DROPOUT_SHARE, DROPOUT = 0.2, 0.1
 WARMUP_STEPS = 60
 PROBE_WEIGHT, NOISE = 0.5, 0.04
+HIDDEN_SHARE = 0.1  # of a request's ids, whose embedding is zero: the other words have to decide
 
 Row = tuple[list[int], list[float], list[int]]
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -76,44 +78,45 @@ def batches(writer: Writer, renderer: Renderer, rng: Random) -> Iterator[Batch]:
             yield ids, weights, intents
 
 
-def loss_of(model: Pocket, probe: torch.nn.Linear, hidden: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+def loss_of(model: Pocket, probe: torch.nn.Linear, hidden: Callable[[Tensor, Tensor], Tensor], batch: Batch) -> Tensor:
     """Weighted mean cross-entropy of the next token where the weight is not zero, and the probe's of the intents."""
     ids, weights, intents = batch
     chosen, ends = weights[:, 1:] > 0, intents[:, :-1] >= 0
-    with torch.autocast("cpu", torch.bfloat16):
-        states = hidden(ids[:, :-1])
-        logits, guesses = model.logits(states[chosen]), probe(states[ends])
+    shown = (weights[:, :-1] != USER_WEIGHT) | (torch.rand(weights[:, :-1].shape) >= HIDDEN_SHARE)
+    states = hidden(ids[:, :-1], shown)
+    logits, guesses = model.logits(states[chosen]), probe(states[ends])
     each = functional.cross_entropy(logits.float(), ids[:, 1:][chosen], reduction="none")
     weight = weights[:, 1:][chosen]
     probed = functional.cross_entropy(guesses.float(), intents[:, :-1][ends])
     return (each * weight).sum() / weight.sum() + PROBE_WEIGHT * probed
 
 
-def optimisers(model: Pocket, probe: torch.nn.Linear, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embedding and norms."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith("embed")]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or name.startswith("embed")]
-    others += list(probe.parameters())
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
+def optimisers(model: Pocket, probe: torch.nn.Linear, rate: float, bf16: bool) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embedding and norms; without bf16 units, AdamW for all."""
+    layered = {name for name, p in model.named_parameters() if bf16 and p.ndim == 2 and not name.startswith("embed")}
+    matrices = [p for name, p in model.named_parameters() if name in layered]
+    others = [p for name, p in model.named_parameters() if name not in layered] + list(probe.parameters())
+    adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0 if bf16 else 0.02)
+    if not matrices:
+        return [adam]
+    return [torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), adam]
 
 
 def train(
-    model: Pocket, source: Iterator[Batch], budget: int, seconds: float, rate: float, snapshot: Path
+    model: Pocket, source: Iterator[Batch], budget: int, rate: float, bf16: bool, snapshot: Path
 ) -> dict[str, float]:
-    """Optimise until the tokens or the time are spent, with a snapshot now and then; returns what was done."""
+    """Optimise until the tokens are spent, with a snapshot now and then; returns what was done."""
     probe = torch.nn.Linear(model.shape.hidden, len(INTENTS))
-    tools = optimisers(model, probe, rate)
-    hidden = torch.compile(model.hidden, dynamic=True)
+    tools = optimisers(model, probe, rate, bf16)
+    hidden = torch.compile(model.hidden, dynamic=True) if bf16 else model.hidden
     started, tokens, steps, mean = time.monotonic(), 0, 0, 0.0
-    while (spent := max(tokens / budget, (time.monotonic() - started) / seconds)) < 1:
-        scale = min(1.0, (steps + 1) / WARMUP_STEPS) * (1 - spent)
+    while tokens < budget:
+        scale = min(1.0, (steps + 1) / WARMUP_STEPS) * (1 - tokens / budget)
         for tool in tools:
             tool.param_groups[0]["lr"] = rate * scale
         batch = next(source)
-        loss = loss_of(model, probe, hidden, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = loss_of(model, probe, hidden, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for tool in tools:
@@ -143,7 +146,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the public messages")
     parser.add_argument("--out", type=Path, required=True, help="folder for the vocabulary and the checkpoint")
     parser.add_argument("--tokens", type=float, default=8.0, help="training tokens in millions")
-    parser.add_argument("--minutes", type=float, default=1e6, help="end by this wall time where tokens do not")
+    parser.add_argument("--start", type=Path, help="GGUF file whose weights and vocabulary are trained on")
+    parser.add_argument("--f32", action="store_true", help="for processors without bf16 units: float32 and AdamW only")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     options = parser.parse_args()
@@ -154,11 +158,12 @@ def main() -> None:
     grammar = read_grammar(HERE / "phrases")
     grammar.noise = NOISE
     writer = Writer(grammar, read_public(options.data, "train"), False, rng)
-    train_tokenizer(texts(writer, 60_000), shape.vocab).save(str(options.out / "tokenizer.json"))
+    tokenizer = read_tokenizer(options.start) if options.start else train_tokenizer(texts(writer, 60_000), shape.vocab)
+    tokenizer.save(str(options.out / "tokenizer.json"))
     renderer = Renderer(load_tokenizer(options.out / "tokenizer.json"))
-    model = Pocket(shape)
+    model = read_back(options.start, shape) if options.start else Pocket(shape)
     source, budget = batches(writer, renderer, rng), int(options.tokens * 1e6)
-    done = train(model, source, budget, options.minutes * 60, options.rate, options.out / "model.pt")
+    done = train(model, source, budget, options.rate, not options.f32, options.out / "model.pt")
     torch.save(model.state_dict(), options.out / "model.pt")
     note = {"shape": asdict(shape), "seed": options.seed, **done}
     (options.out / "train.json").write_text(json.dumps(note, indent=1), encoding="utf-8")

@@ -23,11 +23,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
-    """A vocabulary of exactly `size` ids, specials first; every intent is one token."""
-    tokenizer = Tokenizer(models.BPE())
+def byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """A byte-level BPE tokenizer of known ids and merges; the specials are never split."""
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
+    """A vocabulary of exactly `size` ids, specials first; every intent is one token."""
+    tokenizer = byte_level({}, [])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False
