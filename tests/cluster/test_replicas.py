@@ -46,7 +46,7 @@ async def shell(
 
     worker = SupervisedWorker(WorkerOptions())
     await worker.start()
-    replicas = Replicas(worker, QUICK, moved, clock)
+    replicas = Replicas(worker, QUICK, moved, clock=clock)
     replicas.budget_bytes = budget_bytes
     try:
         yield replicas, moves

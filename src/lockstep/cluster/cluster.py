@@ -164,7 +164,7 @@ class ManifestCluster:
             for model in self._stage.roster.models.values():
                 if model.remote is not None:
                     await model.remote.close()
-        await self._stage.worker.close()
+        await self._stage.close()
 
     # -- what can be seen, and done by hand -----------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.cluster.held import WARM_WISH_S, Held, ReplicaSpec, Waiter
 from lockstep.cluster.planner import (
+    Action,
     Drain,
     Load,
     Observed,
@@ -44,6 +45,8 @@ FAILED = "failed"
 
 Watcher = Callable[[Held, Phase, str, float], None]
 """Told that a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
+PlanWatcher = Callable[[Observed, float, PlanPolicy, tuple[Action, ...]], None]
+"""Told what the planner saw, and what it said."""
 
 
 class Replicas:
@@ -53,6 +56,7 @@ class Replicas:
         worker: does the loading and unloading.
         policy: the planner's patience.
         on_moved: told of every change of phase, after it.
+        on_planned: told of every plan, before it is carried out.
         clock: monotonic seconds.
     """
 
@@ -61,11 +65,13 @@ class Replicas:
         worker: SupervisedWorker,
         policy: PlanPolicy,
         on_moved: Watcher,
+        on_planned: PlanWatcher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
         self._policy = policy
         self._on_moved = on_moved
+        self._on_planned = on_planned
         self._clock = clock
         self._held: dict[str, Held] = {}
         """In order of definition."""
@@ -218,7 +224,10 @@ class Replicas:
         now_s = self._clock()
         observed = self._observed(now_s)
         drains: dict[str, str] = {}
-        for action in plan(observed, now_s, self._policy):
+        actions = plan(observed, now_s, self._policy)
+        if self._on_planned is not None:
+            self._on_planned(observed, now_s, self._policy, actions)
+        for action in actions:
             match action:
                 case Load(key, reason):
                     self._start_load(self._held[key], reason)

@@ -16,6 +16,7 @@ from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
 from lockstep.cluster.models import Model, Roster
 from lockstep.cluster.opening import Opened, corrected, open_manifest
+from lockstep.cluster.plan_flight import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy
 from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.replicas import FAILED, Replicas
@@ -70,7 +71,10 @@ class Stage:
         self.counters = Counters()
         self.sessions = Sessions()
         self.transitions: deque[TransitionSnapshot] = deque(maxlen=MAX_TRANSITIONS)
-        self.replicas = Replicas(self.worker, options.policy, self._moved)
+        trace = options.worker.trace
+        self._plans = None if trace is None else PlanRecorder(trace)
+        on_planned = None if self._plans is None else self._plans.planned
+        self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned)
         self.opened: Opened | None = None
         """Of the models that calls go to."""
         self.is_booted = False
@@ -188,6 +192,12 @@ class Stage:
         for held in self.replicas.all():
             if held.phase is Phase.RESIDENT and self.worker.tier(held.key) == "failed":
                 self.replicas.lost(held, UnavailableError(self.worker.trouble(held.key)))
+
+    async def close(self) -> None:
+        """End the worker, and what is recorded."""
+        await self.worker.close()
+        if self._plans is not None:
+            await asyncio.to_thread(self._plans.close)
 
     # -- what is told of it ---------------------------------------------------------------------------------------
 

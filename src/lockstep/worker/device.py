@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.clock import Clock, SystemClock
@@ -27,7 +26,7 @@ from lockstep.errors import (
     UnavailableError,
     UsageError,
 )
-from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.flight.options import TraceOptions, open_recorder
 from lockstep.worker.messages import (
     Abort,
     AskHealth,
@@ -61,9 +60,6 @@ from lockstep.worker.messages import (
 from lockstep.worker.replica import Listeners, Replica, open_replica, throttled
 from lockstep.worker.steps import StepReport, StepSampler
 from lockstep.worker.turns import Turns
-
-if TYPE_CHECKING:
-    from lockstep.worker.flight.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +106,7 @@ class DeviceWorker:
         self._plan: StepPlan | None = None
         """Of the step that has just been committed."""
         self._turns = Turns()
-        self._recorder = None if trace is None else _recorder(trace, self._turns)
+        self._recorder = None if trace is None else open_recorder(trace, self._turns)
         self._sampler = StepSampler()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -383,12 +379,6 @@ class DeviceWorker:
             replica.close()
         if self._recorder is not None:
             self._recorder.close()
-
-
-def _recorder(trace: TraceOptions, turns: Turns) -> Recorder:
-    from lockstep.worker.flight.recorder import Recorder
-
-    return Recorder(trace, turns)
 
 
 def _log_defect(work: Future[None]) -> None:

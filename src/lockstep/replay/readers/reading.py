@@ -33,7 +33,7 @@ def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workl
         TraceError: it cannot be read or is none of the formats; the message has the line. Faults of lines that stream
             are raised when they are reached.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if is_recording(path):
         return _read_recording(path, options)
     with open_source(path) as stream:
