@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +68,7 @@ def sweep(
     debug: flags.Debug = False,
 ) -> None:
     """Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them."""
+    from lockstep.executors.openvino.options import available_cores
     from lockstep.replay import sweep as sweeping
     from lockstep.replay.goals import parse_goals
     from lockstep.replay.grid import combinations, parse_grid
@@ -83,7 +83,7 @@ def sweep(
         raise UsageError(f"{twice[0]} is given by --set and by --grid; say it once")
     workload = read_workload(file, ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine))
     job = sweeping.Job(workload, common, cost_model(cost, tick_ms), goals)
-    outcomes = _run(job, all_settings, jobs or len(os.sched_getaffinity(0)))
+    outcomes = _run(job, all_settings, jobs or available_cores())
     objectives = _objectives(objective or DEFAULT_OBJECTIVES, outcomes)
     is_front = sweeping.front(outcomes, objectives)
     best = sweeping.cheapest(outcomes, slo_percent / 100) if goals else None

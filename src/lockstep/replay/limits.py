@@ -38,7 +38,8 @@ def why_not_admitted(here: Situation, seq_id: int) -> list[str]:
     reasons += _no_place(here, plan) + _spent(here, plan, standing)
     if standing.num_needed_blocks > here.num_free_blocks:
         reasons.append(_lacks_blocks(here, standing))
-    return reasons + _who_comes_first(here, plan, seq_id)
+    reasons += _who_comes_first(here, plan, seq_id)
+    return reasons or _who_stands_before(here, plan, seq_id)
 
 
 def _comes_before(here: Situation, seq_id: int, other_id: int) -> bool:
@@ -110,7 +111,7 @@ def why_no_longer_chunk(here: Situation, seq_id: int) -> list[str]:
     reasons = []
     if config.chunking and length >= config.max_chunk_tokens - 2:
         reasons.append(f"a chunk has at most {config.max_chunk_tokens} tokens")
-    if length <= standing.prompt_left - 2 and plan.num_samples >= config.decode_limit:
+    if length == standing.prompt_left - 2 and plan.num_samples >= config.decode_limit:
         taken = f"{plan.num_samples} of {config.decode_limit} places to sample are taken"
         reasons.append(f"{taken}, so that the prompt stops short of its end")
     return reasons + _spent(here, plan, standing)
@@ -141,7 +142,7 @@ def _spent(here: Situation, plan: StepPlan, standing: Standing) -> list[str]:
         if left == 0:
             reasons.append(f"the {what} of {limit} tokens is used up")
         elif left < needed:
-            reasons.append(f"{used} tokens of the {what} of {limit} are used, and {left} are {so}")
+            reasons.append(f"{used} of {limit} tokens of the {what} are used, and what is left is {so}")
     if config.prefill_share == "adaptive" and standing.prompt_left and not reasons:
         reasons.append(f"{plan.num_prompt_tokens} prompt tokens are the share of the budget that prompts have now")
     return reasons
@@ -173,10 +174,24 @@ def _who_comes_first(here: Situation, plan: StepPlan, seq_id: int) -> list[str]:
     if plan.admitted and not reasons:
         first = here.standings.get(plan.admitted[0])
         if first is not None and config.order == "priority" and first.priority < own.priority:
-            reasons.append(f"{first.name} of class {first.priority} comes before class {own.priority}")
+            reasons.append(f"{called(first.name)} of class {first.priority} comes before class {own.priority}")
         elif first is not None and config.order == "fair" and first.tenant != own.tenant:
-            reasons.append(f"{first.name} of tenant {first.tenant!r} was served less than tenant {own.tenant!r}")
+            reasons.append(f"{called(first.name)} comes first, as tenant {own.tenant!r} was served no less")
     return reasons
+
+
+def _who_stands_before(here: Situation, plan: StepPlan, seq_id: int) -> list[str]:
+    """One that does not fit and lets nobody pass any more: how often it was overtaken is not known here."""
+    before = [
+        other.name
+        for other_id, other in here.standings.items()
+        if other.state is SequenceState.WAITING
+        and other_id != seq_id
+        and other_id not in plan.admitted
+        and _comes_before(here, other_id, seq_id)
+    ]
+    most = here.config.max_skips
+    return [f"{listed(before)} waits before it, and lets at most {most} pass (max_skips)"] if before else []
 
 
 def _stalled(here: Situation, plan: StepPlan) -> list[str]:

@@ -61,7 +61,10 @@ def _refusals(found: Difference, a: Situation, b: Situation) -> list[str]:
     for ids, here, other in ((found.only_a, a, b), (found.only_b, b, a)):
         names = [here.decision.refused[place] for place in ids]
         if names:
-            told.append(f"{here.label} refuses {listed(names)}, and {other.label} takes it")
+            why = here.refusals.get(names[0], "")
+            told.append(
+                f"{here.label} refuses {listed(names)}, and {other.label} takes it" + (f": {why}" if why else "")
+            )
     return told
 
 
@@ -141,7 +144,8 @@ def _move(a: Situation, b: Situation, seq_id: int) -> list[str]:
         count = len(_plan(here).swap_out)
         standing = here.standings.get(seq_id)
         held = "" if standing is None else f" with {standing.num_held_blocks} blocks"
-        kept = f"{count} blocks are saved to the host" if count else "its tail is dropped, to be computed again"
+        saved = f"{count} block{' is' if count == 1 else 's are'} saved to the host"
+        kept = saved if count else "its tail is dropped, to be computed again"
         told.append(
             f"in {here.label}, {called(here.name(seq_id))} is preempted{held}: {kept} "
             f"(preemption {here.config.preemption}; {here.num_free_host_blocks} host blocks are free)"

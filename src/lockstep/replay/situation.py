@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.sequence import SequenceState
@@ -52,6 +52,9 @@ class Situation:
     """Not held while the step runs: free, or only cached."""
     num_free_host_blocks: int
     """Before the step."""
+
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """Why requests were refused on arriving for this step, by their names."""
 
     def name(self, seq_id: int) -> str:
         """How to call a sequence: as its request's file does."""

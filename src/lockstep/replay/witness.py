@@ -53,8 +53,9 @@ def witness(label: str, simulation: Simulation, requests: Sequence[WorkloadReque
         for index, request in enumerate(coming, start=num_arrived)
     ]
     tick = simulation.step()
-    ids = [outcome.seq_id for outcome in simulation.replay().outcomes[num_arrived:]]
-    standings.update((seq_id, standing) for seq_id, standing in zip(ids, new, strict=False) if seq_id >= 0)
+    arrived = simulation.replay().outcomes[num_arrived:]
+    pairs = zip(arrived, new, strict=False)
+    standings.update((outcome.seq_id, standing) for outcome, standing in pairs if not outcome.refusal)
     return Situation(
         label=label,
         config=simulation.config,
@@ -63,6 +64,7 @@ def witness(label: str, simulation: Simulation, requests: Sequence[WorkloadReque
         num_active=0 if tick is None else tick.num_active,
         num_free_blocks=simulation.config.num_blocks - (0 if tick is None else tick.num_used_blocks),
         num_free_host_blocks=stats.num_free_host_blocks,
+        refusals={outcome.name: outcome.refusal for outcome in arrived if outcome.refusal},
     )
 
 
