@@ -35,6 +35,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.worker
 	$(BIN)/python -m benchmarks.turns
+	$(BIN)/python -m benchmarks.recorder
 	$(BIN)/python -m benchmarks.client
 	$(BIN)/python -m benchmarks.streaming
 
