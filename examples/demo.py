@@ -1,6 +1,6 @@
 """Customers write to a cluster: a router sends each to a specialist, all of them one embedded model with personas.
 
-    make demo           # boots examples/customer-support.yaml, asks, shows what happened, ends
+    make demo           # boots examples/customer-support.yaml, asks, shows what happened, ends, verifies it
     make demo KEEP=1    # stays up afterwards, for curl or any OpenAI client
 
 It is the server that a user starts, spoken to over HTTP. The figures are those of the run that you have just seen.
@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ SESSION = "demo"
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "max_tokens": 64}
 KEPT_PORT = "9000"
 READY = re.compile(r"ready on (http://\S+),")
+LOCKSTEP = (sys.executable, "-m", "lockstep")
 STOP_S = 20.0
 READ_S = 120.0
 
@@ -36,10 +38,10 @@ Message = dict[str, Any]
 
 
 @contextlib.contextmanager
-def serving(port: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server of the cluster until the block ends: its address and its process."""
-    command = [sys.executable, "-m", "lockstep", "serve", "--manifest", str(MANIFEST), "--backend", "pocket"]
-    command += ["--port", port, "--log-level", "error"]
+def serving(port: str, trace: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server of the cluster until the block ends, which records what it decides: its address and its process."""
+    command = [*LOCKSTEP, "serve", "--manifest", str(MANIFEST), "--backend", "pocket"]
+    command += ["--port", port, "--log-level", "error", "--trace", trace]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield address_of(process), process
@@ -145,17 +147,32 @@ def converse(client: httpx2.Client, console: Console) -> None:
     show_cluster(console, client.get("/v1/cluster").json())
 
 
+def verify(console: Console, trace: str) -> None:
+    """Decide again, in another process, all that the server decided."""
+    console.print("\n[bold]every step that the server decided, decided again from its recording[/bold]")
+    ended = subprocess.run(
+        [*LOCKSTEP, "replay", "--verify", trace], stdout=subprocess.PIPE, text=True, timeout=READ_S, check=False
+    )
+    console.print(ended.stdout.strip(), highlight=False)
+    if ended.returncode:
+        raise SystemExit(ended.returncode)
+
+
 def main(arguments: list[str]) -> None:
     console = Console(width=min(Console().width, 110))
     keeps = "--keep" in arguments
     console.print("[bold]booting a cluster on the embedded model[/bold] (a demo model: small, and often wrong)")
-    with serving(KEPT_PORT if keeps else "0") as (url, process):
-        with httpx2.Client(base_url=url, timeout=READ_S) as client:
-            converse(client, console)
-        if keeps:
-            console.print(f"\nstays up on {url}/v1 until Ctrl-C; try: lockstep ps --base-url {url}", highlight=False)
-            with contextlib.suppress(KeyboardInterrupt):
-                process.wait()
+    with tempfile.TemporaryDirectory(prefix="lockstep-demo-") as trace:
+        with serving(KEPT_PORT if keeps else "0", trace) as (url, process):
+            with httpx2.Client(base_url=url, timeout=READ_S) as client:
+                converse(client, console)
+            if keeps:
+                console.print(
+                    f"\nstays up on {url}/v1 until Ctrl-C; try: lockstep ps --base-url {url}", highlight=False
+                )
+                with contextlib.suppress(KeyboardInterrupt):
+                    process.wait()
+        verify(console, trace)
 
 
 if __name__ == "__main__":

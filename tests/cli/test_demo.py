@@ -20,3 +20,4 @@ def test_the_demo_routes_its_messages_and_ends() -> None:
     assert routes[:4] == ["specialists.billing", "specialists.technical", "specialists.legal", "fallback"]
     assert len(routes) == 5
     assert "│ requests_total      │ 5" in done.stdout
+    assert done.stdout.rstrip().endswith(" turns, identical")

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import pytest
 
-from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.fingerprint import Fingerprint, chained
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.step import Finish, StepEvents, StepPlan
 from tests.core.drive import commit, scheduler
@@ -202,3 +202,18 @@ def test_what_the_next_record_is_told_against_follows_repeats() -> None:
     assert (seen.step_before, seen.ended_before, seen.num_open_steps) == (last, {7}, 1)
     seen.close()
     assert seen.chain.hex() == seen.hexdigest()
+
+
+def test_the_open_record_can_be_seen() -> None:
+    """Whoever goes on from a recording asks what its next record is told against."""
+    seen = Fingerprint()
+    assert (seen.open_record, seen.num_open_steps, seen.step_before, seen.ended_before) == (None, 0, None, set())
+    before = seen.chain
+    seen.observe(FIRST, events_of(FIRST, Finish(300, FinishReason.STOP)))
+    record = seen.open_record
+    assert record is not None
+    assert (seen.num_open_steps, seen.step_before, seen.ended_before) == (1, FIRST, {300})
+    assert seen.chain == before
+    assert seen.hexdigest() == chained(before, record).hex() == chain(record)
+    assert seen.close() == record
+    assert seen.chain.hex() == chain(record)

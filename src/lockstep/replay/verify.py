@@ -67,7 +67,8 @@ def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler) -> Verification:
 def describe(verification: Verification, trace: Trace) -> Iterator[str]:
     """The verdict, line by line; the first is the short one."""
     parted = verification.parted
-    counted = f"replay: {verification.num_steps:,} steps of {verification.num_engines} engines"
+    engines = "1 engine" if verification.num_engines == 1 else f"{verification.num_engines} engines"
+    counted = f"replay: {verification.num_steps:,} steps of {engines}"
     if parted is None:
         yield f"{counted}, {verification.num_turns:,} turns, identical"
     elif parted.engine == TURNS:

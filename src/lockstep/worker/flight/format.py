@@ -29,7 +29,7 @@ An entry is one byte, its kind, and what that kind has:
     9  PINNED      engine step ids
     10 SWEPT       engine step ids
     11 RESET       engine step            the prefix cache
-    12 RECORD      engine bytes digest    a record of core/fingerprint.py and the first 2 bytes of the chain after it
+    12 RECORD      engine bytes digest    a record of core/fingerprint.py and the first 4 bytes of the chain after it
     13 TURN        int(8 * us + flags) int(us since the turn before) [int(place)] [int(mask)]
                    flags: 1 a step began, 2 another place than in the turn before, 4 another mask
                    the turn of the replica at this place of the last PRIORITIES; bit n of the mask: that at place n had
@@ -55,8 +55,9 @@ from enum import IntEnum
 SCHEMA_VERSION = 1
 SUFFIX = ".lstrace"
 """Of a recording's files."""
-MARK_BYTES = 2
-"""Of the chain, after each record: a damaged one goes unseen once in 65,536, and then the next one does not."""
+MARK_BYTES = 4
+"""Of the chain, after each record: a damaged one goes unseen once in 4e9, and then the next one does not. Measured on a
+stub with 8 streams, a step takes 7.6 bytes without, 8.1 with 2, 8.4 with 4 and 9.1 with all 8."""
 DIGEST_BYTES = 8
 
 
