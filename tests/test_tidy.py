@@ -38,6 +38,13 @@ PURE = (
     "cluster.manifest",
     "cluster.plan",
     "cluster.planner",
+    "replay.contents",
+    "replay.cost",
+    "replay.progress",
+    "replay.simulator",
+    "replay.timeline",
+    "replay.totals",
+    "replay.workload",
 )
 PURE_MAY_IMPORT = {
     "__future__",

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.bench.samples import Segment
 from lockstep.bench.traces import trace_samples
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers import ReadOptions
 
 MOONCAKE = """{"timestamp": 3000, "input_length": 1030, "output_length": 7, "hash_ids": [0, 1, 2]}
@@ -62,10 +62,10 @@ def test_a_workload_shares_the_blocks_that_it_names_and_nothing_behind_them(tmp_
 
 def test_arrivals_in_ticks_have_no_time(tmp_path: Path) -> None:
     text = '{"requests": [{"id": 1, "prompt_tokens": 4, "max_output_tokens": 2, "arrival_tick": 3}]}'
-    with pytest.raises(UsageError, match="needs arrival_ms"):
+    with pytest.raises(TraceError, match="needs arrival_ms"):
         trace_samples(written(tmp_path, text), ReadOptions())
 
 
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"gone\.jsonl cannot be read \(No such file"):
+    with pytest.raises(TraceError, match=r"gone\.jsonl cannot be read \(No such file"):
         trace_samples(tmp_path / "gone.jsonl", ReadOptions())

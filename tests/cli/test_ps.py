@@ -22,12 +22,13 @@ def test_a_running_cluster_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         shown = capsys.readouterr().out.splitlines()
         assert invoke(["ps", "--base-url", server.base_url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["cluster"] == "customer-support-agent"
-    assert shown[0].split() == ["MODEL", "TIER", "STATE", "BYTES", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE"]
-    assert [line.split()[:3] for line in shown[1:5]] == [
-        ["router", "resident", "resident"],
-        ["specialists.billing", "resident", "resident"],
-        ["specialists.technical", "resident", "resident"],
-        ["specialists.legal", "standby", "standby"],
+    columns = ["MODEL", "TIER", "STATE", "PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE"]
+    assert shown[0].split() == columns
+    assert [line.split()[:7] for line in shown[1:5]] == [
+        ["router", "resident", "resident", "800.0", "MB", "800.0", "MB"],
+        ["specialists.billing", "resident", "resident", "800.0", "MB", "800.0", "MB"],
+        ["specialists.technical", "resident", "resident", "800.0", "MB", "800.0", "MB"],
+        ["specialists.legal", "standby", "standby", "800.0", "MB", "-", "0"],
     ]
     assert any(line.startswith("gpu_budget: 2.4 GB of ") for line in shown)
     assert shown[-1] == "counted: nothing yet"
@@ -48,7 +49,7 @@ def test_a_budget_that_was_cut_says_so() -> None:
     shown = text_of(Managed().snapshot())
     assert "gpu_budget: 40 B of 80 B in use, cut from 100 B to what the machine has" in shown
     assert "counted: requests_total 3" in shown
-    assert "far        remote    remote        -" in shown
+    assert "far        remote    remote            -         -" in shown
 
 
 def test_what_nothing_bounds_is_unbounded() -> None:

@@ -54,6 +54,39 @@ def test_the_example_boots_as_it_stands_and_routes() -> None:
     assert "hops" not in direct["lockstep"]
 
 
+@pytest.mark.parametrize(
+    ("example", "num_models", "num_resident", "num_standby", "resident_bytes"),
+    [
+        ("customer-support", 5, 3, 1, 2_400_000_000),
+        ("density-50", 51, 26, 25, 20_800_000_000),
+        ("warming-heavy", 9, 1, 8, 800_000_000),
+    ],
+)
+def test_every_example_boots_with_its_models_in_their_tiers_and_its_bytes(
+    example: str, num_models: int, num_resident: int, num_standby: int, resident_bytes: int
+) -> None:
+    path, body = EXAMPLES / f"{example}.yaml", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    with serve("--manifest", str(path), "--backend", "stub") as server, server.client() as client:
+        told = client.get("/v1/cluster").json()
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        warmed = client.get("/v1/cluster").json()["counters"]["co_activation_warms"]
+    tiers = [model["tier"] for model in told["models"]]
+    assert (len(tiers), tiers.count("resident"), tiers.count("standby")) == (num_models, num_resident, num_standby)
+    assert [model["state"] for model in told["models"]] == [
+        "resident" if tier == "resident" else "standby" for tier in tiers
+    ], "what is remote elsewhere is a model in reach here"
+    assert told["budgets"][0]["used_bytes"] == resident_bytes
+    assert warmed == (8 if example == "warming-heavy" else 0)
+
+
+def test_budgets_beyond_the_machine_are_cut_and_said_in_a_line_each(tmp_path: Path) -> None:
+    text = "cluster: c\nresources: {gpu_budget: 80TB, ram_budget: 20TB}\nmodels:\n  m: {source: 'pocket://'}\n"
+    with serve("--manifest", str(written(tmp_path, text)), *IN_THREAD) as server:
+        lines = [line for line in server.stderr.splitlines() if "is cut from" in line]
+    assert len(lines) == 2
+    assert all("WARNING" in line and line.endswith("which this machine can give") for line in lines)
+
+
 def test_every_fault_of_a_manifest_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, SMALL.replace("source: stub://router", "tier: hot") + "zebra: 1\n")
     assert invoke(["serve", "--manifest", str(path)]) == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.cluster.planner import (
     Drain,
@@ -163,7 +165,8 @@ class TestNeverFits:
         loading = Replica("a", Phase.LOADING, 30_000_000)
         observed = Observed((loading, resident("b", 20_000_000)), 60_000_000)
         assert overshoot(observed, "a", 40_000_000) == ""
-        assert overshoot(observed, "a", 50_000_000) == "loaded, it takes 50 MB; of 60 MB, 40 MB are free"
+        told = "loaded, it takes 50 MB, where 30 MB were expected; of gpu_budget's 60 MB only 40 MB are free"
+        assert overshoot(observed, "a", 50_000_000).startswith(told)
 
     def test_an_overshoot_counts_until_it_is_unloaded_and_is_measured_from_then_on(self) -> None:
         fake = shell(absent("a"), resident("b", 2, last_used_s=0.0), budget=6)
@@ -361,3 +364,23 @@ def test_the_next_look_is_at_the_next_moment_that_could_change_the_plan() -> Non
     while (again_s := look_again_s(observed, times[-1], POLICY)) is not None:
         times.append(again_s)
     assert times[1:] == pytest.approx([100.06, 101.5, 102.96, 107.0, 109.0, 120.0])
+
+
+seen = st.builds(
+    Replica,
+    key=st.sampled_from("abcdef"),
+    phase=st.sampled_from([Phase.ABSENT, Phase.RESIDENT, Phase.RESIDENT, Phase.LOADING, Phase.UNLOADING]),
+    bytes=st.integers(0, 6),
+    num_busy=st.integers(0, 1),
+    last_used_s=st.sampled_from([0.0, NOW_S]),
+    is_pinned=st.booleans(),
+    wants_warm=st.sampled_from([False, False, True]),
+    idle_limit_s=st.sampled_from([None, None, None, 50.0]),
+)
+
+
+@given(st.lists(seen, max_size=5, unique_by=lambda replica: replica.key), st.one_of(st.none(), st.integers(0, 20)))
+def test_one_who_can_do_nothing_changes_nothing(replicas: list[Replica], budget: int | None) -> None:
+    """Where nothing is to be done a plan is made at a glance, which somebody who is wanted rules out."""
+    barred = absent("z", 0, wants_warm=True, retry_at_s=NOW_S + 1)
+    assert planned(*replicas, budget=budget) == planned(*replicas, barred, budget=budget)

@@ -135,6 +135,39 @@ async def test_a_session_of_a_model_that_is_gone_is_given_up() -> None:
         await until(lambda: cluster.sessions()[0].state == "dropped")
 
 
+async def test_a_model_that_a_replacement_adds_can_be_asked_before_it_was_ever_loaded() -> None:
+    async with clustered(OLD) as cluster:
+        added = "    - {id: late, source: stub://late, tier: standby}\nrouting:"
+        assert (await cluster.replace(OLD.replace("routing:", added))).added == ("late",)
+        assert cluster.tokenizer("late").encode("a") == [97]
+        assert (await say(cluster, "hello", "late")).text.startswith("[stub:late]")
+
+
+async def test_another_size_of_the_same_artifact_is_taken_over_and_nothing_is_loaded() -> None:
+    async with clustered(OLD) as cluster:
+        resized = OLD.replace("id: legal,", "id: legal, size: 1200MB,")
+        assert (await cluster.replace(resized)).changed == ("legal",)
+        assert model_of(cluster, "legal").size_bytes == 1_200_000_000
+        assert cluster.snapshot().budgets[0].used_bytes == 2_800_000_000
+        with pytest.raises(ConfigError, match="gpu_budget"):
+            await cluster.replace(OLD.replace("id: legal,", "id: legal, size: 9GB,"))
+        assert model_of(cluster, "legal").size_bytes == 1_200_000_000
+        assert _loads(cluster) == 3
+
+
+async def test_what_was_unloaded_by_hand_stays_away_until_its_entry_changes() -> None:
+    async with clustered(OLD) as cluster:
+        for name in ("legal", "billing"):
+            await cluster.unload_model(name)
+        await cluster.replace(OLD.replace("cluster: old", "cluster: new"))
+        await cluster.replace(OLD.replace("id: legal,", "id: legal, priority: high,"))
+        assert [state for _, _, state in states(cluster)] == ["resident", "resident", "standby"]
+        assert cluster.health().ready
+        await cluster.load_model("billing")
+        await cluster.replace(OLD)
+        assert model_of(cluster, "billing").state == "resident"
+
+
 async def test_a_replacement_goes_on_when_its_caller_leaves() -> None:
     async with clustered(OLD) as cluster:
         caller = asyncio.create_task(cluster.replace(NEW))

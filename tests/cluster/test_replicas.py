@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.held import Held, ReplicaSpec
+from lockstep.cluster.held import WARM_WISH_S, Held, ReplicaSpec
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.opening import open_manifest
 from lockstep.cluster.planner import Phase
@@ -32,7 +33,9 @@ def spec_of(id_: str, measure: Callable[[object], int] = lambda loaded: 800_000_
 
 @asynccontextmanager
 async def shell(
-    budget_bytes: int | None = None, on_resident: Callable[[], object] = lambda: None
+    budget_bytes: int | None = None,
+    on_resident: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[tuple[Replicas, list[tuple[Phase, Phase, str]]]]:
     moves: list[tuple[Phase, Phase, str]] = []
 
@@ -43,7 +46,7 @@ async def shell(
 
     worker = SupervisedWorker(WorkerOptions())
     await worker.start()
-    replicas = Replicas(worker, QUICK, moved)
+    replicas = Replicas(worker, QUICK, moved, clock=clock)
     replicas.budget_bytes = budget_bytes
     try:
         yield replicas, moves
@@ -55,14 +58,16 @@ async def shell(
 async def test_what_takes_more_than_was_predicted_is_unloaded_again_and_its_load_has_failed() -> None:
     async with shell(1_000_000_000) as (replicas, moves):
         held = replicas.hold(spec_of("b", lambda loaded: 1_200_000_000))
-        with pytest.raises(UnavailableError, match="1,200 MB"):
+        with pytest.raises(
+            UnavailableError, match="takes 1,200 MB, where 800 MB were expected; of gpu_budget's 1,000 MB"
+        ):
             await replicas.acquire(held)
         assert [(before, after) for before, after, _ in moves] == [
             (Phase.ABSENT, Phase.LOADING),
             (Phase.LOADING, Phase.UNLOADING),
             (Phase.UNLOADING, Phase.ABSENT),
         ]
-        assert held.bytes == 1_200_000_000, "what was measured is known from now on"
+        assert held.bytes == held.measured_bytes == 1_200_000_000, "what was measured is known from now on"
         assert held.retry_at_s > 0
 
 
@@ -74,6 +79,24 @@ async def test_what_takes_less_than_was_predicted_leaves_room_for_others() -> No
         assert small.phase is other.phase is Phase.RESIDENT
         replicas.release(small)
         replicas.release(other)
+
+
+@pytest.mark.parametrize(("waited_s", "is_loaded"), [(WARM_WISH_S - 1, True), (WARM_WISH_S + 1, False)])
+async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_much_later(
+    waited_s: float, is_loaded: bool
+) -> None:
+    now_s = 100.0
+    async with shell(1_000_000_000, clock=lambda: now_s) as (replicas, _):
+        busy, warm = replicas.hold(spec_of("b")), replicas.hold(spec_of("a"))
+        await replicas.acquire(busy)
+        assert replicas.warm(warm)
+        assert not replicas.warm(warm), "it is wanted already"
+        assert warm.phase is Phase.ABSENT, "there is no room"
+        replicas.release(busy)
+        now_s += waited_s
+        replicas.retire(busy)
+        await replicas.drain(busy, LIMIT_S, "by hand")
+        assert (warm.phase is not Phase.ABSENT) == is_loaded
 
 
 async def test_what_can_never_fit_is_refused_at_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.base import Call, Conversation
@@ -40,9 +41,9 @@ def test_the_entry_is_asked_for_a_word_that_the_rule_knows() -> None:
     words = ["billing", "technical", "legal", "none"]
     assert params.constraint == Constraint.choice([*words, *(f"intent={word}" for word in words)])
     assert params.max_tokens == len("intent=technical") + 1
-    assert messages_of(router_of(MANIFEST).question(replace(ASKED, prompt="hello"))) == [("user", "hello")]
+    assert messages_of(router_of(MANIFEST).question(structs.replace(ASKED, prompt="hello"))) == [("user", "hello")]
     with pytest.raises(InvalidParameterError, match="one model only"):
-        router_of(MANIFEST).question(replace(ASKED, prompt=(1, 2)))
+        router_of(MANIFEST).question(structs.replace(ASKED, prompt=(1, 2)))
 
 
 DECISIONS = {
@@ -79,13 +80,13 @@ def test_a_persona_stands_before_the_conversation_or_after_it() -> None:
     suffix = replace(PERSONA, persona=Persona.SUFFIX)
     assert messages_of(addressed(ASKED, suffix)) == [("user", "hello"), ("system", "Be kind.")]
     own = Conversation([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}])
-    both = addressed(replace(ASKED, prompt=own), PERSONA)
+    both = addressed(structs.replace(ASKED, prompt=own), PERSONA)
     assert messages_of(both) == [("system", "Be kind.\n\nBe brief."), ("user", "hello")]
-    assert addressed(replace(ASKED, prompt="plain"), PERSONA).prompt == "plain"
+    assert addressed(structs.replace(ASKED, prompt="plain"), PERSONA).prompt == "plain"
 
 
 def test_a_models_sampling_fills_what_the_request_leaves_open() -> None:
-    call = addressed(replace(ASKED, params=SamplingParams(top_k=3), priority=1), PERSONA)
+    call = addressed(structs.replace(ASKED, params=SamplingParams(top_k=3), priority=1), PERSONA)
     assert (call.params.temperature, call.params.top_k, call.params.top_p) == (0.5, 3, None)
     assert (call.priority, call.model) == (0, "m")
 

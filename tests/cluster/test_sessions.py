@@ -10,11 +10,11 @@ from contextlib import aclosing
 import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
-from lockstep.cluster.manifest import SessionLimits
+from lockstep.cluster.manifest import PRIORITIES, SessionLimits
 from lockstep.cluster.sessions import MAX_WAITING_SESSIONS, ModelSessions, Sessions
 from lockstep.errors import QueueFullError, SessionNotFoundError
 from tests.cluster.clusters import clustered, model_of, say
-from tests.cluster.support import until
+from tests.cluster.support import LIMIT_S, until
 
 ONE = "cluster: c\nmodels:\n  m: {source: 'stub://m?step_ms=2', max_active_sessions: 2}\n"
 
@@ -130,6 +130,27 @@ async def test_sessions_are_listed_swept_and_ended() -> None:
         assert cluster.sessions() == ()
         with pytest.raises(SessionNotFoundError):
             await cluster.end_session("s")
+
+
+async def test_idle_sessions_of_low_models_are_swept_first_and_of_critical_ones_last() -> None:
+    """Within a class, the least recently used one."""
+    text = (
+        "cluster: c\nmodels:\n  extra:\n"
+        + "".join(f"    - {{id: {name}, source: 'stub://{name}', priority: {name}}}\n" for name in PRIORITIES)
+        + "sessions: {idle_threshold: 1h, min_lifetime: 1ms, sweep_interval: 10ms}\n"
+    )
+    async with clustered(text) as cluster:
+        begin = cluster.events.last_id
+        for number, name in enumerate((*PRIORITIES, "low")):
+            await say(cluster, "hello", name, session=f"{name}-{number}")
+        await cluster.replace(text.replace("1h", "1ms"))
+        swept: list[str] = []
+        async with asyncio.timeout(LIMIT_S), aclosing(cluster.events.subscribe(begin)) as events:
+            while len(swept) < 5:
+                event = await anext(events)
+                if event.type == "session_evicted":
+                    swept.append(event.fields["session"])
+        assert swept == ["low-3", "low-4", "normal-2", "high-1", "critical-0"]
 
 
 async def test_what_a_session_said_stays_when_others_fill_the_cache_until_it_is_ended() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+from msgspec import structs
 
 from lockstep.cluster.base import Accepted, Conversation
 from lockstep.cluster.prompting import MAX_INLINE_CHARS, generation_request
@@ -109,7 +110,7 @@ async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: SingleM
 async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: SingleModel) -> None:
     long = "x" * (MAX_INLINE_CHARS * 3)
     for asked, expected in (
-        (replace(call("abc"), model="other"), ModelNotFoundError),
+        (structs.replace(call("abc"), model="other"), ModelNotFoundError),
         (call("abc", SamplingParams(top_p=7.0)), InvalidParameterError),
         (call("abc", SamplingParams(constraint=Constraint.regex("("))), InvalidParameterError),
         (call("abc", SamplingParams(max_tokens=10**30)), InvalidParameterError),

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cluster.base import Accepted, Routed
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
 from lockstep.pocket import pocket_path
-from tests.cluster.clusters import Answer, clustered, model_of, say
+from tests.cluster.clusters import Answer, asking, clustered, model_of, say
+from tests.cluster.remotes import LONG_S, crooked, says
 from tests.cluster.support import until
 
 TWO_THAT_DO_NOT_FIT = """
@@ -146,6 +148,33 @@ async def test_a_hint_promotes_before_the_routers_hop_has_ended() -> None:
         assert order == ["legal", "specialists.legal", "specialists.billing", "billing"]
 
 
+async def test_a_routed_call_says_who_answers_before_that_model_is_there() -> None:
+    """Only where it must wait: one that is there accepts the call itself."""
+    async with clustered(ROUTED) as cluster:
+        async with aclosing(cluster.stream(asking("a billing question"))) as cold:
+            first = await anext(cold)
+            assert isinstance(first, Routed)
+            assert (first.model, first.hops[0].target) == ("billing", "specialists.billing")
+            assert model_of(cluster, "billing").state == "standby"
+            accepted = await anext(cold)
+        async with aclosing(cluster.stream(asking("a billing question"))) as warm:
+            again = await anext(warm)
+        assert isinstance(accepted, Accepted)
+        assert isinstance(again, Accepted)
+        assert accepted.hops == first.hops
+
+
+async def test_a_routed_call_says_that_another_server_answers_before_it_does() -> None:
+    async with crooked(says(LONG_S)) as far:
+        fallback = f"fallback: {{remote: {{base_url: '{far.url}', timeout: 200ms}}}}\n"
+        async with clustered(ROUTED + fallback) as cluster, aclosing(cluster.stream(asking("hello"))) as events:
+            first = await anext(events)
+            assert isinstance(first, Routed)
+            assert (first.model, first.hops[0].target) == ("fallback", "fallback")
+            with pytest.raises(DeadlineError, match="did not begin"):
+                await anext(events)
+
+
 async def test_a_model_is_demoted_when_nobody_has_used_it_for_its_time() -> None:
     text = TWO_THAT_DO_NOT_FIT.replace("id: a,", "id: a, keep_alive: 50ms,")
     async with clustered(text) as cluster:
@@ -209,6 +238,40 @@ async def test_a_random_crowd_is_served_whole_under_a_small_budget() -> None:
         answers = await asyncio.gather(*(client(number) for number in range(12)))
         assert sum(map(len, answers)) == 72
         assert most <= 2_500_000_000
+
+
+MEASURED = """
+cluster: c
+resources: {gpu_budget: 1GB}
+models:
+  m: {source: 'pocket://', tier: standby, engine: {kv_cache_memory_bytes: 4MB}}
+"""
+
+
+async def test_a_load_corrects_what_was_predicted_from_the_files() -> None:
+    """In a process of its own, whose memory nobody else takes."""
+    async with clustered(MEASURED, kind="process") as cluster:
+        [before] = cluster.snapshot().replicas
+        assert (before.bytes, before.measured_bytes) == (before.predicted_bytes, None)
+        await cluster.load_model("m")
+        [after] = cluster.snapshot().replicas
+        assert after.measured_bytes is not None
+        assert after.measured_bytes > before.predicted_bytes == after.predicted_bytes, "small files, a whole graph"
+        assert after.bytes == after.measured_bytes == cluster.snapshot().budgets[0].used_bytes
+
+
+async def test_what_loading_finds_too_large_for_its_budget_is_unloaded_again() -> None:
+    predicted = 4 * 10**6 + round(1.25 * pocket_path().stat().st_size)
+    async with clustered(MEASURED.replace("1GB", f"{predicted}B"), kind="process") as cluster:
+        with pytest.raises(UnavailableError, match=r"were expected; of gpu_budget's .* only .* are free"):
+            await say(cluster, "hello")
+        [replica] = cluster.snapshot().replicas
+        assert (replica.phase, cluster.snapshot().budgets[0].used_bytes) == ("absent", 0)
+        assert replica.measured_bytes is not None
+        assert replica.measured_bytes > predicted >= replica.predicted_bytes
+        assert model_of(cluster, "m").state == "failed"
+        with pytest.raises(UnavailableError, match="could not be loaded: pocket://: loaded, it takes"):
+            await say(cluster, "hello")
 
 
 @pytest.mark.slow

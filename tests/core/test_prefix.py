@@ -60,14 +60,14 @@ def test_hashes_do_not_depend_on_the_process() -> None:
 
 def test_the_first_block_of_a_content_keeps_it_until_forgotten() -> None:
     cache = PrefixCache()
-    cache.publish(1, b"h")
-    cache.publish(2, b"h")
-    cache.publish(1, b"other")
+    cache.publish([1], [b"h"])
+    cache.publish([2], [b"h"])
+    cache.publish([1], [b"other"])
     assert cache.find(b"h") == 1
     assert cache.find(b"other") is None
     assert dict(cache.blocks) == {1: b"h"}
     cache.forget(1)
-    cache.publish(2, b"h")
+    cache.publish([2], [b"h"])
     assert cache.find(b"h") == 2
     assert len(cache) == 1
     cache.check()
@@ -77,7 +77,7 @@ def test_match_stops_at_the_first_gap_and_changes_nothing() -> None:
     cache = PrefixCache()
     hashes = [b"0", b"1", b"2", b"3"]
     for block, block_hash in ((5, b"0"), (6, b"1"), (8, b"3")):
-        cache.publish(block, block_hash)
+        cache.publish([block], [block_hash])
     assert cache.match(hashes, 0, 4) == (5, 6)
     assert cache.match(hashes, 0, 1) == (5,)
     assert cache.match(hashes, 3, 9) == (8,)
@@ -87,17 +87,17 @@ def test_match_stops_at_the_first_gap_and_changes_nothing() -> None:
 
 def test_pins_count_and_outlive_what_they_pin() -> None:
     cache = PrefixCache()
-    cache.publish(1, b"a")
+    cache.publish([1], [b"a"])
     assert cache.pin([b"a", b"b"]) == [1]
     assert cache.pin([b"a"]) == [1]
-    cache.publish(2, b"b")
+    cache.publish([2], [b"b"])
     assert 2 in cache.pinned
     assert cache.unpin([b"a"]) == []
     assert 1 in cache.pinned
     cache.check()
     cache.forget(2)
     cache.clear()
-    cache.publish(3, b"b")
+    cache.publish([3], [b"b"])
     assert 3 in cache.pinned
     assert cache.unpin([b"a", b"b", b"unknown"]) == [3]
     assert 3 not in cache.pinned

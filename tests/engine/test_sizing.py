@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.sizing import EngineOptions, available_memory_bytes, plan_config
+from lockstep.engine.sizing import EngineOptions, anonymous_memory_bytes, available_memory_bytes, plan_config
 from lockstep.errors import ConfigError
 from lockstep.executors.base import Geometry
 
@@ -52,3 +52,9 @@ def test_available_memory_is_cut_by_the_cgroup(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path) == 3000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory_bytes(tmp_path) > 3000
+
+
+def test_anonymous_memory_is_that_of_this_process_where_the_system_tells(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("VmRSS:\t   900 kB\nRssAnon:\t     500 kB\n")
+    assert anonymous_memory_bytes(tmp_path / "status") == 500 * 1024
+    assert anonymous_memory_bytes(tmp_path / "none") is None

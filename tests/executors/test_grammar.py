@@ -16,9 +16,17 @@ from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, QueueFullError, RequestFailedError
 from lockstep.executors import grammar as grammar_module
-from lockstep.executors.constraint import Constraint
+from lockstep.executors import grammar_places
+from lockstep.executors.constraint import Constraint, ConstraintKind
 from lockstep.executors.deep_stack import DeepStack
-from lockstep.executors.grammar import MAX_CACHED_GRAMMARS, Grammar, GrammarCompiler
+from lockstep.executors.grammar import (
+    MAX_CACHED_GRAMMARS,
+    MAX_LEXER_STATES,
+    STEP_LEXER_FUEL,
+    Grammar,
+    GrammarCompiler,
+)
+from lockstep.executors.grammar_places import RememberingMatcher
 from lockstep.executors.stub import stub_tokenizer_parts
 from tests.engine import text_models
 
@@ -169,7 +177,7 @@ def test_a_token_that_does_not_fit_fails_the_sequence() -> None:
 
 
 def test_a_sequence_that_uses_up_its_budget_takes_nothing_from_the_others() -> None:
-    """Copies of one matcher would share a lexer, and the second would fail at its first token."""
+    """Copies of its matcher would share a lexer, and the second would fail at its first token."""
     grammars = compiler_of("byte level").build(Constraint.regex(r"(\w{1,1000}){1,1000}"), 2)
     ends = tokenizer_of("byte level").end_token_ids
     lengths = []
@@ -198,6 +206,127 @@ def test_a_checked_constraint_is_remembered_and_so_is_a_refused_one(monkeypatch:
     compiler.build(Constraint.regex("a"))
     with pytest.raises(InvalidParameterError, match="unclosed character class"):
         compiler.build(Constraint.regex("(["))
+
+
+INTENTS = ("billing", "billing-eu", "technical", "none", "intent=billing", "intent=technical", "größe")
+
+
+def marks(compiler: GrammarCompiler, family: str, constraint: Constraint, seed: int) -> list[tuple[list[int], int]]:
+    """What was allowed at each token of a random walk, and which token was taken."""
+    (grammar,) = compiler.build(constraint)
+    rng = random.Random(seed)
+    seen = []
+    while not grammar.is_complete:
+        allowed = ids_of(grammar.allowed())
+        token = rng.choice(allowed)
+        seen.append((allowed, token))
+        if token in tokenizer_of(family).end_token_ids:
+            break
+        seen += [([forced], forced) for forced in grammar.accept(token, seed % 4)]
+    return seen
+
+
+class TestAChoiceThatIsAskedForAgain:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_carries_nothing_over_from_the_requests_before_or_beside_it(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Copies of one matcher allow what matchers of their own do, whatever others took."""
+        tokenizer = tokenizer_of(family)
+        copying = GrammarCompiler(tokenizer.vocabulary, tokenizer.vocab_size, tokenizer.end_token_ids)
+        choice = Constraint.choice(INTENTS)
+        copying.build(choice)
+        beside = copying.build(choice, 3)
+        for grammar in beside[:2]:
+            with contextlib.suppress(RequestFailedError):
+                grammar.accept(0, 0)
+        copied = [marks(copying, family, choice, seed) for seed in range(20)]
+        assert copying.is_ready(choice)
+        monkeypatch.setattr(grammar_module, "MAX_COPIED_BYTES", 0)
+        anew = GrammarCompiler(tokenizer.vocabulary, tokenizer.vocab_size, tokenizer.end_token_ids)
+        assert copied == [marks(anew, family, choice, seed) for seed in range(20)]
+        assert not anew.is_ready(choice)
+        assert ids_of(beside[2].allowed()) == copied[0][0][0]
+
+    def test_is_compiled_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        choice = Constraint.choice(INTENTS)
+        assert not compiler.is_ready(choice)
+        compiler.build(choice)
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("compiled again")
+
+        monkeypatch.setattr(compiler, "_matcher", refuse)
+        monkeypatch.setattr(compiler._deep_stack, "run", refuse)
+        for grammar in compiler.build(choice, 5):
+            pick(grammar, "intent=technical")
+            assert grammar.is_complete
+        assert compiler.is_ready(Constraint.choice(INTENTS))
+
+    def test_is_compiled_anew_where_a_copy_has_broken(self) -> None:
+        class PanicException(BaseException):
+            """As the one that Rust code raises: no `Exception`."""
+
+        class Broken:
+            """As a matcher whose lexer a native panic has left locked."""
+
+            def deep_copy(self) -> object:
+                raise PanicException("poisoned")
+
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        choice = Constraint.choice(INTENTS)
+        compiler.build(choice)
+        compiler._checked[choice] = grammar_module._Checked("", None, Broken())  # type: ignore[arg-type]  # as good
+        with pytest.raises(InvalidParameterError, match="the compiler broke on it: poisoned"):
+            compiler.build(choice)
+        (grammar,) = compiler.build(choice)
+        pick(grammar, "none")
+
+    def test_needs_no_parser_where_somebody_was_before_and_remembers_so_many_places(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        choice = Constraint.choice(INTENTS)
+        pick(compiler.build(choice)[0], "technical")
+        walked: list[tuple[int, ...]] = []
+        look = RememberingMatcher._copied
+
+        def count(matcher: RememberingMatcher, taken: tuple[int, ...]) -> Any:
+            walked.append(taken)
+            return look(matcher, taken)
+
+        monkeypatch.setattr(RememberingMatcher, "_copied", count)
+        pick(compiler.build(choice)[0], "technical")
+        assert not walked
+        monkeypatch.setattr(grammar_places, "MAX_PLACES", 4)
+        for _ in range(2):
+            pick(compiler.build(choice)[0], "billing-eu")
+        assert len(compiler._places._known) == 4
+        assert (*b"billing",) in walked
+
+    def test_is_copied_only_where_its_whole_lexer_stays_far_from_the_limits(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Half of the limits are enough for every state of the largest choice, made by one lexer."""
+        rng = random.Random(8)
+        texts = ["".join(rng.choice("abcdef") for _ in range(32)) for _ in range(grammar_module.MAX_COPIED_BYTES // 32)]
+        monkeypatch.setattr(grammar_module, "MAX_LEXER_STATES", MAX_LEXER_STATES // 2)
+        monkeypatch.setattr(grammar_module, "STEP_LEXER_FUEL", STEP_LEXER_FUEL // 2)
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        for text in texts:
+            (grammar,) = compiler.build(Constraint.choice(texts))
+            pick(grammar, text)
+        assert compiler.is_ready(Constraint.choice(texts))
+        compiler.build(Constraint.choice([*texts, "a"]))
+        assert not compiler.is_ready(Constraint.choice([*texts, "a"]))
+
+    def test_other_constraints_are_never_ready(self) -> None:
+        compiler = compiler_of("stub")
+        compiler.build(Constraint.regex("a|b"))
+        assert not compiler.is_ready(Constraint.regex("a|b"))
+        unhashable = Constraint(ConstraintKind.CHOICE, ["a"])  # type: ignore[arg-type]  # as a careless caller makes it
+        assert not compiler.is_ready(unhashable)
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

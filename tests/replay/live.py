@@ -44,7 +44,8 @@ routing:
 """
 MODELS = ("small", "other", "fake", "fake")
 BURST = 12
-WORDS = "the quick brown fox jumps over a lazy dog and then asks for its invoice again because of an error".split()
+SENTENCE = "the quick brown fox jumps over a lazy dog and then asks for its invoice again because of an error"
+WORDS = SENTENCE.split()
 
 
 def manifest_in(folder: Path) -> Path:
@@ -62,7 +63,7 @@ async def mixed_load(
     limits = httpx2.Limits(max_connections=4 * BURST)
     async with httpx2.AsyncClient(base_url=server.base_url, timeout=120.0, trust_env=False, limits=limits) as client:
         for first in range(0, num_requests, BURST):
-            bodies = [_body(draw, models) for _ in range(BURST)]
+            bodies = [_body(draw) for _ in range(BURST)]
             burst = asyncio.gather(*[_ask(client, body, draw.random() < 0.15) for body in bodies])
             if first % (3 * BURST) == 0:
                 await client.delete(f"/v1/sessions/s{draw.randrange(5)}")
@@ -70,10 +71,10 @@ async def mixed_load(
     return statuses
 
 
-def _body(draw: random.Random, models: tuple[str, ...]) -> dict[str, Any]:
+def _body(draw: random.Random) -> dict[str, Any]:
     prefix = " ".join(WORDS[: draw.choice((0, 8, 16, 18))])
     prompt = f"{prefix} {' '.join(draw.choices(WORDS, k=draw.randrange(1, 12)))}"
-    model = draw.choice(models)
+    model = draw.choice(MODELS)
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt[: 60 if model == "fake" else 400],

@@ -24,13 +24,13 @@ POOL = EngineOptions(
 )
 
 
-def options(folder: Path, max_bytes: int = 1 << 28, has_content: bool = False) -> TraceOptions:
-    return TraceOptions(str(folder), max_bytes, has_content)
+def options(folder: Path | str, max_bytes: int = 1 << 28) -> TraceOptions:
+    return TraceOptions(str(folder), max_bytes)
 
 
-def record(folder: Path, num_requests: int = 24, **more: int) -> Path:
+def record(folder: Path, num_requests: int = 24, max_bytes: int = 1 << 28) -> Path:
     """Two stubs with small pools: preemptions, swaps, evictions, hits, aborts, siblings, resets."""
-    with running(trace=options(folder, **more)) as bench:
+    with running(trace=options(folder, max_bytes)) as bench:
         bench.ready("a", "stub://alpha", LoadOptions(POOL))
         bench.ready("b", "stub://beta?fail_every=40", LoadOptions(POOL), Priority.HIGH)
         submit(bench, num_requests)

@@ -43,7 +43,7 @@ CASES = {
         0,
         Change.ADMISSION,
         ["r3"],
-        ["A admits request r3, and B lets request r3 wait", "in B, request r3 waits: 2 of 2 sequences run"],
+        ["A admits r3, and B lets r3 wait", "in B, r3 waits: 2 of 2 sequences run"],
     ),
     "max_num_step_seqs": Case(
         THREE,
@@ -93,7 +93,7 @@ CASES = {
         0,
         Change.CHUNK,
         ["r1"],
-        ["request r1 computes 20 tokens from position 0 on in A, and 8 in B", "in B, a chunk has at most 8 tokens"],
+        ["r1 computes 20 tokens from position 0 on in A, and 8 in B", "in B, a chunk has at most 8 tokens"],
     ),
     "chunking": Case(
         workload(request("r1", 20), request("r2", 20)),
@@ -113,7 +113,7 @@ CASES = {
         0,
         Change.ADMISSION,
         ["r2"],
-        ["in B, request r2 waits: it needs 5 blocks, 3 of 8 are free"],
+        ["in B, r2 waits: it needs 5 blocks, 3 of 8 are free"],
     ),
     "admission": Case(
         workload(request("r1", 20, 12), request("r2", 8, 12)),
@@ -123,7 +123,7 @@ CASES = {
         0,
         Change.ADMISSION,
         ["r2"],
-        ["in B, request r2 waits: prompt and output need 5 blocks, 4 of 12 are free"],
+        ["in B, r2 waits: prompt and output need 5 blocks, 4 of 12 are free"],
     ),
     "order": Case(
         workload(request("r1", 8), request("r2", 8, priority=Priority.HIGH)),
@@ -133,7 +133,7 @@ CASES = {
         0,
         Change.ADMISSION,
         ["r1", "r2"],
-        ["A admits request r1, and B lets request r1 wait", "B admits request r2, and A lets request r2 wait"],
+        ["A admits r1, and B lets r1 wait", "B admits r2, and A lets r2 wait"],
     ),
     "order, fair": Case(
         workload(request("r1", 8, tenant="x"), request("r2", 8, tenant="x"), request("r3", 8, tenant="y")),
@@ -143,7 +143,7 @@ CASES = {
         0,
         Change.ADMISSION,
         ["r2", "r3"],
-        ["B admits request r3, and A lets request r3 wait"],
+        ["B admits r3, and A lets r3 wait"],
     ),
     "max_num_decode_seqs": Case(
         workload(request("r1", 8), request("r2", 8)),
@@ -163,7 +163,7 @@ CASES = {
         0,
         Change.TURN,
         ["r2"],
-        ["A lets request r2 take part in the step, and B lets request r2 wait", "1 of 1 places to sample are taken"],
+        ["A lets r2 take part in the step, and B lets r2 wait", "1 of 1 places to sample are taken"],
     ),
     "preemption": Case(
         workload(request("r1", 16, 16), request("r2", 16, 16)),
@@ -183,7 +183,7 @@ CASES = {
         5,
         Change.VICTIM,
         ["r2"],
-        ["B preempts request r2, and A leaves request r2 running", "in B, 10 of 10 blocks are held"],
+        ["B preempts r2, and A leaves r2 running", "in B, 10 of 10 blocks are held"],
     ),
     "enable_prefix_caching": Case(
         workload(request("r1", 16, contents=SHARED), request("r2", 16, arrival=1, contents=SHARED)),
@@ -193,7 +193,7 @@ CASES = {
         1,
         Change.CACHE,
         ["r2"],
-        ["of the 16 prompt tokens of request r2, 12 come from the cache in A, and 0 in B"],
+        ["of the 16 prompt tokens of r2, 12 come from the cache in A, and 0 in B"],
     ),
     "num_blocks, other blocks": Case(
         workload(request("r1", 16, 1, contents=SHARED), request("r2", 16, 1, arrival=1)),
@@ -213,7 +213,7 @@ CASES = {
         0,
         Change.REFUSAL,
         ["r3"],
-        ["B refuses request r3, and A takes it"],
+        ["B refuses r3, and A takes it"],
     ),
     "max_model_len": Case(
         workload(request("r1", 8), request("r2", 28, 8, arrival=2)),
@@ -223,7 +223,7 @@ CASES = {
         2,
         Change.REFUSAL,
         ["r2"],
-        ["B refuses request r2, and A takes it"],
+        ["B refuses r2, and A takes it"],
     ),
     "num_blocks, the worst waits": Case(
         workload(request("r1", 16, 24), request("r2", 16, 24), request("r3", 4, 14)),
@@ -233,7 +233,7 @@ CASES = {
         1,
         Change.TURN,
         ["r3"],
-        ["A lets request r3 take part in the step", "in B, request r3 waits: none of 11 blocks is free for it"],
+        ["A lets r3 take part in the step", "in B, r3 waits: none of 11 blocks is free for it"],
     ),
 }
 
@@ -247,7 +247,9 @@ def diff_of(case: Case) -> tuple[Diff, SchedulerConfig, SchedulerConfig]:
 def test_the_first_difference_and_its_reason(case: Case) -> None:
     found, _, _ = diff_of(case)
 
-    assert found.divergence is not None and found.a is not None and found.b is not None
+    assert found.divergence is not None
+    assert found.a is not None
+    assert found.b is not None
     told = sentences(found.divergence.difference, found.a, found.b)
     assert found.divergence.change is case.change, told
     assert found.num_equal_steps == case.step, told
@@ -260,7 +262,8 @@ def test_the_first_difference_and_its_reason(case: Case) -> None:
 def test_the_reproducer_shows_the_same_kind_and_needs_each_of_its_requests(case: Case) -> None:
     found, a, b = diff_of(case)
 
-    assert found.reproducer is not None and found.divergence is not None
+    assert found.reproducer is not None
+    assert found.divergence is not None
     again = diff_configs(found.reproducer.workload, a, b, reproduces=False)
     assert again.divergence is not None
     assert again.divergence.change is found.divergence.change
@@ -382,10 +385,11 @@ def test_whatever_differs_is_told_and_shown_by_its_reproducer(
 
     if found.divergence is None:
         return
-    assert found.a is not None and found.b is not None
+    assert found.a is not None
+    assert found.b is not None
     assert sentences(found.divergence.difference, found.a, found.b)
     assert names_of(found.divergence.difference, found.a, found.b)
-    if found.reproducer is not None:
-        again = diff_configs(found.reproducer.workload, a, b, reproduces=False)
-        assert again.divergence is not None
-        assert again.divergence.change is found.divergence.change
+    assert found.reproducer is not None
+    again = diff_configs(found.reproducer.workload, a, b, reproduces=False)
+    assert again.divergence is not None
+    assert again.divergence.change is found.divergence.change

@@ -11,7 +11,7 @@ from lockstep.replay.configs import config_for
 from lockstep.replay.readers import read_workload
 from lockstep.replay.report import Report, report_of
 from lockstep.replay.simulator import Simulation
-from tools.search_workloads import TARGETS, Target, as_text, figures_of
+from tools.search_workloads import TARGETS, Target, as_text, figures_of, search
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -54,3 +54,9 @@ def test_the_files_are_as_the_search_writes_them(target: Target) -> None:
     drawn = json.loads(text)
     assert as_text(drawn) == text
     assert all(wanted in (None, got) for wanted, got in zip(target.figures, figures_of(drawn), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.file)
+def test_the_search_finds_them_again(target: Target) -> None:
+    assert as_text(search(target, seed=0)[1]) == (EXAMPLES / target.file).read_text()

@@ -124,7 +124,7 @@ def test_turns_are_taken_again(copy: Path) -> None:
         if isinstance(entry, Turn):
             turns.append((before, entry))
         before = reader.offset
-    at, turn = turns[len(turns) // 3]
+    at, _ = turns[len(turns) // 3]
     head = held[at + 1]
     assert head > 127, "a turn of at least 16 microseconds has a head of two bytes"
 
@@ -190,7 +190,7 @@ def first_difference(trace: Trace, scheduler_of: Callable[[SchedulerConfig], Sch
                 plan = None
             if plan != ran.plan or plan is None:
                 return ran.engine, ran.plan.step
-            if ran.events is None:
+            if ran.result is None:
                 scheduler.fail(plan)
             else:
                 scheduler.commit(plan, ran.result)

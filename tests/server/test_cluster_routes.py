@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
@@ -14,6 +15,7 @@ import httpx2
 import openai
 import pytest
 
+from lockstep.server.cluster_metrics import REMOTE_HELP
 from tests.server.living import until
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import error_of
@@ -47,11 +49,17 @@ def asking(text: str, **more: Any) -> dict[str, Any]:
 BILLING = asking("I was charged twice")
 
 
+@contextlib.contextmanager
+def clustered(directory: Path, text: str = MANIFEST) -> Iterator[ServerProcess]:
+    path = directory / "cluster.yaml"
+    path.write_text(text)
+    with serve("--manifest", str(path), *IN_THREAD) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
-    path.write_text(MANIFEST)
-    with serve("--manifest", str(path), *IN_THREAD) as server:
+    with clustered(tmp_path_factory.mktemp("cluster")) as server:
         yield server
 
 
@@ -80,6 +88,44 @@ def test_the_hop_comes_first_and_every_token_as_it_is_made(client: httpx2.Client
     assert len(told) == 8
     assert told[-1] - told[0] >= 6 * STEP_S, "eight tokens in eight steps; one gap may be short where a reader was late"
     assert told[-1] - came[0][0] >= 6 * STEP_S, "the hop was shown no later than its successor's first token"
+
+
+def test_the_hop_does_not_wait_for_the_model_that_it_names(tmp_path: Path) -> None:
+    """While the client has the hop, the specialist is still being loaded."""
+    with (
+        clustered(tmp_path, MANIFEST.replace("stub://legal", "stub://legal?load_ms=3000")) as server,
+        server.client() as client,
+        server.client() as looking,
+    ):
+        whole = {**asking("Is this clause legal?"), "stream": True, "logprobs": True}
+        with client.stream("POST", CHAT, json=whole) as response:
+            chunks = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
+            [call] = next(chunks)["choices"][0]["delta"]["tool_calls"]
+            assert model_of(looking, "legal")["state"] == "loading"
+            rest = list(chunks)
+        assert json.loads(call["function"]["arguments"])["target"] == "specialists.legal"
+        assert model_of(looking, "legal")["state"] == "resident"
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in rest)
+        assert len(text) == 8
+        assert [hop["model"] for hop in rest[-1]["lockstep"]["hops"]] == ["router", "legal"]
+        warm = client.post(CHAT, json={**whole, "stream": False}).json()["choices"][0]
+        told = [entry for chunk in rest for entry in (chunk["choices"][0]["logprobs"] or {"content": ()})["content"]]
+        assert (text, told) == (warm["message"]["content"], warm["logprobs"]["content"])
+
+
+def test_a_hop_to_a_model_that_cannot_be_loaded_is_shown_and_the_stream_ends_with_the_reason(tmp_path: Path) -> None:
+    """Who asks for a whole answer, or comes while it is known, is told by a status."""
+    text = MANIFEST.replace("      aliases: [law]", "      engine: {max_model_len: 100000}")
+    ask = {**asking("Is this clause legal?"), "stream": True}
+    with clustered(tmp_path, text) as server, server.client() as client:
+        frames = [line for line in client.post(CHAT, json=ask).text.splitlines() if line.startswith("data: ")]
+        assert "dispatch_to_specialist" in frames[0]
+        assert "max_model_len is 100000" in json.loads(frames[1][6:])["error"]["message"]
+        assert frames[2:] == ["data: [DONE]"]
+        for is_stream in (True, False):
+            refused = client.post(CHAT, json={**ask, "stream": is_stream})
+            assert (refused.status_code, "max_model_len" in error_of(refused)["message"]) == (503, True)
+            assert "retry-after" in refused.headers
 
 
 @pytest.mark.parametrize(
@@ -194,6 +240,31 @@ def test_the_cluster_is_in_the_metrics(client: httpx2.Client) -> None:
     assert float(told['lockstep:cluster_budget_used_bytes{budget="gpu_budget"}']) >= 1_600_000_000
 
 
+def test_the_remote_tier_is_in_the_metrics(tmp_path: Path, cluster: ServerProcess) -> None:
+    """Two remote models: the other server here, and a port where nobody listens, which is left alone after five."""
+    far = f"base_url: '{cluster.base_url}/v1', model: billing"
+    gone = "base_url: 'http://127.0.0.1:9/v1'"
+    text = MANIFEST.replace("fallback:\n  source: stub://fallback\n", f"fallback: {{remote: {{{far}}}}}\n")
+    text = text.replace("models:\n", f"models:\n  gone: {{remote: {{{gone}}}}}\n")
+    with clustered(tmp_path, text) as server, server.client() as client:
+        assert client.post(CHAT, json=asking("Hi")).json()["model"] == "fallback"
+        statuses = [client.post(CHAT, json={**BILLING, "model": "gone"}).status_code for _ in range(3)]
+        told = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if "_remote_" in line)
+        shown = {remote["model"]: remote for remote in client.get("/v1/cluster").json()["remotes"]}
+    assert statuses == [503, 503, 503]
+
+    def value(name: str, model: str, more: str = "") -> float:
+        return float(told[f'lockstep:cluster_remote_{name}{{model_name="{model}"{more}}}'])
+
+    counts = {model: [value(f"{name}_total", model) for name in REMOTE_HELP] for model in ("fallback", "gone")}
+    assert counts == {"fallback": [1, 1, 0, 0], "gone": [3, 5, 5, 1]}
+    assert value("breaker_state", "fallback", ',state="closed"') == value("breaker_state", "gone", ',state="open"') == 1
+    assert value("breaker_state", "gone", ',state="closed"') == 0
+    assert value("time_to_first_byte_seconds_count", "fallback") == 1
+    assert value("time_to_first_byte_seconds_count", "gone") == 0
+    assert (shown["gone"]["breaker"], shown["fallback"]["failures_total"]) == ("open", 0)
+
+
 def test_metrics_are_told_by_model(client: httpx2.Client) -> None:
     client.post(CHAT, json=BILLING)
     told = client.get("/metrics").text
@@ -204,9 +275,7 @@ def test_metrics_are_told_by_model(client: httpx2.Client) -> None:
 
 
 def test_a_watcher_does_not_keep_a_server_from_ending(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(MANIFEST)
-    with serve("--manifest", str(path), *IN_THREAD) as server, server.client() as client:
+    with clustered(tmp_path) as server, server.client() as client:
         with client.stream("GET", "/v1/events") as response:
             lines = response.iter_lines()
             assert next(lines) == ": watching"

@@ -113,7 +113,9 @@ class Ticking:
 @contextmanager
 def running(clock: Clock | None = None, trace: TraceOptions | None = None) -> Iterator[Bench]:
     bench = Bench(clock, trace)
-    yield bench
-    bench.tell(Stop())
-    bench.steps.join(LIMIT_S)
+    try:
+        yield bench
+    finally:
+        bench.tell(Stop())
+        bench.steps.join(LIMIT_S)
     assert not bench.steps.is_alive()

@@ -213,3 +213,16 @@ def _settle(bench: Bench) -> MetricsReport:
         time.sleep(0.01)
     bench.tell(AskMetrics(1))
     return bench.heard(MetricsReport)
+
+
+def test_a_choice_that_was_compiled_needs_no_preparing_thread_again(bench: Bench) -> None:
+    bench.ready("a", "stub://alpha?field=intent&ids=billing,legal")
+    choice = SamplingParams(max_tokens=20, constraint=Constraint.choice(["intent=billing", "intent=legal"]))
+    texts = []
+    for number in range(3):
+        bench.tell(Submit(number, "a", ask("a contract", choice)))
+        answer = bench.answer(number).request
+        assert answer is not None
+        texts.append(answer.text)
+        bench.worker._preparers.shutdown()
+    assert texts == ["intent=legal"] * 3

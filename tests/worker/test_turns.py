@@ -51,6 +51,14 @@ def test_who_was_unloaded_is_forgotten_with_its_debt() -> None:
     assert turns.choose(ALL, "a") == "a"
 
 
+def test_another_class_counts_from_the_next_turn() -> None:
+    turns = Turns()
+    cost = dict.fromkeys(ALL, MS)
+    assert [serve(turns, ALL, "abc", cost) for _ in range(2)] == ["a", "b"]
+    assert serve(turns, {**ALL, "b": Priority.CRITICAL}, "abc", cost) == "b"
+    assert serve(turns, ALL, "abc", cost) == "c"
+
+
 def test_time_is_shared_and_not_steps() -> None:
     assert shares({"a": 0, "b": 0}, {"a": 40 * MS, "b": MS}, 5000) == {"a": 0.5, "b": 0.5}
 

@@ -37,6 +37,8 @@ NUM_WARMUPS = 8
 NUM_DECISIONS = 2_000
 NUM_SESSIONS = 64
 """That take turns in the decision path."""
+STREAM_INTERVAL_S = 0.02
+"""As `lockstep serve` has it where nobody says otherwise."""
 PERCENTILES = (50, 95, 99)
 MS, US, MB = 1e3, 1e6, 1e6
 
@@ -100,9 +102,8 @@ async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -
     served = served_by(manifest, Backend.STUB)
     targets = asked_of(served)
     decision_us = await decisions(served, targets)
-    cluster = ManifestCluster(
-        manifest, ClusterOptions(backend=Backend.STUB, worker=WorkerOptions(options.worker, log_level="error"))
-    )
+    worker = WorkerOptions(options.worker, log_level="error", stream_interval_s=STREAM_INTERVAL_S)
+    cluster = ManifestCluster(manifest, ClusterOptions(backend=Backend.STUB, worker=worker))
     started_s = time.perf_counter()
     await cluster.start()
     bootstrap_s = time.perf_counter() - started_s

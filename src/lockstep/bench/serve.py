@@ -145,7 +145,7 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
         say: told what is being done, in sentences.
 
     Raises:
-        UsageError: the data set cannot be read.
+        UsageError, TraceError: the data set cannot be read.
         RemoteError: the server does not answer at all; single failures are part of the result.
     """
     samples = samples_of(options)

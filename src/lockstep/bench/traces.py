@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.bench.samples import Sample, Segment
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers import ReadOptions, read_workload
 from lockstep.replay.readers.fields import PS_PER_S
 from lockstep.replay.workload import ArrivalUnit, WorkloadRequest
@@ -15,11 +15,11 @@ def trace_samples(path: Path, options: ReadOptions) -> tuple[Sample, ...]:
     """The requests of a trace; equal contents are equal segments, and priorities and tenants stay behind.
 
     Raises:
-        UsageError: the file cannot be read, or its requests have no times; the message names the line.
+        TraceError: the file cannot be read, or its requests have no times; the message names the line.
     """
     workload = read_workload(path, options)
     if workload.unit is ArrivalUnit.TICKS:
-        raise UsageError(f"{workload.name} counts arrivals in ticks of a simulation; a server needs arrival_ms")
+        raise TraceError(f"{workload.name} counts arrivals in ticks of a simulation; a server needs arrival_ms")
     return tuple([_sample(request, index, workload.content_size) for index, request in enumerate(workload.requests)])
 
 

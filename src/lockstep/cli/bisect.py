@@ -42,6 +42,7 @@ def bisect(
     speed: asked.Speed = 1.0,
     limit: asked.Limit = None,
     dequantize: asked.Dequantize = None,
+    engine: asked.Engine = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
@@ -52,7 +53,7 @@ def bisect(
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
 
-    workload = read_workload(file, ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize))
+    workload = read_workload(file, ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine))
     workload = replace(workload, requests=tuple(workload.requests))
     common, model = settings_of(settings), cost_model(cost, tick_ms)
     a = config_of(workload, {**file_settings(config_a), **common}, str(config_a))

@@ -9,10 +9,10 @@ import msgspec
 
 from lockstep.cli import bench_options as remote_flags
 from lockstep.cli import options as flags
-from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, ModelSnapshot
+from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, ModelSnapshot, ReplicaSnapshot
 from lockstep.errors import RemoteError
 
-_COLUMNS = ("MODEL", "TIER", "STATE", "BYTES", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE")
+_COLUMNS = ("MODEL", "TIER", "STATE", "PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE")
 _NUM_LEFT = 3
 """Columns of words; numbers stand on the right."""
 
@@ -41,7 +41,8 @@ def ps(
 
 def text_of(snapshot: ClusterSnapshot) -> str:
     """The table, then a line per budget, then the counters that are not zero."""
-    lines = table([_COLUMNS, *(_row(model) for model in snapshot.models)])
+    replicas = {replica.key: replica for replica in snapshot.replicas}
+    lines = table([_COLUMNS, *(_row(model, replicas.get(model.replica or "")) for model in snapshot.models)])
     notes = [f"{model.id}: {model.reason}" for model in snapshot.models if model.reason]
     counters = {name: value for name, value in msgspec.to_builtins(snapshot.counters).items() if value}
     counted = ", ".join(f"{name} {value}" for name, value in counters.items())
@@ -77,13 +78,14 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _row(model: ModelSnapshot) -> tuple[str, ...]:
+def _row(model: ModelSnapshot, replica: ReplicaSnapshot | None) -> tuple[str, ...]:
     name = model.id if model.set is None else f"{model.set}.{model.id}"
     return (
         name,
         model.tier,
         model.state,
-        "-" if model.replica is None else size(model.size_bytes),
+        "-" if replica is None else size(replica.predicted_bytes),
+        "-" if replica is None or replica.measured_bytes is None else size(replica.measured_bytes),
         str(model.num_running),
         str(model.num_waiting),
         f"{model.num_sessions}/{model.max_active_sessions}",

@@ -48,6 +48,7 @@ def replay(
     speed: asked.Speed = 1.0,
     limit: asked.Limit = None,
     dequantize: asked.Dequantize = None,
+    engine: asked.Engine = None,
     slo: asked.Slo = "",
     output: asked.Output = None,
     html: asked.Html = None,
@@ -70,7 +71,7 @@ def replay(
     goals = parse_goals(slo, "--slo", GOALS)
     overrides = settings_of(settings)
     overrides_b = {**overrides, **settings_of(settings_b)}
-    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize)
+    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine)
     costs = cost_model(cost, tick_ms)
     shown = Shown(html, perfetto)
     reports = [_simulate(read_workload(path, reading), overrides, costs, goals, ticks, shown)]

@@ -32,6 +32,9 @@ Dequantize = Annotated[
     int | None,
     typer.Option(metavar="SEED", help="Spread requests that share a stamp up to the next stamp, drawn by this seed."),
 ]
+Engine = Annotated[
+    int | None, typer.Option(metavar="N", help="Whose requests, where a recording has several engines.", min=0)
+]
 Slo = Annotated[str, typer.Option(metavar="GOALS", help="Count requests that meet goals in ms, e.g. ttft:500,tpot:50.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there as JSON.")]
 Ticks = Annotated[bool, typer.Option("--ticks", help="Every tick and request become part of the JSON report.")]

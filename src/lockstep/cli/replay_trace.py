@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import UsageError
@@ -20,14 +21,32 @@ def replay_trace(verify: Path | None, execute: Path | None, model: str | None) -
 
 
 def verify_trace(path: Path) -> int:
+    from lockstep.replay.plans import plan_files
     from lockstep.replay.trace import open_trace
     from lockstep.replay.verify import describe, verify
 
+    plans = plan_files(path)
+    if plans == (path,):
+        return verify_plans_of(plans)
     trace = open_trace(path)
     verification = verify(trace)
     for line in describe(verification, trace):
         print(line)
-    return 0 if verification.is_identical else 1
+    code = verify_plans_of(plans) if plans else 0
+    return code if verification.is_identical else 1
+
+
+def verify_plans_of(paths: Sequence[Path]) -> int:
+    from lockstep.replay.plans import verify_plans
+
+    verdict = verify_plans(paths)
+    is_same = "identical" if verdict.divergence is None else "not identical"
+    print(f"planner: {verdict.num_plans:,} plans, {is_same}")
+    if verdict.is_cut:
+        print("a recording of plans breaks off in the middle of one, which is left out")
+    if verdict.divergence is not None:
+        print(verdict.divergence)
+    return 0 if verdict.divergence is None else 1
 
 
 def execute_trace(path: Path, model: str | None) -> int:

@@ -63,6 +63,7 @@ def sweep(
     speed: asked.Speed = 1.0,
     limit: asked.Limit = None,
     dequantize: asked.Dequantize = None,
+    engine: asked.Engine = None,
     output: asked.Output = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
@@ -80,7 +81,7 @@ def sweep(
     twice = [name for name in common if name in all_settings[0]]
     if twice:
         raise UsageError(f"{twice[0]} is given by --set and by --grid; say it once")
-    workload = read_workload(file, ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize))
+    workload = read_workload(file, ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine))
     job = sweeping.Job(workload, common, cost_model(cost, tick_ms), goals)
     outcomes = _run(job, all_settings, jobs or len(os.sched_getaffinity(0)))
     objectives = _objectives(objective or DEFAULT_OBJECTIVES, outcomes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from contextlib import aclosing, asynccontextmanager, nullcontext
 
-import msgspec
+from msgspec.structs import replace
 
-from lockstep.cluster.base import Accepted, Call, EventStream, Hop
+from lockstep.cluster.base import Accepted, Call, EventStream, Hop, Routed
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.models import Model, Roster
@@ -115,15 +115,17 @@ class Answering:
             duration_ms=round(latency_s * 1e3, 3),
         )
         if target is None:
-            yield msgspec.structs.replace(accepted, hops=(hop,))
+            yield replace(accepted, hops=(hop,))
             for output in outputs:
                 yield output
             return
+        if self._must_wait(target, call):
+            yield Routed(target.id, (hop,))
         if call.session_id is not None:
             self._sessions.answered_by(call.session_id, target.id)
         self._counters.dispatch_hits += not decision.is_fallback
         self._counters.dispatch_fallbacks += decision.is_fallback
-        rest = replace(_shortened(call, latency_s), queue_deadline_s=None)  # its first step was the entry's
+        rest = _shortened(replace(call, queue_deadline_s=None), latency_s)  # its first step was the entry's
         async with aclosing(self._answered(target, rest, (hop,))) as events:
             async for event in events:
                 yield event
@@ -137,8 +139,8 @@ class Answering:
         text = ""
         async with aclosing(self._answered(entry, question, ())) as events:
             async for event in events:
-                if isinstance(event, Accepted):
-                    accepted = event
+                if not isinstance(event, TokenOutput):
+                    accepted = event if isinstance(event, Accepted) else accepted
                     continue
                 outputs.append(event)
                 text += event.text
@@ -156,14 +158,14 @@ class Answering:
             if model.remote is not None:
                 async with aclosing(model.remote.stream(asked)) as events:
                     async for event in events:
-                        yield msgspec.structs.replace(event, hops=hops) if isinstance(event, Accepted) else event
+                        yield replace(event, hops=hops) if isinstance(event, Accepted) else event
                 return
             assert model.held is not None, "a model is local or remote"
             held = model.held
             max_model_len, tokenizer = self._text_side(held)
             request = await prepared_request(tokenizer, max_model_len, asked)
             if request.session_id is not None:
-                request = replace(request, session_owner=model.id, max_active_sessions=model.sessions.limit)
+                request = dataclasses.replace(request, session_owner=model.id, max_active_sessions=model.sessions.limit)
             mailbox = self._worker.submit(held.key, request)
             try:
                 outputs = await mailbox.take()
@@ -182,9 +184,11 @@ class Answering:
         """Hold a session and a replica for the block, which gets the call with the time that it has left."""
         began_s, session = self._clock(), call.session_id
         limits = (MAX_WAIT_S, call.deadline_s, call.queue_deadline_s)
+        is_open = model.sessions.is_open(session) and (model.held is None or model.held.is_open)
+        limit_s = None if is_open else min(limit for limit in limits if limit is not None)
         model.num_waiting += 1
         try:
-            async with asyncio.timeout(min(limit for limit in limits if limit is not None)):
+            async with nullcontext() if limit_s is None else asyncio.timeout(limit_s):
                 await model.sessions.enter(session)
                 try:
                     if model.held is not None:
@@ -205,6 +209,15 @@ class Answering:
             if model.held is not None:
                 self._replicas.release(model.held)
             model.sessions.leave(session)
+
+    def _must_wait(self, model: Model, call: Call) -> bool:
+        """Whether a call would be neither taken nor refused at once."""
+        if model.remote is not None:
+            return model.remote.health().ready
+        assert model.held is not None, "a model is local or remote"
+        if model.held.refusal(self._clock()) is not None:
+            return False
+        return not (model.held.is_open and model.sessions.is_open(call.session_id))
 
     def _text_side(self, held: Held) -> tuple[int, Tokenizer]:
         """Context and tokenizer, as told by the worker that serves now; an artifact may change with a restart."""

@@ -2,13 +2,14 @@
 
 A `Call` is one request as the server understood it. `Cluster.stream` answers it with events: first `Accepted`, then
 a `TokenOutput` for what each step brought to each of the ``n`` completions; the very last one carries the whole answer.
-A non-streaming answer is the collected stream, and leaving the stream is the abort.
+Before `Accepted` comes `Routed` where the call was routed to one who cannot begin at once. A non-streaming answer is
+the collected stream, and leaving the stream is the abort.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -22,13 +23,12 @@ from lockstep.errors import LockstepError
 from lockstep.executors.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """A prompt that the model's chat template writes."""
 
     messages: Sequence[Mapping[str, Any]]
     """OpenAI's shape, text only."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Further variables of the template: ``tools``, ``enable_thinking`` and the like."""
     reasoning: str = "auto"
     """``auto`` keeps thoughts apart where the template has tags for them, ``off`` never does."""
@@ -37,14 +37,13 @@ class Conversation:
 Prompt = str | tuple[int, ...] | Conversation
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One request, whoever answers it."""
 
     model: str | None
     """A served name; None: whoever takes requests without a name."""
     prompt: Prompt
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = Priority.NORMAL
     """Lower is served first, where the scheduling policy is by priority."""
     tenant: str = ""
@@ -78,8 +77,18 @@ class Hop(msgspec.Struct, frozen=True):
     num_output_tokens: int
 
 
+class Routed(msgspec.Struct, frozen=True):
+    """Who answers is known and cannot begin at once: a model to be loaded, or another server. The call may still be
+    refused."""
+
+    model: str
+    """The served name of who answers."""
+    hops: tuple[Hop, ...]
+    """As in `Accepted`."""
+
+
 class Accepted(msgspec.Struct, frozen=True):
-    """The first event of a call: it can be served and has its place in the queue."""
+    """The call can be served and has its place in the queue."""
 
     model: str
     """The served name of who answers."""
@@ -88,7 +97,7 @@ class Accepted(msgspec.Struct, frozen=True):
     """What others did before, in order, where the request was routed."""
 
 
-Event = Accepted | TokenOutput
+Event = Routed | Accepted | TokenOutput
 EventStream = AsyncGenerator[Event, None]
 
 

@@ -250,6 +250,16 @@ def budget_text(budget: Budget, needed_bytes: int) -> str:
     return f"{text}, {megabytes(missing)} too much" if missing > 0 else text
 
 
+def cut_texts(budgets: Budgets) -> list[str]:
+    """A sentence for each budget of which the machine has less than the manifest says."""
+    return [
+        f"{budget.name} is cut from {megabytes(budget.declared_bytes or 0)} to "
+        f"{megabytes(budget.effective_bytes or 0)}, which this machine can give"
+        for budget in (budgets.gpu, budgets.ram)
+        if budget.is_cut
+    ]
+
+
 def refusal(table: BudgetTable) -> str:
     """What a boot over budget says: which budget, what would help, and the table; empty: nothing is exceeded."""
     if table.is_kept:

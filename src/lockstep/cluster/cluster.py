@@ -133,10 +133,10 @@ class ManifestCluster:
             await stage.worker.start()
             stage.replicas.progress = self._progress
             roster = stage.cast(self._manifest, opened)
-            stage.enter(roster, opened.table)
+            stage.enter(roster, opened)
             async with asyncio.TaskGroup() as loads:
                 for held in stage.replicas.all():
-                    loads.create_task(stage.bring(held) if held.is_pinned else self._read_text(held))
+                    loads.create_task(stage.bring(held) if held.is_pinned else stage.replicas.read_text(held))
         except BaseException as error:
             await self.close()
             raise _first(error) from None
@@ -164,7 +164,7 @@ class ManifestCluster:
             for model in self._stage.roster.models.values():
                 if model.remote is not None:
                     await model.remote.close()
-        await self._stage.worker.close()
+        await self._stage.close()
 
     # -- what can be seen, and done by hand -----------------------------------------------------------------------
 
@@ -195,12 +195,14 @@ class ManifestCluster:
     async def load_model(self, id_: str) -> None:
         """Make a model resident; LockstepError says why it cannot be."""
         held = self._held(id_)
+        held.is_dismissed = False
         self._stage.appoint(held, self._stage.roster)
         await self._stage.bring(held)
 
     async def unload_model(self, id_: str) -> None:
         """Take a model, and those that share its replica, off the device; the next request brings it back."""
         held = self._held(id_)
+        held.is_dismissed = True
         held.is_pinned = False
         self._stage.replicas.retire(held)
         try:
@@ -241,19 +243,14 @@ class ManifestCluster:
             duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
             self.events.emit("manifest_replaced", cluster=cluster, error=reason, duration_ms=duration_ms)
 
-    async def _read_text(self, held: Held) -> None:
-        """So that requests to a model that was never loaded can be planned."""
-        await self._stage.replicas.tokenizer_of(held)
-
     async def _sweep(self) -> None:
         """Now and then: give up the KV of sessions that nobody comes back to, and look who watches."""
         was_watched = False
         while True:
-            limits = self._stage.roster.declared.sessions
-            await asyncio.sleep(limits.sweep_interval_s)
+            await asyncio.sleep(self._stage.roster.declared.sessions.sweep_interval_s)
             self._stage.notice_losses()
-            for session in self._stage.sessions.idle(limits, time.monotonic()):
-                await self._stage.sweep(session.id, "idle")
+            for session in self._stage.idle_sessions(time.monotonic()):
+                await self._stage.sweep(session, "idle")
             is_watched = self.events.num_watchers > 0
             if is_watched != was_watched:
                 self._stage.worker.watch_steps(STEPS_PER_S if is_watched else 0.0)

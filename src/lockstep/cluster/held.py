@@ -17,6 +17,8 @@ from lockstep.worker.messages import Loaded
 FIRST_BACKOFF_S = 1.0
 """After a load failed; doubled by each that fails in a row."""
 MAX_BACKOFF_S = 60.0
+WARM_WISH_S = 30.0
+"""For how long after it became probable that a model will be needed, room that becomes free is taken for it."""
 EXPECTED_LOAD_S = 1.0
 """Of what was never loaded."""
 
@@ -53,7 +55,8 @@ class Held:
     is_pinned: bool
     idle_limit_s: float | None
     phase: Phase = Phase.ABSENT
-    bytes: int = 0
+    measured_bytes: int | None = None
+    """Weights and KV pool, as its last load found them, also where that was too much; None: it was never loaded."""
     loaded: Loaded | None = None
     """What its last load measured."""
     tokenizer: Tokenizer | None = None
@@ -68,19 +71,28 @@ class Held:
     """In a row."""
     failure: LockstepError | None = None
     """Why its last load failed; None: it did not."""
-    wants_warm: bool = False
+    warm_until_s: float = 0.0
+    """Until then free room is taken for it, as it will probably be needed."""
     makes_room_for: str | None = None
     """For whom it drains or is unloaded; None: for nobody."""
+    is_dismissed: bool = False
+    """Unloaded by hand: requests bring it back, its declared tier does not."""
     is_retired: bool = False
     """On its way out of the manifest, or sent away by hand: it takes no calls."""
+
+    @property
+    def bytes(self) -> int:
+        """What it takes, as well as that is known."""
+        return self.spec.predicted_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
     def key(self) -> str:
         return self.spec.key
 
     @property
-    def is_draining(self) -> bool:
-        return self.phase is Phase.RESIDENT and self.makes_room_for is not None
+    def is_open(self) -> bool:
+        """Whether calls are admitted at once: it is there, and is not held back for others."""
+        return self.phase is Phase.RESIDENT and self.makes_room_for is None
 
     def move_to(self, phase: Phase, now_s: float) -> None:
         """A move that the planner's table does not have is a programming error."""
@@ -92,13 +104,13 @@ class Held:
         delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self.num_failures, 16))
         self.num_failures += 1
         self.failure, self.retry_at_s = error, now_s + delay_s
-        self.wants_warm = False
+        self.warm_until_s = 0.0
         return delay_s
 
     def succeeded(self, loaded: Loaded, now_s: float) -> None:
         self.loaded, self.load_s, self.last_used_s = loaded, loaded.load_s, now_s
         self.failure, self.num_failures, self.retry_at_s = None, 0, 0.0
-        self.wants_warm = False
+        self.warm_until_s = 0.0
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +147,7 @@ class Held:
 
     # -- the planner ----------------------------------------------------------------------------------------------
 
-    def observed(self) -> Replica:
+    def observed(self, now_s: float) -> Replica:
         """As the planner sees it."""
         return Replica(
             key=self.key,
@@ -150,7 +162,7 @@ class Held:
             priority=self.priority,
             is_pinned=self.is_pinned and not self.is_retired,
             retry_at_s=self.retry_at_s,
-            wants_warm=self.wants_warm,
+            wants_warm=now_s < self.warm_until_s,
             idle_limit_s=self.idle_limit_s,
             makes_room_for=self.makes_room_for,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
-from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, check, effective_budgets, predict
+from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.held import ReplicaSpec
 from lockstep.cluster.manifest import Entry, Manifest, Tier
 from lockstep.engine.loading import LoadOptions, default_cache_dir
@@ -86,6 +86,24 @@ def open_manifest(manifest: Manifest, base: LoadOptions, held_bytes: int = 0) ->
     return Opened(manifest, specs, needs, check(needs, budgets))
 
 
+def corrected(opened: Opened, loaded: Mapping[str, Loaded]) -> Opened:
+    """The same, weighed by what loads have told.
+
+    Args:
+        loaded: what the last loads of replicas measured, by key.
+    """
+
+    def weighed(need: Need) -> Need:
+        known = None if need.replica is None else loaded.get(need.replica)
+        if known is None or need.footprint is None:
+            return need
+        measured = opened.specs[need.model].measure(known)
+        return replace(need, footprint=replace(need.footprint, resident_bytes=measured, origin=Origin.MEASURED))
+
+    needs = tuple(weighed(need) for need in opened.needs)
+    return replace(opened, needs=needs, table=check(needs, opened.table.budgets))
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """One opened source."""
@@ -141,12 +159,14 @@ def _engine_options(entry: Entry, base: EngineOptions) -> EngineOptions:
 def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:
     own = sorted((name, repr(value)) for name, value in entry.engine.items())
     digest = hashlib.blake2b(repr((source.fingerprint, own)).encode()).hexdigest()[:KEY_DIGITS]
-    pool_bytes = options.engine.kv_cache_memory_bytes or 0
 
     def measure(loaded: Loaded) -> int:
-        if entry.size_bytes is not None or source.is_stub:
+        if source.is_stub:  # its weights are a fiction
             return footprint.resident_bytes
-        return footprint.resident_bytes - pool_bytes + loaded.config.num_blocks * loaded.geometry.bytes_per_block
+        weights = predict(None, source.file_bytes, 0).resident_bytes
+        if loaded.weights_bytes is not None:
+            weights = max(source.file_bytes, loaded.weights_bytes)  # what stays mapped from its file is there as well
+        return weights + loaded.config.num_blocks * loaded.geometry.bytes_per_block
 
     def tokenizer() -> Tokenizer:
         parts: TokenizerParts = source.parts()

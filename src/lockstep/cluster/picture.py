@@ -37,20 +37,21 @@ def picture(stage: Stage, is_replacing: bool, num_ephemeral: int) -> ClusterSnap
         sessions_live=num_ephemeral + sum(session.state != "dropped" for session in named),
         counters=msgspec.structs.replace(stage.counters),
         transitions=tuple(stage.transitions),
+        remotes=tuple(model.remote.snapshot() for model in roster.models.values() if model.remote is not None),
     )
 
 
 def _budgets(stage: Stage) -> tuple[BudgetSnapshot, ...]:
-    assert stage.table is not None
+    assert stage.opened is not None
     held = [each for each in stage.replicas.all() if each.phase is not Phase.ABSENT]
 
     def shown(budget: Budget, used_bytes: int) -> BudgetSnapshot:
         return BudgetSnapshot(budget.name, budget.declared_bytes, budget.effective_bytes, used_bytes)
 
-    budgets = stage.table.budgets
+    table = stage.opened.table
     return (
-        shown(budgets.gpu, sum(each.bytes for each in held)),
-        shown(budgets.ram, stage.table.ram_needed_bytes),
+        shown(table.budgets.gpu, sum(each.bytes for each in held)),
+        shown(table.budgets.ram, table.ram_needed_bytes),
     )
 
 
@@ -94,7 +95,8 @@ def _replica(stage: Stage, held: Held) -> ReplicaSnapshot:
         phase=held.phase,
         models=tuple(model.id for model in stage.models_on(held)),
         bytes=held.bytes,
-        is_measured=loaded is not None,
+        predicted_bytes=held.spec.predicted_bytes,
+        measured_bytes=held.measured_bytes,
         load_s=held.load_s,
         num_busy=held.num_busy,
         num_waiting=len(held.waiting),

@@ -13,7 +13,6 @@ from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.budget import (
-    Budget,
     BudgetTable,
     Machine,
     Need,
@@ -21,6 +20,7 @@ from lockstep.cluster.budget import (
     Verdict,
     budget_text,
     check,
+    cut_texts,
     effective_budgets,
     megabytes,
     predict,
@@ -156,12 +156,7 @@ def _found(table: BudgetTable, unknown: Mapping[str, str]) -> list[str]:
         for row in table.rows
         if row.verdict is Verdict.NEVER_FITS
     ]
-    return warnings + [_cut(budget) for budget in (table.budgets.gpu, table.budgets.ram) if budget.is_cut]
-
-
-def _cut(budget: Budget) -> str:
-    declared, effective = budget.declared_bytes or 0, budget.effective_bytes or 0
-    return f"{budget.name} is cut from {megabytes(declared)} to {megabytes(effective)}, which this machine can give"
+    return warnings + cut_texts(table.budgets)
 
 
 def lines_of(placement: Placement) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from lockstep.cluster.budget import megabytes
+from lockstep.cluster.budget import GPU_BUDGET, megabytes
 from lockstep.cluster.ledger import Ledger
 from lockstep.cluster.plan import (
     MOVES,
@@ -68,7 +68,7 @@ def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, 
       worth their load: all whose room is needed drain, and when the last of them is idle they go together.
     - Warming takes free room and nothing else, and none while somebody waits for room.
     """
-    return _Draft(observed, now_s, policy).actions()
+    return () if _is_settled(observed) else _Draft(observed, now_s, policy).actions()
 
 
 def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float | None:
@@ -85,11 +85,30 @@ def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float 
 
 def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
     """Why a replica that was just loaded has to be unloaded again, in one sentence; empty: it may stay."""
+    before = next(r.bytes for r in observed.replicas if r.key == key)
     others = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT and r.key != key)
     if observed.budget_bytes is None or others + measured_bytes <= observed.budget_bytes:
         return ""
     left = megabytes(max(0, observed.budget_bytes - others))
-    return f"loaded, it takes {megabytes(measured_bytes)}; of {megabytes(observed.budget_bytes)}, {left} are free"
+    return (
+        f"loaded, it takes {megabytes(measured_bytes)}, where {megabytes(before)} were expected; of {GPU_BUDGET}'s "
+        f"{megabytes(observed.budget_bytes)} only {left} are free, so it was unloaded again; raise it, or declare "
+        "fewer or smaller models"
+    )
+
+
+def _is_settled(observed: Observed) -> bool:
+    """Nobody who is absent is wanted, nobody present may be too idle, and all is within the budget: as it mostly is."""
+    absent, used = Phase.ABSENT, 0
+    for replica in observed.replicas:
+        if replica.phase is absent:
+            if replica.num_waiting or replica.is_pinned or replica.wants_warm:
+                return False
+        elif replica.idle_limit_s is not None:
+            return False
+        else:
+            used += replica.bytes
+    return observed.budget_bytes is None or used <= observed.budget_bytes
 
 
 @dataclass(frozen=True, slots=True)

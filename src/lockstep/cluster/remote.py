@@ -17,6 +17,7 @@ import httpx2
 from lockstep.cluster.base import Accepted, Call, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
+from lockstep.cluster.remote_counts import RemoteCounts, RemoteSnapshot
 from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named
 from lockstep.cluster.remote_exchange import Exchange, Patience
 from lockstep.cluster.remote_request import RemoteRequest, remote_request
@@ -66,6 +67,7 @@ class RemoteModel:
         self._silence_s = remote.timeout_s
         self._who = Named(entry.id, remote.api_key_env)
         self._breaker = Breaker(self._options.breaker)
+        self._counts = RemoteCounts()
         self._open: dict[Patience, None] = {}
         connect_s = min(CONNECT_S, remote.timeout_s)
         num = self._options.max_connections
@@ -89,6 +91,10 @@ class RemoteModel:
         """Calls that are being answered."""
         return len(self._open)
 
+    def snapshot(self) -> RemoteSnapshot:
+        """What has been counted."""
+        return self._counts.snapshot(self.entry.id, self.state, self.num_open)
+
     def health(self) -> Health:
         """Not ready while the other server is left alone after its failures."""
         is_resting = self.state is BreakerState.OPEN and self._breaker.wait_s(time.monotonic()) > 0
@@ -106,6 +112,7 @@ class RemoteModel:
         request = remote_request(self.entry.id, self._model, call)
         patience = Patience(call, asyncio.get_running_loop().time())
         self._open[patience] = None
+        self._counts.requests_total += 1
         try:
             exchange, admission = await self._begin(request, patience)
             try:
@@ -142,7 +149,10 @@ class RemoteModel:
         for attempt in range(options.max_attempts):
             admission = self._breaker.admit(time.monotonic())
             if admission is None:
+                self._counts.refusals_total += 1
                 raise self._rested()
+            self._counts.attempts_total += 1
+            sent_s = time.monotonic()
             exchange = Exchange(self._client, self._who, request, patience, self._silence_s)
             try:
                 await exchange.begin()
@@ -159,6 +169,7 @@ class RemoteModel:
                 await exchange.close()
                 raise
             else:
+                self._counts.began(time.monotonic() - sent_s)
                 return exchange, self._began(admission)
         raise AssertionError("the last attempt returns or raises")
 
@@ -174,6 +185,7 @@ class RemoteModel:
             self._breaker.succeeded(admission)
             return
         before = self.state
+        self._counts.failures_total += 1
         self._breaker.failed(admission, time.monotonic())
         if self.state is not before:
             rest_s = self._breaker.wait_s(time.monotonic())

@@ -29,15 +29,16 @@ async def replace_manifest(stage: Stage, manifest: Manifest) -> Replaced:
     opened = await stage.open(manifest)
     known = {held.key for held in stage.replicas.all()}
     roster = stage.cast(manifest, opened)
+    recalled = _recall(old, roster)
     needed = _resident(roster)
     kept = {held.key for held in _replicas(roster)}
     gone = [held for held in stage.replicas.all() if held.key not in kept]
     try:
         await _load(stage, roster, opened, needed, gone)
     except BaseException:
-        await _undo(stage, roster, [held for held in _replicas(roster) if held.key not in known], gone)
+        await _undo(stage, roster, [held for held in _replicas(roster) if held.key not in known], gone, recalled)
         raise
-    stage.enter(roster, opened.table)
+    stage.enter(roster, opened)
     left = [model.remote for model in old.models.values() if model.remote is not None]
     now = [model.remote for model in roster.models.values()]
     num_drained, num_cut = await _drain(stage, gone)
@@ -60,8 +61,21 @@ def differences(old: Roster, new: Roster) -> tuple[tuple[str, ...], ...]:
     )
 
 
+def _recall(old: Roster, new: Roster) -> list[Held]:
+    """Let replicas that were unloaded by hand come back for models that have changed; which ones those are."""
+    recalled = [
+        model.held
+        for model in new.models.values()
+        if model.held is not None and model.held.is_dismissed and old.models.get(model.id) is not model
+    ]
+    for held in recalled:
+        held.is_dismissed = False
+    return recalled
+
+
 async def _load(stage: Stage, roster: Roster, opened: Opened, needed: Sequence[Held], gone: Sequence[Held]) -> None:
-    """Load what the new manifest wants resident, beside the old models if the budget allows both."""
+    """Load what the new manifest wants resident, beside the old models if the budget allows both, and read the text
+    side of the rest."""
     replicas = stage.replicas
     stage.announce(roster)
     budgets = (replicas.budget_bytes, opened.table.budgets.gpu.effective_bytes)
@@ -77,9 +91,14 @@ async def _load(stage: Stage, roster: Roster, opened: Opened, needed: Sequence[H
     async with asyncio.TaskGroup() as loads:
         for held in needed:
             loads.create_task(stage.bring(held))
+        for held in _replicas(roster):
+            if held not in needed:
+                loads.create_task(replicas.read_text(held))
 
 
-async def _undo(stage: Stage, roster: Roster, new: Sequence[Held], gone: Sequence[Held]) -> None:
+async def _undo(
+    stage: Stage, roster: Roster, new: Sequence[Held], gone: Sequence[Held], recalled: Sequence[Held]
+) -> None:
     """As it was before: what was only half brought in goes, what was taken away comes back."""
     stage.announce(None)
     for held in new:
@@ -89,12 +108,14 @@ async def _undo(stage: Stage, roster: Roster, new: Sequence[Held], gone: Sequenc
         stage.replicas.forget(held.key)
     for held in gone:
         held.is_retired = False
+    for held in recalled:
+        held.is_dismissed = True
     old = stage.roster
     for model in roster.models.values():
         if model.remote is not None and model.remote not in [m.remote for m in old.models.values()]:
             await model.remote.close()
-    assert stage.table is not None
-    stage.enter(old, stage.table)
+    assert stage.opened is not None
+    stage.enter(old, stage.opened)
     await asyncio.gather(*(stage.bring(held) for held in _resident(old)), return_exceptions=True)
 
 
@@ -114,9 +135,9 @@ def _replicas(roster: Roster) -> list[Held]:
 
 
 def _resident(roster: Roster) -> list[Held]:
-    """Replicas of models that are declared resident."""
+    """Replicas of models that are declared resident, but for those that were unloaded by hand."""
 
     def is_resident(model: Model) -> bool:
-        return model.held is not None and model.entry.tier is Tier.RESIDENT
+        return model.held is not None and model.entry.tier is Tier.RESIDENT and not model.held.is_dismissed
 
     return list(dict.fromkeys(m.held for m in roster.models.values() if is_resident(m) and m.held is not None))

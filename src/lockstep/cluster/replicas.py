@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from lockstep.cluster.held import Held, ReplicaSpec, Waiter
+from lockstep.cluster.held import WARM_WISH_S, Held, ReplicaSpec, Waiter
 from lockstep.cluster.planner import (
+    Action,
     Drain,
     Load,
     Observed,
@@ -44,6 +45,8 @@ FAILED = "failed"
 
 Watcher = Callable[[Held, Phase, str, float], None]
 """Told that a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
+PlanWatcher = Callable[[Observed, float, PlanPolicy, tuple[Action, ...]], None]
+"""Told what the planner saw, and what it said."""
 
 
 class Replicas:
@@ -53,6 +56,7 @@ class Replicas:
         worker: does the loading and unloading.
         policy: the planner's patience.
         on_moved: told of every change of phase, after it.
+        on_planned: told of every plan, before it is carried out.
         clock: monotonic seconds.
     """
 
@@ -61,11 +65,13 @@ class Replicas:
         worker: SupervisedWorker,
         policy: PlanPolicy,
         on_moved: Watcher,
+        on_planned: PlanWatcher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
         self._policy = policy
         self._on_moved = on_moved
+        self._on_planned = on_planned
         self._clock = clock
         self._held: dict[str, Held] = {}
         """In order of definition."""
@@ -93,9 +99,16 @@ class Replicas:
         """The replica of a spec; a new one is absent until somebody needs it."""
         held = self._held.get(spec.key)
         if held is None:
-            held = Held(spec, priority=0, is_pinned=False, idle_limit_s=None, bytes=spec.predicted_bytes)
+            held = Held(spec, priority=0, is_pinned=False, idle_limit_s=None)
             self._held[spec.key] = held
         return held
+
+    def take_over(self, spec: ReplicaSpec) -> None:
+        """What a manifest says of a replica that is there already; what is loaded stays as it is."""
+        held = self._held[spec.key]
+        held.spec = spec
+        if held.loaded is not None:
+            held.measured_bytes = spec.measure(held.loaded)
 
     def order(self, keys: Iterable[str]) -> None:
         """These come first, in this order: it breaks ties."""
@@ -107,11 +120,10 @@ class Replicas:
         assert self._held[key].phase is Phase.ABSENT
         del self._held[key]
 
-    async def tokenizer_of(self, held: Held) -> Tokenizer:
-        """Its text side, loaded or not."""
+    async def read_text(self, held: Held) -> None:
+        """Know its text side, so that requests to it can be planned before it was ever loaded."""
         if held.tokenizer is None:
             held.tokenizer = await asyncio.to_thread(held.spec.tokenizer)
-        return held.tokenizer
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +137,7 @@ class Replicas:
         now_s = self._clock()
         if (error := self._closing or held.refusal(now_s)) is not None:
             raise error
-        if held.phase is Phase.RESIDENT and not held.is_draining:
+        if held.is_open:
             held.admit(now_s)
             return
         if sum(len(other.waiting) for other in self._held.values()) >= MAX_WAITING_CALLS:
@@ -156,18 +168,21 @@ class Replicas:
     # -- what is done ---------------------------------------------------------------------------------------------
 
     def warm(self, held: Held) -> bool:
-        """Load it when there is free room; whether it was not wanted already."""
-        if held.phase is not Phase.ABSENT or held.wants_warm or held.waiting or held.is_retired:
+        """Load it when there is free room, now or soon; whether it was not wanted already."""
+        now_s = self._clock()
+        if held.phase is not Phase.ABSENT or held.waiting or held.is_retired:
             return False
-        if held.failure is not None and self._clock() < held.retry_at_s:
+        if held.failure is not None and now_s < held.retry_at_s:
             return False
-        held.wants_warm = True
-        self.pump()
-        return True
+        is_new = now_s >= held.warm_until_s
+        held.warm_until_s = now_s + WARM_WISH_S
+        if is_new:
+            self.pump()
+        return is_new
 
     def retire(self, held: Held) -> None:
         """It takes no more calls, and those that wait are told so."""
-        held.is_retired, held.wants_warm = True, False
+        held.is_retired, held.warm_until_s = True, 0.0
         held.fail_waiting(held.retirement())
         self.pump()
 
@@ -206,9 +221,13 @@ class Replicas:
         """Plan, and carry it out."""
         if self._closing is not None:
             return
-        observed, now_s = self._observed(), self._clock()
+        now_s = self._clock()
+        observed = self._observed(now_s)
         drains: dict[str, str] = {}
-        for action in plan(observed, now_s, self._policy):
+        actions = plan(observed, now_s, self._policy)
+        if self._on_planned is not None:
+            self._on_planned(observed, now_s, self._policy, actions)
+        for action in actions:
             match action:
                 case Load(key, reason):
                     self._start_load(self._held[key], reason)
@@ -227,9 +246,9 @@ class Replicas:
         for watcher in waiting:
             if not watcher.done():
                 watcher.set_result(None)
-        self._look_again(self._observed())
+        self._look_again(self._observed(now_s), now_s)
 
-    def _look_again(self, observed: Observed) -> None:
+    def _look_again(self, observed: Observed, now_s: float) -> None:
         """See to it that there is another plan when time alone may change it."""
         if self._look is not None:
             self._look.cancel()
@@ -240,13 +259,12 @@ class Replicas:
         self._is_quiet = not (wanted or is_over or self._watchers)
         if self._is_quiet and all(r.idle_limit_s is None for r in observed.replicas):
             return
-        now_s = self._clock()
         at_s = look_again_s(observed, now_s, self._policy)
         if at_s is not None:
             self._look = asyncio.get_running_loop().call_later(max(MIN_LOOK_S, at_s - now_s), self.pump)
 
-    def _observed(self) -> Observed:
-        return Observed(tuple(held.observed() for held in self._held.values()), self.budget_bytes)
+    def _observed(self, now_s: float) -> Observed:
+        return Observed(tuple(held.observed(now_s) for held in self._held.values()), self.budget_bytes)
 
     def _move(self, held: Held, phase: Phase, reason: str) -> None:
         before, since_s = held.phase, held.since_s
@@ -264,12 +282,12 @@ class Replicas:
             if held.loaded is None or held.loaded.text != loaded.text:
                 held.tokenizer = await asyncio.to_thread(lambda: Tokenizer(loaded.text.parts()))
             measured = spec.measure(loaded)
-            excess = overshoot(self._observed(), spec.key, measured)
-            held.bytes = measured
+            excess = overshoot(self._observed(self._clock()), spec.key, measured)
+            held.measured_bytes = measured
             if excess:
                 self._move(held, Phase.UNLOADING, "budget")
                 await self._worker.unload(spec.key)
-                raise UnavailableError(excess)
+                raise UnavailableError(f"{spec.source}: {excess}")
         except Exception as defect:  # whatever it is, nobody may wait for a load that has ended
             error = defect if isinstance(defect, LockstepError) else await self._given_up(defect, spec)
             delay_s = held.failed(error, self._clock())

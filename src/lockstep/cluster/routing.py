@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from lockstep.cluster.backend import targets_of
 from lockstep.cluster.base import Call, Conversation, Prompt
@@ -13,7 +16,7 @@ from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 
-_DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SamplingParams)}
+_DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,9 @@ class Router:
             max_tokens=1 + max(len(choice.encode()) for choice in choices),
             constraint=Constraint.choice(choices),
         )
-        self._meanings = tuple((choice, self.decide(choice).target) for choice in choices)
+        self._decisions = {choice: self._decided(choice) for choice in choices}
+        """What the entry may say, and what it means."""
+        self._meanings = tuple((choice, decision.target) for choice, decision in self._decisions.items())
 
     @staticmethod
     def of(manifest: Manifest) -> Router | None:
@@ -69,6 +74,9 @@ class Router:
 
     def decide(self, answer: str) -> Decision:
         """Who answers next."""
+        return self._decisions.get(answer) or self._decided(answer)
+
+    def _decided(self, answer: str) -> Decision:
         value = self._rule.read(answer)
         target = None if value is None else self._rule.target_of(value, self._ids)
         if target is not None:
@@ -109,10 +117,12 @@ def _with_persona(prompt: Prompt, entry: Entry) -> Prompt:
 
 
 def _with_defaults(params: SamplingParams, sampling: Mapping[str, float | int]) -> SamplingParams:
+    if not sampling:
+        return params
     missing: dict[str, Any] = {
         name: value for name, value in sampling.items() if getattr(params, name) == _DEFAULTS[name]
     }
-    return replace(params, **missing) if missing else params
+    return dataclasses.replace(params, **missing) if missing else params
 
 
 def _conversation(prompt: Prompt) -> Conversation:

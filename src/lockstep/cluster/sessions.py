@@ -79,13 +79,17 @@ class ModelSessions:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def is_open(self, session: str | None) -> bool:
+        """Whether a request of a session may run at once."""
+        return not self._waiting and self._has_room(session)
+
     async def enter(self, session: str | None) -> None:
         """Wait until a request of a session may run; every one leaves by `leave`.
 
         Raises:
             QueueFullError: too many wait already.
         """
-        if not self._waiting and self._has_room(session):
+        if self.is_open(session):
             self._take(session)
             return
         if len(self._waiting) >= MAX_WAITING_SESSIONS:

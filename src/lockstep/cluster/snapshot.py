@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from lockstep.cluster.remote_counts import RemoteSnapshot
+
 
 class BudgetSnapshot(msgspec.Struct, frozen=True):
     """One budget of the manifest."""
@@ -27,8 +29,11 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     models: tuple[str, ...]
     """Ids, in order of definition."""
     bytes: int
-    """Measured where it was loaded once, predicted before."""
-    is_measured: bool
+    """Weights and KV pool: measured where it was loaded once, predicted before."""
+    predicted_bytes: int
+    """As declared, or from the sizes of its files."""
+    measured_bytes: int | None
+    """By its last load; None: it was never loaded."""
     load_s: float | None
     """How long its last load took; None: it was never loaded."""
     num_busy: int
@@ -141,6 +146,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     counters: Counters
     transitions: tuple[TransitionSnapshot, ...]
     """The latest, oldest first."""
+    remotes: tuple[RemoteSnapshot, ...] = ()
+    """Of remote models, in order of definition."""
 
 
 class Replaced(msgspec.Struct, frozen=True):

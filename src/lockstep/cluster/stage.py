@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.budget import BudgetTable, refusal, table_text
+from lockstep.cluster.budget import cut_texts, refusal
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
-from lockstep.cluster.manifest import Entry, Manifest, Tier
+from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
 from lockstep.cluster.models import Model, Roster
-from lockstep.cluster.opening import Opened, open_manifest
+from lockstep.cluster.opening import Opened, corrected, open_manifest
+from lockstep.cluster.plan_flight import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy
 from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.replicas import FAILED, Replicas
-from lockstep.cluster.sessions import ModelSessions, Sessions
+from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sessions import SessionChange
@@ -70,8 +71,12 @@ class Stage:
         self.counters = Counters()
         self.sessions = Sessions()
         self.transitions: deque[TransitionSnapshot] = deque(maxlen=MAX_TRANSITIONS)
-        self.replicas = Replicas(self.worker, options.policy, self._moved)
-        self.table: BudgetTable | None = None
+        trace = options.worker.trace
+        self._plans = None if trace is None else PlanRecorder(trace)
+        on_planned = None if self._plans is None else self._plans.planned
+        self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned)
+        self.opened: Opened | None = None
+        """Of the models that calls go to."""
         self.is_booted = False
         self._roster: Roster | None = None
         self._coming: Roster | None = None
@@ -100,11 +105,12 @@ class Stage:
         """
         served = served_by(manifest, self.options.backend)
         opened = await asyncio.to_thread(open_manifest, served, self.options.load, self.replicas.held_bytes)
+        loaded = {held.key: held.loaded for held in self.replicas.all() if held.loaded is not None}
+        opened = corrected(opened, loaded)
         if reason := refusal(opened.table):
             raise ConfigError(reason)
-        budgets = opened.table.budgets
-        if budgets.gpu.is_cut or budgets.ram.is_cut:
-            log.warning("the machine has less than the manifest's budgets:\n%s", table_text(opened.table))
+        for text in cut_texts(opened.table.budgets):
+            log.warning("%s", text)
         return opened
 
     def cast(self, manifest: Manifest, opened: Opened) -> Roster:
@@ -145,12 +151,14 @@ class Stage:
         """These models are about to come; None: no longer."""
         self._coming = roster
 
-    def enter(self, roster: Roster, table: BudgetTable) -> None:
+    def enter(self, roster: Roster, opened: Opened) -> None:
         """From now on calls go to these models."""
-        self._roster, self._coming, self.table = roster, None, table
+        self._roster, self._coming, self.opened = roster, None, opened
         for model in roster.models.values():
             model.sessions.resize(_session_limit(model.entry, roster.declared))
-        self.replicas.budget_bytes = table.budgets.gpu.effective_bytes
+        self.replicas.budget_bytes = opened.table.budgets.gpu.effective_bytes
+        for spec in reversed(list(opened.specs.values())):  # of several with one key, the first one's stands
+            self.replicas.take_over(spec)
         for held in self.replicas.all():
             self.appoint(held, roster)
         self.replicas.order(dict.fromkeys(m.held.key for m in roster.models.values() if m.held is not None))
@@ -160,7 +168,7 @@ class Stage:
         """What a replica's models ask of it."""
         entries = [model.entry for model in roster.models.values() if model.held is held]
         limits = [entry.keep_alive_s for entry in entries]
-        held.is_pinned = any(entry.tier is Tier.RESIDENT for entry in entries)
+        held.is_pinned = not held.is_dismissed and any(entry.tier is Tier.RESIDENT for entry in entries)
         held.priority = min((entry.priority for entry in entries), default=0)
         held.idle_limit_s = max((limit for limit in limits if limit is not None), default=None)
         if None in limits:
@@ -184,6 +192,12 @@ class Stage:
         for held in self.replicas.all():
             if held.phase is Phase.RESIDENT and self.worker.tier(held.key) == "failed":
                 self.replicas.lost(held, UnavailableError(self.worker.trouble(held.key)))
+
+    async def close(self) -> None:
+        """End the worker, and what is recorded."""
+        await self.worker.close()
+        if self._plans is not None:
+            await asyncio.to_thread(self._plans.close)
 
     # -- what is told of it ---------------------------------------------------------------------------------------
 
@@ -250,6 +264,16 @@ class Stage:
         for model in self.roster.models.values():
             if model.sessions.drop(session):
                 self.swept(session, model.id, reason)
+
+    def idle_sessions(self, now_s: float) -> list[str]:
+        """Whose KV may be given up: those of low models first and of critical ones last, by who answered last, and
+        within a class the least recently used first."""
+        models = self.roster.models
+
+        def urgency(session: Session) -> int:
+            return -models[session.model].entry.priority if session.model in models else -PRIORITIES["low"]
+
+        return [session.id for session in sorted(self.sessions.idle(self.roster.declared.sessions, now_s), key=urgency)]
 
     async def sweep(self, session: str, reason: str) -> None:
         """Give up an idle session's KV, of all its models."""

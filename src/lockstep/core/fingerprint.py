@@ -73,7 +73,7 @@ class Fingerprint:
             return None
         closed = self._open(_STEP, plan, events)
         self._before, self._before_plain, self._shift = plan, plain, 0
-        self._before_ended = {finish.seq_id for finish in events.finished}
+        self._before_ended = {finish.seq_id for finish in events.finished} if events.finished else set()
         ends = tuple(map(add, plan.starts, plan.lengths))
         self._know(plan.seq_ids, ends, plan.tables, plan.samples)
         return closed

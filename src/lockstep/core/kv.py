@@ -174,9 +174,7 @@ class KVCache:
         full = min(num_computed // self._block_size, len(hashes))
         known = seq.num_published
         if full > known:
-            publish = self.prefix.publish
-            for block, block_hash in zip(seq.table[known:full], hashes[known:full], strict=True):
-                publish(block, block_hash)
+            self.prefix.publish(seq.table[known:full], hashes[known:full])
             seq.num_published = full
 
     def pin(self, hashes: Seq[bytes]) -> None:

@@ -71,14 +71,16 @@ class PrefixCache:
             found.append(block)
         return tuple(found)
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """Let ``block`` be hit, unless another holds the same content already."""
-        if block_hash not in self._block_of and block not in self._hash_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
-            self.num_published += 1
-            if block_hash in self._pins:
-                self._pinned.add(block)
+    def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Let each block be hit under its hash, unless another holds the same content already."""
+        block_of, hash_of, pins = self._block_of, self._hash_of, self._pins
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block_hash not in block_of and block not in hash_of:
+                block_of[block_hash] = block
+                hash_of[block] = block_hash
+                self.num_published += 1
+                if block_hash in pins:
+                    self._pinned.add(block)
 
     def forget(self, *blocks: int) -> None:
         """The blocks' content is given up."""

@@ -45,6 +45,8 @@ class SteadyRun:
         """Whether the last step was one of this run that moved nothing, so that the next may be its repeat."""
         self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
         """Step of the run in which somebody reaches its limit: the last one."""
+        self._quiet_until = min(self._last, *self._due)
+        """Step of the run in which somebody reaches its limit or needs a block."""
 
     @property
     def num_unwritten_tokens(self) -> int:
@@ -54,7 +56,7 @@ class SteadyRun:
     @property
     def num_quiet_steps(self) -> int:
         """Steps ahead in which not even a block is needed."""
-        return max(0, min(self._last, *self._due) - self._num_steps) if self._is_plain else 0
+        return max(0, self._quiet_until - self._num_steps) if self._is_plain else 0
 
     def plan(self, step: int) -> StepPlan | None:
         """The next step, or None when there are too few blocks for it."""
@@ -114,4 +116,5 @@ class SteadyRun:
             assert held, "plan has asked how many are available"
             self._tables[row] = seq.table
         self._due[self._num_steps + self._block_size] = rows
+        self._quiet_until = min(self._last, *self._due)
         self._frozen_tables = tuple(self._tables)

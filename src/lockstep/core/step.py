@@ -88,8 +88,7 @@ class StepPlan:
         return map(Chunk._make, zip(self.seq_ids, self.starts, self.lengths, self.tables, self.samples, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The answer to a plan: one entry per sampling row, in plan order. Lengths and endings, never token values."""
 
     num_tokens: tuple[int, ...]
@@ -105,8 +104,7 @@ class Finish(NamedTuple):
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class StepEvents:
+class StepEvents(NamedTuple):
     """What became known by a commit."""
 
     step: int

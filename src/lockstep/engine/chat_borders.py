@@ -70,7 +70,7 @@ class BorderGuard:
         heads = tuple({text[:length] for text in self._tokens for length in range(1, len(text))})
         self._may_be_completed = any(literal.endswith(heads) for literal in template.literals)
         """The template writes beginnings of tokens, as in ``'<|' + message.role``: no message may go on one."""
-        self._source = template.source
+        self._used = frozenset(template.source)
         self._normalizer = tokenizer.normalizer if any(token.normalized for token in strong.values()) else None
 
     def render(self, context: Mapping[str, object], render: Callable[[Mapping[str, object]], str]) -> GuardedPrompt:
@@ -86,7 +86,9 @@ class BorderGuard:
 
         by_anyone, by_assistant, after_begins = map(breaking, (self._anyone, self._assistant, self._begins))
         first = private if self._may_be_completed else ""
-        text = render(_mapped(context, lambda text, own: by_assistant(text) if own else by_anyone(text)))
+        text = render(
+            _mapped(context, lambda text, own: by_assistant(text) if own else by_anyone(text)) if hazardous else context
+        )
         certain = render(_mapped(context, lambda text, own: first + after_begins(text) if text else text))
         agree = self._assistant.findall(text) == self._assistant.findall(certain)
         text = text if agree else certain
@@ -136,10 +138,10 @@ class BorderGuard:
         return [seen for text in texts for seen in (text, self._normalizer.normalize_str(text))]
 
     def _private(self, texts: Sequence[str]) -> str:
-        used = set(self._source).union(*texts)
         for code in chain(_PRIVATE, _MORE_PRIVATE):
-            if chr(code) not in used:
-                return chr(code)
+            char = chr(code)
+            if char not in self._used and not any(char in text for text in texts):
+                return char
         raise ChatTemplateError("the messages use every character of Unicode's private use areas", param="messages")
 
 
@@ -163,7 +165,7 @@ def _strings(value: object, depth: int = 0) -> list[str]:
         raise InvalidParameterError(
             f"messages, tools or chat_template_kwargs are nested more than {MAX_NESTING} levels deep", param="messages"
         )
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):
         return [text for item in value.items() for part in item for text in _strings(part, depth + 1)]
     if isinstance(value, (list, tuple)):
         return [text for item in value for text in _strings(item, depth + 1)]
@@ -189,7 +191,7 @@ def _mapped_message(message: Mapping[str, object], transform: Transform) -> dict
 def _walk(value: object, transform: Transform, own: bool) -> object:
     if isinstance(value, str):
         return transform(value, own)
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):
         return {_walk(key, transform, own): _walk(item, transform, own) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_walk(item, transform, own) for item in value]

@@ -69,6 +69,7 @@ class ChatTemplate:
         try:
             with self._budget.opened():
                 self._template = self._environment.from_string(add_gates(self._environment.parse(source)))
+            self._template.globals = dict(self._template.globals)  # each rendering copies them; a chain, slowly
         except (TemplateSyntaxError, RecursionError, TooMuchWork) as error:
             line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
             raise ChatTemplateError(f"the model's chat template cannot be read: {error}{line}") from None

@@ -12,7 +12,7 @@ from lockstep.artifacts.model import Artifact, TokenizerParts
 from lockstep.artifacts.source import DownloadProgress, open_artifact
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.model import LoadedModel
-from lockstep.engine.sizing import EngineOptions, available_memory_bytes, plan_config
+from lockstep.engine.sizing import EngineOptions, anonymous_memory_bytes, available_memory_bytes, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.base import Executor
 from lockstep.executors.grammar import GrammarCompiler
@@ -61,10 +61,13 @@ def load_model(
     if source.startswith(STUB_SCHEME):
         return _load_stub(source, options)
     report("open", 0.0)
+    from lockstep.executors.openvino.executor import load_executor
+
+    before_bytes = anonymous_memory_bytes()  # with the libraries imported, which are no model's
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(source, cache_dir=cache_dir, progress=download_stage(report))
     tokenizer = _tokenizer(artifact.load_tokenizer(), options)
-    executor = _open_executor(artifact, replace(options.openvino, cache_dir=cache_dir), report)
+    executor = load_executor(artifact, replace(options.openvino, cache_dir=cache_dir), report)
     try:
         config = plan_config(options.engine, executor.geometry, available_memory_bytes())
         executor.allocate(config.num_blocks, config.num_host_blocks)
@@ -73,8 +76,18 @@ def load_model(
     except BaseException:
         executor.close()
         raise
+    loaded = _loaded(artifact.name, source, artifact.fingerprint, executor, tokenizer, artifact, config, probe)
+    pool_bytes = config.num_blocks * executor.geometry.bytes_per_block
     report("ready", 1.0)
-    return _loaded(artifact.name, source, artifact.fingerprint, executor, tokenizer, artifact, config, probe), config
+    return replace(loaded, weights_bytes=_grown_by(before_bytes, pool_bytes)), config
+
+
+def _grown_by(before_bytes: int | None, pool_bytes: int) -> int | None:
+    """Memory that loading took beside the pool, which is in memory as a whole from its allocation on."""
+    after_bytes = anonymous_memory_bytes()
+    if before_bytes is None or after_bytes is None:
+        return None
+    return max(0, after_bytes - before_bytes - pool_bytes)
 
 
 def download_stage(report: Progress) -> DownloadProgress:
@@ -96,12 +109,6 @@ def default_cache_dir() -> Path:
     import platformdirs
 
     return platformdirs.user_cache_path("lockstep")
-
-
-def _open_executor(artifact: Artifact, options: OpenVINOOptions, report: Progress) -> Executor:
-    from lockstep.executors.openvino.executor import load_executor
-
-    return load_executor(artifact, options, report)
 
 
 def _probe(executor: Executor, num_blocks: int) -> ProbeReport:

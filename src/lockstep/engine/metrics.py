@@ -47,10 +47,10 @@ class Histogram:
         self._count = 0
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._count += 1
-        self._sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._count += count
+        self._sum += value * count
 
     def snapshot(self) -> HistogramSnapshot:
         return HistogramSnapshot(self._bounds, tuple(self._counts), self._count, self._sum)

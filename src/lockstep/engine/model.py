@@ -32,6 +32,9 @@ class LoadedModel:
     num_host_blocks: int
     probe: ProbeReport | None
     """What the determinism probe saw at load; None: it was not run."""
+    weights_bytes: int | None = None
+    """Memory that loading took beside the blocks on the device: the graph as it was compiled, its weights in their
+    packed form, the text side. Pages that stay mapped from files are not in it. None: it could not be measured."""
 
     @property
     def vocab_size(self) -> int:

@@ -150,8 +150,7 @@ class Publisher:
                 metrics.observe_itl_s(now_s - generation.last_token_s)
             if got > 1:
                 counts[row] = got
-                for _ in range(got - 1):  # forced tokens come with the sampled one
-                    metrics.observe_itl_s(0.0)
+                metrics.observe_itl_s(0.0, got - 1)  # forced tokens come with the sampled one
             generation.last_token_s = now_s
             num_tokens += got
         metrics.num_steps += 1

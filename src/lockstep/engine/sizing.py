@@ -1,7 +1,8 @@
-"""From what the user intends and what loading measured to the scheduler's configuration. Pure, but for one reading."""
+"""From what the user intends and what loading measured to the scheduler's configuration. Pure, but for two readings."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -95,3 +96,12 @@ def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     except (OSError, ValueError):
         return available
     return available if limit == "max" else max(0, min(available, int(limit) - used))
+
+
+def anonymous_memory_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """What this process holds in memory that is in no file: `RssAnon`, see proc(5). None: this system does not tell."""
+    try:
+        found = re.search(r"^RssAnon:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024

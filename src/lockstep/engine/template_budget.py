@@ -49,6 +49,7 @@ _PADDING = frozenset(["center", "ljust", "rjust", "zfill", "batch", "slice", "in
 _INDENTED_FACTOR = 64
 """JSON with line breaks is charged so many times: its lines begin with as many blanks as it is deep."""
 _MAX_INDENT = 16
+_NEVER_LAZY = frozenset([str, int, bool, type(None), list, tuple, dict])
 _WIDTH = re.compile(r"[0-9]{6}|\*")
 
 
@@ -96,7 +97,8 @@ class Budget:
 
 def _known_length(value: Any) -> Any:
     """A lazy sequence as a list; Jinja's own objects stay what they are."""
-    if isinstance(value, Iterator) and not type(value).__module__.startswith("jinja2"):
+    kind = type(value)
+    if kind not in _NEVER_LAZY and isinstance(value, Iterator) and not kind.__module__.startswith("jinja2"):
         return list(islice(value, MAX_WORK))
     return value
 

@@ -2,8 +2,9 @@
 
 `GrammarCompiler` belongs to a model and builds a `Grammar` per sequence; a grammar belongs to its sequence. The parser
 is llguidance's: its masks are a pure function of the grammar and the tokens so far. Copies of an llguidance matcher
-share a lexer whose budgets they use up together, so one sequence's fate would hang on the others': each sequence
-therefore gets a matcher of its own, and what is remembered of a constraint is its checked source.
+share a lexer whose budgets they use up together, so one sequence's fate could hang on the others'. What is remembered
+of a constraint is therefore its checked source, and each sequence gets a matcher of its own. Only of a short choice,
+whose whole lexer is far smaller than its budgets, the matcher is remembered, and all that its copies have found out.
 
 Sizes, lexer work, parser items and compile time are bounded; what exceeds them is refused at submission, or ends the
 one request that it belongs to.
@@ -21,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import InvalidParameterError, LockstepError, RequestFailedError
-from lockstep.executors.constraint import PARAM, Constraint
+from lockstep.executors.constraint import PARAM, Constraint, ConstraintKind
 from lockstep.executors.deep_stack import DeepStack
+from lockstep.executors.grammar_places import Matcher, Places, RememberingMatcher
 from lockstep.executors.grammar_source import grammar_source
 from lockstep.executors.grammar_vocabulary import Vocabulary
 
@@ -41,6 +43,9 @@ STACK_BYTES = 128 << 20
 INITIAL_LEXER_FUEL = 100_000
 STEP_LEXER_FUEL = 100_000
 MAX_LEXER_STATES = 20_000
+MAX_COPIED_BYTES = 8_192
+"""Of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and making all of them
+takes about two units of fuel per byte: less than half of `MAX_LEXER_STATES` and a sixth of the fuel of one step."""
 NUM_REHEARSED_TOKENS = 16
 """How far a new constraint is tried, so that one that explodes is refused instead of stopping the engine."""
 MAX_MESSAGE_CHARS, MAX_WORD_CHARS = 400, 60
@@ -51,7 +56,7 @@ class Grammar:
 
     __slots__ = ("_bits", "_forced", "_matcher", "is_complete")
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: Matcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._bits: TokenBits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
         self.is_complete = False
@@ -134,6 +139,8 @@ class _Checked:
     """For llguidance."""
     error: str | None
     """Why it cannot be used with this model."""
+    pristine: LLMatcher | None = None
+    """At its beginning, only ever copied; None: it must be built anew."""
 
 
 class GrammarCompiler:
@@ -154,18 +161,21 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._checked: OrderedDict[Constraint, _Checked] = OrderedDict()
+        self._places = Places()
         self._deep_stack = DeepStack(STACK_BYTES, MAX_BUILDERS)
 
     def build(self, constraint: Constraint, count: int = 1) -> tuple[Grammar, ...]:
-        """Grammars for ``count`` sequences, each at its beginning. Blocks for about a millisecond, at most
-        `MAX_COMPILE_S`; the GIL is free meanwhile.
+        """Grammars for ``count`` sequences, each at its beginning. Unless `is_ready` says so it blocks for about a
+        millisecond, at most `MAX_COMPILE_S`; the GIL is free meanwhile.
 
         Raises:
             InvalidParameterError: the constraint is wrong, too large, or cannot be used with this model.
             QueueFullError: too many are being compiled.
         """
-        tokenizer = self._ready_tokenizer(constraint)
         try:
+            if (pristine := self._pristine(constraint)) is not None:
+                return self._copies(constraint, pristine, count)
+            tokenizer = self._ready_tokenizer(constraint)
             return self._deep_stack.run(lambda: self._build(tokenizer, constraint, count), MAX_COMPILE_S)
         except TimeoutError:
             raise _refused(constraint, f"compiling it takes longer than {MAX_COMPILE_S:g} s; make it simpler") from None
@@ -176,11 +186,26 @@ class GrammarCompiler:
                 raise
             raise _refused(constraint, f"the compiler broke on it: {error}") from None
 
-    def _build(self, tokenizer: LLTokenizer, constraint: Constraint, count: int) -> tuple[Grammar, ...]:
+    def is_ready(self, constraint: Constraint) -> bool:
+        """Whether `build` has nothing to compile, so that anybody may call it at any time."""
+        try:
+            return self._pristine(constraint) is not None
+        except TypeError:  # it was not validated yet, and holds what has no hash
+            return False
+
+    def _pristine(self, constraint: Constraint) -> LLMatcher | None:
+        checked = self._known(constraint)
+        return None if checked is None else checked.pristine
+
+    def _known(self, constraint: Constraint) -> _Checked | None:
         with self._lock:
             checked = self._checked.get(constraint)
             if checked is not None:
                 self._checked.move_to_end(constraint)
+            return checked
+
+    def _build(self, tokenizer: LLTokenizer, constraint: Constraint, count: int) -> tuple[Grammar, ...]:
+        checked = self._known(constraint)
         if checked is None:
             checked = self._check(constraint, tokenizer)
             with self._lock:
@@ -189,7 +214,17 @@ class GrammarCompiler:
                     self._checked.popitem(last=False)
         if checked.error is not None:
             raise _refused(constraint, checked.error)
+        if checked.pristine is not None:
+            return self._copies(constraint, checked.pristine, count)
         return tuple(Grammar(self._matcher(tokenizer, checked.source), self._vocab_size) for _ in range(count))
+
+    def _copies(self, constraint: Constraint, pristine: LLMatcher, count: int) -> tuple[Grammar, ...]:
+        def forget() -> None:  # what one copy broke may be shared by all
+            with self._lock:
+                self._checked.pop(constraint, None)
+
+        matchers = (RememberingMatcher(pristine, self._places, forget) for _ in range(count))
+        return tuple(Grammar(matcher, self._vocab_size) for matcher in matchers)
 
     def _check(self, constraint: Constraint, tokenizer: LLTokenizer) -> _Checked:
         """Compile it and try it on a few tokens."""
@@ -200,11 +235,12 @@ class GrammarCompiler:
         matcher = self._matcher(tokenizer, source)
         if matcher.is_error():
             return _Checked("", matcher.get_error())
+        pristine = matcher.deep_copy() if _may_be_copied(constraint) else None
         try:
             rehearse(Grammar(matcher, self._vocab_size), self._vocab_size)
         except RequestFailedError as error:
             return _Checked("", matcher.get_error() or str(error))
-        return _Checked(source, None)
+        return _Checked(source, None, pristine)
 
     def _matcher(self, tokenizer: LLTokenizer, source: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -240,6 +276,11 @@ def rehearse(grammar: Grammar, vocab_size: int) -> None:
         if grammar.is_complete or not len(ids):
             return
         grammar.accept(int(ids[step * 7919 % len(ids)]), 0)
+
+
+def _may_be_copied(constraint: Constraint) -> bool:
+    is_choice = constraint.kind is ConstraintKind.CHOICE
+    return is_choice and sum(len(text.encode()) for text in constraint.source) <= MAX_COPIED_BYTES
 
 
 def _limits() -> LLParserLimits:

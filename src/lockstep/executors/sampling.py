@@ -66,6 +66,15 @@ class SamplerState:
     def __init__(self, sampling: ResolvedSampling, seed: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.sampling = sampling
         self._random = None if sampling.is_greedy else TokenRandom(seed)
+        self._remembers = sampling.has_penalties
+        self.edits = bool(sampling.logit_bias) or sampling.has_penalties
+        """Whether a row must be copied and changed before it is sampled."""
+        self.is_plain_greedy = sampling.is_greedy and not self.edits
+        if self.edits:
+            self._begin(sampling, prompt_ids)
+
+    def _begin(self, sampling: ResolvedSampling, prompt_ids: Sequence[int]) -> None:
+        """What only a state that edits rows has."""
         self._bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         seen = dict.fromkeys(prompt_ids) if sampling.repetition_penalty != 1.0 else {}
@@ -74,10 +83,6 @@ class SamplerState:
         self._ids = np.zeros(len(seen) + _ROOM, np.int64)
         self._ids[: len(seen)] = np.fromiter(seen, np.int64, len(seen))
         self._counts = np.zeros(len(self._ids), np.float32)
-        self._remembers = sampling.has_penalties
-        self.edits = bool(sampling.logit_bias) or sampling.has_penalties
-        """Whether a row must be copied and changed before it is sampled."""
-        self.is_plain_greedy = sampling.is_greedy and not self.edits
 
     def append(self, token_id: int) -> None:
         """Take note of a token of the output."""
@@ -98,6 +103,8 @@ class SamplerState:
 
     def edit(self, row: Floats) -> None:
         """Apply bias and penalties to a row that the caller owns."""
+        if not self.edits:
+            return
         sampling = self.sampling
         if len(self._bias_ids):
             row[self._bias_ids] += self._biases

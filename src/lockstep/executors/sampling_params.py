@@ -132,8 +132,10 @@ class SamplingParams:
             InvalidParameterError: a default that is used lies outside its range; the message says where it came from.
         """
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        from_artifact = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
-        _defaults(from_artifact)
+        from_artifact: dict[str, float | int] = {}
+        if defaults:
+            from_artifact = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
+            _defaults(from_artifact)
         chosen = {name: from_artifact.get(name, getattr(self, name)) for name in names}
         temperature = 1.0 if chosen["temperature"] is None else float(chosen["temperature"])
         return ResolvedSampling(

@@ -88,10 +88,10 @@ def stub_tokenizer_parts() -> TokenizerParts:
 def reply_of(options: StubOptions, prompt_ids: Sequence[int], max_output_tokens: int) -> bytes:
     """The whole answer, a pure function of the request."""
     if options.field:
-        last_user = max((i for i, token in enumerate(prompt_ids) if token == USER_ID), default=0)
-        text = bytes(token for token in prompt_ids[last_user:] if token < 256).decode(errors="replace").lower()
+        last_user = max([i for i, token in enumerate(prompt_ids) if token == USER_ID], default=0)
+        text = bytes([token for token in prompt_ids[last_user:] if token < 256]).decode(errors="replace").lower()
         return f"{options.field}={_route(text, options.ids)}".encode()
-    num_bytes = sum(token < 256 for token in prompt_ids)
+    num_bytes = sum([token < 256 for token in prompt_ids])
     return f"[stub:{options.name}] ok len={num_bytes} max={max_output_tokens}".encode()
 
 
@@ -117,12 +117,12 @@ class StubExecutor:
         self._num_blocks = 0
         self._num_steps = 0
         self._num_rows = 0
+        self._geometry = Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
         time.sleep(options.load_ms / 1e3)
 
     @property
     def geometry(self) -> Geometry:
-        options = self._options
-        return Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
+        return self._geometry
 
     @property
     def environment(self) -> Mapping[str, str]:

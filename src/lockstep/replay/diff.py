@@ -112,7 +112,7 @@ def _reproducer(
     divergence: Divergence,
     here: Situation,
     there: Situation,
-) -> Reproducer | None:
+) -> Reproducer:
     pairs = [pair]
     if cause.names and cause.names != differing_fields(pair.a, pair.b):
         alone = taken_over(pair.a, pair.b, cause.names)

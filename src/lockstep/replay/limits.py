@@ -12,11 +12,15 @@ MAX_NAMES = 4
 """Names that one sentence lists; more are counted."""
 
 
+def called(name: str) -> str:
+    """A request by its name: ``chat-7``, or ``request 7`` where the name is but a number."""
+    return f"request {name}" if name.isdigit() else name
+
+
 def listed(names: list[str]) -> str:
-    """``request r1``, or ``requests r1, r2 and 7 more``."""
-    shown = ", ".join(names[:MAX_NAMES])
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"request{'s' * (len(names) > 1)} {shown}{more}"
+    """``request 1, request 2 and 7 more``."""
+    shown = ", ".join(map(called, names[:MAX_NAMES]))
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 
 
 def why_not_admitted(here: Situation, seq_id: int) -> list[str]:
@@ -31,7 +35,7 @@ def why_not_admitted(here: Situation, seq_id: int) -> list[str]:
     reasons = []
     if here.num_active >= config.max_num_seqs:
         reasons.append(f"{here.num_active} of {config.max_num_seqs} sequences run")
-    reasons += _why_no_row(here, plan, standing)
+    reasons += _no_place(here, plan) + _spent(here, plan, standing)
     if standing.num_needed_blocks > here.num_free_blocks:
         reasons.append(_lacks_blocks(here, standing))
     return reasons + _who_comes_first(here, plan, seq_id)
@@ -84,12 +88,15 @@ def why_not_resumed(here: Situation, seq_id: int) -> list[str]:
 
 def why_no_turn(here: Situation, seq_id: int) -> list[str]:
     """Why a running sequence has no row in this step."""
-    standing, plan = here.standings[seq_id], here.decision.plan
+    standing, plan, config = here.standings[seq_id], here.decision.plan, here.config
     if plan is None:
         return []
-    reasons = _why_no_row(here, plan, standing)
+    reasons = _no_place(here, plan)
+    if config.max_num_decode_seqs is not None and plan.num_samples >= config.decode_limit:
+        reasons.append(f"{plan.num_samples} of {config.decode_limit} places to sample are taken")
+    reasons += _spent(here, plan, standing)
     if standing.state is SequenceState.RUNNING and here.num_free_blocks == 0:
-        reasons.append(f"none of {here.config.num_blocks} blocks is free for it")
+        reasons.append(f"none of {config.num_blocks} blocks is free for it")
     return reasons
 
 
@@ -109,15 +116,12 @@ def why_no_longer_chunk(here: Situation, seq_id: int) -> list[str]:
     return reasons + _spent(here, plan, standing)
 
 
-def _why_no_row(here: Situation, plan: StepPlan, standing: Standing) -> list[str]:
-    config = here.config
-    reasons = []
-    # Without a limit of their own these two are the sequences that may run, and then that is told.
-    if config.max_num_step_seqs is not None and plan.num_sequences >= config.step_limit:
-        reasons.append(f"{plan.num_sequences} of {config.step_limit} places of the step are taken")
-    if config.max_num_decode_seqs is not None and plan.num_samples >= config.decode_limit:
-        reasons.append(f"{plan.num_samples} of {config.decode_limit} places to sample are taken")
-    return reasons + _spent(here, plan, standing)
+def _no_place(here: Situation, plan: StepPlan) -> list[str]:
+    """Whether the step has as many rows as it may; without a limit of its own that is all who may run, and told so."""
+    limit = here.config.max_num_step_seqs
+    if limit is None or plan.num_sequences < limit:
+        return []
+    return [f"{plan.num_sequences} of {limit} places of the step are taken"]
 
 
 def _spent(here: Situation, plan: StepPlan, standing: Standing) -> list[str]:

@@ -8,6 +8,7 @@ from lockstep.core.sequence import SequenceState
 from lockstep.core.step import StepPlan
 from lockstep.replay.divergence import Change, Difference
 from lockstep.replay.limits import (
+    called,
     listed,
     why_no_longer_chunk,
     why_no_turn,
@@ -88,7 +89,7 @@ def _one_sided(found: Difference, a: Situation, b: Situation) -> list[str]:
             told += _why_victims(here, other)
         for seq_id in ids[:MAX_REQUESTS]:
             reasons = why(other, seq_id) if seq_id in other.standings else []
-            told += [f"in {other.label}, request {other.name(seq_id)} waits: {'; '.join(reasons)}"] if reasons else []
+            told += [f"in {other.label}, {called(other.name(seq_id))} waits: {'; '.join(reasons)}"] if reasons else []
     return told
 
 
@@ -100,9 +101,11 @@ def _why_victims(here: Situation, other: Situation) -> list[str]:
         held = side.config.num_blocks - side.num_free_blocks
         told.append(f"in {side.label}, {held} of {side.config.num_blocks} blocks are held after that")
     for seq_id in plan.preempted[:MAX_REQUESTS]:
-        standing = here.standings[seq_id]
+        standing = here.standings.get(seq_id)
+        if standing is None:  # it came before a recording began
+            continue
         told.append(
-            f"in {here.label}, request {standing.name} (class {standing.priority}) held {standing.num_held_blocks} "
+            f"in {here.label}, {called(standing.name)} (class {standing.priority}) held {standing.num_held_blocks} "
             "before"
         )
     return told
@@ -118,29 +121,29 @@ def _chunk(a: Situation, b: Situation, seq_id: int) -> list[str]:
         place = plan.seq_ids.index(seq_id)
         rows.append((plan.lengths[place], plan.starts[place]))
     (length_a, start), (length_b, _) = rows
-    told = [f"request {a.name(seq_id)} computes {length_a} tokens from position {start} on in A, and {length_b} in B"]
+    told = [f"{called(a.name(seq_id))} computes {length_a} tokens from position {start} on in A, and {length_b} in B"]
     less = a if length_a < length_b else b
-    reasons = why_no_longer_chunk(less, seq_id) if length_a != length_b else []
+    is_known = length_a != length_b and seq_id in less.standings
+    reasons = why_no_longer_chunk(less, seq_id) if is_known else []
     return told + ([f"in {less.label}, {'; '.join(reasons)}"] if reasons else [])
 
 
 def _cache(a: Situation, b: Situation, seq_id: int) -> list[str]:
     starts = [_plan(here).starts[_plan(here).seq_ids.index(seq_id)] for here in (a, b)]
-    standing = a.standings[seq_id]
-    return [
-        f"of the {standing.num_prompt_tokens} prompt tokens of request {standing.name}, {starts[0]} come from the "
-        f"cache in A, and {starts[1]} in B"
-    ]
+    standing = a.standings.get(seq_id)
+    whole = "prompt tokens" if standing is None else f"{standing.num_prompt_tokens} prompt tokens"
+    return [f"of the {whole} of {called(a.name(seq_id))}, {starts[0]} come from the cache in A, and {starts[1]} in B"]
 
 
 def _move(a: Situation, b: Situation, seq_id: int) -> list[str]:
     told = []
     for here in (a, b):
         count = len(_plan(here).swap_out)
-        standing = here.standings[seq_id]
+        standing = here.standings.get(seq_id)
+        held = "" if standing is None else f" with {standing.num_held_blocks} blocks"
         kept = f"{count} blocks are saved to the host" if count else "its tail is dropped, to be computed again"
         told.append(
-            f"in {here.label}, request {standing.name} is preempted with {standing.num_held_blocks} blocks: {kept} "
+            f"in {here.label}, {called(here.name(seq_id))} is preempted{held}: {kept} "
             f"(preemption {here.config.preemption}; {here.num_free_host_blocks} host blocks are free)"
         )
     return told
@@ -149,14 +152,14 @@ def _move(a: Situation, b: Situation, seq_id: int) -> list[str]:
 def _block(a: Situation, b: Situation, seq_id: int) -> list[str]:
     table_a, table_b = (_plan(here).tables[_plan(here).seq_ids.index(seq_id)] for here in (a, b))
     if len(table_a) != len(table_b):
-        return [f"request {a.name(seq_id)} holds {len(table_a)} blocks in A, and {len(table_b)} in B"]
+        return [f"{called(a.name(seq_id))} holds {len(table_a)} blocks in A, and {len(table_b)} in B"]
     place = next(place for place, (x, y) in enumerate(zip(table_a, table_b, strict=True)) if x != y)
     how = [
         str(table[place]) + (" (giving up its cached content)" if table[place] in _plan(here).evicted else "")
         for here, table in ((a, table_a), (b, table_b))
     ]
     return [
-        f"request {a.name(seq_id)} gets another block at place {place} of its table: {how[0]} in A, and {how[1]} in B"
+        f"{called(a.name(seq_id))} gets another block at place {place} of its table: {how[0]} in A, and {how[1]} in B"
     ]
 
 

@@ -64,18 +64,16 @@ class Search:
         self._work = 0
         self.num_probes = 0
 
-    def run(self, unfinished: Sequence[int]) -> Reproducer | None:
-        """The smallest that was found; None when the whole does not show it, as when its start does not count alone.
+    def run(self, unfinished: Sequence[int]) -> Reproducer:
+        """The smallest that was found.
 
         Args:
             unfinished: indices of the requests that had not ended when it came to the divergence.
         """
         start = self._enough(sorted(unfinished))
-        if start is None:
-            return None
         least = minimise(start, self.shows, self._may_ask)
         found = self._probe(least.items, self._pairs[0])
-        assert found is not None, "what minimising found shows it"
+        assert found is not None, "all that arrived show it, and so does what minimising leaves"
         return Reproducer(self.part(least.items), found, least.is_minimal, self.num_probes)
 
     def part(self, indices: Sequence[int]) -> Workload:
@@ -103,14 +101,12 @@ class Search:
         found = comparison.divergence
         return found if found is not None and found.change is self._wanted.change else None
 
-    def _enough(self, unfinished: Sequence[int]) -> tuple[int, ...] | None:
+    def _enough(self, unfinished: Sequence[int]) -> tuple[int, ...]:
         """Those unfinished, with as many of the others, latest first, as it takes: none, then ever more."""
         others = sorted(set(range(len(self._requests))).difference(unfinished), reverse=True)
         count = 0
         while True:
             chosen = tuple(sorted([*unfinished, *others[:count]]))
-            if self.shows(chosen):
+            if count >= len(others) or self.shows(chosen):
                 return chosen
-            if count >= len(others):
-                return None
             count = max(8, len(unfinished), 4 * count)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from lockstep.cluster.base import Accepted, Event
-from lockstep.engine.outputs import RequestOutput
+from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.hops import Route
@@ -114,7 +114,10 @@ class Answer:
         """
         first = call * self._choices_per_call
         for event in events:
-            if isinstance(event, Accepted):
+            if not isinstance(event, TokenOutput):
+                if isinstance(event, Accepted) and event.prompt_token_ids:  # the answer was begun when it was routed
+                    for choice in self.choices[first : first + self._choices_per_call]:
+                        choice.follow(event.prompt_token_ids[-1])
                 continue
             choice = self.choices[first + event.index]
             before = choice.num_pending_bytes

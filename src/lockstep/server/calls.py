@@ -52,7 +52,11 @@ def check_shared(body: GenerationBody, options: ServerOptions) -> None:
             param="priority",
         )
     if body.keep_alive is not None:
-        raise InvalidParameterError("keep_alive is not served here; the model stays loaded", param="keep_alive")
+        raise InvalidParameterError(
+            "keep_alive is not for requests to say here: a manifest's keep_alive does, and otherwise a model stays "
+            "loaded until its room is needed; leave it out",
+            param="keep_alive",
+        )
 
 
 def constraint_of(body: GenerationBody) -> Constrained:

@@ -44,7 +44,8 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         return chat_answer(serving.cluster, body, asked, accepted[0], record)
 
-    return AnswerResponse(request, Job((asked.call,), make_answer, asked.names, bool(body.stream)))
+    job = Job((asked.call,), make_answer, asked.names, bool(body.stream), shows_route=_shows_route(body))
+    return AnswerResponse(request, job)
 
 
 def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Accepted, record: RequestRecord) -> Answer:
@@ -59,7 +60,7 @@ def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Acc
         num_choices=params.n,
         has_logprobs=bool(body.logprobs),
         tells_ids=bool(body.return_token_ids),
-        hops=() if body.tools or body.lockstep_hops is False else accepted.hops,
+        hops=accepted.hops if _shows_route(body) else (),
     )
     end_ids = frozenset(tokenizer.end_token_ids)
     after = accepted.prompt_token_ids[-1] if accepted.prompt_token_ids else None
@@ -79,6 +80,11 @@ def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Acc
         for index in range(params.n)
     ]
     return Answer([accepted], choices, encoder)
+
+
+def _shows_route(body: ChatBody) -> bool:
+    """Whether the router's decision is shown as a call: clients with tools of their own would try to execute it."""
+    return not body.tools and body.lockstep_hops is not False
 
 
 def _new_call_id() -> str:

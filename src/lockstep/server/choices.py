@@ -127,6 +127,11 @@ class Choice:
             self.finish_reason or self._thoughts or self.calls or self.entries or self.token_ids
         )
 
+    def follow(self, token_id: int) -> None:
+        """The prompt's last token, where it was not known when this was made."""
+        if self._tracer is not None:
+            self._tracer.follow(token_id)
+
     def feed(self, output: TokenOutput) -> None:
         """Take what a step brought.
 

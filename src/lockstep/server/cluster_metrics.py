@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from lockstep.cluster.base import Cluster
+from lockstep.cluster.breaker import BreakerState
 from lockstep.cluster.managed import ManagedCluster
+from lockstep.cluster.remote_counts import RemoteSnapshot
 from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.errors import UnavailableError
+from lockstep.server.buckets import cumulative
 
 STATES = ("resident", "standby", "loading", "unloading", "failed", "remote")
 """Of a model; exactly one holds."""
@@ -24,6 +27,14 @@ HELP: Mapping[str, str] = {
     "co_activation_warms": "Models that were loaded because a request was likely.",
     "lru_evictions": "Models that made room for others.",
 }
+
+REMOTE_HELP: Mapping[str, str] = {
+    "requests": "Calls of a remote model.",
+    "attempts": "Requests that were sent to its server.",
+    "failures": "Attempts that failed by the server's fault.",
+    "refusals": "Calls that its open breaker kept back.",
+}
+MODEL = ("model_name",)
 
 
 def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
@@ -57,3 +68,25 @@ def _families(snapshot: ClusterSnapshot, prefix: str) -> Iterator[Metric]:
         for each in STATES:
             state.add_metric((model.id, each), float(model.state == each))
     yield state
+    yield from _remote_families(snapshot.remotes, f"{prefix}_remote")
+
+
+def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator[Metric]:
+    """Of models that other servers answer; nothing where there are none."""
+    if not remotes:
+        return
+    for name, text in REMOTE_HELP.items():
+        counted = CounterMetricFamily(f"{prefix}_{name}", text, labels=MODEL)
+        for remote in remotes:
+            counted.add_metric((remote.model,), getattr(remote, f"{name}_total"))
+        yield counted
+    breaker = GaugeMetricFamily(f"{prefix}_breaker_state", "1 for the state of a breaker.", labels=(*MODEL, "state"))
+    first_byte = HistogramMetricFamily(
+        f"{prefix}_time_to_first_byte_seconds", "From an attempt to the first event of its answer.", labels=MODEL
+    )
+    for remote in remotes:
+        for each in BreakerState:
+            breaker.add_metric((remote.model, each), float(remote.breaker == each))
+        first_byte.add_metric((remote.model,), cumulative(remote.first_byte_s), remote.first_byte_s.sum)
+    yield breaker
+    yield first_byte

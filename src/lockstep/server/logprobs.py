@@ -71,10 +71,16 @@ class Tracer:
     def __init__(
         self, tokenizer: Tokenizer, after: int | None, *, verbatim: bool, shown_specials: Sequence[str] = ()
     ) -> None:
+        self._tokenizer = tokenizer
+        self._verbatim = verbatim
         self._texts = TokenTexts(tokenizer)
         self._detokenizer = Detokenizer(tokenizer, after=after, verbatim=verbatim)
         self._specials = frozenset(shown_specials)
         self._offset = 0
+
+    def follow(self, after: int) -> None:
+        """The prompt's last token, where it is known only now; before the first `entry`."""
+        self._detokenizer = Detokenizer(self._tokenizer, after=after, verbatim=self._verbatim)
 
     def entry(self, token_id: int, logprobs: TokenLogprobs | None) -> Entry:
         """The next token; without log-probabilities only its text and place are known."""

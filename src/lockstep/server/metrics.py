@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import accumulate
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -17,7 +16,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
+from lockstep.engine.metrics import Labelled, MetricsSnapshot
+from lockstep.server.buckets import cumulative
 from lockstep.server.cluster_metrics import cluster_families
 from lockstep.server.record import RequestRecord
 from lockstep.server.serving import serving_of
@@ -160,18 +160,8 @@ def _by_name(values: Mapping[str, Mapping[str, T]]) -> Iterator[tuple[str, Mappi
         yield name, {model: each[name] for model, each in values.items() if name in each}
 
 
-def cumulative(histogram: HistogramSnapshot) -> list[tuple[str, float]]:
-    """Prometheus' buckets: how many observations were at most each bound, the last one without bound."""
-    bounds = [*(_number(bound) for bound in histogram.bounds), "+Inf"]
-    return list(zip(bounds, accumulate(histogram.counts), strict=True))
-
-
 def _help(name: str) -> str:
     return HELP.get(name, name.replace("_", " ").capitalize() + ".")
-
-
-def _number(bound: float) -> str:
-    return repr(float(bound))
 
 
 class _Page(Collector):

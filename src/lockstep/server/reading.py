@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from lockstep.cluster.base import Accepted, Call, Cluster, Event, EventStream
+from lockstep.cluster.base import Accepted, Call, Cluster, Event, EventStream, Routed
 from lockstep.errors import RequestError, RequestFailedError
 from lockstep.server.calls import in_the_requests_words
 
@@ -24,26 +24,30 @@ class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is g
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """A call that was accepted."""
+    """A call that was accepted, or routed where that is enough."""
 
     accepted: Accepted
+    """Without the prompt's tokens where it was only routed yet."""
     stream: EventStream
     names: Mapping[str, str]
     """What the request calls the engine's parameters, where they differ."""
 
 
-async def open_calls(cluster: Cluster, calls: Sequence[Call], names: Mapping[str, str]) -> list[OpenCall]:
+async def open_calls(
+    cluster: Cluster, calls: Sequence[Call], names: Mapping[str, str], *, when_routed: bool = False
+) -> list[OpenCall]:
     """All calls of a request, or none of them.
 
     Args:
         names: what the request calls the engine's parameters, for errors.
+        when_routed: do not wait for acceptance where it is known who answers, and that this takes time.
 
     Raises:
         LockstepError: one of them is refused.
     """
     streams = [cluster.stream(call) for call in calls]
     try:
-        results = await _firsts(streams)
+        results = await _firsts(streams, when_routed)
     except asyncio.CancelledError:
         await close(streams)
         raise
@@ -63,14 +67,21 @@ async def open_calls(cluster: Cluster, calls: Sequence[Call], names: Mapping[str
     raise RequestFailedError("a call did not begin with its acceptance; this is a bug in Lockstep")
 
 
-async def _firsts(streams: Sequence[EventStream]) -> list[Event | BaseException]:
+async def _firsts(streams: Sequence[EventStream], when_routed: bool) -> list[Event | BaseException]:
     """The first event of each, or what it raises; a single one needs no task of its own."""
     if len(streams) > 1:
-        return await asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
+        return await asyncio.gather(*(_first(stream, when_routed) for stream in streams), return_exceptions=True)
     try:
-        return [await anext(streams[0])]
+        return [await _first(streams[0], when_routed)]
     except Exception as error:
         return [error]
+
+
+async def _first(stream: EventStream, when_routed: bool) -> Event:
+    event = await anext(stream)
+    if not isinstance(event, Routed):
+        return event
+    return Accepted(event.model, (), event.hops) if when_routed else await anext(stream)
 
 
 async def close(streams: Sequence[EventStream]) -> None:

@@ -1,7 +1,7 @@
 """The ASGI response that makes an answer: opens its calls, streams or collects them, and remembers what became of them.
 
-The calls are opened here, before the status line: what refuses them is a status of its own. The client's leaving
-aborts them.
+The calls are opened here, before the status line: what refuses them is a status of its own, but for a stream that has
+shown its route while a model is loaded for it. The client's leaving aborts them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Job:
     param_names: Mapping[str, str]
     """What the request calls the engine's parameters, where they differ."""
     is_stream: bool
+    shows_route: bool = False
+    """The answer has something to show as soon as it is known who makes it."""
     before_end: Callable[[], Awaitable[None]] | None = None
     """Awaited when the answer is complete and the client does not know it yet; what it raises fails the answer."""
 
@@ -66,7 +68,9 @@ class AnswerResponse(Response):
         answer: Shown | None = None
         opened: Sequence[OpenCall] = ()
         try:
-            opened = await open_calls(self._serving.cluster, job.calls, job.param_names)
+            opened = await open_calls(
+                self._serving.cluster, job.calls, job.param_names, when_routed=job.is_stream and job.shows_route
+            )
             record.model = opened[0].accepted.model
             record.hops = [hop for call in opened for hop in call.accepted.hops]
             answer = job.make_answer([call.accepted for call in opened])

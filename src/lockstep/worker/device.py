@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.clock import Clock, SystemClock
@@ -27,7 +26,7 @@ from lockstep.errors import (
     UnavailableError,
     UsageError,
 )
-from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.flight.options import TraceOptions, open_recorder
 from lockstep.worker.messages import (
     Abort,
     AskHealth,
@@ -62,9 +61,6 @@ from lockstep.worker.replica import Listeners, Replica, open_replica, throttled
 from lockstep.worker.steps import StepReport, StepSampler
 from lockstep.worker.turns import Turns
 
-if TYPE_CHECKING:
-    from lockstep.worker.flight.recorder import Recorder
-
 log = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
@@ -95,7 +91,10 @@ class DeviceWorker:
         self._taken: set[str] = set()
         """Keys that are loading or loaded."""
         self._priorities: dict[str, int] = {}
-        """Their classes."""
+        """Their classes; replaced like the replicas."""
+        self._classes: dict[str, int] = {}
+        """Those of the replicas, as the step thread saw them last."""
+        self._classes_of: tuple[dict[str, Replica], dict[str, int]] = {}, {}
         self._orders: deque[Order] = deque()
         """As many as were asked; each is answered once."""
         self._preparing: dict[int, bool] = {}
@@ -107,7 +106,7 @@ class DeviceWorker:
         self._plan: StepPlan | None = None
         """Of the step that has just been committed."""
         self._turns = Turns()
-        self._recorder = None if trace is None else _recorder(trace, self._turns)
+        self._recorder = None if trace is None else open_recorder(trace, self._turns)
         self._sampler = StepSampler()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -136,7 +135,7 @@ class DeviceWorker:
                 self._start_loading(command)
             case Prioritise(replica, priority):
                 if replica in self._taken:
-                    self._priorities[replica] = priority
+                    self._prioritise(replica, priority)
             case Unload():  # behind the load that it may have to wait for
                 self._loads.submit(self._order, command)
             case Check() | ResetPrefixCache() | AskSessions() | Sweep() | EndSession():
@@ -153,15 +152,19 @@ class DeviceWorker:
         self._preparers.shutdown(wait=False, cancel_futures=True)
         self._wake.set()
 
+    def _prioritise(self, replica: str, priority: int) -> None:
+        with self._lock:
+            self._priorities = {**self._priorities, replica: priority}
+
     def _order(self, command: Order) -> None:
         self._orders.append(command)
         self._wake.set()
 
     def _take(self, submit: Submit) -> None:
-        replica = self._replicas.get(submit.replica)
+        replica, constraint = self._replicas.get(submit.replica), submit.request.params.constraint
         if replica is None:
             self._emit(Refused(submit.request_id, _not_loaded(submit.replica)))
-        elif submit.request.params.constraint is None:
+        elif constraint is None or replica.engine.model.grammars.is_ready(constraint):
             self._submit(replica, submit)
         elif len(self._preparing) >= MAX_PREPARING:
             error = QueueFullError(f"{MAX_PREPARING} requests already wait for their grammars; try again later")
@@ -221,7 +224,7 @@ class DeviceWorker:
             self._emit(LoadFailed(load.replica, UsageError(f"a replica {load.replica!r} is there already")))
             return
         self._taken.add(load.replica)
-        self._priorities[load.replica] = load.priority
+        self._prioritise(load.replica, load.priority)
         self._loads.submit(self._load, load).add_done_callback(_log_defect)
 
     def _load(self, load: Load) -> None:
@@ -274,14 +277,16 @@ class DeviceWorker:
             self._recorder.begin_turn()
         while self._orders:
             self._obey(self._orders.popleft())
-        replicas = self._replicas
-        priorities = {key: self._priorities[key] for key in replicas}
+        replicas, priorities = self._replicas, self._priorities
+        if self._classes_of[0] is not replicas or self._classes_of[1] is not priorities:
+            self._classes = {key: priorities[key] for key in replicas}
+            self._classes_of = replicas, priorities
         with_work = {key for key, replica in replicas.items() if replica.engine.has_work}
-        chosen = self._turns.choose(priorities, with_work)
+        chosen = self._turns.choose(self._classes, with_work)
         if chosen is None:
             self._is_idle = True
             if self._recorder is not None:
-                self._recorder.idle(priorities)
+                self._recorder.idle(self._classes)
             self._wake.wait(IDLE_WAIT_S)
             self._progress_s, self._is_idle = time.monotonic(), False
             return
@@ -291,7 +296,7 @@ class DeviceWorker:
         started_us, ended_us = int(started_s * 1e6), int(ended_s * 1e6)
         self._turns.spend(chosen, ended_us - started_us)
         if self._recorder is not None:
-            self._recorder.turn(priorities, with_work, chosen, started_us, ended_us)
+            self._recorder.turn(self._classes, with_work, chosen, started_us, ended_us)
         self._progress_s = time.monotonic()
         plan, self._plan = self._plan, None
         report = None if plan is None else self._sampler.report(chosen, plan, ended_s - started_s, ended_s)
@@ -342,7 +347,7 @@ class DeviceWorker:
         if replica is not None:
             with self._lock:
                 self._replicas = {other: kept for other, kept in self._replicas.items() if other != key}
-            del self._priorities[key]
+                self._priorities = {other: kept for other, kept in self._priorities.items() if other != key}
             self._sampler.forget(key)
             self._empty(key, replica)
             replica.close()
@@ -374,12 +379,6 @@ class DeviceWorker:
             replica.close()
         if self._recorder is not None:
             self._recorder.close()
-
-
-def _recorder(trace: TraceOptions, turns: Turns) -> Recorder:
-    from lockstep.worker.flight.recorder import Recorder
-
-    return Recorder(trace, turns)
 
 
 def _log_defect(work: Future[None]) -> None:

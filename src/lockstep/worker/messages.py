@@ -184,6 +184,8 @@ class Loaded(_Event, frozen=True):
     has_hidden_states: bool
     load_s: float
     text: TextSide
+    weights_bytes: int | None = None
+    """Memory that it takes beside its blocks; None: it could not be measured."""
 
 
 class LoadFailed(_Event, frozen=True):

@@ -86,6 +86,7 @@ def open_replica(
         hasattr(type(executor), "hidden_states"),
         time.perf_counter() - started_s,
         TextSide.of(model.tokenizer.parts),
+        model.weights_bytes,
     )
 
 

@@ -57,6 +57,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._seats: dict[str, _Seat] = {}
+        self._seated: Mapping[str, int] = {}
+        """Whose seats these are."""
         self._num_turns = 0
 
     @classmethod
@@ -76,10 +78,13 @@ class Turns:
         """The replica that steps now; None: nobody has work.
 
         Args:
-            priorities: the class of each replica that is loaded, in order of loading.
+            priorities: the class of each replica that is loaded, in order of loading; never changed, so that the same
+                object need not be looked through again.
             with_work: those of them that have something to do.
         """
-        self._seat(priorities)
+        if priorities is not self._seated:
+            self._seat(priorities)
+            self._seated = priorities
         busy = [key for key in priorities if key in with_work]
         if not busy:
             for seat in self._seats.values():

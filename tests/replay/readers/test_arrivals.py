@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError, UsageError
 from lockstep.replay.readers.arrivals import MAX_SAME_STAMP, ReadOptions, shaped
 from lockstep.replay.workload import WorkloadRequest
 
@@ -71,13 +71,13 @@ def test_a_limit_reads_no_further() -> None:
 
 
 def test_arrivals_that_run_backwards_are_named() -> None:
-    with pytest.raises(UsageError, match=r"f:2: it arrives before the request above it"):
+    with pytest.raises(TraceError, match=r"f:2: it arrives before the request above it"):
         arrivals_of([0, 5, 4], ReadOptions())
 
 
 def test_a_stamp_that_everybody_shares_cannot_be_spread() -> None:
     endless = (WorkloadRequest(str(index), 1, 1, 1, 0, place=f"f:{index}") for index in count())
-    with pytest.raises(UsageError, match=f"f:{MAX_SAME_STAMP}: over {MAX_SAME_STAMP} requests share a stamp"):
+    with pytest.raises(TraceError, match=f"f:{MAX_SAME_STAMP}: over {MAX_SAME_STAMP} requests share a stamp"):
         list(islice(shaped(endless, ReadOptions(dequantize_seed=0)), 1))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.bench.statistics import per_request
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers import read_workload
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit
 from tests.replay.readers.files import (
@@ -109,7 +109,7 @@ def test_our_own_bench_writes_what_is_read() -> None:
     ],
 )
 def test_a_wrong_mooncake_line_is_named(tmp_path: Path, row: str, message: str) -> None:
-    with pytest.raises(UsageError, match=rf"^file:5: .*{message}") as refused:
+    with pytest.raises(TraceError, match=rf"^file:5: .*{message}") as refused:
         requests_in(tmp_path, f"{MOONCAKE}\n{row}\n")
     assert "\n" not in str(refused.value)
 
@@ -133,14 +133,14 @@ def test_a_wrong_mooncake_line_is_named(tmp_path: Path, row: str, message: str) 
     ],
 )
 def test_a_wrong_azure_line_is_named(tmp_path: Path, row: str, message: str) -> None:
-    with pytest.raises(UsageError, match=rf"^file:3: .*{message}") as refused:
+    with pytest.raises(TraceError, match=rf"^file:3: .*{message}") as refused:
         requests_in(tmp_path, f"{AZURE_HEADER}\r\n{AZURE_ROW}\r\n{row}\r\n")
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("header", ["TIMESTAMP,ContextTokens", "Timestamp,Context,Generated", "TIMESTAMP;a;b"])
 def test_other_columns_are_named_beside_those_that_are_needed(tmp_path: Path, header: str) -> None:
-    with pytest.raises(UsageError, match=rf"file:1: the columns are '{header}'; TIMESTAMP,ContextTokens,Gen"):
+    with pytest.raises(TraceError, match=rf"file:1: the columns are '{header}'; TIMESTAMP,ContextTokens,Gen"):
         requests_in(tmp_path, f"{header}\n{AZURE_ROW}\n")
 
 
@@ -157,7 +157,7 @@ def test_other_columns_are_named_beside_those_that_are_needed(tmp_path: Path, he
     ],
 )
 def test_a_wrong_aiperf_record_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=rf"^file:3: .*{message}"):
+    with pytest.raises(TraceError, match=rf"^file:3: .*{message}"):
         requests_in(tmp_path, AIPERF + json.dumps(record))
 
 
@@ -175,5 +175,5 @@ def test_a_wrong_aiperf_record_is_named(tmp_path: Path, record: dict[str, Any], 
 )
 def test_a_wrong_bench_result_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     result = {key: value for key, value in (json.loads(VLLM_BENCH) | changes).items() if value is not None}
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(TraceError, match=message):
         requests_in(tmp_path, json.dumps(result))

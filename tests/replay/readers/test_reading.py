@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import random
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers import ReadOptions, read_workload
 from lockstep.replay.readers.source import MAX_LINE_BYTES
 from tests.replay.readers.files import (
@@ -24,7 +26,6 @@ from tests.replay.readers.files import (
     MOONCAKE,
     WORKLOAD,
     aiperf_record,
-    as_lines,
     requests_in,
     written,
 )
@@ -76,9 +77,9 @@ def test_the_keys_of_a_line_may_come_in_any_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "file is empty; it may be a workload"),
+        (b"", "file is empty; it may be a recording"),
         (b"\xef\xbb\xbf \n\n", "file is empty"),
-        (b"hello", "file:1: unknown format; it may be a workload"),
+        (b"hello", "file:1: unknown format; it may be a recording"),
         (b"[1, 2]", "file:1: unknown format"),
         (b'{"hello": 1}', "file:1: unknown format"),
         (b'{"hello": 1}\n{"hello": 2}', "file:2: not JSON .the document goes on after its end"),
@@ -98,33 +99,33 @@ def test_the_keys_of_a_line_may_come_in_any_order(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_workload_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
-    with pytest.raises(UsageError, match=message) as refused:
+    with pytest.raises(TraceError, match=message) as refused:
         requests_in(tmp_path, content)
     assert "\n" not in str(refused.value)
 
 
 def test_bytes_that_are_no_text_are_named_by_their_line_in_a_long_document(tmp_path: Path) -> None:
     text = WORKLOAD.replace("[", "[" + "\n" * 70_000, 1).encode().replace(b"shop", b"sh\xffop")
-    with pytest.raises(UsageError, match="file:70005: not UTF-8"):
+    with pytest.raises(TraceError, match="file:70005: not UTF-8"):
         requests_in(tmp_path, text)
 
 
 @pytest.mark.parametrize("place", ["", "gone"])
 def test_what_is_no_file_is_refused(tmp_path: Path, place: str) -> None:
-    with pytest.raises(UsageError, match=r"is not a file|gone cannot be read \(No such file"):
+    with pytest.raises(TraceError, match=r"no recording is there|gone cannot be read \(No such file"):
         read_workload(tmp_path / place)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="is not a file; it is read more than once"):
+    with pytest.raises(TraceError, match="is not a file; it is read more than once"):
         read_workload(tmp_path / "pipe")
 
 
 def test_zstd_that_was_cut_anywhere_is_noticed(tmp_path: Path) -> None:
     content = zstandard.compress(MOONCAKE.encode())
     for size in range(4, len(content)):
-        with pytest.raises(UsageError, match=r"ends in the middle of its zstd data"):
+        with pytest.raises(TraceError, match=r"ends in the middle of its zstd data"):
             requests_in(tmp_path, content[:size])
 
 
@@ -132,7 +133,7 @@ def refusal(folder: Path, content: bytes) -> str:
     """What is said of it; nothing when it can be read."""
     try:
         requests_in(folder, content, dequantize_seed=1)
-    except UsageError as error:
+    except TraceError as error:
         return str(error)
     return ""
 
@@ -153,8 +154,28 @@ def test_no_damage_does_more_than_be_named(tmp_path: Path, kind: str, data: st.D
 @FRESH_FILE
 @given(st.binary(max_size=60), st.sampled_from([b"", b"{", b"\x28\xb5\x2f\xfd", b'{"requests":[', b"TIMESTAMP,"]))
 def test_junk_is_refused(tmp_path: Path, junk: bytes, start: bytes) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(TraceError):
         requests_in(tmp_path, start + junk)
+
+
+@pytest.mark.parametrize("brackets", ["[]", '{"a":1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"timestamp": %s, "input_length": 1, "output_length": 1}',
+        '{"requests": [%s]}',
+        '{"config": %s, "requests": []}',
+        '{"input_lens": %s, "output_lens": [1], "start_times": [1]}',
+        '{"metadata": {"request_start_ns": %s}, "metrics": {"error_isl": 1}}',
+    ],
+)
+def test_no_depth_is_too_deep_to_be_refused(tmp_path: Path, text: str, brackets: str) -> None:
+    """Whether the parser takes it or not, and whatever of it has to be shown."""
+    opening, closing = brackets[:-1].rstrip("1"), brackets[-1]
+    for depth in (2, 30, *range(850, 1000, 3), 100_000):
+        with pytest.raises(TraceError) as refused:
+            requests_in(tmp_path, text % (opening * depth + "1" + closing * depth))
+        assert len(str(refused.value)) < 400
 
 
 def mooncake_lines(count: int, seed: int) -> Iterator[str]:
@@ -191,7 +212,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, MOONCAKE)
     with path.open("ab") as file:
         file.truncate(4 * MAX_LINE_BYTES)  # a hole: zeros without a newline
-    with pytest.raises(UsageError, match="file:4: over 16 MiB in one line"):
+    with pytest.raises(TraceError, match="file:4: over 16 MiB in one line"):
         peak_bytes(path, ReadOptions())
 
 
@@ -199,7 +220,7 @@ def test_a_document_without_end_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, '{"requests": [')
     with path.open("ab") as file:
         file.truncate(1 << 30)
-    with pytest.raises(UsageError, match="file has over 64 MiB in one JSON document"):
+    with pytest.raises(TraceError, match="file has over 64 MiB in one JSON document"):
         read_workload(path)
 
 
@@ -213,7 +234,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused_in_bounded_memory(tmp
     assert (tmp_path / "bomb").stat().st_size < 1 << 20
     tracemalloc.start()
     try:
-        with pytest.raises(UsageError, match="bomb:4: over 16 MiB in one line"):
+        with pytest.raises(TraceError, match="bomb:4: over 16 MiB in one line"):
             list(read_workload(tmp_path / "bomb").requests)
         assert tracemalloc.get_traced_memory()[1] < 128 << 20
     finally:
@@ -222,18 +243,32 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused_in_bounded_memory(tmp
 
 @pytest.mark.slow
 def test_a_gigabyte_is_streamed(tmp_path: Path) -> None:
-    lines = [json.loads(line) | {"timestamp": 5} for line in mooncake_lines(20_000, seed=2)]
-    block = as_lines(lines)
-    num_blocks = -(-(1 << 30) // len(block))
+    """A process that reads it needs no more memory than one that reads its first request."""
+    ids = list(range(1 << 40, (1 << 40) + 250))
+    row = json.dumps({"timestamp": 5, "input_length": 250 * 512, "output_length": 9, "hash_ids": ids}) + "\n"
+    num_rows = -(-(1 << 30) // len(row))
     with (tmp_path / "big").open("w") as file:
-        for _ in range(num_blocks):
-            file.write(block)
-    count, peak = peak_bytes(tmp_path / "big", ReadOptions())
-    assert count == num_blocks * 20_000
-    assert peak < 1 << 20
+        for _ in range(num_rows):
+            file.write(row)
+    one, small_peak = peak_of_process(tmp_path / "big", limit=1)
+    count, peak = peak_of_process(tmp_path / "big", limit=None)
+    assert (one, count) == (1, num_rows)
+    assert peak < small_peak + (8 << 20)
+
+
+def peak_of_process(path: Path, limit: int | None) -> tuple[int, int]:
+    """Requests that a process of its own read, and the bytes that it held at most."""
+    code = f"""
+import resource
+from lockstep.replay.readers import ReadOptions, read_workload
+print(sum(1 for _ in read_workload({str(path)!r}, ReadOptions(limit={limit})).requests))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    count, peak_kib = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    return int(count), int(peak_kib) << 10
 
 
 def test_aiperf_is_sorted_within_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.replay.readers.reading.MAX_UNSORTED", 1)
-    with pytest.raises(UsageError, match="file:2: over 1 requests that have to be sorted"):
+    with pytest.raises(TraceError, match="file:2: over 1 requests that have to be sorted"):
         requests_in(tmp_path, AIPERF)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.request import Priority
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError, UsageError
 from lockstep.replay.configs import config_for
 from lockstep.replay.readers import read_workload
 from lockstep.replay.readers.document import members
@@ -122,7 +122,7 @@ def test_any_layout_is_read_with_its_lines(
 def test_a_wrong_request_is_named_by_its_line(tmp_path: Path, request_text: str, message: str) -> None:
     first = '{"id": "first", "prompt_tokens": 1, "max_output_tokens": 1}'
     text = f'{{"config": {{"block_size": 16}}, "requests": [\n{first},\n{request_text}\n]}}'
-    with pytest.raises(UsageError, match=f"^file:3: .*{message}") as refused:
+    with pytest.raises(TraceError, match=f"^file:3: .*{message}") as refused:
         read_workload(written(tmp_path, text))
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 300
@@ -159,7 +159,7 @@ def test_a_wrong_request_is_named_by_its_line(tmp_path: Path, request_text: str,
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message) as refused:
+    with pytest.raises(TraceError, match=message) as refused:
         read_workload(written(tmp_path, text))
     assert "\n" not in str(refused.value)
 

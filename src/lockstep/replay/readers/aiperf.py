@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers.fields import PS_PER_NS, json_object, shown, text, time_ps, whole
 from lockstep.replay.workload import WorkloadRequest
 
@@ -32,11 +32,11 @@ def rows(lines: Iterable[tuple[int, str]], name: str) -> Iterator[WorkloadReques
 
 
 def row(metadata: Mapping[str, object], fields: Mapping[str, object], number: int, place: str) -> WorkloadRequest:
-    """One record; UsageError names its place."""
+    """One record; TraceError names its place."""
     metrics = _object(fields, "metrics", place)
     num_prompt = _metric(metrics, _PROMPT_METRICS, place)
     if num_prompt is None:
-        raise UsageError(
+        raise TraceError(
             f"{place}: the metric {' or '.join(_PROMPT_METRICS)} is missing; the prompt's length is unknown"
         )
     num_output = max(1, _metric(metrics, _OUTPUT_METRICS, place) or 0)
@@ -54,7 +54,7 @@ def row(metadata: Mapping[str, object], fields: Mapping[str, object], number: in
 def _object(fields: Mapping[str, object], key: str, place: str) -> Mapping[str, Any]:
     value = fields.get(key)
     if not isinstance(value, dict):
-        raise UsageError(f"{place}: {key} is {shown(value)}; it must be an object")
+        raise TraceError(f"{place}: {key} is {shown(value)}; it must be an object")
     return value
 
 

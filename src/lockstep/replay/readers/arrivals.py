@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError, UsageError
 from lockstep.replay.workload import WorkloadRequest
 
 MAX_SAME_STAMP = 100_000
@@ -31,6 +31,8 @@ class ReadOptions:
     dequantize_seed: int | None = None
     """Requests that share a stamp are spread uniformly up to the next one, in their order, at random from this seed;
     None: they stay together."""
+    engine: int | None = None
+    """Of a recording: whose requests, by the engine's number; None: those of the only one."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf:
@@ -39,6 +41,8 @@ class ReadOptions:
             raise UsageError(f"the limit is {self.limit}; at least one request is needed")
         if self.dequantize_seed is not None and self.dequantize_seed < 0:
             raise UsageError(f"the seed is {self.dequantize_seed}; it must not be negative")
+        if self.engine is not None and self.engine < 0:
+            raise UsageError(f"the engine is {self.engine}; engines are counted from 0")
 
 
 def shaped(
@@ -51,7 +55,7 @@ def shaped(
         from_first: whether times count from the first arrival; else from 0.
 
     Raises:
-        UsageError: one arrives before the one in front of it.
+        TraceError: one arrives before the one in front of it.
     """
     # As it is written: a tenth, not the binary fraction next to it.
     speed = Fraction(repr(options.speed))
@@ -68,7 +72,7 @@ def _in_order(requests: Iterable[WorkloadRequest]) -> Iterator[Timed]:
     last = 0
     for request in requests:
         if request.arrival < last:
-            raise UsageError(f"{request.place}: it arrives before the request above it; sort the trace by time")
+            raise TraceError(f"{request.place}: it arrives before the request above it; sort the trace by time")
         last = request.arrival
         yield last, request
 
@@ -90,6 +94,6 @@ def _spread(timed: Iterable[Timed], seed: int) -> Iterator[Timed]:
             yield from apart()
             together.clear()
         if len(together) == MAX_SAME_STAMP:
-            raise UsageError(f"{request.place}: over {MAX_SAME_STAMP} requests share a stamp; they cannot be spread")
+            raise TraceError(f"{request.place}: over {MAX_SAME_STAMP} requests share a stamp; they cannot be spread")
         together.append((arrival, request))
     yield from apart()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers.fields import MAX_TOKENS, PS_PER_S, shown
 from lockstep.replay.workload import WorkloadRequest
 
@@ -29,30 +29,30 @@ def rows(lines: Iterable[tuple[int, str]], name: str) -> Iterator[WorkloadReques
         try:
             columns = next(csv.reader([line], strict=True))
         except csv.Error as error:
-            raise UsageError(f"{place}: not CSV ({error})") from None
+            raise TraceError(f"{place}: not CSV ({error})") from None
         if has_header:
             yield row(columns, number, place)
         elif tuple(columns) == COLUMNS:
             has_header = True
         else:
-            raise UsageError(f"{place}: the columns are {shown(','.join(columns))}; {','.join(COLUMNS)} expected")
+            raise TraceError(f"{place}: the columns are {shown(','.join(columns))}; {','.join(COLUMNS)} expected")
 
 
 def row(columns: Sequence[str], number: int, place: str) -> WorkloadRequest:
-    """One line; UsageError names its place. An output of 0 tokens counts as 1, because every request gets one."""
+    """One line; TraceError names its place. An output of 0 tokens counts as 1, because every request gets one."""
     if len(columns) != len(COLUMNS):
-        raise UsageError(f"{place}: {len(columns)} columns; {','.join(COLUMNS)} expected")
+        raise TraceError(f"{place}: {len(columns)} columns; {','.join(COLUMNS)} expected")
     stamp, context, generated = columns
     num_output = max(1, _tokens(generated, COLUMNS[2], place))
     num_prompt = _tokens(context, COLUMNS[1], place)
     if num_prompt < 1:
-        raise UsageError(f"{place}: {COLUMNS[1]} is 0; it must be at least 1")
+        raise TraceError(f"{place}: {COLUMNS[1]} is 0; it must be at least 1")
     return WorkloadRequest(str(number), num_prompt, num_output, num_output, _stamp_ps(stamp, place), place=place)
 
 
 def _tokens(text: str, what: str, place: str) -> int:
     if not _COUNT.fullmatch(text) or int(text) > MAX_TOKENS:
-        raise UsageError(f"{place}: {what} is {shown(text)}; it must be a whole number from 0 to {MAX_TOKENS}")
+        raise TraceError(f"{place}: {what} is {shown(text)}; it must be a whole number from 0 to {MAX_TOKENS}")
     return int(text)
 
 
@@ -66,5 +66,5 @@ def _stamp_ps(text: str, place: str) -> int:
         if since < timedelta(0):
             raise ValueError("time begins with the year 1")
     except (ValueError, OverflowError) as error:
-        raise UsageError(f"{place}: {COLUMNS[0]} is {shown(text)}; it must be a date and a time ({error})") from None
+        raise TraceError(f"{place}: {COLUMNS[0]} is {shown(text)}; it must be a date and a time ({error})") from None
     return since // timedelta(seconds=1) * PS_PER_S + int((digits or "0").ljust(12, "0"))

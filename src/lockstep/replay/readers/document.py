@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Iterator
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers.fields import EXACT_JSON, json_fault, shown
 
 MAX_DOCUMENT_BYTES = 64 << 20
@@ -28,10 +28,10 @@ Members = dict[str, Located]
 
 
 def read_text(stream: BinaryIO, name: str) -> str:
-    """A whole document; UsageError when it is too large or no UTF-8."""
+    """A whole document; TraceError when it is too large or no UTF-8."""
     content = stream.read(MAX_DOCUMENT_BYTES + 1)
     if len(content) > MAX_DOCUMENT_BYTES:
-        raise UsageError(
+        raise TraceError(
             f"{name} has over {MAX_DOCUMENT_BYTES >> 20} MiB in one JSON document; formats with one request per line "
             "(Mooncake, Azure) may be of any size"
         )
@@ -39,7 +39,7 @@ def read_text(stream: BinaryIO, name: str) -> str:
         return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"{name}:{line}: not UTF-8 ({error.reason})") from None
+        raise TraceError(f"{name}:{line}: not UTF-8 ({error.reason})") from None
 
 
 def members(text: str, name: str, exact: Container[str], itemised: str) -> Members:
@@ -51,7 +51,7 @@ def members(text: str, name: str, exact: Container[str], itemised: str) -> Membe
         itemised: key of a list whose elements are `Located` too.
 
     Raises:
-        UsageError: not such a document; the message has the line.
+        TraceError: not such a document; the message has the line.
     """
     return _Scan(text, name).members(exact, itemised)
 
@@ -117,9 +117,9 @@ class _Scan:
         try:
             value, self._at = decoder.raw_decode(self._text, self._at)
         except json.JSONDecodeError as error:
-            raise UsageError(f"{self._name}:{error.lineno}: not JSON ({json_fault(error)})") from None
+            raise TraceError(f"{self._name}:{error.lineno}: not JSON ({json_fault(error)})") from None
         except (ValueError, ArithmeticError, RecursionError) as error:
-            raise UsageError(f"{self._name}:{self.line()}: not JSON ({json_fault(error)})") from None
+            raise TraceError(f"{self._name}:{self.line()}: not JSON ({json_fault(error)})") from None
         return value
 
     def _next(self) -> str:
@@ -135,4 +135,4 @@ class _Scan:
         self._at += 1
 
     def _fault(self, what: str) -> NoReturn:
-        raise UsageError(f"{self._name}:{self.line()}: not JSON ({what})")
+        raise TraceError(f"{self._name}:{self.line()}: not JSON ({what})")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 
 MAX_TOKENS = 1 << 30
 """Of one request; far above any context."""
@@ -23,8 +24,11 @@ _SHOWN_CHARS = 40
 
 def shown(value: object) -> str:
     """A foreign value in a message: on one line, and short."""
-    text = str(value) if isinstance(value, Decimal) else ascii(value)
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    short = reprlib.Repr()  # goes no deeper into what is nested
+    short.maxlevel = 1
+    short.maxstring = short.maxother = short.maxlong = _SHOWN_CHARS
+    text = str(value) if isinstance(value, Decimal) else short.repr(value)
+    return text if len(text) <= 2 * _SHOWN_CHARS else text[: 2 * _SHOWN_CHARS] + "..."
 
 
 def whole(value: object, what: str, place: str, least: int = 0, most: int = MAX_TOKENS) -> int:
@@ -33,7 +37,16 @@ def whole(value: object, what: str, place: str, least: int = 0, most: int = MAX_
         number = int(value)
         if number == value:
             return number
-    raise UsageError(f"{place}: {what} is {shown(value)}; it must be a whole number from {least} to {most}")
+    raise TraceError(f"{place}: {what} is {shown(value)}; it must be a whole number from {least} to {most}")
+
+
+def content_ids(values: Sequence[object], what: str, place: str) -> tuple[int, ...]:
+    """Whole numbers that name contents. Traces are mostly made of these, so all are looked at together first."""
+    if set(map(type, values)) == {int}:
+        ids = cast(Sequence[int], values)
+        if min(ids) >= 0 and max(ids) <= MAX_ID:
+            return tuple(ids)
+    return tuple([whole(each, what, place, 0, MAX_ID) for each in values])
 
 
 def time_ps(value: object, what: str, place: str, unit_ps: int) -> int:
@@ -41,13 +54,13 @@ def time_ps(value: object, what: str, place: str, unit_ps: int) -> int:
     if isinstance(value, int | Decimal) and not isinstance(value, bool) and 0 <= value <= MAX_TIME_PS // unit_ps:
         return int(value * unit_ps)
     most = MAX_TIME_PS // unit_ps
-    raise UsageError(f"{place}: {what} is {shown(value)}; it must be a number from 0 to {most}")
+    raise TraceError(f"{place}: {what} is {shown(value)}; it must be a number from 0 to {most}")
 
 
 def text(value: object, what: str, place: str) -> str:
     """A short text that can be printed."""
     if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_NAME_CHARS:
-        raise UsageError(
+        raise TraceError(
             f"{place}: {what} is {shown(value)}; it must be text of at most {MAX_NAME_CHARS} printable characters"
         )
     return value
@@ -56,7 +69,7 @@ def text(value: object, what: str, place: str) -> str:
 def array(value: object, what: str, place: str) -> Sequence[object]:
     """A list of anything."""
     if not isinstance(value, list):
-        raise UsageError(f"{place}: {what} is {shown(value)}; it must be a list")
+        raise TraceError(f"{place}: {what} is {shown(value)}; it must be a list")
     return value
 
 
@@ -65,10 +78,10 @@ def check_keys(keys: Iterable[str], known: Sequence[str], required: Sequence[str
     given = list(keys)
     for key in given:
         if key not in known:
-            raise UsageError(f"{place}: {shown(key)} is not known here; known are {', '.join(known)}")
+            raise TraceError(f"{place}: {shown(key)} is not known here; known are {', '.join(known)}")
     missing = [key for key in required if key not in given]
     if missing:
-        raise UsageError(f"{place}: {' and '.join(missing)} missing")
+        raise TraceError(f"{place}: {' and '.join(missing)} missing")
 
 
 def json_object(line: str, place: str) -> dict[str, Any]:
@@ -76,9 +89,9 @@ def json_object(line: str, place: str) -> dict[str, Any]:
     try:
         value = EXACT_JSON.decode(line)
     except (ValueError, ArithmeticError, RecursionError) as error:
-        raise UsageError(f"{place}: not JSON ({json_fault(error)})") from None
+        raise TraceError(f"{place}: not JSON ({json_fault(error)})") from None
     if not isinstance(value, dict):
-        raise UsageError(f"{place}: a JSON object expected, not {shown(value)}")
+        raise TraceError(f"{place}: a JSON object expected, not {shown(value)}")
     return value
 
 

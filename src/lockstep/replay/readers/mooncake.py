@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from lockstep.errors import UsageError
-from lockstep.replay.readers.fields import MAX_ID, array, check_keys, json_object, time_ps, whole
+from lockstep.errors import TraceError
+from lockstep.replay.readers.fields import array, check_keys, content_ids, json_object, time_ps, whole
 from lockstep.replay.workload import PS_PER_MS, WorkloadRequest
 
 CONTENT_TOKENS = 512
@@ -24,13 +24,13 @@ def rows(lines: Iterable[tuple[int, str]], name: str) -> Iterator[WorkloadReques
 
 
 def row(fields: Mapping[str, object], number: int, place: str) -> WorkloadRequest:
-    """One line; UsageError names its place. An output of 0 tokens counts as 1, because every request gets one."""
+    """One line; TraceError names its place. An output of 0 tokens counts as 1, because every request gets one."""
     check_keys(fields, COLUMNS, COLUMNS[:3], place)
     num_prompt = whole(fields["input_length"], "input_length", place, 1)
     num_output = max(1, whole(fields["output_length"], "output_length", place))
     ids = array(fields.get("hash_ids", []), "hash_ids", place)
     if ids and len(ids) != -(-num_prompt // CONTENT_TOKENS):
-        raise UsageError(
+        raise TraceError(
             f"{place}: {len(ids)} hash_ids for {num_prompt} tokens; one per {CONTENT_TOKENS} tokens expected"
         )
     return WorkloadRequest(
@@ -39,6 +39,6 @@ def row(fields: Mapping[str, object], number: int, place: str) -> WorkloadReques
         max_output_tokens=num_output,
         num_output_tokens=num_output,
         arrival=time_ps(fields["timestamp"], "timestamp", place, PS_PER_MS),
-        contents=tuple([whole(each, "a hash id", place, 0, MAX_ID) for each in ids]),
+        contents=content_ids(ids, "a hash id", place),
         place=place,
     )

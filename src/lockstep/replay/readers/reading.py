@@ -1,47 +1,26 @@
-"""`read_workload`: looks at how a file begins, and hands it to the reader of its format. The shell of this room."""
+"""`read_workload`: opens a file, and hands it to the reader of its format. The shell of this room."""
 
 from __future__ import annotations
 
-import codecs
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.errors import UsageError
-from lockstep.replay.readers import aiperf, azure, mooncake, vllm_bench, workload_json
+from lockstep.errors import TraceError, UsageError
+from lockstep.replay.readers import vllm_bench, workload_json
 from lockstep.replay.readers.arrivals import ReadOptions, shaped
 from lockstep.replay.readers.document import members, read_text
+from lockstep.replay.readers.formats import KNOWN, LineFormat, detect
 from lockstep.replay.readers.source import numbered_lines, open_source
+from lockstep.replay.trace import open_trace, workload_of
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
+from lockstep.worker.flight.format import SUFFIX, Kind
 
 AS_RECORDED = ReadOptions()
 HEAD_BYTES = 64 << 10
 """What is looked at to tell formats apart."""
 MAX_UNSORTED = 1_000_000
 """Requests of a file whose lines have another order than arrivals: they are held together to be sorted."""
-_FIRST_KEY = re.compile(r'\{\s*"([^"\\]{1,64})"')
-_KNOWN = (
-    'a workload ({"config": ..., "requests": [...]}), a Mooncake trace (JSON lines), an Azure trace '
-    f"({','.join(azure.COLUMNS)}), a detailed result of vllm bench serve, or AIPerf's profile_export.jsonl"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class LineFormat:
-    """A format with a request per line, of any size."""
-
-    rows: Callable[[Iterable[tuple[int, str]], str], Iterator[WorkloadRequest]]
-    """Numbered lines and the file's name to requests, arrivals in picoseconds."""
-    content_size: int = 0
-    is_sorted: bool = True
-    """Whether lines come in the order of arrivals."""
-
-
-MOONCAKE = LineFormat(mooncake.rows, mooncake.CONTENT_TOKENS)
-AZURE = LineFormat(azure.rows)
-AIPERF = LineFormat(aiperf.rows, is_sorted=False)
 
 
 def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workload:
@@ -51,12 +30,17 @@ def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workl
     file anew, in memory that does not depend on its size.
 
     Raises:
-        UsageError: it cannot be read or is none of the formats; the message has the line. Faults of lines that stream
+        TraceError: it cannot be read or is none of the formats; the message has the line. Faults of lines that stream
             are raised when they are reached.
     """
     path = Path(path).expanduser()
+    if is_recording(path):
+        return _read_recording(path, options)
     with open_source(path) as stream:
-        line_format = detect(stream.read(HEAD_BYTES), path.name)
+        head = stream.read(HEAD_BYTES)
+    if options.engine is not None:
+        raise UsageError(f"{path.name} is no recording: it has no engines to choose from")
+    line_format = detect(head, path.name)
     if line_format is None:
         return _read_document(path, options)
     requests: Iterable[WorkloadRequest] = _FileRequests(path, line_format, options)
@@ -65,43 +49,12 @@ def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workl
     return Workload(path.name, requests, ArrivalUnit.PS, line_format.content_size)
 
 
-def detect(head: bytes, name: str) -> LineFormat | None:
-    """The format of lines that a file begins with; None: a JSON document.
-
-    Raises:
-        UsageError: neither.
-    """
-    text = _beginning(head).removeprefix("\ufeff").lstrip()
-    if not text and head.strip(b"\xef\xbb\xbf \t\r\n"):
-        raise UsageError(f"{name} is neither UTF-8 text nor zstd; it may be {_KNOWN}")
-    if not text:
-        raise UsageError(f"{name} is empty; it may be {_KNOWN}")
-    if text.startswith("{"):
-        keys = _first_keys(text)
-        if any(key in mooncake.COLUMNS for key in keys):
-            return MOONCAKE
-        return AIPERF if any(key in aiperf.KEYS for key in keys) else None
-    if text.split("\n", 1)[0].casefold().startswith(azure.COLUMNS[0].casefold()):
-        return AZURE
-    raise UsageError(f"{name}:1: unknown format; it may be {_KNOWN}")
-
-
-def _beginning(head: bytes) -> str:
-    """As much as is text; a byte further on that is none is named with its line by whoever reads it."""
-    try:
-        return codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError as error:
-        return head[: error.start].decode()
-
-
-def _first_keys(text: str) -> list[str]:
-    """The keys of the object in the first line, or its first key if that line is not whole."""
-    try:
-        first = json.loads(text.split("\n", 1)[0])
-    except (ValueError, RecursionError):
-        match = _FIRST_KEY.match(text)
-        return [match[1]] if match else []
-    return list(first) if isinstance(first, dict) else []
+def is_recording(path: Path) -> bool:
+    """Whether a path is a recording of ours: a directory, or a file that begins as they do."""
+    if path.is_dir() or path.suffix == SUFFIX:
+        return True
+    with open_source(path) as stream:
+        return stream.read(1) == bytes([Kind.HEADER])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +77,7 @@ def _sorted(rows: Iterable[WorkloadRequest]) -> list[WorkloadRequest]:
     requests: list[WorkloadRequest] = []
     for row in rows:
         if len(requests) == MAX_UNSORTED:
-            raise UsageError(f"{row.place}: over {MAX_UNSORTED} requests that have to be sorted; cut the file")
+            raise TraceError(f"{row.place}: over {MAX_UNSORTED} requests that have to be sorted; cut the file")
         requests.append(row)
     return sorted(requests, key=lambda request: request.arrival)
 
@@ -136,7 +89,20 @@ def _some(requests: Iterable[WorkloadRequest], name: str) -> Iterator[WorkloadRe
         is_empty = False
         yield request
     if is_empty:
-        raise UsageError(f"{name} holds no request")
+        raise TraceError(f"{name} holds no request")
+
+
+def _read_recording(path: Path, options: ReadOptions) -> Workload:
+    """What a live engine was asked, with its config."""
+    trace = open_trace(path)
+    number = options.engine
+    if number is None:
+        if len(trace.engines) > 1:
+            names = ", ".join(f"{engine.number} ({engine.name})" for engine in trace.engines)
+            raise UsageError(f"{path.name} is a recording of several engines: {names}; choose one by its number")
+        number = trace.engines[0].number if trace.engines else 0
+    workload = workload_of(trace, number)
+    return replace(workload, requests=tuple(_some(shaped(workload.requests, options), path.name)))
 
 
 def _read_document(path: Path, options: ReadOptions) -> Workload:
@@ -152,4 +118,4 @@ def _read_document(path: Path, options: ReadOptions) -> Workload:
         return Workload(
             name, tuple(_some(shaped(vllm_bench.requests_of(document, name), options), name)), ArrivalUnit.PS
         )
-    raise UsageError(f"{name}:1: unknown format; it may be {_KNOWN}")
+    raise TraceError(f"{name}:1: unknown format; it may be {KNOWN}")

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 import zstandard
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 
 MAX_LINE_BYTES = 16 << 20
 """A line of a trace is some kilobytes; the longest are recordings of every token's time."""
@@ -29,19 +29,19 @@ def open_source(path: Path) -> Iterator[BinaryIO]:
     """The bytes of a file, decompressed if it is zstd.
 
     Raises:
-        UsageError: it is no file, or cannot be read; later, while it is read: the compressed data is cut or damaged.
+        TraceError: it is no file, or cannot be read; later, while it is read: the compressed data is cut or damaged.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UsageError(f"{path} is not a file; it is read more than once, so a pipe will not do")
+            raise TraceError(f"{path} is not a file; it is read more than once, so a pipe will not do")
         file = path.open("rb")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise TraceError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     with file:
         magic = file.read(len(_ZSTD_MAGIC))
         file.seek(0)
         if magic.startswith(_GZIP_MAGIC):
-            raise UsageError(f"{path.name} is gzip; unpack it, or pack it with zstd")
+            raise TraceError(f"{path.name} is gzip; unpack it, or pack it with zstd")
         if magic == _ZSTD_MAGIC:
             yield cast(BinaryIO, io.BufferedReader(_Decompressed(file, path.name)))
         else:
@@ -52,18 +52,18 @@ def numbered_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, str]]:
     """The lines that are not empty, without their ends, each with its number from 1.
 
     Raises:
-        UsageError: a line is too long or no UTF-8.
+        TraceError: a line is too long or no UTF-8.
     """
     for number in count(1):
         line = stream.readline(MAX_LINE_BYTES + 1)
         if not line:
             return
         if len(line) > MAX_LINE_BYTES:
-            raise UsageError(f"{name}:{number}: over {MAX_LINE_BYTES >> 20} MiB in one line; no trace has that")
+            raise TraceError(f"{name}:{number}: over {MAX_LINE_BYTES >> 20} MiB in one line; no trace has that")
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
-            raise UsageError(f"{name}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None
+            raise TraceError(f"{name}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None
         text = (text.removeprefix("\ufeff") if number == 1 else text).strip()
         if text:
             yield number, text
@@ -102,6 +102,6 @@ class _Decompressed(io.RawIOBase):
                     data = frame.unused_data if frame.eof else b""
                     frame = None if frame.eof else frame
         except zstandard.ZstdError as error:
-            raise UsageError(f"{self._name} is damaged zstd data ({error})") from None
+            raise TraceError(f"{self._name} is damaged zstd data ({error})") from None
         if frame is not None:
-            raise UsageError(f"{self._name} ends in the middle of its zstd data; it was cut")
+            raise TraceError(f"{self._name} ends in the middle of its zstd data; it was cut")

@@ -7,7 +7,7 @@ holds are measurements; they are not read.
 
 from __future__ import annotations
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers.document import Located, Members
 from lockstep.replay.readers.fields import PS_PER_S, array, time_ps, whole
 from lockstep.replay.workload import WorkloadRequest
@@ -21,14 +21,14 @@ def requests_of(document: Members, name: str) -> list[WorkloadRequest]:
     """The requests in the order in which they were sent; arrivals in picoseconds of the file's clock."""
     missing = [key for key in ARRAYS if key not in document]
     if missing:
-        raise UsageError(
+        raise TraceError(
             f"{name}: {' and '.join(missing)} missing; a result holds single requests when it is saved with "
             "--save-detailed"
         )
     columns = [_column(key, document[key], name) for key in ARRAYS]
     if len({len(column) for column in columns}) > 1:
         lengths = ", ".join(f"{key} {len(column)}" for key, column in zip(ARRAYS, columns, strict=True))
-        raise UsageError(f"{name}: its arrays differ in length: {lengths}")
+        raise TraceError(f"{name}: its arrays differ in length: {lengths}")
     requests = [
         _request(index, num_input, num_output, start_s, f"{name}:{document[ARRAYS[0]].line}: request {index}")
         for index, (num_input, num_output, start_s) in enumerate(zip(*columns, strict=True))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.core.request import Priority
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError
 from lockstep.replay.readers.document import Located, Members
 from lockstep.replay.readers.fields import MAX_ID, array, check_keys, shown, text, time_ps, whole
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, WorkloadRequest
@@ -52,7 +52,7 @@ class Content(NamedTuple):
 
 
 def content_of(document: Members, name: str) -> Content:
-    """Everything in a file; UsageError names the line of what is wrong."""
+    """Everything in a file; TraceError names the line of what is wrong."""
     check_keys(document, KEYS, ("requests",), name)
     config, block_size = _config(*document.get("config", Located({}, 1)), name)
     items, line = document["requests"]
@@ -67,7 +67,7 @@ def _config(value: object, line: int, name: str) -> tuple[dict[str, object], int
     """The config as it is written, and its block size."""
     place = f"{name}:{line}: config"
     if not isinstance(value, dict):
-        raise UsageError(f"{place} is {shown(value)}; it must be an object")
+        raise TraceError(f"{place} is {shown(value)}; it must be an object")
     return value, whole(value["block_size"], "block_size", place, 1) if "block_size" in value else 0
 
 
@@ -82,7 +82,7 @@ class _Reading:
 
     def request(self, fields: object, place: str) -> WorkloadRequest:
         if not isinstance(fields, dict):
-            raise UsageError(f"{place}: a request is an object, not {shown(fields)}")
+            raise TraceError(f"{place}: a request is an object, not {shown(fields)}")
         check_keys(fields, REQUEST_KEYS, REQUEST_KEYS[:3], place)
         num_prompt = whole(fields["prompt_tokens"], "prompt_tokens", place, 1)
         max_output = whole(fields["max_output_tokens"], "max_output_tokens", place, 1)
@@ -105,7 +105,7 @@ class _Reading:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         name = str(whole(value, "id", place, 0, MAX_ID)) if is_number else text(value, "id", place)
         if name in self._place_of:
-            raise UsageError(f"{place}: the id {shown(name)} is that of {self._place_of[name]} already")
+            raise TraceError(f"{place}: the id {shown(name)} is that of {self._place_of[name]} already")
         self._place_of[name] = place
         return name
 
@@ -115,7 +115,7 @@ class _Reading:
             return 0
         unit = ArrivalUnit.TICKS if given[0] == "arrival_tick" else ArrivalUnit.PS
         if len(given) > 1 or self.unit not in (None, unit):
-            raise UsageError(f"{place}: arrivals are either all arrival_tick or all arrival_ms; this file has both")
+            raise TraceError(f"{place}: arrivals are either all arrival_tick or all arrival_ms; this file has both")
         self.unit = unit
         if unit is ArrivalUnit.TICKS:
             return whole(fields["arrival_tick"], "arrival_tick", place, 0, MAX_TICK)
@@ -125,10 +125,10 @@ class _Reading:
         if not hashes:
             return ()
         if not self._block_size:
-            raise UsageError(f"{place}: prefix_hashes stand for blocks; config must say the block_size")
+            raise TraceError(f"{place}: prefix_hashes stand for blocks; config must say the block_size")
         most = -(-num_prompt // self._block_size)
         if len(hashes) > most:
-            raise UsageError(
+            raise TraceError(
                 f"{place}: {len(hashes)} prefix_hashes, but {num_prompt} tokens are {most} blocks of {self._block_size}"
             )
         return tuple([self._content(each, place) for each in hashes])
@@ -145,6 +145,6 @@ class _Reading:
 def _class(value: object, place: str) -> int:
     if isinstance(value, str):
         if value not in CLASSES:
-            raise UsageError(f"{place}: priority is {shown(value)}; classes are {', '.join(CLASSES)}, or whole numbers")
+            raise TraceError(f"{place}: priority is {shown(value)}; classes are {', '.join(CLASSES)}, or whole numbers")
         return CLASSES[value]
     return whole(value, "priority", place, -MAX_CLASS, MAX_CLASS)

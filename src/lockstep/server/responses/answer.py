@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.cluster.base import Accepted, Event
-from lockstep.engine.outputs import RequestOutput
+from lockstep.cluster.base import Event
+from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.server.answer import encode
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
@@ -67,7 +67,7 @@ class ResponseAnswer:
     def feed(self, call: int, events: Sequence[Event]) -> None:
         """Take events of the call, in order; ``call`` is 0."""
         for event in events:
-            if not isinstance(event, Accepted):
+            if isinstance(event, TokenOutput):
                 self._choice.feed(event)
                 self._output = event.request or self._output
 

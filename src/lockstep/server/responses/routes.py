@@ -65,7 +65,8 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
         if body.store is not False:
             await store.put(StoredResponse(response_id, tenant, answers[0].final(), items))
 
-    return AnswerResponse(request, Job((asked.call,), make_answer, names_here(asked.names), bool(body.stream), keep))
+    names = names_here(asked.names)
+    return AnswerResponse(request, Job((asked.call,), make_answer, names, bool(body.stream), before_end=keep))
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject)

@@ -60,8 +60,9 @@ class _State(Enum):
 class TraceFiles:
     """Writes chunks of entries. `begin`, `put` and `close` are for one thread, the rest for any."""
 
-    def __init__(self, options: TraceOptions) -> None:
+    def __init__(self, options: TraceOptions, suffix: str = SUFFIX) -> None:
         self._folder = Path(options.directory)
+        self._suffix = suffix
         self._max_bytes = options.max_bytes
         self._max_file_bytes = options.max_bytes // NUM_FILES
         self.run = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
@@ -149,13 +150,13 @@ class TraceFiles:
         self._finish()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._make_room()
-        self._file = (self._folder / f"{self.run}-{number:06}{SUFFIX}").open("xb", buffering=0)
+        self._file = (self._folder / f"{self.run}-{number:06}{self._suffix}").open("xb", buffering=0)
         self._file_bytes = 0
         self._fault = ""
 
     def _make_room(self) -> None:
         """Delete the oldest files until one more fits."""
-        kept = [(path, path.stat().st_size) for path in sorted(self._folder.glob(f"*{SUFFIX}"))]
+        kept = [(path, path.stat().st_size) for path in sorted(self._folder.glob(f"*{self._suffix}"))]
         total = sum(size for _, size in kept)
         for path, size in kept:
             if total + self._max_file_bytes <= self._max_bytes:

@@ -1,0 +1,117 @@
+"""`lockstep replay` and `lockstep bench replay` as they are called: files in, bytes out, faults in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import invoke
+
+TRACE = "\n".join(
+    json.dumps({"timestamp": 100 * number, "input_length": 1500, "output_length": 9, "hash_ids": [0, 1, number + 2]})
+    for number in range(12)
+)
+COST = {"constant_ps": 10**9, "prefill_token_ps": 10**6, "decode_seq_ps": 0, "context_token_ps": 0}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(TRACE)
+    return str(path)
+
+
+def test_the_report_is_written_and_the_same_as_what_is_printed(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    assert invoke(["replay", trace, "--output", str(path), "--json", "--slo", "ttft:500,tpot:50"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == path.read_text()
+    report = json.loads(printed.out)
+    assert (report["requests_completed"], report["config"]["block_size"]) == (12, 512)
+    assert report["goodput"]["requests"] == 12
+    assert report["prefix_hit_tokens"] == 11 * 1024
+    assert "requests/s, peak memory" in printed.err
+
+
+def test_what_is_asked_for_counts(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps({**COST, "made_by": "hand"}))
+    arguments = [
+        "--limit",
+        "5",
+        "--speed",
+        "2",
+        "--set",
+        "max_num_seqs=3,block_size=256",
+        "--cost",
+        str(cost),
+        "--ticks",
+    ]
+    assert invoke(["replay", "--input", trace, "--json", *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["requests"], report["config"]["max_num_seqs"], report["config"]["block_size"]) == (5, 3, 256)
+    assert report["cost_ps"] == COST
+    assert [outcome["arrival_ps"] for outcome in report["outcomes"]] == [50 * 10**9 * number for number in range(5)]
+    assert sum(len(tick.get("completed", [])) for tick in report["ticks"]) == 5
+
+
+def test_two_runs_are_two_reports(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    crowded = ["replay", trace, "--json", "--speed", "10", "--set", "max_num_seqs=4", "--set-b", "max_num_seqs=1"]
+    assert invoke(crowded) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["config"]["max_num_seqs"], second["config"]["max_num_seqs"]) == (4, 1)
+    assert first["fingerprint"] != second["fingerprint"]
+    assert invoke(["replay", trace, "--json", "--compare", trace]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "name one file: `lockstep replay FILE`, or --input FILE"),
+        (["FILE", "--input", "other"], "name one file"),
+        (["absent.json"], "absent.json"),
+        (["FILE", "--set", "max_num_seq=3"], "'max_num_seq'; did you mean max_num_seqs"),
+        (["FILE", "--set-b", "order=best"], "order is 'best'; it must be 'fcfs' or 'priority' or 'fair'"),
+        (["FILE", "--set", "max_num_seqs=0"], "max_num_seqs is 0; at least 1 is needed"),
+        (["FILE", "--slo", "ttfb:5"], "--slo has 'ttfb:5'; write ttft:500,tpot:50"),
+        (["FILE", "--tick-ms", "-1"], "a step of -1.0 ms cannot be"),
+        (["FILE", "--tick-ms", "1", "--cost", "FILE"], "give one of them"),
+        (["FILE", "--cost", "FILE"], "is no cost model"),
+        (["FILE", "--cost", "absent"], "absent: the cost model cannot be read"),
+        (["FILE", "--speed", "0"], "the speed is 0.0; it must be above 0"),
+        (["FILE", "--limit", "0"], "--limit"),
+        (["FILE", "--output", "absent/report.json"], "absent/report.json: the report cannot be written there"),
+    ],
+)
+def test_whatever_is_wrong_is_one_line_and_exit_code_2(
+    trace: str, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["replay", *[trace if each == "FILE" else each for each in arguments]]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lockstep: error: ")]
+    assert len(errors) == 1
+    assert complaint in errors[0]
+
+
+def test_a_price_below_zero_is_refused(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps({**COST, "decode_seq_ps": -1}))
+    assert invoke(["replay", trace, "--cost", str(cost)]) == 2
+    assert "decode_seq_ps is -1; no step takes negative time" in capsys.readouterr().err
+
+
+def test_the_bench_says_that_both_ways_decide_the_same(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["bench", "replay", trace, "--rounds", "1", "--set", "max_num_seqs=3", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    counted, single = result["run_lengths"], result["single_steps"]
+    assert counted["fingerprint"] == single["fingerprint"]
+    assert (counted["requests"], counted["steps"]) == (single["requests"], single["steps"])
+    assert counted["decided_steps"] < single["decided_steps"] == single["steps"]
+    assert not result["faults"]
+    assert invoke(["bench", "replay", trace, "--rounds", "1"]) == 0
+    assert "peak memory" in capsys.readouterr().out

@@ -1,0 +1,243 @@
+"""`lockstep diff`, `bisect` and `sweep` as a user meets them: files in, words, tables, JSON and exit codes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.cli.main import invoke
+from lockstep.cli.scatter import Point, scatter
+
+Call = Callable[..., tuple[int, str, str]]
+START_LIMIT_S = 60
+"""For a process that has to start others; far above what it takes."""
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        code = invoke([str(word) for word in words])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Forty requests, four at a time, of three prompts."""
+    return write_workload(tmp_path / "w.json", 40)
+
+
+def write_workload(path: Path, count: int) -> Path:
+    requests: list[dict[str, Any]] = [
+        {
+            "id": f"r{number}",
+            "prompt_tokens": 14,
+            "max_output_tokens": 6,
+            "arrival_ms": 25 * (number // 4),
+            "prefix_hashes": [number % 3, 7, 8],
+        }
+        for number in range(count)
+    ]
+    config = {"block_size": 4, "num_blocks": 60, "max_model_len": 64, "max_num_seqs": 6}
+    path.write_text(json.dumps({"config": config, "requests": requests}))
+    return path
+
+
+def test_diff_tells_the_step_the_reason_and_a_reproducer_that_reproduces(
+    call: Call, file: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "small.json"
+
+    code, out, err = call("diff", file, "--set-b", "max_num_seqs=5", "--reproducer", small)
+
+    assert code == 1
+    assert "A and B differ in max_num_seqs: 6 and 5" in out
+    assert "another admission" in out
+    assert "waits: 5 of 5 sequences run" in out
+    assert "decided by max_num_seqs: with max_num_seqs = 5 in the place of 6, A decides this step as B does" in out
+    assert "6 of the first " in out
+    assert f"lockstep diff {small} --set-b max_num_seqs=5" in err
+
+    code, again, _ = call("diff", small, "--set-b", "max_num_seqs=5")
+
+    assert code == 1
+    assert "small.json: 6 requests" in again
+    assert "waits: 5 of 5 sequences run" in again
+
+
+def test_diff_of_configs_that_decide_the_same_says_so(call: Call, file: Path) -> None:
+    code, out, _ = call("diff", file, "--set-b", "max_num_seqs=40", "--set", "max_num_seqs=41")
+
+    assert code == 0
+    assert "identical: all" in out
+    assert json.loads(call("diff", file, "--set-b", "max_num_seqs=6", "--json")[1])["identical"] is True
+
+
+def test_diff_of_config_files_yaml_and_json(call: Call, file: Path, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.yaml", tmp_path / "b.json"
+    a.write_text("max_num_seqs: 6\nchunking: on\n")
+    b.write_text('{"max-num-seqs": 5, "chunking": true}')
+
+    code, out, _ = call("diff", a, b, "--workload", file, "--json")
+
+    assert code == 1
+    told = json.loads(out)
+    assert told["fields"] == {"max_num_seqs": [6, 5]}
+    assert told["decided_by"] == {"alone": ["max_num_seqs"], "together": []}
+    assert len(told["reproducer"]["requests"]) == 6
+
+
+def test_diff_of_two_workloads(call: Call, file: Path, tmp_path: Path) -> None:
+    other = write_workload(tmp_path / "other.json", 41)
+
+    code, out, _ = call("diff", file, other)
+
+    assert code == 1
+    assert "admits r40" in out or "has nothing to do" in out
+    assert call("diff", file, file)[0] == 0
+    assert "each side has its own" in call("diff", file, other, "--reproducer", tmp_path / "x.json")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seq: 4", "line 1: unknown key 'max_num_seq'; did you mean 'max-num-seqs'?"),
+        ("zzz: 4", "keys are a scheduler's fields: block_size"),
+        ("\nmax_num_seqs: many", "a.yaml: max_num_seqs is 'many'; write a whole number"),
+        ("max_num_seqs: 0", "a.yaml: max_num_seqs is 0; at least 1 is needed"),
+        ("max_num_seqs: [4]", "line 1: [4] is not what"),
+        ("order: lifo", "'lifo'"),
+        ("- 4", "must hold"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_faulty_config_file_is_told_in_one_line(
+    call: Call, file: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    faulty, empty = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    faulty.write_text(text)
+    empty.write_text("")
+
+    code, _, err = call("bisect", file, "--from", faulty, "--to", empty)
+
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("diff", "w.json"), "there is nothing to compare"),
+        (("diff", "a.yaml", "--workload", "w.json"), "compares two configs"),
+        (("diff", "w.json", "--set-b", "max_num_sequences=3"), "did you mean max_num_seqs"),
+        (("sweep", "w.json"), "there is no grid"),
+        (("sweep", "w.json", "--grid", "max_num_seqs=1,2", "--set", "max_num_seqs=3"), "by --set and by --grid"),
+        (("sweep", "w.json", "--grid", "max_num_seqs=1", "--slo", "speed:3"), "write ttft:500,tpot:50"),
+        (("sweep", "w.json", "--grid", "max_num_seqs=1", "--objective", "ttft"), "no report has a metric 'ttft'"),
+    ],
+)
+def test_a_wrong_command_line_says_what_would_be_right(
+    call: Call, file: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(file.parent)
+
+    code, _, err = call(*words)
+
+    assert code == 2
+    assert message in err
+
+
+def test_bisect_prints_each_field_and_what_makes_the_metric(call: Call, file: Path, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    a.write_text("max_num_seqs: 6\nmax_skips: 9\n")
+    b.write_text("max_num_seqs: 1\nmax_skips: 8\n")
+
+    code, out, _ = call("bisect", file, "--from", a, "--to", b, "--metric", "ttft_p99")
+
+    assert code == 0
+    assert "max_num_seqs makes ttft_p99: taken over alone, it brings A to B's value" in out
+    rows = {cells[0]: cells for line in out.splitlines() if len(cells := line.split()) == 7}
+    assert rows["max_num_seqs"][4] == "100%"
+    assert rows["max_skips"][4] == "0%"
+    told = json.loads(call("bisect", file, "--from", a, "--to", b, "--metric", "preemptions", "--json")[1])
+    assert (told["a"], told["b"]) == (0, 0)
+    assert "nothing to explain" in told["conclusion"]
+
+
+def test_sweep_prints_rows_the_front_and_the_cheapest(call: Call, file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "sweep.json"
+    words = ("sweep", file, "--grid", "max_num_seqs=0,1,6,7", "--grid", "num_blocks=60,80")
+
+    code, out, _ = call(*words, "--slo", "ttft:150", "--jobs", "1", "--output", output)
+
+    assert code == 0
+    assert "max_num_seqs=0, num_blocks=60 cannot work: max_num_seqs is 0; at least 1 is needed" in out
+    assert "cheapest that meets ttft of 150 ms: max_num_seqs=6, num_blocks=60 (100 % of the requests meet it)" in out
+    told = json.loads(output.read_text())
+    assert told["cheapest"] == {"max_num_seqs": "6", "num_blocks": "60"}
+    assert [row["is_on_front"] for row in told["rows"]][:4] == [False] * 4
+    assert json.loads(call(*words, "--slo", "ttft:150", "--jobs", "1", "--json")[1]) == told
+
+    code, out, _ = call(*words, "--slo", "ttft:1", "--jobs", "1")
+
+    assert code == 1
+    assert "no config meets ttft of 1 ms for 99 % of the requests" in out
+
+
+def test_the_same_bytes_under_every_hash_seed(file: Path, tmp_path: Path) -> None:
+    """Nothing that is told depends on the order of a set."""
+    told = set()
+    for seed in ("0", "1", "77"):
+        small = tmp_path / f"{seed}.json"
+        command = [sys.executable, "-m", "lockstep", "diff", str(file), "--json", "--reproducer", str(small)]
+        command += ["--set-b", "max_num_seqs=5,max_num_batched_tokens=48,order=fair,num_blocks=50"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
+        assert done.returncode == 1, done.stderr
+        told.add((done.stdout, small.read_bytes()))
+
+    assert len(told) == 1
+
+
+def test_ctrl_c_ends_the_processes_of_a_sweep(tmp_path: Path) -> None:
+    big = write_workload(tmp_path / "big.json", 20_000)
+    grid = f"max_num_batched_tokens={','.join(map(str, range(32, 232)))}"
+    command = [sys.executable, "-m", "lockstep", "sweep", str(big), "--grid", grid, "--jobs", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    parent = psutil.Process(process.pid)
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while len(children := parent.children(recursive=True)) < 3 and time.monotonic() < deadline_s:  # and a tracker
+        time.sleep(0.05)
+    assert len(children) >= 3
+
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=START_LIMIT_S)
+
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(children, timeout=START_LIMIT_S)
+    assert not alive
+
+
+def test_points_fall_where_their_values_say() -> None:
+    lines = scatter([Point(0, 0, "*"), Point(10, 4, "o"), Point(5, 2, "o")], "x", "y", width=11, height=5)
+
+    assert lines[0] == "y"
+    assert lines[1] == "4 |          o"
+    assert lines[3] == "  |     o"
+    assert lines[5] == "0 |*"
+    assert lines[7].split() == ["0", "10"]
+    assert scatter([], "x", "y") == []

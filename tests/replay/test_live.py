@@ -1,0 +1,121 @@
+"""Promise 2 on real servers: what a live run under everything at once decided is decided again, every step of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.replay.trace import live_requests, live_steps, open_trace, workload_of
+from lockstep.replay.verify import verify
+from tests.replay.live import happenings, manifest_in, mixed_load
+from tests.server.process import ROOT, ServerProcess, serve
+
+NUM_REQUESTS = 216
+NUM_REQUESTS_SLOW = 9_000
+SEED = 7
+FLAGS = ("--scheduling-policy", "priority", "--log-level", "error", "--disable-log-requests")
+EVERYTHING = ("preemptions", "swaps", "evictions", "hits", "forced", "pins", "sweeps", "abort", "deadline", "stops")
+
+
+def lockstep(*arguments: str) -> tuple[int, str]:
+    """Another process."""
+    command = [sys.executable, "-m", "lockstep", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment, cwd=ROOT)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def run_cluster(folder: Path, num_requests: int, *flags: str) -> Path:
+    """Three replicas on one device under a mixed load, then SIGTERM."""
+    with serve("--manifest", str(manifest_in(folder)), "--trace", str(folder / "trace"), *FLAGS, *flags) as server:
+        statuses = asyncio.run(mixed_load(server, num_requests, SEED))
+        assert server.stop() == 0
+    assert statuses[200] > num_requests // 2
+    assert set(statuses) <= {0, 200, 408, 503, 504}, "refused for no other reason than a deadline or a full house"
+    return folder / "trace"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_cluster(tmp_path_factory.mktemp("live"), NUM_REQUESTS, "--trace-content")
+
+
+def test_every_step_of_a_live_cluster_is_decided_again(recorded: Path) -> None:
+    code, said = lockstep("replay", "--verify", str(recorded))
+    assert code == 0, said
+    assert said.splitlines()[0].endswith(", identical")
+    seen = happenings(open_trace(recorded))
+    assert f"replay: {seen['steps']:,} steps of 4 engines" in said
+    assert seen["steps"] >= 2_000
+    for what in (*EVERYTHING, "priority -1", "priority 0", "priority 1"):
+        assert seen[what] > 0, what
+    assert all(seen[f"steps of {number}"] for number in (1, 2, 3)), "two embedded models and a stub took turns"
+
+
+@pytest.mark.parametrize("source", ["pocket://", "stub://fake?token_us=20"])
+def test_every_token_is_computed_again_in_another_process(recorded: Path, source: str) -> None:
+    code, said = lockstep("replay", "--execute", str(recorded), "--model", source)
+    assert code == 0, said
+    lines = [line for line in said.splitlines() if line.startswith("execute: ")]
+    assert len(lines) == (2 if source == "pocket://" else 1)
+    assert all(line.endswith("every token equal") for line in lines)
+
+
+def test_a_model_of_another_fingerprint_is_refused(recorded: Path) -> None:
+    code, said = lockstep("replay", "--execute", str(recorded), "--model", "stub://other")
+    assert code == 2
+    assert "fingerprint" in said
+
+
+def test_what_happened_can_be_read_from_a_recording(recorded: Path) -> None:
+    trace = open_trace(recorded)
+    steps = list(live_steps(trace))
+    assert [step.step for step in steps if step.engine == 1] == list(range(sum(s.engine == 1 for s in steps)))
+    assert all(step.duration_us > 0 and step.gap_us >= 0 for step in steps)
+    requests = list(live_requests(trace, 1))
+    served = [each for each in requests if each.num_output_tokens]
+    assert len(served) > 20
+    for each in served:
+        assert each.arrival_us <= each.admitted_us <= each.first_token_us <= each.finished_us
+    workload = workload_of(trace, 1)
+    told = tuple(workload.requests)
+    assert sorted(each.num_output_tokens for each in told) == sorted(each.num_output_tokens for each in served)
+    arrivals = [each.arrival for each in told]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[0] == 0
+    size = workload.content_size
+    assert all(len(each.contents) == -(-each.num_prompt_tokens // size) for each in told if each.contents)
+
+
+def test_a_server_that_was_killed_leaves_what_it_had_decided(tmp_path: Path) -> None:
+    """No SIGTERM, no end of file, and two replicas under way."""
+    folder = tmp_path / "trace"
+    server = ServerProcess("--manifest", str(manifest_in(tmp_path)), "--trace", str(folder), *FLAGS)
+    try:
+        server.wait_ready()
+        asyncio.run(mixed_load(server, 48, SEED))
+        server.signal(signal.SIGKILL)
+        server.wait()
+    finally:
+        server.stop()
+    found = verify(open_trace(folder))
+    assert found.is_identical, found.parted
+    assert found.num_steps > 0
+    code, said = lockstep("replay", "--verify", str(folder))
+    assert code == 0, said
+    assert "breaks off at byte" in said
+
+
+@pytest.mark.slow
+def test_a_long_run_in_files_that_come_and_go(tmp_path: Path) -> None:
+    """At least 100,000 steps; the oldest files are deleted on the way, and what is left is identical."""
+    folder = run_cluster(tmp_path, NUM_REQUESTS_SLOW)
+    code, said = lockstep("replay", "--verify", str(folder))
+    assert code == 0, said
+    assert happenings(open_trace(folder))["steps"] >= 100_000

@@ -1,0 +1,121 @@
+"""The planner's decisions are made again from the recording of a real cluster; another planner is caught."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from lockstep.cli.replay_trace import verify_trace
+from lockstep.cluster.backend import Backend
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.plan import Action, Drain, Observed, Phase, PlanPolicy, Replica, Unload
+from lockstep.cluster.plan_flight import PLAN_SUFFIX, PlanRecorder
+from lockstep.cluster.planner import plan
+from lockstep.cluster.stage import ClusterOptions
+from lockstep.errors import TraceError
+from lockstep.replay.plans import plan_files, verify_plans
+from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.options import WorkerOptions
+from tests.cluster.clusters import say
+
+MANIFEST = """
+cluster: c
+resources: {gpu_budget: 1GB}
+models:
+  a: {source: 'stub://a', size: 800MB, tier: standby}
+  b: {source: 'stub://b', size: 800MB, tier: standby}
+"""
+
+
+async def recorded(folder: Path) -> tuple[Path, ...]:
+    options = ClusterOptions(Backend.AUTO, worker=WorkerOptions(trace=TraceOptions(str(folder))))
+    cluster = ManifestCluster(parse(MANIFEST), options)
+    await cluster.start()
+    try:
+        for model in ("a", "b", "a"):
+            await asyncio.wait_for(say(cluster, "hello", model), 30)
+    finally:
+        await cluster.close()
+    return plan_files(folder)
+
+
+async def test_plans_of_a_cluster_that_takes_turns_are_made_again(tmp_path: Path) -> None:
+    verdict = verify_plans(await recorded(tmp_path))
+    assert verdict.divergence is None
+    assert verdict.num_plans >= 6, "three loads and what they needed"
+    assert not verdict.is_cut
+
+
+async def test_a_directory_is_verified_whole_steps_and_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = await recorded(tmp_path)
+    assert verify_trace(tmp_path) == 0
+    steps, plans = capsys.readouterr().out.splitlines()
+    assert steps.startswith("replay: ")
+    assert plans.startswith("planner: ")
+    assert steps.endswith("identical")
+    assert plans.endswith("plans, identical")
+    assert verify_trace(path) == 0
+    assert capsys.readouterr().out == plans + "\n"
+
+
+async def test_a_planner_that_never_evicts_is_caught_at_the_first_eviction(tmp_path: Path) -> None:
+    def hoards(observed: Observed, now_s: float, policy: PlanPolicy) -> Sequence[Action]:
+        return [action for action in plan(observed, now_s, policy) if not isinstance(action, Unload)]
+
+    verdict = verify_plans(await recorded(tmp_path), hoards)
+    assert verdict.divergence is not None
+    assert verdict.num_plans == verdict.divergence.number
+    assert verdict.divergence.recorded[0][0] == "unload"
+    assert "recorded unload" in str(verdict.divergence)
+
+
+def one_plan(folder: Path) -> Path:
+    """Which drains: every field of a replica has another value than it has by itself."""
+    busy = Replica("a", Phase.RESIDENT, 800, 2, 0, None, 9.5, 1.25, 0.1, -1, False, 0.0, True, 60.0, None)
+    waits = Replica("b", Phase.ABSENT, 700, 0, 3, 1.5, 0.0, 0.0, 0.3, 1)
+    observed, policy = Observed((busy, waits), 1000), PlanPolicy()
+    actions = plan(observed, 10.1, policy)
+    assert any(isinstance(action, Drain) for action in actions)
+    recorder = PlanRecorder(TraceOptions(str(folder)))
+    recorder.planned(observed, 10.1, policy, actions)
+    recorder.planned(observed, 10.1, policy, actions)
+    recorder.close()
+    (path,) = plan_files(folder)
+    return path
+
+
+def test_what_is_recorded_is_read_as_it_was(tmp_path: Path) -> None:
+    assert verify_plans([one_plan(tmp_path)]) == (2, None, False)
+
+
+def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
+    path = one_plan(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-6])
+    verdict = verify_plans([path])
+    assert verdict.is_cut
+    assert verdict.num_plans == 2
+    assert verdict.divergence is None
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b'{"schema":99,"lockstep":"9.0","run":"r","file":1}\n', "version 99"),
+        (b'{"schema":1,"lockstep":"0.1","run":"r","file":1}\n{"now_s":"x"}\n', "line 2"),
+        (b"no json\n", "line 1"),
+        (b"", "no recording of plans"),
+    ],
+)
+def test_what_is_no_recording_of_plans_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
+    path = tmp_path / f"x{PLAN_SUFFIX}"
+    path.write_bytes(zstandard.compress(content))
+    with pytest.raises(TraceError, match=what):
+        verify_plans([path])
