@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ from lockstep.executors.grammar import (
     GrammarCompiler,
 )
 from lockstep.executors.grammar_places import RememberingMatcher
+from lockstep.executors.grammar_source import grammar_source
 from lockstep.executors.stub import stub_tokenizer_parts
 from tests.engine import text_models
 
@@ -304,6 +306,24 @@ class TestAChoiceThatIsAskedForAgain:
             pick(compiler.build(choice)[0], "billing-eu")
         assert len(compiler._places._known) == 4
         assert (*b"billing",) in walked
+
+    def test_fails_its_sequence_where_a_copy_cannot_go_on(self) -> None:
+        """With limits that a choice which is copied cannot reach."""
+        rng = random.Random(3)
+        texts = ["".join(rng.choice("abcdef") for _ in range(60)) for _ in range(8)]
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        choice = Constraint.choice(texts)
+        compiler.build(choice)
+        limits = LLParserLimits(max_lexer_states=60, verbose_errors=False)
+        poor = LLMatcher(compiler._ready_tokenizer(choice), grammar_source(choice), log_level=0, limits=limits)
+        compiler._checked[choice] = grammar_module._Checked("", None, poor)
+        (grammar,) = compiler.build(choice)
+        with pytest.raises(RequestFailedError, match="the constraint cannot go on"):
+            pick(grammar, texts[0])
+        _, furthest = max(compiler._places._known, key=lambda key: len(key[1]))
+        place = compiler._places.find(poor, furthest)
+        assert place is not None
+        assert place.mask is None, "what a copy in trouble says is not remembered"
 
     def test_is_copied_only_where_its_whole_lexer_stays_far_from_the_limits(
         self, monkeypatch: pytest.MonkeyPatch

@@ -86,14 +86,14 @@ class RememberingMatcher:
         self._pristine = pristine
         self._places = places
         self._on_broken = on_broken
+        self._error = ""
         self._taken: tuple[int, ...] = ()
         self._place = self._look(())
-        self._error = ""
 
     def consume_token(self, token: int, /) -> bool:
         """False, and an error from then on, where it does not fit."""
         if not self.try_consume_tokens([token]):
-            self._error = f"token {token} does not fit"
+            self._error = self._error or f"token {token} does not fit"
         return not self._error
 
     def try_consume_tokens(self, tokens: Sequence[int], /) -> int:
@@ -113,8 +113,12 @@ class RememberingMatcher:
         if place.mask is None:
             mask = ctypes.create_string_buffer(num_bytes)
             with self._copied(self._taken) as copy:
-                assert copy is not None, "it was here before"
-                copy.unsafe_compute_mask_ptr(ctypes.addressof(mask), num_bytes)
+                if copy is not None:
+                    copy.unsafe_compute_mask_ptr(ctypes.addressof(mask), num_bytes)
+                    self._error = copy.get_error()
+            if copy is None or self._error:
+                self._error = self._error or "its beginning does not fit any more"
+                return
             place.mask = mask.raw
         ctypes.memmove(address, place.mask, num_bytes)
 
@@ -142,7 +146,9 @@ class RememberingMatcher:
                 return None
             is_stopped = copy.is_stopped()
             place = _Place(is_stopped, () if is_stopped else tuple(copy.compute_ff_tokens()))
-        self._places.keep(self._pristine, taken, place)
+            self._error = copy.get_error()
+        if not self._error:
+            self._places.keep(self._pristine, taken, place)
         return place
 
     @contextmanager
@@ -150,7 +156,9 @@ class RememberingMatcher:
         """A matcher after some tokens; None: they do not fit."""
         try:
             copy = self._pristine.deep_copy()
-            yield copy if copy.try_consume_tokens([*taken]) == len(taken) else None
+            fits = copy.try_consume_tokens([*taken]) == len(taken)
+            self._error = copy.get_error()
+            yield copy if fits else None
         except BaseException:
             self._on_broken()
             raise

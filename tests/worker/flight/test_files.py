@@ -112,6 +112,7 @@ def test_a_writer_that_lags_loses_chunks_and_not_requests(tmp_path: Path, monkey
 
 def test_ids_are_bounded_by_beginning_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.worker.flight.recorder.MAX_CONTENTS", 20)
+    monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.01)
     record(tmp_path, 60)
     assert len(files_of(tmp_path)) > 2
     found = verify(open_trace(tmp_path))

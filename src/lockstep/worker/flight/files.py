@@ -73,6 +73,8 @@ class TraceFiles:
         self._lock = threading.Lock()
         self._num_queued = 0
         self._state = _State.READY
+        self.is_steady = False
+        """Whether chunks go to a file that is not full: nothing is to be done but `put`."""
         self._retry_s = 0.0
         self._num_bytes = 0
         self._num_gaps = 0
@@ -103,7 +105,7 @@ class TraceFiles:
         """Begin a new file with its first chunk."""
         with self._lock:
             self.num_files += 1
-            self._state = _State.OPEN
+            self._move_to(_State.OPEN)
         self._queue(self.num_files, chunk)
 
     def put(self, chunk: bytes) -> None:
@@ -117,6 +119,10 @@ class TraceFiles:
 
     def report(self) -> TraceReport:
         return TraceReport(self._num_bytes, self._num_gaps, self._fault)
+
+    def _move_to(self, state: _State) -> None:
+        """With the lock held."""
+        self._state, self.is_steady = state, state is _State.OPEN
 
     def _queue(self, number: int, chunk: bytes) -> None:
         with self._lock:
@@ -180,7 +186,7 @@ class TraceFiles:
         if self._file_bytes >= self._max_file_bytes:
             with self._lock:
                 if self._state is _State.OPEN:
-                    self._state = _State.FULL
+                    self._move_to(_State.FULL)
 
     def _append(self, data: bytes) -> None:
         assert self._file is not None, "a chunk belongs to a file"
@@ -211,7 +217,8 @@ class TraceFiles:
 
     def _break(self, why: str) -> None:
         with self._lock:
-            self._state, self._retry_s = _State.BROKEN, time.monotonic() + RETRY_S
+            self._move_to(_State.BROKEN)
+            self._retry_s = time.monotonic() + RETRY_S
             self._num_gaps += 1
         self._fault = why
         if not self._has_warned:

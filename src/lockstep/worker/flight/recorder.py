@@ -116,13 +116,17 @@ class Recorder:
 
     def begin_turn(self) -> None:
         """Before commands are obeyed and somebody steps: begin a file if one is due, hand over what was recorded."""
+        if self._files.is_steady:
+            if self.out and (len(self.out) >= MAX_CHUNK_BYTES or time.monotonic() >= self._flush_s):
+                if len(self.contents) > MAX_CONTENTS:
+                    self._begin_file()
+                else:
+                    self._flush()
+            return
         if self.is_on and not self._files.is_open:
             self._stop()
-        if self._files.wants_file() or len(self.contents) > MAX_CONTENTS:
+        if self._files.wants_file():
             self._begin_file()
-            return
-        if self.out and (len(self.out) >= MAX_CHUNK_BYTES or time.monotonic() >= self._flush_s):
-            self._flush()
 
     def turn(
         self, priorities: Mapping[str, int], with_work: Collection[str], chosen: str, started_us: int, ended_us: int
