@@ -4,10 +4,10 @@
     python -m benchmarks.prediction --out docs/prediction.md        # the page that is in the repository
     python -m benchmarks.prediction --model model.gguf --scale 0.1  # a slower model, a tenth of the rates
 
-A run is a real `lockstep serve --trace` under `bench serve`'s load, every request with its full length. The first run
-is only calibrated on. Each of the others has another load and other limits, and is made twice, alternating, so that the
-error of the prediction stands beside the spread of two identical runs. What the prediction gets is the first
-recording's prices, the limits, and when which lengths arrived; not one time of a step of the run that it predicts.
+A run is a real `lockstep serve --trace` under `bench serve`'s load, every request with its full length. Run A is only
+calibrated on. Runs B and C have another load and other limits. All are made twice, A B C A B C, each round predicted
+from its own A, so that the error of the prediction stands beside the spread of two identical runs. What the prediction
+gets is A's prices, the limits, and when which lengths arrived; not one time of a step of the run that it predicts.
 
 Throughput is output tokens by the time from the first arrival to the last end. Times count from a request's arrival in
 the worker; what the client saw stands beside them and has HTTP, tokens and text in it. Requests that warm up are served
@@ -87,7 +87,7 @@ def scenarios(scale: float) -> list[Scenario]:
         Scenario(
             "B",
             "all at once, longer prompts, half the places, a quarter of the budget",
-            120,
+            220,
             float("inf"),
             220,
             40,
@@ -200,16 +200,17 @@ def study(model: str, scale: float, folder: Path) -> str:
     """Everything of one model, as Markdown."""
     first, *others = scenarios(scale)
     load_before = os.getloadavg()[0]
-    base = run_live(first, model, folder / "A")
-    cost = prices_of(base, model)
+    costs: list[CostFile] = []
     runs: dict[str, list[LiveRun]] = {scenario.name: [] for scenario in others}
     for number in (1, 2):
+        costs.append(prices_of(run_live(first, model, folder / f"A{number}"), model))
         for scenario in others:
             runs[scenario.name].append(run_live(scenario, model, folder / f"{scenario.name}{number}"))
     load = f"Load average of the machine: {load_before:.1f} before, {os.getloadavg()[0]:.1f} after."
-    parts = [f"## {model}\n", f"Calibrated on {_words(first)}. {load}\n", _cost_text(cost)]
+    parts = [f"## {model}\n", f"Calibrated on {_words(first)}. {load}\n", *map(_cost_text, costs)]
     for scenario in others:
-        predictions = [predict(run.trace, cost, scenario.num_requests) for run in runs[scenario.name]]
+        pairs = zip(runs[scenario.name], costs, strict=True)
+        predictions = [predict(run.trace, cost, scenario.num_requests) for run, cost in pairs]
         parts.append(to_markdown(f"{_words(scenario)}:", [table_of(scenario, runs[scenario.name], predictions)]))
     return "\n".join(parts)
 
