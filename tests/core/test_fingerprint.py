@@ -182,6 +182,28 @@ def test_only_a_plain_step_repeats() -> None:
         seen.repeat(1)
 
 
+def test_what_the_next_record_is_told_against_follows_repeats() -> None:
+    """Observed or skipped, repeats move the step before; its record says how many there were."""
+    seen = Fingerprint()
+    assert (seen.step_before, seen.num_open_steps, seen.open_record) == (None, 0, None)
+    seen.observe(FIRST, events_of(FIRST))
+    seen.observe(SECOND, events_of(SECOND))
+    seen.observe(THIRD, events_of(THIRD))
+    assert (seen.step_before, seen.num_open_steps) == (THIRD, 1)
+    fourth = replace(THIRD, step=3, starts=(7, 7))
+    seen.observe(fourth, events_of(fourth))
+    assert (seen.step_before, seen.num_open_steps) == (fourth, 2)
+    seen.repeat(10)
+    assert (seen.step_before, seen.num_open_steps) == (replace(THIRD, step=13, starts=(17, 17)), 12)
+    last = replace(THIRD, step=14, starts=(18, 18))
+    closed = seen.observe(last, events_of(last, Finish(7, FinishReason.STOP)))
+    assert closed is not None
+    assert closed[-1] == 11
+    assert (seen.step_before, seen.ended_before, seen.num_open_steps) == (last, {7}, 1)
+    seen.close()
+    assert seen.chain.hex() == seen.hexdigest()
+
+
 def test_the_open_record_can_be_seen() -> None:
     """Whoever goes on from a recording asks what its next record is told against."""
     seen = Fingerprint()

@@ -10,7 +10,7 @@ from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepEvents, StepPlan
-from tests.core.drive import answer, commit, config, scheduler, step
+from tests.core.drive import answer, commit, config, prompt, scheduler, step
 
 
 class Planned(Scheduler):
@@ -148,3 +148,52 @@ def test_a_run_ends_where_the_pool_does() -> None:
     while core.has_work:
         step(core)
     assert core.stats().num_preemptions > 0
+
+
+def test_a_run_begins_behind_the_step_that_ended_somebody() -> None:
+    """Who is left repeats at once, and again when the next one ends at its limit or before; nothing is planned anew."""
+    core, planned = scheduler(block_size=16), Planned(config(block_size=16))
+    planner = core._planner
+    num_planned = 0
+    plan_row_by_row = planner.plan
+
+    def counting(step_number: int) -> object:
+        nonlocal num_planned
+        num_planned += 1
+        return plan_row_by_row(step_number)
+
+    planner.plan = counting  # type: ignore[method-assign,assignment]  # counts how often it is asked
+    for each in (core, planned):
+        for length in (9, 5, 20, 30):
+            each.add(Request(4, length))
+    for number in range(30):
+        stops = (3,) if number == 12 else ()
+        plans = [each.schedule() for each in (core, planned)]
+        assert plans[0] == plans[1]
+        if plans[0].has_work:
+            assert core.num_held_blocks == core.stats().num_held_blocks > 0
+            assert commit(core, plans[0], *stops) == commit(planned, plans[1], *stops)
+    assert core.stats() == planned.stats()
+    assert not core.has_work
+    assert core.num_held_blocks == 0
+    assert num_planned == 1 + 10, "the first step, and asking for one when nothing is left"
+
+
+def test_growth_that_evicts_is_not_repeated_from() -> None:
+    """A step that gives up cached content is a record of its own: the next one is no repeat of it."""
+    core, seen = scheduler(block_size=16, num_blocks=6), Fingerprint()
+    core.add(prompt(40, 1, block_size=16))
+    plan = core.schedule()
+    seen.observe(plan, commit(core, plan))
+    core.add(Request(10, 80))
+    num_evicting = 0
+    while core.has_work:
+        plan = core.schedule()
+        seen.observe(plan, commit(core, plan))
+        if plan.evicted:
+            num_evicting += 1
+            assert core.num_quiet_steps() == 0
+        elif quiet := core.num_quiet_steps():
+            core.skip(quiet)
+            seen.repeat(quiet)
+    assert num_evicting > 0

@@ -71,6 +71,11 @@ def diff(
     from lockstep.replay.diff import diff_configs, diff_workloads
     from lockstep.replay.readers import ReadOptions
 
+    if b is not None and workload is None and _are_recordings(Path(a), Path(b)):
+        if settings or settings_b or reproducer is not None:
+            raise UsageError("two recordings are compared as they are, without --set, --set-b and --reproducer")
+        _diff_recordings(Path(a), Path(b), as_json)
+        return
     reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine)
     sides = _sides(a, b, workload, settings, settings_b, reading)
     model = cost_model(cost, tick_ms)
@@ -86,6 +91,27 @@ def diff(
     if reproducer is not None and found.divergence is not None:
         _write_reproducer(reproducer, found, sides, cost, tick_ms)
     if found.divergence is not None:
+        raise typer.Exit(EXIT_DIVERGED)
+
+
+def _are_recordings(a: Path, b: Path) -> bool:
+    from lockstep.replay.readers.reading import is_recording
+
+    return is_recording(a.expanduser()) and is_recording(b.expanduser())
+
+
+def _diff_recordings(a: Path, b: Path, as_json: bool) -> None:
+    from lockstep.cli.diff_text import VERSION, engine_facts, print_engine
+    from lockstep.replay.trace import open_trace
+    from lockstep.replay.trace_diff import diff_traces
+
+    engines = diff_traces(open_trace(a.expanduser()), open_trace(b.expanduser()))
+    if as_json:
+        print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in engines]}, indent=2))
+    else:
+        for each in engines:
+            print_engine(each)
+    if any(each.difference is not None for each in engines):
         raise typer.Exit(EXIT_DIVERGED)
 
 

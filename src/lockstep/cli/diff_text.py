@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lockstep.replay.causes import Cause
     from lockstep.replay.diff import Diff
     from lockstep.replay.situation import Situation
+    from lockstep.replay.trace_diff import EngineDiff
 
 MAX_ROWS = 24
 """Rows of the two plans that are printed; those that differ come first."""
@@ -67,6 +68,47 @@ def _tail(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> Iterator[str]:
         how = "none of them can be left out" if reproducer.is_minimal else "fewer may do: the search was cut"
         yield f"reproducer: {size} show it in step {reproducer.divergence.num_equal_steps:,}; {how}"
         yield "  requests " + ", ".join(request.name for request in requests)
+
+
+def print_engine(found: EngineDiff) -> None:
+    """Print one engine of two recordings as text."""
+    from lockstep.replay.reasons import sentences, state_line
+
+    name = found.name_a or found.name_b
+    if found.difference is None:
+        print(f"engine {found.engine} ({name}): identical, {found.num_equal_steps:,} steps")
+        return
+    fields = f"; the configs differ in {', '.join(found.fields)}" if found.fields else ""
+    print(f"engine {found.engine} ({name}): equal for {found.num_equal_steps:,} steps{fields}")
+    if found.a is None or found.b is None:
+        print(f"  only {'B' if found.a is None else 'A'} has this engine")
+        return
+    print(f"then another {found.difference.change.value}:")
+    for sentence in sentences(found.difference, found.a, found.b):
+        print(f"  {sentence}")
+    print(state_line(found.a))
+    print(state_line(found.b))
+    print()
+    _print_plans(found.a, found.b)
+
+
+def engine_facts(found: EngineDiff) -> dict[str, Any]:
+    """The same as an object."""
+    from lockstep.replay.reasons import sentences
+
+    told: dict[str, Any] = {
+        "engine": found.engine,
+        "name_a": found.name_a or None,
+        "name_b": found.name_b or None,
+        "identical": found.difference is None,
+        "fields": list(found.fields),
+        "equal_steps": found.num_equal_steps,
+    }
+    if found.difference is not None and found.a is not None and found.b is not None:
+        told["change"] = found.difference.change.value
+        told["reasons"] = sentences(found.difference, found.a, found.b)
+        told["plans"] = [{"request": name, "a": x, "b": y} for name, x, y in _pairs(found.a, found.b)]
+    return told
 
 
 def _cause_line(cause: Cause, a: SchedulerConfig, b: SchedulerConfig) -> str:

@@ -1,7 +1,6 @@
 """Which of the fields that two configs differ in makes a metric what it is. Decides on values; running is the caller's.
 
-A config *explains* the metric when it brings it at least ``EXPLAINED`` of the way from A's value to B's, and not more
-than as much beyond.
+A config *explains* the metric when it brings it at least ``EXPLAINED`` of the way from A's value to B's, or beyond.
 """
 
 from __future__ import annotations
@@ -88,4 +87,4 @@ def bisect_fields(a: SchedulerConfig, b: SchedulerConfig, evaluate: Evaluate) ->
 
 
 def _explains(metric: float, metric_a: float, metric_b: float) -> bool:
-    return EXPLAINED <= (metric - metric_a) / (metric_b - metric_a) <= 2 - EXPLAINED
+    return (metric - metric_a) / (metric_b - metric_a) >= EXPLAINED

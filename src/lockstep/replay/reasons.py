@@ -101,7 +101,9 @@ def _why_victims(here: Situation, other: Situation) -> list[str]:
         held = side.config.num_blocks - side.num_free_blocks
         told.append(f"in {side.label}, {held} of {side.config.num_blocks} blocks are held after that")
     for seq_id in plan.preempted[:MAX_REQUESTS]:
-        standing = here.standings[seq_id]
+        standing = here.standings.get(seq_id)
+        if standing is None:  # it came before a recording began
+            continue
         told.append(
             f"in {here.label}, {called(standing.name)} (class {standing.priority}) held {standing.num_held_blocks} "
             "before"
@@ -121,27 +123,27 @@ def _chunk(a: Situation, b: Situation, seq_id: int) -> list[str]:
     (length_a, start), (length_b, _) = rows
     told = [f"{called(a.name(seq_id))} computes {length_a} tokens from position {start} on in A, and {length_b} in B"]
     less = a if length_a < length_b else b
-    reasons = why_no_longer_chunk(less, seq_id) if length_a != length_b else []
+    is_known = length_a != length_b and seq_id in less.standings
+    reasons = why_no_longer_chunk(less, seq_id) if is_known else []
     return told + ([f"in {less.label}, {'; '.join(reasons)}"] if reasons else [])
 
 
 def _cache(a: Situation, b: Situation, seq_id: int) -> list[str]:
     starts = [_plan(here).starts[_plan(here).seq_ids.index(seq_id)] for here in (a, b)]
-    standing = a.standings[seq_id]
-    return [
-        f"of the {standing.num_prompt_tokens} prompt tokens of {called(standing.name)}, {starts[0]} come from the "
-        f"cache in A, and {starts[1]} in B"
-    ]
+    standing = a.standings.get(seq_id)
+    whole = "prompt tokens" if standing is None else f"{standing.num_prompt_tokens} prompt tokens"
+    return [f"of the {whole} of {called(a.name(seq_id))}, {starts[0]} come from the cache in A, and {starts[1]} in B"]
 
 
 def _move(a: Situation, b: Situation, seq_id: int) -> list[str]:
     told = []
     for here in (a, b):
         count = len(_plan(here).swap_out)
-        standing = here.standings[seq_id]
+        standing = here.standings.get(seq_id)
+        held = "" if standing is None else f" with {standing.num_held_blocks} blocks"
         kept = f"{count} blocks are saved to the host" if count else "its tail is dropped, to be computed again"
         told.append(
-            f"in {here.label}, {called(standing.name)} is preempted with {standing.num_held_blocks} blocks: {kept} "
+            f"in {here.label}, {called(here.name(seq_id))} is preempted{held}: {kept} "
             f"(preemption {here.config.preemption}; {here.num_free_host_blocks} host blocks are free)"
         )
     return told

@@ -115,7 +115,7 @@ def live_steps(trace: Trace, engine: int | None = None) -> Iterator[LiveStep]:
     Raises:
         TraceError: the recording cannot be read on, or is not what this version decides.
     """
-    for event in _played(trace):
+    for event in played(trace):
         if not isinstance(event, Played) or engine not in (None, event.ran.engine):
             continue
         plan, events, timing = event.ran.plan, event.ran.events, event.timing
@@ -196,7 +196,7 @@ def live_requests(trace: Trace, engine: int | None = None) -> Iterator[LiveReque
         TraceError: the recording cannot be read on, or is not what this version decides.
     """
     lives = _Lives()
-    for event in _played(trace):
+    for event in played(trace):
         for life, ended, end_us in lives.take(event):
             if engine in (None, life.added.engine):
                 yield LiveRequest(
@@ -230,7 +230,7 @@ def workload_of(trace: Trace, engine: int = 0) -> Workload:
         )
     lives = _Lives()
     served: list[_Life] = []
-    for event in _played(trace):
+    for event in played(trace):
         served.extend(life for life, _, _ in lives.take(event) if life.added.engine == engine)
     served.extend(life for (number, _), life in lives.open.items() if number == engine)
     served = sorted((life for life in served if life.num_output_tokens), key=_order)
@@ -263,9 +263,17 @@ def _request(life: _Life, first_us: int, engine: TracedEngine, partial: int) -> 
     )
 
 
-def _played(trace: Trace) -> Iterator[object]:
+def played(trace: Trace, playback: Playback | None = None) -> Iterator[object]:
+    """Everything that a recording tells, step by step (`Playback.play`).
+
+    Args:
+        playback: what plays it, for who wants to look into it meanwhile; it has the trace's entries.
+
+    Raises:
+        TraceError: it cannot be read on, or is not what this version decides.
+    """
     try:
-        yield from Playback(trace.entries()).play()
+        yield from (playback or Playback(trace.entries())).play()
     except PartedError as parted:
         raise TraceError(
             f"the recording is not what this version decides: engine {parted.engine}, step {parted.step}: "

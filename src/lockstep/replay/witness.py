@@ -6,6 +6,8 @@ from collections.abc import Container, Sequence
 from itertools import takewhile
 
 from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import Request
+from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState, SequenceView
 from lockstep.replay.contents import content_hashes
 from lockstep.replay.side_by_side import Place
@@ -35,11 +37,20 @@ def witness(label: str, simulation: Simulation, requests: Sequence[WorkloadReque
     }
     held = {block for _, view in views.values() for block in view.table}
     standings = {
-        seq_id: _standing(simulation, index, requests[index], view, held, place.tick - place.run_tick)
+        seq_id: standing_of(
+            scheduler,
+            _asked(simulation, requests[index]),
+            view,
+            held,
+            requests[index].name,
+            index,
+            place.tick - place.run_tick,
+        )
         for seq_id, (index, view) in views.items()
     }
     new = [
-        _standing(simulation, index, request, None, held, 0) for index, request in enumerate(coming, start=num_arrived)
+        standing_of(scheduler, _asked(simulation, request), None, held, request.name, index)
+        for index, request in enumerate(coming, start=num_arrived)
     ]
     tick = simulation.step()
     ids = [outcome.seq_id for outcome in simulation.replay().outcomes[num_arrived:]]
@@ -63,31 +74,43 @@ def _arriving(simulation: Simulation, rest: Sequence[WorkloadRequest]) -> list[W
     return list(takewhile(lambda request: request.arrival <= now, rest))
 
 
-def _standing(
-    simulation: Simulation,
-    index: int,
-    request: WorkloadRequest,
+def _asked(simulation: Simulation, request: WorkloadRequest) -> Request:
+    """The request as the scheduler has it."""
+    config, size = simulation.config, simulation.workload.content_size
+    hashes: tuple[bytes, ...] = ()
+    if request.contents and size and not size % config.block_size:
+        hashes = content_hashes(request.contents, size, config.block_size, request.num_prompt_tokens)
+    return Request(request.num_prompt_tokens, request.max_output_tokens, hashes, request.priority, request.tenant)
+
+
+def standing_of(
+    scheduler: Scheduler,
+    request: Request,
     view: SequenceView | None,
     held: Container[int],
-    num_steps_into_run: int,
+    name: str,
+    index: int,
+    num_steps_into_run: int = 0,
 ) -> Standing:
-    """
+    """One sequence before a step.
+
     Args:
         view: None for one that is only arriving.
+        held: blocks that somebody holds.
         num_steps_into_run: how far on the step is in a run of equal steps, in which who decodes gets a token each time.
     """
-    config = simulation.config
+    config = scheduler.config
     state = SequenceState.WAITING if view is None else view.state
-    hits = _hits(simulation, request) if state is SequenceState.WAITING else ()
+    hits = _hits(scheduler, request) if state is SequenceState.WAITING else ()
     num_computed = 0 if view is None else view.num_computed
     return Standing(
         index=index,
-        name=request.name,
+        name=name,
         state=state,
         priority=request.priority,
         tenant=request.tenant,
         num_prompt_tokens=request.num_prompt_tokens,
-        max_output_tokens=request.max_output_tokens,
+        max_output_tokens=_most_output(config, request),
         num_computed=num_computed + (num_steps_into_run if state is SequenceState.RUNNING else 0),
         num_held_blocks=0 if view is None else len(view.table),
         num_host_blocks=0 if view is None else len(view.host_table),
@@ -96,25 +119,30 @@ def _standing(
     )
 
 
-def _hits(simulation: Simulation, request: WorkloadRequest) -> tuple[int, ...]:
+def _most_output(config: SchedulerConfig, request: Request) -> int:
+    wanted = request.max_output_tokens
+    return config.max_model_len - request.num_prompt_tokens if wanted is None else wanted
+
+
+def _hits(scheduler: Scheduler, request: Request) -> tuple[int, ...]:
     """Blocks that the prefix cache would give it now."""
-    config, size = simulation.config, simulation.workload.content_size
-    if not config.enable_prefix_caching or not request.contents or not size or size % config.block_size:
+    config = scheduler.config
+    if not config.enable_prefix_caching or not request.reads_cache or request.num_prompt_tokens < 2:
         return ()
-    hashes = content_hashes(request.contents, size, config.block_size, request.num_prompt_tokens)
-    blocks = simulation.scheduler.cached_blocks(hashes[: (request.num_prompt_tokens - 2) // config.block_size])
+    most = (request.num_prompt_tokens - 2) // config.block_size
+    blocks = scheduler.cached_blocks(request.block_hashes[:most])
     return tuple(takewhile(bool, (block or 0 for block in blocks)))
 
 
 def _num_needed(
     config: SchedulerConfig,
-    request: WorkloadRequest,
+    request: Request,
     view: SequenceView | None,
     hits: tuple[int, ...],
     held: Container[int],
 ) -> int:
     """Available blocks that admitting or resuming takes; hits that somebody holds cost none."""
-    most = request.num_prompt_tokens + request.max_output_tokens
+    most = request.num_prompt_tokens + _most_output(config, request)
     if view is None or view.state is SequenceState.WAITING:
         positions = most if config.admission == "reserve" else request.num_prompt_tokens
         return config.blocks_for(positions) - sum(block in held for block in hits)

@@ -34,12 +34,10 @@ def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workl
             are raised when they are reached.
     """
     path = Path(path)
-    if path.is_dir() or path.suffix == SUFFIX:
+    if is_recording(path):
         return _read_recording(path, options)
     with open_source(path) as stream:
         head = stream.read(HEAD_BYTES)
-    if head.startswith(bytes([Kind.HEADER])):
-        return _read_recording(path, options)
     if options.engine is not None:
         raise UsageError(f"{path.name} is no recording: it has no engines to choose from")
     line_format = detect(head, path.name)
@@ -49,6 +47,14 @@ def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workl
     if not line_format.is_sorted:
         requests = tuple(requests)
     return Workload(path.name, requests, ArrivalUnit.PS, line_format.content_size)
+
+
+def is_recording(path: Path) -> bool:
+    """Whether a path is a recording of ours: a directory, or a file that begins as they do."""
+    if path.is_dir() or path.suffix == SUFFIX:
+        return True
+    with open_source(path) as stream:
+        return stream.read(1) == bytes([Kind.HEADER])
 
 
 @dataclass(frozen=True, slots=True)

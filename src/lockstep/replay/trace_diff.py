@@ -1,0 +1,116 @@
+"""Two recordings, engine by engine: the first step that was decided differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from lockstep.core.sequence import SequenceView
+from lockstep.replay.causes import differing_fields
+from lockstep.replay.divergence import Decision, Difference, difference
+from lockstep.replay.playback import Playback, Played
+from lockstep.replay.rerun import Obeyed, Ran, request_of
+from lockstep.replay.situation import Situation, Standing
+from lockstep.replay.trace import Trace, played
+from lockstep.replay.trace_entries import TracedEngine
+from lockstep.replay.witness import standing_of
+from lockstep.worker.flight.entries import Added
+
+NOTHING = Decision(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDiff:
+    """One engine of both recordings. Sequences are matched by their ids."""
+
+    engine: int
+    name_a: str
+    name_b: str
+    """Of the models; empty: the recording has no such engine."""
+    fields: tuple[str, ...]
+    """Of the configs, that differ."""
+    num_equal_steps: int
+    difference: Difference | None
+    a: Situation | None = None
+    b: Situation | None = None
+
+
+def diff_traces(a: Trace, b: Trace) -> tuple[EngineDiff, ...]:
+    """Compare the engines of two recordings that have the same number.
+
+    Raises:
+        TraceError: one cannot be read on, or is not what this version decides.
+    """
+    engines_a, engines_b = ({each.number: each for each in trace.engines} for trace in (a, b))
+    numbers = sorted({*engines_a, *engines_b})
+    return tuple(_diff(number, a, engines_a.get(number), b, engines_b.get(number)) for number in numbers)
+
+
+def _diff(number: int, a: Trace, engine_a: TracedEngine | None, b: Trace, engine_b: TracedEngine | None) -> EngineDiff:
+    names = ["" if engine is None else engine.name for engine in (engine_a, engine_b)]
+    fields = () if engine_a is None or engine_b is None else differing_fields(engine_a.config, engine_b.config)
+    num_equal = 0
+    for ran_a, ran_b in zip_longest(_steps(a, number), _steps(b, number)):
+        decision_a, decision_b = _decision(ran_a), _decision(ran_b)
+        found = difference(decision_a, decision_b)
+        if found is not None:
+            here, there = (
+                _witness(label, trace, number, num_equal, decision)
+                for label, trace, decision in (("A", a, decision_a), ("B", b, decision_b))
+            )
+            return EngineDiff(number, names[0], names[1], fields, num_equal, found, here, there)
+        num_equal += 1
+    return EngineDiff(number, names[0], names[1], fields, num_equal, None)
+
+
+def _steps(trace: Trace, engine: int) -> Iterator[Ran]:
+    for event in played(trace):
+        if isinstance(event, Played) and event.ran.engine == engine:
+            yield event.ran
+
+
+def _decision(ran: Ran | None) -> Decision:
+    return NOTHING if ran is None else Decision(ran.plan, ran.events)
+
+
+def _witness(label: str, trace: Trace, engine: int, num_steps: int, decision: Decision) -> Situation | None:
+    """What the engine's scheduler stood before after so many steps; None: there was no such engine."""
+    playback = Playback(trace.entries())
+    added: dict[int, Added] = {}
+    standings: dict[int, Standing] = {}
+    num_seen, num_ended = 0, 0
+    for event in played(trace, playback):
+        if isinstance(event, Obeyed) and event.engine == engine and isinstance(event.command, Added):
+            added[event.command.seq_id] = event.command
+        elif isinstance(event, Played) and event.ran.engine == engine:
+            num_seen += 1
+            num_ended = len(event.ran.finished)
+        if num_seen > num_steps:
+            break
+        if num_seen == num_steps and engine in playback.engines:
+            standings = _standings(playback, engine, added)
+    rerun = playback.engines.get(engine)
+    if rerun is None:
+        return None
+    stats = rerun.scheduler.stats()
+    return Situation(
+        label=label,
+        config=rerun.config,
+        decision=decision,
+        standings=standings,
+        num_active=stats.num_running + num_ended,
+        num_free_blocks=stats.num_blocks - stats.num_held_blocks,
+        num_free_host_blocks=stats.num_free_host_blocks,
+    )
+
+
+def _standings(playback: Playback, engine: int, added: dict[int, Added]) -> dict[int, Standing]:
+    """Of those whose coming was recorded."""
+    scheduler = playback.engines[engine].scheduler
+    views: dict[int, SequenceView] = {seq_id: view for seq_id in added if (view := scheduler.view(seq_id)) is not None}
+    held = {block for view in views.values() for block in view.table}
+    return {
+        seq_id: standing_of(scheduler, request_of(added[seq_id]), view, held, str(seq_id), seq_id)
+        for seq_id, view in views.items()
+    }
