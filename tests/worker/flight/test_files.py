@@ -121,6 +121,21 @@ def test_a_writer_that_lags_loses_chunks_and_not_requests(tmp_path: Path, monkey
         assert lost_of(bench, 99)["trace_gaps"] > 0
 
 
+def test_a_defect_of_the_recorder_ends_the_recording_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*values: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("lockstep.worker.flight.tape.put_ids", broken)
+    with running(trace=options(tmp_path)) as bench:
+        bench.ready("a", "stub://alpha")
+        bench.ready("b", "stub://beta")
+        submit(bench, 12)
+        assert lost_of(bench, 99)["trace_lost_steps"] > 5
+    assert [record.message.count("the recording ends here") for record in caplog.records] == [1]
+
+
 def test_ids_are_bounded_by_beginning_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.worker.flight.recorder.MAX_CONTENTS", 20)
     monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.01)
