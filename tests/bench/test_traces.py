@@ -10,17 +10,7 @@ from lockstep.bench.samples import Segment
 from lockstep.bench.traces import trace_samples
 from lockstep.errors import TraceError
 from lockstep.replay.readers import ReadOptions
-
-MOONCAKE = """{"timestamp": 3000, "input_length": 1030, "output_length": 7, "hash_ids": [0, 1, 2]}
-{"timestamp": 3000, "input_length": 512, "output_length": 3, "hash_ids": [0]}
-
-{"timestamp": 6500, "input_length": 20, "output_length": 0, "hash_ids": [9]}
-"""
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:46.6805900,374,44
-2023-11-16 18:15:50.9951690,396,109
-2023-11-16 18:16:00,1,0
-"""
+from tests.replay.readers.files import AZURE, MOONCAKE
 
 
 def written(folder: Path, content: str) -> Path:

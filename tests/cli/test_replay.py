@@ -13,7 +13,13 @@ TRACE = "\n".join(
     json.dumps({"timestamp": 100 * number, "input_length": 1500, "output_length": 9, "hash_ids": [0, 1, number + 2]})
     for number in range(12)
 )
-COST = {"constant_ps": 10**9, "prefill_token_ps": 10**6, "decode_seq_ps": 0, "context_token_ps": 0}
+COST = {
+    "constant_ps": 10**9,
+    "prefill_step_ps": 0,
+    "prefill_token_ps": 10**6,
+    "decode_seq_ps": 0,
+    "context_token_ps": 0,
+}
 
 
 @pytest.fixture

@@ -64,6 +64,26 @@ async def test_a_turn_that_comes_to_one_who_has_left_goes_to_the_next() -> None:
     assert (held.num_active, held.num_waiting) == (0, 0)
 
 
+async def test_one_who_leaves_while_a_turn_passes_over_it_is_gone_once() -> None:
+    """Cancelled and passed over before it could say so; or told to give up, and cancelled too."""
+    held = ModelSessions(1, lambda session: None)
+    await held.enter("a")
+    turns = [asyncio.create_task(held.enter(session)) for session in ("b", "c")]
+    await asyncio.sleep(0)
+    turns[0].cancel()
+    held.leave("a")
+    [gone, taken] = await asyncio.gather(*turns, return_exceptions=True)
+    assert isinstance(gone, asyncio.CancelledError)
+    assert taken is None
+    waiting = asyncio.create_task(held.enter("d"))
+    await asyncio.sleep(0)
+    held.fail_all(QueueFullError("nobody waits any longer"))
+    waiting.cancel()
+    [gone] = await asyncio.gather(waiting, return_exceptions=True)
+    assert isinstance(gone, asyncio.CancelledError)
+    assert (held.num_active, held.num_waiting) == (1, 0)
+
+
 async def test_a_greater_limit_lets_in_who_waits() -> None:
     held = ModelSessions(1, lambda session: None)
     await held.enter(None)

@@ -113,8 +113,8 @@ def test_a_server_that_was_killed_leaves_what_it_had_decided(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_long_run_in_files_that_come_and_go(tmp_path: Path) -> None:
-    """At least 100,000 steps; the oldest files are deleted on the way, and what is left is identical."""
+def test_a_long_run_is_decided_again_too(tmp_path: Path) -> None:
+    """At least 100,000 steps of the same."""
     folder = run_cluster(tmp_path, NUM_REQUESTS_SLOW)
     code, said = lockstep("replay", "--verify", str(folder))
     assert code == 0, said

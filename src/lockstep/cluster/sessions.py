@@ -100,9 +100,9 @@ class ModelSessions:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if not turn.cancelled() and turn.done() and turn.exception() is None:
                 self.leave(session)
-            else:
+            elif waiter in self._waiting:  # else somebody left meanwhile, and it was passed over
                 self._waiting.remove(waiter)
             raise
 

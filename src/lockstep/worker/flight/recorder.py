@@ -6,6 +6,7 @@ calls everything here but `Recorder.tape` and `Recorder.report`.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -28,8 +29,10 @@ from lockstep.worker.flight.format import (
     signed,
 )
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.flight.tape import EngineTape
+from lockstep.worker.flight.tape import EngineTape, guarded
 from lockstep.worker.turns import Turns
+
+log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 1.0
 """What is recorded reaches the disk about as often."""
@@ -86,6 +89,7 @@ class Recorder:
         self.contents: _Ids[bytes] = _Ids()
         self.tenants: _Ids[str] = _Ids()
         self.has_stepped = False
+        self._has_given_up = False
         self._lock = threading.Lock()
         self._files = TraceFiles(options)
         self._turns = turns
@@ -114,8 +118,11 @@ class Recorder:
 
     # -- the step thread ----------------------------------------------------------------------------------------------
 
+    @guarded
     def begin_turn(self) -> None:
         """Before commands are obeyed and somebody steps: begin a file if one is due, hand over what was recorded."""
+        if self._has_given_up:
+            return
         if self._files.is_steady:
             if self.out and (len(self.out) >= MAX_CHUNK_BYTES or time.monotonic() >= self._flush_s):
                 if len(self.contents) > MAX_CONTENTS:
@@ -128,6 +135,7 @@ class Recorder:
         if self._files.wants_file():
             self._begin_file()
 
+    @guarded
     def turn(
         self, priorities: Mapping[str, int], with_work: Collection[str], chosen: str, started_us: int, ended_us: int
     ) -> None:
@@ -161,6 +169,7 @@ class Recorder:
             self._mask = mask
         self._is_idle = False
 
+    @guarded
     def idle(self, priorities: Mapping[str, int]) -> None:
         """Nobody has work."""
         if self.is_on:
@@ -169,6 +178,7 @@ class Recorder:
                 self.out.append(Kind.IDLE)
                 self._is_idle = True
 
+    @guarded
     def closed(self, key: str) -> None:
         """A replica is unloaded; its engine does nothing any more."""
         with self._lock:
@@ -178,12 +188,20 @@ class Recorder:
         if tape is not None:
             tape.close()
 
+    @guarded
     def close(self) -> None:
         """The device ends."""
         if self.is_on:
             self._end_file()
             self._flush()
         self._files.close()
+
+    def give_up(self) -> None:
+        """A defect of ours: say so once, and record nothing any more. Within an ``except``."""
+        if not self._has_given_up:
+            log.exception("the recording ends here; requests are served all the same")
+        self._has_given_up = True
+        self._stop()
 
     def open_engine(self, tape: EngineTape) -> None:
         """An engine has to do with the device for the first time in this file."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec
 
 import msgspec
 
@@ -33,6 +35,22 @@ if TYPE_CHECKING:
     from lockstep.worker.flight.recorder import Recorder
 
 _REASONS = {reason: index for index, reason in enumerate(FinishReason)}
+
+
+Told = ParamSpec("Told")
+
+
+def guarded(method: Callable[Told, None]) -> Callable[Told, None]:
+    """A defect of the recorder ends the recording, and never a request. For methods of what has a ``give_up``."""
+
+    @wraps(method)
+    def call(*arguments: Told.args, **named: Told.kwargs) -> None:
+        try:
+            method(*arguments, **named)
+        except Exception:  # whatever it is: the engine goes on
+            arguments[0].give_up()  # type: ignore[attr-defined]  # self
+
+    return call
 
 
 class EngineTape:
@@ -112,6 +130,7 @@ class EngineTape:
     def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None:
         self._scheduler, self._fingerprint = scheduler, fingerprint
 
+    @guarded
     def added(self, seq_id: int, request: Request, step: int) -> None:
         out = self._entry(Kind.ADDED)
         if out is None:
@@ -129,22 +148,27 @@ class EngineTape:
         if sibling is not None:
             put_ints(out, sibling)
 
+    @guarded
     def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None:
         out = self._entry(Kind.ABORTED)
         if out is not None:
             put_ints(out, step, seq_id, 2 * _REASONS[reason] + in_step)
 
+    @guarded
     def pinned(self, hashes: Seq[bytes], step: int) -> None:
         self._hashes(Kind.PINNED, hashes, step)
 
+    @guarded
     def swept(self, hashes: Seq[bytes], step: int) -> None:
         self._hashes(Kind.SWEPT, hashes, step)
 
+    @guarded
     def cache_reset(self, step: int) -> None:
         out = self._entry(Kind.RESET)
         if out is not None:
             put_ints(out, step)
 
+    @guarded
     def came(self, generation: Generation, waited_s: float) -> None:
         out = self._entry(Kind.CAME)
         if out is None:
@@ -158,6 +182,7 @@ class EngineTape:
             put_ints(out, self.number, generation.seq_id)
             put_bytes(out, encode_request(prepared, self._recorder.tenants.of))
 
+    @guarded
     def committed(self, record: bytes | None, result: StepResult, touched: Seq[Generation]) -> None:
         self._recorder.has_stepped = True
         self._record(record)
@@ -169,9 +194,13 @@ class EngineTape:
                 for row in rows:
                     put_ints(out, len(row), *row)
 
+    @guarded
     def failed(self, record: bytes | None) -> None:
         self._recorder.has_stepped = True
         self._record(record)
+
+    def give_up(self) -> None:
+        self._recorder.give_up()
 
     def _record(self, record: bytes | None) -> None:
         self._num_lost_steps += not self._recorder.is_on
