@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
 
+# Two processes; tests of one file stay together, since they share servers.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow"
@@ -38,6 +39,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.recorder
 	$(BIN)/python -m benchmarks.client
 	$(BIN)/python -m benchmarks.streaming
+	$(BIN)/python -m benchmarks.recorder
 
 # Plain requirement files with hashes and no download addresses.
 lock: $(STAMP)

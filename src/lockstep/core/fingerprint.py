@@ -105,7 +105,7 @@ class Fingerprint:
     @property
     def open_record(self) -> bytes | None:
         """The record that is open, as it would be closed now."""
-        return None if self._body is None else self._body + _encode((self._repeats,))
+        return None if self._body is None else self._body + leb128((self._repeats,))
 
     @property
     def num_open_steps(self) -> int:
@@ -155,7 +155,7 @@ class Fingerprint:
             sampling = compress(plan.seq_ids, plan.samples)
             _add_items(values, [pair for pair in zip(sampling, events.num_tokens, strict=True) if pair[1] > 1])
         _add_items(values, [(finish.seq_id, _REASONS[finish.reason]) for finish in events.finished])
-        self._body = _encode(values)
+        self._body = leb128(values)
         return closed
 
     def _know(
@@ -266,7 +266,7 @@ def _hash(data: bytes) -> bytes:
     return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
-def _encode(values: Iterable[int]) -> bytes:
+def leb128(values: Iterable[int]) -> bytes:
     """Concatenated LEB128 numbers."""
     out = bytearray()
     append = out.append

@@ -52,6 +52,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum
 
+from lockstep.core.fingerprint import leb128
+
 SCHEMA_VERSION = 1
 SUFFIX = ".lstrace"
 """Of a recording's files."""
@@ -90,12 +92,7 @@ STEPPED, OTHER_PLACE, OTHER_MASK = 1, 2, 4
 
 def put_ints(out: bytearray, *values: int) -> None:
     """Append ints."""
-    append = out.append
-    for value in values:
-        while value > 127:
-            append(value & 127 | 128)
-            value >>= 7
-        append(value)
+    out += leb128(values)
 
 
 def put_bytes(out: bytearray, data: bytes) -> None:
