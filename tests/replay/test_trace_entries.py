@@ -87,6 +87,11 @@ def test_a_damaged_frame_is_told_with_its_offset(path: Path, whole: bytes) -> No
     assert "the frame at byte 0 is damaged" in message
 
 
+def test_what_never_was_a_recording_is_told_so(path: Path) -> None:
+    path.write_text('{"requests": []}')
+    assert "it is no recording" in faulty(path)
+
+
 def test_a_frame_that_holds_too_much_is_refused_in_bounded_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_file, "MAX_FRAME_BYTES", 1 << 20)
     path.write_bytes(zstandard.compress(bytes(64 << 20)))

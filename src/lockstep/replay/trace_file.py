@@ -37,6 +37,8 @@ def read_frames(path: Path) -> Iterator[Frame]:
     data = bytearray()
     frame = zstandard.ZstdDecompressor().decompressobj()
     for piece in _pieces(path):
+        if at == 0 and not piece.startswith(zstandard.FRAME_HEADER[: len(piece)]):
+            raise TraceError(f"{path}: it is no recording; `lockstep serve --trace DIR` makes them")
         rest = piece
         while rest:
             try:
