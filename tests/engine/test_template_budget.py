@@ -13,6 +13,8 @@ from tests.engine.chat_templates import FAMILIES
 from tests.engine.text_models import byte_level, parts
 
 FOREVER = "range(100000)"
+UNMETERED_S = 60.0
+"""A million units are one to three seconds of a processor; work that nothing counts takes minutes to centuries."""
 DOUBLED_LIST = "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
 DOUBLED_TUPLE = DOUBLED_LIST.replace("[ns.a, ns.a]", "(ns.a, ns.a)").replace("[1]", "(1, 2)")
 LONG = "{% set s = 'x' * 100000 %}{% set s = s * 100 %}"
@@ -80,11 +82,11 @@ def tokenizer(template: str) -> Tokenizer:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_stopped(name: str) -> None:
-    """Thread time, so that a busy machine fails nobody."""
+    """A budget is counted, so what ends early is right on any machine; the bound finds what is not counted."""
     start = time.thread_time()
     with pytest.raises(ChatTemplateError) as caught:
         tokenizer(HOSTILE[name]).encode_chat([{"role": "user", "content": "hi"}])
-    assert time.thread_time() - start < 2
+    assert time.thread_time() - start < UNMETERED_S
     assert "\n" not in str(caught.value)
 
 
