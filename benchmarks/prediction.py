@@ -5,13 +5,18 @@
     python -m benchmarks.prediction --model model.gguf --scale 0.1  # a slower model, a tenth of the rates
 
 A run is a real `lockstep serve --trace` under `bench serve`'s load, every request with its full length. Run A is only
-calibrated on. Runs B and C have another load and other limits. All are made twice, A B C A B C, each round predicted
-from its own A, so that the error of the prediction stands beside the spread of two identical runs. What the prediction
-gets is A's prices, the limits, and when which lengths arrived; not one time of a step of the run that it predicts.
+calibrated on. Runs B and C have another load and other limits. All are made twice, each round predicted from its own A,
+so that the error of the prediction stands beside the spread of two identical runs. What the prediction gets is A's
+prices, the limits, and when which lengths arrived; not one time of a step of the run that it predicts.
 
-Throughput is output tokens by the time from the first arrival to the last end. Times count from a request's arrival in
-the worker; what the client saw stands beside them and has HTTP, tokens and text in it. Requests that warm up are served
-and simulated, and counted in neither.
+Speed comes in waves on a machine that is shared: identical runs, one after the other, have differed by 40 %. So all six
+servers are up, and the runs take turns in slices of a few seconds, A B C A B C: what the machine does meets all alike.
+Each slice begins and ends with an idle server.
+
+Throughput is output tokens by the time from the first arrival to the last end of each slice. Times count from a
+request's arrival in the worker; what the client saw stands beside them and has HTTP, tokens and text in it. Requests
+that warm up are served and simulated, and counted in neither; there are enough to meet most sizes of a forward pass
+once, since OpenVINO prepares its kernels for each, which no later pass of that size pays.
 """
 
 from __future__ import annotations
@@ -22,15 +27,17 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.streaming import PATH, serving
 from lockstep.bench.samples import RandomLengths
-from lockstep.bench.serve import Dataset, ServeOptions, run_serve
+from lockstep.bench.serve import Dataset, ServeOptions, ServeResult, run_serve
 from lockstep.replay.calibrate import calibrate
 from lockstep.replay.configs import changed_fields, config_for
 from lockstep.replay.cost_file import CostFile, MadeOn
@@ -41,9 +48,14 @@ from lockstep.replay.simulator import Simulation
 from lockstep.replay.trace import Trace, live_requests, live_steps, open_trace, workload_of
 from lockstep.version import __version__
 
+T = TypeVar("T")
 MODELS = ("stub://a?step_ms=4&token_us=150", "pocket://")
 """The stub sleeps as long as it says: what remains of the error is not the cost model's."""
-NUM_WARMUPS = 4
+NUM_ROUNDS = 2
+NUM_SLICES = 10
+NUM_WARMUPS = 120
+NUM_ASKED = 1
+"""Requests by which ``bench serve`` finds out, before each load, whether prompts may be token ids."""
 GOALS = {"output tokens per second": 0.05, "mean end to end, ms": 0.10, "mean time to first token, ms": 0.15}
 """Greatest relative error of each figure that was set as a goal."""
 
@@ -55,6 +67,7 @@ class Scenario:
     name: str
     words: str
     num_requests: int
+    """In each slice."""
     rate: float
     """Requests per second; inf: all at once."""
     input_tokens: int
@@ -63,107 +76,145 @@ class Scenario:
     flags: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one stretch of requests came to, lived or predicted."""
+
+    num_tokens: int
+    span_s: float
+    e2e_ms: Sequence[float]
+    ttft_ms: Sequence[float]
+
+
 class Figures(dict[str, float]):
     """Throughput and means by the names of ``GOALS``."""
 
     @classmethod
-    def of(cls, num_tokens: int, span_s: float, e2e_ms: Sequence[float], ttft_ms: Sequence[float]) -> Figures:
-        return cls(zip(GOALS, (num_tokens / span_s, statistics.mean(e2e_ms), statistics.mean(ttft_ms)), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRun:
-    """What one run left behind."""
-
-    trace: Trace
-    live: Figures
-    client: Figures
+    def of(cls, slices: Iterable[Slice]) -> Figures:
+        parts = list(slices)
+        rate = sum(part.num_tokens for part in parts) / sum(part.span_s for part in parts)
+        e2e_ms = statistics.mean(chain.from_iterable(part.e2e_ms for part in parts))
+        ttft_ms = statistics.mean(chain.from_iterable(part.ttft_ms for part in parts))
+        return cls(zip(GOALS, (rate, e2e_ms, ttft_ms), strict=True))
 
 
 def scenarios(scale: float) -> list[Scenario]:
     """The first is calibrated on. ``scale`` multiplies rates, for machines of another speed."""
     return [
-        Scenario("A", "varying", 200, 10 * scale, 160, 48, 1, ("--max-num-seqs=16",)),
+        Scenario("A", "varying", 20, 10 * scale, 160, 48, 1, ("--max-num-seqs=16",)),
         Scenario(
             "B",
             "all at once, longer prompts, half the places, a quarter of the budget",
-            220,
+            22,
             float("inf"),
             220,
             40,
             2,
             ("--max-num-seqs=8", "--max-num-batched-tokens=128"),
         ),
-        Scenario("C", "steady, shorter prompts, twice the places", 220, 11 * scale, 80, 64, 3, ("--max-num-seqs=32",)),
+        Scenario("C", "steady, shorter prompts, twice the places", 22, 11 * scale, 80, 64, 3, ("--max-num-seqs=32",)),
     ]
 
 
-def run_live(scenario: Scenario, model: str, folder: Path) -> LiveRun:
-    """Serve, load, stop, read."""
-    flags = ["--no-probe", "--trace", str(folder), *scenario.flags]
-    with serving(model, 64, flags) as (target, _):
+class LiveRun:
+    """A server that records, and what its clients saw."""
+
+    def __init__(self, scenario: Scenario, model: str, folder: Path, opened: ExitStack) -> None:
+        self.scenario = scenario
+        self._folder = folder
+        self._target, _ = opened.enter_context(
+            serving(model, 64, ["--no-probe", "--trace", str(folder), *scenario.flags])
+        )
+        self._client: list[Slice] = []
+        self._serve(NUM_WARMUPS, scenario.rate, seed=0)
+
+    def serve_slice(self, number: int) -> None:
+        """Load it once more."""
+        scenario = self.scenario
+        result = self._serve(scenario.num_requests, scenario.rate, scenario.seed * NUM_SLICES + number)
+        self._client.append(
+            Slice(
+                sum(outcome.output_tokens for outcome in result.outcomes),
+                result.figures["duration"],
+                [outcome.e2el_s * 1e3 for outcome in result.outcomes],
+                [outcome.ttft_s * 1e3 for outcome in result.outcomes],
+            )
+        )
+
+    def _serve(self, num_requests: int, rate: float, seed: int) -> ServeResult:
         options = ServeOptions(
-            target,
+            self._target,
             Dataset("random"),
-            RandomLengths(scenario.input_tokens, scenario.output_tokens, 0.8),
+            RandomLengths(self.scenario.input_tokens, self.scenario.output_tokens, 0.8),
             backend="openai",
             endpoint=PATH,
-            num_prompts=scenario.num_requests,
-            request_rate=scenario.rate,
-            seed=scenario.seed,
-            num_warmups=NUM_WARMUPS,
+            num_prompts=num_requests,
+            request_rate=rate,
+            seed=seed,
             ignore_eos=True,
             shows_progress=False,
         )
         with redirect_stdout(sys.stderr):
-            result = run_serve(options, lambda words: print(f"{scenario.name}: {words}", file=sys.stderr))
-    failed = [outcome.error for outcome in result.outcomes if not outcome.is_success]
-    if failed:
-        raise SystemExit(f"{len(failed)} requests failed: {failed[0]}")
-    trace = open_trace(folder)
-    client = Figures.of(
-        sum(outcome.output_tokens for outcome in result.outcomes),
-        result.figures["duration"],
-        [outcome.e2el_s * 1e3 for outcome in result.outcomes],
-        [outcome.ttft_s * 1e3 for outcome in result.outcomes],
-    )
-    return LiveRun(trace, _recorded(trace, scenario.num_requests), client)
+            result = run_serve(options, lambda words: None)
+        failed = [outcome.error for outcome in result.outcomes if not outcome.is_success]
+        if failed:
+            raise SystemExit(f"{len(failed)} requests failed: {failed[0]}")
+        return result
+
+    @property
+    def client(self) -> Figures:
+        return Figures.of(self._client)
+
+    def trace(self) -> Trace:
+        """Its recording, once the server is down."""
+        return open_trace(self._folder)
 
 
-def _recorded(trace: Trace, num_requests: int) -> Figures:
-    """Figures of the last requests of a recording."""
-    measured = sorted(live_requests(trace), key=lambda each: each.seq_id)[-num_requests:]
-    span_us = max(each.finished_us for each in measured) - min(each.arrival_us for each in measured)
+def recorded(trace: Trace, scenario: Scenario) -> Figures:
+    """Figures of a recording, without its warm-up."""
+    lives = sorted(live_requests(trace), key=lambda each: each.seq_id)
     return Figures.of(
-        sum(each.num_output_tokens for each in measured),
-        span_us / 1e6,
-        [(each.finished_us - each.arrival_us) / 1e3 for each in measured],
-        [(each.first_token_us - each.arrival_us) / 1e3 for each in measured],
+        Slice(
+            sum(each.num_output_tokens for each in part),
+            (max(each.finished_us for each in part) - min(each.arrival_us for each in part)) / 1e6,
+            [(each.finished_us - each.arrival_us) / 1e3 for each in part],
+            [(each.first_token_us - each.arrival_us) / 1e3 for each in part],
+        )
+        for part in _slices(lives, scenario)
     )
 
 
-def predict(trace: Trace, cost: CostFile, num_requests: int) -> Figures:
+def predict(trace: Trace, cost: CostFile, scenario: Scenario) -> Figures:
     """The same figures, by simulation of the arrivals of a recording."""
     workload = workload_of(trace)
     replay = Simulation(workload, config_for(workload), cost.model()).run()
-    measured = replay.outcomes[-num_requests:]
-    span_ps = max(each.finished_ps for each in measured) - min(each.arrival_ps for each in measured)
     return Figures.of(
-        sum(each.num_output_tokens for each in measured),
-        span_ps / 1e12,
-        [e2e_ps(each) / 1e9 for each in measured],
-        [ttft_ps(each) / 1e9 for each in measured],
+        Slice(
+            sum(each.num_output_tokens for each in part),
+            (max(each.finished_ps for each in part) - min(each.arrival_ps for each in part)) / 1e12,
+            [e2e_ps(each) / 1e9 for each in part],
+            [ttft_ps(each) / 1e9 for each in part],
+        )
+        for part in _slices(replay.outcomes, scenario)
     )
 
 
-def prices_of(run: LiveRun, model: str) -> CostFile:
-    engine = run.trace.engines[0]
+def _slices(requests: Sequence[T], scenario: Scenario) -> list[Sequence[T]]:
+    """The measured ones, slice by slice, of all in the order of their arrival."""
+    size = NUM_ASKED + scenario.num_requests
+    begins = range(NUM_ASKED + NUM_WARMUPS, len(requests), size)
+    assert len(begins) == NUM_SLICES, f"{len(requests)} requests were recorded"
+    return [requests[begin + NUM_ASKED : begin + size] for begin in begins]
+
+
+def prices_of(trace: Trace, model: str) -> CostFile:
+    engine = trace.engines[0]
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     made_on = MadeOn(__version__, machine, model, engine.fingerprint, changed_fields(engine.config))
-    return calibrate(live_steps(run.trace, engine.number), made_on)
+    return calibrate(live_steps(trace, engine.number), made_on)
 
 
-def table_of(scenario: Scenario, runs: Sequence[LiveRun], predictions: Sequence[Figures]) -> Table:
+def table_of(name: str, lives: Sequence[Figures], predictions: Sequence[Figures], clients: Sequence[Figures]) -> Table:
     """Live and predicted, each pair of the same arrivals; errors are of the pairs' means."""
     columns = (
         "figure",
@@ -177,9 +228,9 @@ def table_of(scenario: Scenario, runs: Sequence[LiveRun], predictions: Sequence[
         "client 1",
         "client 2",
     )
-    table = Table(scenario.name, columns)
+    table = Table(name, columns)
     for name, goal in GOALS.items():
-        live, predicted = [run.live[name] for run in runs], [figures[name] for figures in predictions]
+        live, predicted = [figures[name] for figures in lives], [figures[name] for figures in predictions]
         mean = statistics.mean(live)
         error = statistics.mean(predicted) / mean - 1
         table.rows.append(
@@ -190,7 +241,7 @@ def table_of(scenario: Scenario, runs: Sequence[LiveRun], predictions: Sequence[
                 *(f"{value:,.1f}" for value in predicted),
                 f"{100 * error:+.1f} %",
                 f"{100 * goal:.0f} %: {'met' if abs(error) <= goal else 'missed'}",
-                *(f"{run.client[name]:,.1f}" for run in runs),
+                *(f"{figures[name]:,.1f}" for figures in clients),
             )
         )
     return table
@@ -198,20 +249,28 @@ def table_of(scenario: Scenario, runs: Sequence[LiveRun], predictions: Sequence[
 
 def study(model: str, scale: float, folder: Path) -> str:
     """Everything of one model, as Markdown."""
-    first, *others = scenarios(scale)
     load_before = os.getloadavg()[0]
-    costs: list[CostFile] = []
-    runs: dict[str, list[LiveRun]] = {scenario.name: [] for scenario in others}
-    for number in (1, 2):
-        costs.append(prices_of(run_live(first, model, folder / f"A{number}"), model))
-        for scenario in others:
-            runs[scenario.name].append(run_live(scenario, model, folder / f"{scenario.name}{number}"))
+    with ExitStack() as opened:
+        rounds = [
+            [LiveRun(scenario, model, folder / f"{scenario.name}{number}", opened) for scenario in scenarios(scale)]
+            for number in range(NUM_ROUNDS)
+        ]
+        for number in range(NUM_SLICES):
+            print(f"{model}: slice {number + 1} of {NUM_SLICES}", file=sys.stderr)
+            for run in chain.from_iterable(rounds):
+                run.serve_slice(number)
     load = f"Load average of the machine: {load_before:.1f} before, {os.getloadavg()[0]:.1f} after."
-    parts = [f"## {model}\n", f"Calibrated on {_words(first)}. {load}\n", *map(_cost_text, costs)]
-    for scenario in others:
-        pairs = zip(runs[scenario.name], costs, strict=True)
-        predictions = [predict(run.trace, cost, scenario.num_requests) for run, cost in pairs]
-        parts.append(to_markdown(f"{_words(scenario)}:", [table_of(scenario, runs[scenario.name], predictions)]))
+    costs = [prices_of(calibrated.trace(), model) for calibrated, *_ in rounds]
+    parts = [f"## {model}\n", f"Calibrated on {_words(rounds[0][0].scenario)}. {load}\n", *map(_cost_text, costs)]
+    for identical in list(zip(*rounds, strict=True))[1:]:
+        scenario, traces = identical[0].scenario, [run.trace() for run in identical]
+        table = table_of(
+            scenario.name,
+            [recorded(trace, scenario) for trace in traces],
+            [predict(trace, cost, scenario) for trace, cost in zip(traces, costs, strict=True)],
+            [run.client for run in identical],
+        )
+        parts.append(to_markdown(f"{_words(scenario)}:", [table]))
     return "\n".join(parts)
 
 
@@ -227,7 +286,7 @@ def page(models: Sequence[str], scale: float, folder: Path) -> str:
 def _words(scenario: Scenario) -> str:
     rate = "all at once" if scenario.rate == float("inf") else f"{scenario.rate:g} requests/s (Poisson)"
     return (
-        f"run {scenario.name} ({scenario.words}): {scenario.num_requests} requests, {rate}, about "
+        f"run {scenario.name} ({scenario.words}): {NUM_SLICES} x {scenario.num_requests} requests, {rate}, about "
         f"{scenario.input_tokens} tokens in and {scenario.output_tokens} out, {' '.join(scenario.flags)}"
     )
 
