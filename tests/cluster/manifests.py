@@ -123,7 +123,11 @@ def manifests(draw: DrawFn) -> Manifest:
         fallback=draw(st.none() | st.sampled_from(known)) if known else None,
         sessions=draw(
             st.builds(
-                SessionLimits, DURATIONS, DURATIONS, sweep_interval_s=DURATIONS, max_active_sessions=st.integers(1, 99)
+                SessionLimits,
+                st.none() | DURATIONS,
+                DURATIONS,
+                sweep_interval_s=DURATIONS,
+                max_active_sessions=st.none() | st.integers(1, 99),
             )
         ),
         rollouts=draw(st.none() | PLAIN),

@@ -15,8 +15,8 @@ import pytest_asyncio
 from msgspec import structs
 
 from lockstep.cluster.base import Accepted, Conversation
+from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.prompting import MAX_INLINE_CHARS, generation_request
-from lockstep.cluster.single import SingleModel
 from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
@@ -54,7 +54,7 @@ shares_a_model = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(params=KINDS, scope="module", loop_scope="module")
-async def stub(request: pytest.FixtureRequest) -> AsyncIterator[SingleModel]:
+async def stub(request: pytest.FixtureRequest) -> AsyncIterator[ManifestCluster]:
     async with served("stub://alpha?step_ms=2", request.param, max_num_queued_reqs=600) as model:
         yield model
 
@@ -97,7 +97,7 @@ async def test_an_answer_is_the_same_in_this_thread_in_another_and_in_a_process(
 
 
 @shares_a_model
-async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: SingleModel) -> None:
+async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: ManifestCluster) -> None:
     events = await events_of(stub, call("abc"))
     assert events[0] == Accepted(NAME, (97, 98, 99))
     outputs = tokens_of(events)
@@ -107,7 +107,7 @@ async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: SingleM
 
 
 @shares_a_model
-async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: SingleModel) -> None:
+async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: ManifestCluster) -> None:
     long = "x" * (MAX_INLINE_CHARS * 3)
     for asked, expected in (
         (structs.replace(call("abc"), model="other"), ModelNotFoundError),
@@ -139,7 +139,7 @@ async def test_a_full_queue_refuses_and_serves_who_came_before() -> None:
 
 
 @shares_a_model
-async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(stub: SingleModel) -> None:
+async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(stub: ManifestCluster) -> None:
     before = (await stub.metrics())[NAME].finished
     await read(stub, call("abc", ENDLESS), 3)
     await settled(stub)
@@ -150,7 +150,7 @@ async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(
 
 
 @shares_a_model
-async def test_cancelled_tasks_leave_nothing(stub: SingleModel) -> None:
+async def test_cancelled_tasks_leave_nothing(stub: ManifestCluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(60)]
     await asyncio.sleep(0.1)
     for task in tasks:
@@ -160,7 +160,7 @@ async def test_cancelled_tasks_leave_nothing(stub: SingleModel) -> None:
 
 
 @shares_a_model
-async def test_all_calls_end_with_the_error_that_is_given(stub: SingleModel) -> None:
+async def test_all_calls_end_with_the_error_that_is_given(stub: ManifestCluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(10)]
     await asyncio.sleep(0.1)
     assert stub.num_open == 10
@@ -205,7 +205,7 @@ async def test_metrics_are_told_while_a_long_step_runs(kind: Kind) -> None:
 
 
 @shares_a_model
-async def test_what_is_known_of_the_model_is_told(stub: SingleModel) -> None:
+async def test_what_is_known_of_the_model_is_told(stub: ManifestCluster) -> None:
     (card,) = stub.cards()
     assert (card.name, card.aliases, card.root, card.tier) == (NAME, ("alias",), "stub://alpha?step_ms=2", "resident")
     assert card.max_model_len == 8192
