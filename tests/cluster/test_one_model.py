@@ -36,16 +36,19 @@ from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.support import (
     ENDLESS,
+    LIMIT_S,
     NAME,
     Kind,
     answer,
     call,
     events_of,
     model_of,
+    one_model,
     read,
     served,
     settled,
     tokens_of,
+    worker_of,
 )
 
 KINDS: tuple[Kind, ...] = ("thread", "process")
@@ -222,11 +225,15 @@ async def test_before_and_after_its_life_a_model_says_that_it_is_not_there(kind:
     model = model_of("stub://alpha?load_ms=800", kind)
     starting = asyncio.create_task(model.start())
     await asyncio.sleep(0.1)
-    assert model.card(None).tier == "loading"
+    assert (model.card("alias").name, model.card(None).tier) == (NAME, "loading")
     assert model.health().reason == "the model is loading"
     assert await model.metrics() == {}
-    with pytest.raises(UnavailableError, match="loading"):
+    with pytest.raises(UnavailableError, match="the model is loading"):
         await answer(model, call("abc"))
+    with pytest.raises(ModelNotFoundError):
+        await answer(model, structs.replace(call("abc"), model="other"))
+    with pytest.raises(UnavailableError):
+        model.tokenizer("alias")
     await starting
     assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
     open_call = asyncio.create_task(answer(model, call("x", replace(ENDLESS, max_tokens=8000))))
@@ -262,6 +269,34 @@ def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(live()) == "[stub:alpha] ok len=3 max=40"
+
+
+async def test_no_request_waits_for_another_that_has_no_session_either() -> None:
+    """A manifest's models hold 16 sessions if nothing is said; one model holds as many as its engine runs."""
+    async with served("stub://alpha?step_ms=5", "thread", max_num_seqs=64) as model:
+        tasks = [asyncio.create_task(answer(model, call("x", ENDLESS))) for _ in range(40)]
+        async with asyncio.timeout(LIMIT_S):
+            while (await model.metrics())[NAME].gauges["num_requests_running"] < len(tasks):
+                await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await settled(model)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+async def test_who_has_the_device_alone_has_the_pool_that_its_load_finds_room_for(max_num_seqs: int) -> None:
+    """Whole contexts of all that run; with another model, or a budget, the share of it."""
+    engine = EngineOptions(scheduler={"max_num_seqs": max_num_seqs})
+    model = one_model("stub://alpha", load=LoadOptions(engine))
+    await model.start()
+    [replica] = model.snapshot().replicas
+    loaded = worker_of(model).loaded(replica.key)
+    await model.close()
+    assert loaded is not None
+    assert loaded.config.num_blocks == max_num_seqs * 8192 // 16
+    assert loaded.config.num_host_blocks == loaded.config.num_blocks // 2
+    assert [budget.effective_bytes for budget in model.snapshot().budgets] == [None, None]
 
 
 async def test_a_session_keeps_its_prompt_where_others_had_the_pool() -> None:

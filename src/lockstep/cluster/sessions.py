@@ -144,13 +144,18 @@ class ModelSessions:
         limit = self.limit
         return limit is None or session in self._active or session in self._idle or self.num_active < limit
 
+    @property
+    def _num_excess(self) -> int:
+        """Of held sessions; without a limit, of idle ones."""
+        return len(self._idle) - MAX_SESSIONS if self.limit is None else self.num_held - self.limit
+
     def _take(self, session: str | None) -> None:
         if session is None:
             self._num_ephemeral += 1
         else:
             self._idle.pop(session, None)
             self._active[session] = self._active.get(session, 0) + 1
-        while self._idle and self.num_held > (self.limit or MAX_SESSIONS):
+        while self._idle and self._num_excess > 0:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
             self._on_swept(oldest)
