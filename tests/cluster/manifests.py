@@ -94,6 +94,7 @@ def entries(draw: DrawFn, id_: str, set_: str | None, others: list[str]) -> Entr
         sampling=draw(SAMPLING),
         size_bytes=draw(st.none() | SIZES) if is_local else None,
         engine=draw(ENGINES) if is_local else {},
+        chat_template=draw(st.none() | TEXTS) if is_local else None,
         keep_alive_s=draw(st.none() | DURATIONS),
         remote=remote,
     )

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from lockstep.cluster.base import Accepted, Conversation
 from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.prompting import MAX_INLINE_CHARS, generation_request
 from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.loading import LoadOptions
@@ -297,6 +298,14 @@ async def test_who_has_the_device_alone_has_the_pool_that_its_load_finds_room_fo
     assert loaded.config.num_blocks == max_num_seqs * 8192 // 16
     assert loaded.config.num_host_blocks == loaded.config.num_blocks // 2
     assert [budget.effective_bytes for budget in model.snapshot().budgets] == [None, None]
+
+
+async def test_a_template_of_its_own_writes_its_prompts() -> None:
+    model = ManifestCluster(Manifest.of_model("stub://alpha", (NAME,), "{{ messages[0].content }}"))
+    await model.start()
+    asked = call(Conversation([{"role": "user", "content": "abc"}]))
+    assert (await events_of(model, asked))[0] == Accepted(NAME, (97, 98, 99))
+    await model.close()
 
 
 async def test_a_session_keeps_its_prompt_where_others_had_the_pool() -> None:

@@ -38,12 +38,15 @@ def test_one_artifact_is_one_replica_whatever_its_path(tmp_path: Path) -> None:
             ("a", copies[0], ""),
             ("b", copies[1], ", system_prompt: hello, sampling: {temperature: 0}"),
             ("c", copies[1], ", engine: {max_model_len: 128}"),
+            ("d", copies[1], ", chat_template: '{{ messages[0].content }}'"),
         )
     )
     specs = opened(text).specs
-    keys = [specs[id_].key for id_ in "abc"]
-    assert keys[0] == keys[1] != keys[2], "other limits of the engine are another engine"
+    keys = [specs[id_].key for id_ in "abcd"]
+    assert keys[0] == keys[1], "a persona is no other artifact"
+    assert len(set(keys)) == 3, "other limits of the engine are another engine, and another text side"
     assert specs["c"].options.engine.max_model_len == 128
+    assert specs["d"].options.chat_template == specs["d"].tokenizer().chat_template == "{{ messages[0].content }}"
     assert specs["a"].options.engine.scheduler["order"] == "priority"
     assert specs["a"].tokenizer().encode("hello")
 

@@ -165,7 +165,6 @@ def _cluster(
         openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
         cache_dir=what.cache_dir,
         probe=what.probe,
-        chat_template=flags.read_template(what.chat_template),
     )
     worker = WorkerOptions(
         kind=what.worker,
@@ -179,7 +178,8 @@ def _cluster(
     )
     if many.manifest is None:
         assert model is not None, "one of the two is given"
-        return ManifestCluster(Manifest.of_model(model, what.served_model_name or (model,)), options), None
+        template = flags.read_template(what.chat_template)
+        return ManifestCluster(Manifest.of_model(model, what.served_model_name or (model,), template), options), None
     cluster = ManifestCluster(read_manifest(many.manifest), options)
     return cluster, ManifestReload(cluster, many.manifest, os.environ, watches=many.watch)
 

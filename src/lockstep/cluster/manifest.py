@@ -74,9 +74,17 @@ class Entry:
     """What it needs in memory, where that is known before it is loaded."""
     engine: Mapping[str, object] = field(default_factory=dict)
     """Fields of EngineOptions and SchedulerConfig."""
+    chat_template: str | None = None
+    """Jinja source in the place of the artifact's; None: the artifact's own."""
     keep_alive_s: float | None = None
     """Idle seconds after which a promoted standby model is demoted; None: only to make room."""
     remote: Remote | None = None
+
+    @property
+    def variant(self) -> str:
+        """What makes another replica of it than of others with its source; the same text for the same."""
+        said = sorted((name, repr(value)) for name, value in self.engine.items())
+        return repr(said if self.chat_template is None else (said, self.chat_template))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +137,13 @@ class Manifest:
     """Another room's block, as it was written, in dicts, lists and scalars; its validator is injected."""
 
     @classmethod
-    def of_model(cls, source: str, names: Sequence[str]) -> Manifest:
+    def of_model(cls, source: str, names: Sequence[str], chat_template: str | None = None) -> Manifest:
         """One resident model that nobody shares the device with: no budget is said, and nothing is kept for others.
 
         Args:
             names: its served name, then aliases; any text, also where a manifest's file could not write it.
         """
-        entry = Entry(names[0], source, aliases=tuple(dict.fromkeys(names[1:])))
+        entry = Entry(names[0], source, aliases=tuple(dict.fromkeys(names[1:])), chat_template=chat_template)
         return cls(ONE_MODEL, (entry,), sessions=SessionLimits(idle_threshold_s=None, max_active_sessions=None))
 
     def entry(self, id_: str) -> Entry:

@@ -191,6 +191,7 @@ def entry_keys(environment: Mapping[str, str]) -> Mapping[str, Key]:
         "sampling": Key(sampling_block, write=dict),
         "size": Key(size(1), "size_bytes", size_text),
         "engine": Key(engine_block, write=engine_written),
+        "chat_template": Key(text),
         "keep_alive": Key(duration(), "keep_alive_s", duration_text),
         "remote": Key(
             lambda place: filled(place, remote, Remote, ("base_url",)),

@@ -79,7 +79,8 @@ def open_manifest(
     for entry in local:
         source = sources_of[entry.source]
         engine = base.engine if is_alone else source.adapted(base.engine)
-        options = replace(base, engine=_engine_options(entry, engine))
+        template = base.chat_template if entry.chat_template is None else entry.chat_template
+        options = replace(base, engine=_engine_options(entry, engine), chat_template=template)
         footprint = source.footprint(entry, options.engine)
         spec = _spec(entry, source, options, footprint)
         footprints.setdefault(spec.key, footprint)
@@ -95,7 +96,7 @@ def open_manifest(
 def has_device_alone(manifest: Manifest) -> bool:
     """Whether there is one replica, and no budget: it shares with nobody, so its pool has the size that its load finds
     room for, and nothing bounds it but what loading itself refuses."""
-    replicas = {(e.source, repr(sorted(e.engine.items()))) for e in manifest.entries if e.tier is not Tier.REMOTE}
+    replicas = {(entry.source, entry.variant) for entry in manifest.entries if entry.tier is not Tier.REMOTE}
     return len(replicas) == 1 and manifest.resources == Resources()
 
 
@@ -181,8 +182,7 @@ def _engine_options(entry: Entry, base: EngineOptions) -> EngineOptions:
 
 
 def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:
-    own = sorted((name, repr(value)) for name, value in entry.engine.items())
-    digest = hashlib.blake2b(repr((source.fingerprint, own)).encode()).hexdigest()[:KEY_DIGITS]
+    digest = hashlib.blake2b(repr((source.fingerprint, entry.variant)).encode()).hexdigest()[:KEY_DIGITS]
 
     def measure(loaded: Loaded) -> int:
         if source.is_stub:  # its weights are a fiction

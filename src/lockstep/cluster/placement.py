@@ -74,7 +74,7 @@ def place(manifest: Manifest, backend: Backend, base: LoadOptions) -> Placement:
         elif not state:
             opened.append(entry)
         elif entry.size_bytes is not None:
-            key = repr((entry.source, sorted(entry.engine.items())))
+            key = repr((entry.source, entry.variant))
             declared.append(Need(entry.id, entry.tier, key, predict(entry.size_bytes, 0, 0)))
         else:
             unknown[entry.id] = state
