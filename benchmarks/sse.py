@@ -22,7 +22,8 @@ import uvicorn
 import uvloop
 
 from lockstep.cluster.base import Accepted, Call, Event
-from lockstep.cluster.single import SingleModel, SingleModelOptions
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest import Manifest
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.server.app import create_app
@@ -33,11 +34,11 @@ ROUNDS = 3
 CLIENT = "--client"
 
 
-class Metronome(SingleModel):
+class Metronome(ManifestCluster):
     """A stub that never computes: all open streams get a token at once, as from a step."""
 
     def __init__(self, num_streams: int) -> None:
-        super().__init__(SingleModelOptions("stub://metronome", ("metronome",)))
+        super().__init__(Manifest.of_model("stub://metronome", ("metronome",)))
         self._num_streams = num_streams
         self._mailboxes: list[asyncio.Queue[TokenOutput]] = []
         self._begin = asyncio.Event()

@@ -24,7 +24,9 @@ from typing import Any
 import psutil
 
 from lockstep.cluster.base import Call
-from lockstep.cluster.single import REPLICA, SingleModel, SingleModelOptions
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest import Manifest
+from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import GenerationRequest, TokenOutput
@@ -56,7 +58,7 @@ class Way:
 async def message_path(num_streams: int, logprobs: tuple[TokenLogprobs, ...] | None) -> tuple[int, float, float]:
     """Bytes of a step, and microseconds per token on the worker's and on the server's side."""
     letters = Correspondence()
-    mailboxes = [letters.open(REPLICA) for _ in range(num_streams)]
+    mailboxes = [letters.open("m") for _ in range(num_streams)]
     outputs = [TokenOutput(box.request_id, 0, (1234,), " word", logprobs=logprobs) for box in mailboxes]
     encoder, decoder, reader = event_encoder(), event_decoder(), FrameReader()
     started = time.process_time()
@@ -103,15 +105,16 @@ def processor_time_s(pid: int | None) -> float:
 async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) -> None:
     """All ways in turns; medians of each, and of the ratios to the engine in this process."""
     load = LoadOptions(EngineOptions(scheduler={"max_num_seqs": num_streams}), probe=False)
-    thread = SingleModel(SingleModelOptions(model, ("m",), load, WorkerOptions("thread")))
-    process = SingleModel(SingleModelOptions(model, ("m",), load, WorkerOptions("process")))
+    manifest = Manifest.of_model(model, ("m",))
+    thread = ManifestCluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("thread")))
+    process = ManifestCluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("process")))
     engine = await asyncio.to_thread(AsyncEngine, model, load)
     await thread.start()
     await process.start()
     ways = (
         Way("engine", lambda prompt, params: engine.engine.stream(GenerationRequest(prompt, params))),
         Way("thread", lambda prompt, params: thread.stream(Call(None, prompt, params))),
-        Way("process", lambda prompt, params: process.stream(Call(None, prompt, params)), process.worker.pid),
+        Way("process", lambda prompt, params: process.stream(Call(None, prompt, params)), process.worker_pid),
     )
     figures: dict[str, list[tuple[float, float, float]]] = {way.name: [] for way in ways}
     for turn in range(rounds + 1):
@@ -133,17 +136,17 @@ async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) ->
     await process.close()
 
 
-async def come_back(model: SingleModel) -> None:
+async def come_back(model: ManifestCluster) -> None:
     """How long a killed worker is away."""
-    loaded = model.worker.loaded(REPLICA)
-    assert loaded is not None
-    assert model.worker.pid is not None
-    os.kill(model.worker.pid, signal.SIGKILL)
+    load_s, pid = model.snapshot().replicas[0].load_s, model.worker_pid
+    assert load_s is not None
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
     killed = time.perf_counter()
-    while model.worker.loaded(REPLICA) in (None, loaded):
+    while model.worker_pid == pid or not model.health().ready:
         await asyncio.sleep(0.005)
     away_s = time.perf_counter() - killed
-    print(f"\nkilled and back in {away_s:.2f} s; its model loads in {loaded.load_s:.2f} s (goal: 2 s more at most)")
+    print(f"\nkilled and back in {away_s:.2f} s; its model loads in {load_s:.2f} s (goal: 2 s more at most)")
 
 
 def main() -> None:

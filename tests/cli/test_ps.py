@@ -34,10 +34,13 @@ def test_a_running_cluster_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[-1] == "counted: nothing yet"
 
 
-def test_a_server_of_one_model_has_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:
-    with serve("stub://alpha", *IN_THREAD) as server:
-        assert invoke(["ps", "--base-url", server.base_url]) == 2
-    assert "has no manifest" in capsys.readouterr().err
+def test_a_server_of_one_model_is_shown_without_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve("stub://alpha", "--served-model-name", "org/alpha", *IN_THREAD) as server:
+        assert invoke(["ps", "--base-url", server.base_url]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    row = ["org/alpha", "resident", "resident", "800.0", "MB", "800.0", "MB", "0", "0", "0/-", "0", "-"]
+    assert shown[1].split() == row
+    assert "gpu_budget: 800.0 MB in use, unbounded" in shown
 
 
 def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,7 @@ def entries(draw: DrawFn, id_: str, set_: str | None, others: list[str]) -> Entr
         sampling=draw(SAMPLING),
         size_bytes=draw(st.none() | SIZES) if is_local else None,
         engine=draw(ENGINES) if is_local else {},
+        chat_template=draw(st.none() | TEXTS) if is_local else None,
         keep_alive_s=draw(st.none() | DURATIONS),
         remote=remote,
     )
@@ -123,7 +124,11 @@ def manifests(draw: DrawFn) -> Manifest:
         fallback=draw(st.none() | st.sampled_from(known)) if known else None,
         sessions=draw(
             st.builds(
-                SessionLimits, DURATIONS, DURATIONS, sweep_interval_s=DURATIONS, max_active_sessions=st.integers(1, 99)
+                SessionLimits,
+                st.none() | DURATIONS,
+                DURATIONS,
+                sweep_interval_s=DURATIONS,
+                max_active_sessions=st.none() | st.integers(1, 99),
             )
         ),
         rollouts=draw(st.none() | PLAIN),

@@ -8,13 +8,16 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Literal
 
 from lockstep.cluster.base import Accepted, Call, Event, Prompt
-from lockstep.cluster.single import SingleModel, SingleModelOptions
-from lockstep.engine.loading import LoadOptions
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest import Manifest
+from lockstep.cluster.stage import ClusterOptions
+from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.options import WorkerOptions
+from lockstep.worker.supervised import SupervisedWorker
 
 Kind = Literal["thread", "process"]
 NAME = "served"
@@ -22,16 +25,31 @@ LIMIT_S = 30.0
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 
-def model_of(source: str, kind: Kind, health: HealthLimits | None = None, **scheduler: object) -> SingleModel:
+def one_model(
+    source: str,
+    names: Sequence[str] = (NAME,),
+    load: LoadOptions | None = None,
+    worker: WorkerOptions | None = None,
+    progress: Progress | None = None,
+) -> ManifestCluster:
+    """As `lockstep serve SOURCE` makes it; with the model in a thread of this process if nothing is said."""
+    options = ClusterOptions(load=load or LoadOptions(), worker=worker or WorkerOptions(), is_fixed=True)
+    return ManifestCluster(Manifest.of_model(source, names), options, progress=progress)
+
+
+def model_of(source: str, kind: Kind, health: HealthLimits | None = None, **scheduler: object) -> ManifestCluster:
     load = LoadOptions(EngineOptions(num_blocks=512, scheduler=scheduler))
-    worker = WorkerOptions(kind, health=health or HealthLimits())
-    return SingleModel(SingleModelOptions(source, (NAME, "alias"), load, worker))
+    return one_model(source, (NAME, "alias"), load, WorkerOptions(kind, health=health or HealthLimits()))
+
+
+def worker_of(model: ManifestCluster) -> SupervisedWorker:
+    return model._stage.worker
 
 
 @asynccontextmanager
 async def served(
     source: str, kind: Kind, health: HealthLimits | None = None, **scheduler: object
-) -> AsyncIterator[SingleModel]:
+) -> AsyncIterator[ManifestCluster]:
     """A started model; closed, with its process gone, at the end of the block."""
     model = model_of(source, kind, health, **scheduler)
     await asyncio.wait_for(model.start(), LIMIT_S)
@@ -45,19 +63,19 @@ def call(prompt: Prompt, params: SamplingParams | None = None, **more: object) -
     return Call(NAME, prompt, params or SamplingParams(max_tokens=40), **more)  # type: ignore[arg-type]  # fields by name
 
 
-async def events_of(model: SingleModel, asked: Call) -> list[Event]:
+async def events_of(model: ManifestCluster, asked: Call) -> list[Event]:
     async with aclosing(model.stream(asked)) as stream:
         return [event async for event in stream]
 
 
-async def answer(model: SingleModel, asked: Call) -> RequestOutput:
+async def answer(model: ManifestCluster, asked: Call) -> RequestOutput:
     last = (await events_of(model, asked))[-1]
     assert isinstance(last, TokenOutput)
     assert last.request is not None
     return last.request
 
 
-async def read(model: SingleModel, asked: Call, num_tokens: int) -> None:
+async def read(model: ManifestCluster, asked: Call, num_tokens: int) -> None:
     """Read so many outputs and leave."""
     async with aclosing(model.stream(asked)) as stream:
         seen = 0
@@ -73,13 +91,13 @@ async def until(is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
             await asyncio.sleep(0.01)
 
 
-async def settled(model: SingleModel) -> None:
+async def settled(model: ManifestCluster) -> None:
     """Nothing is open any more, in the server and in the worker, and all blocks are where they belong."""
     assert model.num_open == 0
-    assert model.worker.num_open == 0
+    assert worker_of(model).num_open == 0
     async with asyncio.timeout(LIMIT_S):
         while True:
-            checked = await model.worker.check()
+            checked = await worker_of(model).check()
             assert checked is not None
             assert checked.fault == ""
             if checked.num_open == 0:

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.opening import STUB_BLOCKS, Opened, open_manifest
+from lockstep.cluster.opening import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, open_manifest
 from lockstep.engine.loading import LoadOptions
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.pocket import pocket_path
@@ -38,12 +38,15 @@ def test_one_artifact_is_one_replica_whatever_its_path(tmp_path: Path) -> None:
             ("a", copies[0], ""),
             ("b", copies[1], ", system_prompt: hello, sampling: {temperature: 0}"),
             ("c", copies[1], ", engine: {max_model_len: 128}"),
+            ("d", copies[1], ", chat_template: '{{ messages[0].content }}'"),
         )
     )
     specs = opened(text).specs
-    keys = [specs[id_].key for id_ in "abc"]
-    assert keys[0] == keys[1] != keys[2], "other limits of the engine are another engine"
+    keys = [specs[id_].key for id_ in "abcd"]
+    assert keys[0] == keys[1], "a persona is no other artifact"
+    assert len(set(keys)) == 3, "other limits of the engine are another engine, and another text side"
     assert specs["c"].options.engine.max_model_len == 128
+    assert specs["d"].options.chat_template == specs["d"].tokenizer().chat_template == "{{ messages[0].content }}"
     assert specs["a"].options.engine.scheduler["order"] == "priority"
     assert specs["a"].tokenizer().encode("hello")
 
@@ -55,6 +58,22 @@ def test_pools_share_the_budget_for_kv() -> None:
     engine = opened(text).specs["a"].options.engine
     assert (engine.kv_cache_memory_bytes, engine.host_kv_memory_bytes) == (30_000_000, 10_000_000)
     assert opened(text).specs["b"].options.engine.num_blocks == STUB_BLOCKS
+
+
+def test_a_replica_without_company_and_budget_decides_at_its_load() -> None:
+    """Also for several models that share it; its pool is not known before, and nothing is cut to the machine."""
+    alone = "cluster: c\nmodels:\n  a: {source: 'pocket://'}\n"
+    for text in (alone, alone + "  b: {source: 'pocket://', system_prompt: hello}\n"):
+        engine = opened(text).specs["a"].options.engine
+        assert (engine.kv_cache_memory_bytes, engine.host_kv_memory_bytes, engine.num_blocks) == (None, None, None)
+        assert opened(text).table.budgets.gpu.effective_bytes is None
+    for text in (
+        alone + "  b: {source: 'stub://b'}\n",
+        alone + "  b: {source: 'pocket://', engine: {max_num_seqs: 4}}\n",
+        alone + "resources: {gpu_budget: 1GB}\n",
+    ):
+        assert opened(text).specs["a"].options.engine.kv_cache_memory_bytes == DEFAULT_KV_BYTES
+        assert opened(text).table.budgets.gpu.effective_bytes is not None
 
 
 def test_a_source_that_is_not_there_is_told() -> None:

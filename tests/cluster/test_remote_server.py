@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
 import pytest
 
-from lockstep.cluster.base import Call, EventStream, Health, ModelCard
+from lockstep.cluster.base import Call, EventStream, ModelCard
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.remote import RemoteModel
-from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import LockstepError
 from lockstep.server.app import create_app
 from tests.cluster.remotes import HEAD, Reply, chunk, crooked, event, refuses, remote, says, whole
 
+MANIFEST = "cluster: c\nmodels:\n  far: {remote: {base_url: 'http://127.0.0.1:1'}}\n"
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 ARGUMENTS = '{"id": 7}'
 CALLING = b"".join(
@@ -32,48 +33,21 @@ CALLING = b"".join(
 )
 
 
-class OnlyRemote:
-    """The smallest cluster: one remote model."""
+class OnlyRemote(ManifestCluster):
+    """The smallest cluster: one remote model, which is given."""
 
     def __init__(self, model: RemoteModel) -> None:
+        super().__init__(parse(MANIFEST))
         self._model = model
 
-    def cards(self) -> tuple[ModelCard, ...]:
-        return (ModelCard("far", (), "hf://a/b", 0, "remote", None, None, True),)
-
     def card(self, name: str | None) -> ModelCard:
-        return self.cards()[0]
+        return ModelCard("far", (), "hf://a/b", 0, "remote", None, None, True)
 
     def tokenizer(self, name: str | None) -> Tokenizer:
         return self._model.tokenizer
 
     def stream(self, call: Call) -> EventStream:
         return self._model.stream(call)
-
-    async def metrics(self) -> Mapping[str, MetricsSnapshot]:
-        return {}
-
-    def health(self) -> Health:
-        return self._model.health()
-
-    async def check(self) -> str:
-        return ""
-
-    async def reset_prefix_cache(self) -> int:
-        return 0
-
-    @property
-    def num_open(self) -> int:
-        return self._model.num_open
-
-    async def start(self) -> None:
-        pass
-
-    def abort_all(self, error: LockstepError) -> None:
-        self._model.abort_all(error)
-
-    async def close(self) -> None:
-        await self._model.close()
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import PRIORITIES, SessionLimits
-from lockstep.cluster.sessions import MAX_WAITING_SESSIONS, ModelSessions, Sessions
+from lockstep.cluster.sessions import MAX_SESSIONS, MAX_WAITING_SESSIONS, ModelSessions, Sessions
 from lockstep.errors import QueueFullError, SessionNotFoundError
 from tests.cluster.clusters import clustered, model_of, say
 from tests.cluster.support import LIMIT_S, until
@@ -94,6 +94,18 @@ async def test_a_greater_limit_lets_in_who_waits() -> None:
     assert held.num_active == 2
 
 
+async def test_without_a_limit_nobody_waits_and_what_is_idle_is_still_bounded() -> None:
+    swept: list[str] = []
+    held = ModelSessions(None, swept.append)
+    for number in range(MAX_SESSIONS + 2):
+        await held.enter(None)
+        await held.enter(f"s{number}")
+        held.leave(f"s{number}")
+    assert (held.num_active, held.num_waiting, swept) == (MAX_SESSIONS + 2, 0, ["s0"])
+    await held.enter(None)
+    assert swept == ["s0", "s1"]
+
+
 async def test_the_queue_is_bounded() -> None:
     held = ModelSessions(1, lambda session: None)
     await held.enter(None)
@@ -115,6 +127,7 @@ def test_only_idle_sessions_of_some_age_are_given_up() -> None:
     assert [session.id for session in sessions.idle(limits, 34.9)] == []
     assert [session.id for session in sessions.idle(limits, 35)] == ["a"]
     assert [session.id for session in sessions.idle(limits, 100)] == ["a", "b"]
+    assert sessions.idle(SessionLimits(idle_threshold_s=None), 1e9) == []
     sessions.dropped("a", "m", is_held=False)
     assert not sessions.begin("b", "m", 101)
     assert [session.id for session in sessions.idle(limits, 200)] == []

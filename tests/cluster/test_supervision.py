@@ -15,7 +15,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 
-from lockstep.cluster.single import REPLICA, SingleModel, SingleModelOptions
+from lockstep.cluster.cluster import ManifestCluster
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import ArtifactNotFoundError, RequestFailedError, UnavailableError, WorkerLostError
@@ -25,14 +25,14 @@ from lockstep.worker.health import HealthLimits
 from lockstep.worker.messages import TrialOptions
 from lockstep.worker.options import WorkerOptions
 from lockstep.worker.thread import ThreadLink
-from tests.cluster.support import ENDLESS, LIMIT_S, answer, call, model_of, served, settled, until
+from tests.cluster.support import ENDLESS, LIMIT_S, answer, call, model_of, one_model, served, settled, until, worker_of
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
 
 
-def pid_of(model: SingleModel) -> int:
-    assert model.worker.pid is not None
-    return model.worker.pid
+def pid_of(model: ManifestCluster) -> int:
+    assert model.worker_pid is not None
+    return model.worker_pid
 
 
 def is_alive(pid: int) -> bool:
@@ -71,9 +71,9 @@ async def test_a_worker_that_keeps_dying_is_started_ever_more_rarely() -> None:
     async with served("stub://alpha", "process") as model:
         first = pid_of(model)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: model.worker.pid not in (first, None))
+        await until(lambda: model.worker_pid not in (first, None))
         os.kill(pid_of(model), signal.SIGKILL)
-        await until(lambda: model.worker.pid is None)
+        await until(lambda: model.worker_pid is None)
         lost_s = time.monotonic()
         await until(lambda: model.health().ready)
         assert time.monotonic() - lost_s > 0.5
@@ -83,7 +83,7 @@ async def test_a_worker_that_keeps_dying_is_started_ever_more_rarely() -> None:
 async def test_a_worker_that_dies_over_its_first_load_is_a_failed_start() -> None:
     model = model_of("stub://alpha?load_ms=20000", "process")
     starting = asyncio.create_task(model.start())
-    await until(lambda: model.worker.pid is not None)
+    await until(lambda: model.worker_pid is not None)
     pid = pid_of(model)
     os.kill(pid, signal.SIGSEGV)
     with pytest.raises(WorkerLostError, match=r"signal 11 \(SIGSEGV\) while it loaded the model"):
@@ -96,7 +96,7 @@ async def test_what_cannot_be_loaded_again_is_said_and_tried_again(tmp_path: Pat
     shutil.copy(pocket_path(), path)
     load = LoadOptions(EngineOptions(num_blocks=256), cache_dir=tmp_path / "cache", probe=False)
     worker = WorkerOptions("process", trial=TrialOptions(enabled=False))
-    model = SingleModel(SingleModelOptions(str(path), ("served",), load, worker))
+    model = one_model(str(path), load=load, worker=worker)
     await model.start()
     path.rename(tmp_path / "elsewhere")
     os.kill(pid_of(model), signal.SIGKILL)
@@ -114,8 +114,8 @@ async def test_what_is_unknown_here_is_tried_before_it_is_loaded(tmp_path: Path)
     shutil.copy(pocket_path(), path)
     load = LoadOptions(EngineOptions(num_blocks=256), cache_dir=tmp_path / "cache", probe=False)
     stages: list[str] = []
-    options = SingleModelOptions(str(path), ("served",), load, WorkerOptions("process"))
-    model = SingleModel(options, lambda stage, fraction: stages.append(stage))
+    worker = WorkerOptions("process")
+    model = one_model(str(path), load=load, worker=worker, progress=lambda stage, fraction: stages.append(stage))
     await model.start()
     await model.close()
     assert stages.index("trial") < stages.index("ready")
@@ -127,7 +127,7 @@ async def test_signals_of_the_terminal_are_the_servers_to_decide_on() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, number)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
-        assert model.worker.pid == pid
+        assert model.worker_pid == pid
 
 
 async def test_closing_ends_the_process_also_under_load() -> None:
@@ -175,18 +175,17 @@ async def test_a_step_without_end_while_requests_wait_is_not_ready() -> None:
 
 PARENT = """
 import asyncio
-from lockstep.cluster.single import SingleModel, SingleModelOptions
 from lockstep.worker.options import WorkerOptions
-from lockstep.worker.thread import ThreadLink
+from tests.cluster.support import one_model
 
 async def main():
-    model = SingleModel(SingleModelOptions({source!r}, ("served",), worker=WorkerOptions("process")))
+    model = one_model({source!r}, worker=WorkerOptions("process"))
     await model.start()
     from lockstep.cluster.base import Call
     stream = model.stream(Call(None, "x"))
     task = asyncio.create_task(anext(stream))
     await asyncio.sleep(0.2)
-    print(model.worker.pid, flush=True)
+    print(model.worker_pid, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -207,30 +206,31 @@ async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_th
     async with served("stub://alpha?step_ms=5", "thread") as model:
         task = asyncio.create_task(answer(model, call("x", ENDLESS)))
         await asyncio.sleep(0.1)
-        link = model.worker._link
+        link = worker_of(model)._link
         assert isinstance(link, ThreadLink)
         with patch.object(link._worker._turns, "choose", side_effect=ZeroDivisionError("a defect")):
             with pytest.raises(RequestFailedError, match="the device worker broke: ZeroDivisionError"):
                 await task
-            await until(lambda: model.worker._link is not link and model.health().ready)
+            await until(lambda: worker_of(model)._link is not link and model.health().ready)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         await settled(model)
 
 
 async def test_unloading_frees_the_name_for_another_load(tmp_path: Path) -> None:
     async with served("stub://alpha", "process") as model:
-        await model.worker.unload(REPLICA)
-        assert model.worker.loaded(REPLICA) is None
+        worker, key = worker_of(model), model.snapshot().replicas[0].key
+        await worker.unload(key)
+        assert worker.loaded(key) is None
         with pytest.raises(ArtifactNotFoundError):
-            await model.worker.load(REPLICA, str(tmp_path / "absent.gguf"), LoadOptions())
-        await model.worker.load(REPLICA, "stub://beta", LoadOptions(EngineOptions(num_blocks=64)))
+            await worker.load(key, str(tmp_path / "absent.gguf"), LoadOptions())
+        await worker.load(key, "stub://beta", LoadOptions(EngineOptions(num_blocks=64)))
         assert (await answer(model, call("abc"))).text == "[stub:beta] ok len=3 max=40"
-        assert await model.worker.reset_prefix_cache() == 0
+        assert await worker.reset_prefix_cache() == 0
 
 
 async def test_leaving_a_load_lets_it_go_and_frees_it() -> None:
     async with served("stub://alpha", "process") as model:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(model.worker.load("other", "stub://beta?load_ms=500", LoadOptions()), 0.1)
-        loaded = await model.worker.load("other", "stub://gamma", LoadOptions(EngineOptions(num_blocks=64)))
+            await asyncio.wait_for(worker_of(model).load("other", "stub://beta?load_ms=500", LoadOptions()), 0.1)
+        loaded = await worker_of(model).load("other", "stub://gamma", LoadOptions(EngineOptions(num_blocks=64)))
         assert loaded.name == "gamma"

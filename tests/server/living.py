@@ -13,10 +13,10 @@ import uvicorn
 import uvloop
 
 from lockstep.cluster.base import Cluster
-from lockstep.cluster.single import SingleModel, SingleModelOptions
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import RequestRecord
+from tests.cluster.support import one_model
 
 START_S = 60.0
 UNTIL_S = 20.0
@@ -49,7 +49,7 @@ class Living:
 @contextlib.contextmanager
 def living(source: str, options: ServerOptions | None = None, *, name: str = "m") -> Iterator[Living]:
     """Serve a model under a name until the block ends."""
-    cluster = SingleModel(SingleModelOptions(source, (name,)))
+    cluster = one_model(source, (name,))
     records: list[RequestRecord] = []
     app = create_app(cluster, options, observers=[lambda record, _: records.append(record)])
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))

@@ -1,4 +1,4 @@
-"""A managed cluster without models: what the routes ask of `ManagedCluster`, in memory."""
+"""A cluster without models: what the routes that look at a cluster and change it ask of it, in memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 
 from lockstep.cluster.base import ModelCard
-from lockstep.cluster.events import EventLog
-from lockstep.cluster.single import SingleModel, SingleModelOptions
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.snapshot import (
     BudgetSnapshot,
     ClusterSnapshot,
@@ -30,15 +30,14 @@ MANIFEST = "cluster: small\nmodels:\n  router:\n    source: stub://router\n"
 FAULTS = (Problem(2, "models.router.tier", "is 'hot'; it must be resident"), Problem(3, "routing.entry", "is missing"))
 
 
-class Managed(SingleModel):
+class Managed(ManifestCluster):
     """Serves nothing; remembers what it was told.
 
     Lines of a new manifest decide what becomes of it: ``bad`` has faults, ``big`` does not fit.
     """
 
     def __init__(self) -> None:
-        super().__init__(SingleModelOptions("stub://router", ("router",)))
-        self.events = EventLog()
+        super().__init__(parse(MANIFEST))
         self.text = MANIFEST
         self.states = {"router": "resident", "org/legal": "standby", "far": "remote"}
         self.ended: list[str] = []

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from lockstep.cluster.single import SingleModel, SingleModelOptions
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.recording import RecordObserver
+from tests.cluster.support import one_model
 
 JSON = {"Content-Type": "application/json"}
 NAME = "org/alpha"
@@ -28,7 +28,7 @@ async def client_of(
     headers: dict[str, str] | None = None,
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of an application that serves a model as `NAME` (alias ``alpha``), in this process."""
-    cluster = SingleModel(SingleModelOptions(source, (NAME, "alpha")))
+    cluster = one_model(source, (NAME, "alpha"))
     await cluster.start()
     try:
         transport = httpx2.ASGITransport(app=create_app(cluster, options, observers))

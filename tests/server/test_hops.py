@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from lockstep.cluster.base import Accepted, Call, EventStream, Hop
-from lockstep.cluster.single import SingleModel, SingleModelOptions
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest import Manifest
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import RequestRecord
@@ -26,7 +27,7 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "I was charged t
 CHAT = "/v1/chat/completions"
 
 
-class Routing(SingleModel):
+class Routing(ManifestCluster):
     """One model, and a router before it that always says the same."""
 
     hop = ROUTER
@@ -43,7 +44,7 @@ class Routing(SingleModel):
 async def routed(
     hop: Hop = ROUTER, options: ServerOptions | None = None
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, Routing, list[RequestRecord]]]:
-    cluster = Routing(SingleModelOptions("stub://alpha", ("billing",)))
+    cluster = Routing(Manifest.of_model("stub://alpha", ("billing",)))
     cluster.hop, cluster.calls = hop, []
     records: list[RequestRecord] = []
     await cluster.start()

@@ -15,7 +15,6 @@ from fastapi import APIRouter, Request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cluster.single import SingleModel, SingleModelOptions
 from lockstep.engine.outputs import RequestOutput, Timings
 from lockstep.server import app as app_module
 from lockstep.server.app import create_app
@@ -23,6 +22,7 @@ from lockstep.server.limits import RateLimits, TokenBucket
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import MAX_HEADERS, bounded_protocol
 from lockstep.server.record import record_of
+from tests.cluster.support import one_model
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import JSON, client_of, connect, error_of, exchange, received
 
@@ -195,7 +195,7 @@ def _wait_for_load(server: ServerProcess, load: int) -> None:
 
 async def test_headers_that_do_not_come_are_not_waited_for() -> None:
     """With a limit of a fifth of a second instead of the real one; idle connections and slow ones alike."""
-    cluster = SingleModel(SingleModelOptions("stub://alpha", ("alpha",)))
+    cluster = one_model("stub://alpha", ("alpha",))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
             create_app(cluster), http=bounded_protocol(2048, 0.2), lifespan="off", log_config=None, ws="none"

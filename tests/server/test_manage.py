@@ -11,13 +11,12 @@ import httpx2
 import pytest
 import yaml
 
-from lockstep.cluster.managed import ManagedCluster
 from lockstep.server.app import create_app
 from lockstep.server.lifecycle import Phase
 from lockstep.server.manifest_text import manifest_text
 from lockstep.server.options import ServerOptions
 from tests.server.managing import FAULTS, MANIFEST, Managed
-from tests.server.support import client_of, error_of
+from tests.server.support import NAME, client_of, error_of
 
 YAML = {"Content-Type": "application/yaml"}
 ROUTES = (
@@ -40,8 +39,11 @@ async def managing(options: ServerOptions | None = None) -> AsyncIterator[tuple[
         yield client, cluster
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_a_server_of_one_model_says_that_it_has_no_manifest(method: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "path"), [route for route in ROUTES if "manifest" in route[1] or "load" in route[1]]
+)
+async def test_what_a_command_line_says_is_not_changed_over_http(method: str, path: str) -> None:
+    """The keys of a server of one model are those of its clients."""
     async with client_of() as client:
         response = await client.request(method, path)
     assert response.status_code == 404
@@ -56,9 +58,22 @@ async def test_every_route_needs_the_key(method: str, path: str) -> None:
         assert (await client.request(method, path)).status_code == 401
 
 
+async def test_one_model_is_a_cluster_that_can_be_looked_at() -> None:
+    async with client_of() as client:
+        shown = (await client.get("/v1/cluster")).json()
+        asked = {"prompt": "x", "max_tokens": 1, "session_id": "s"}
+        assert (await client.post("/v1/completions", json=asked)).status_code == 200
+        sessions = (await client.get("/v1/sessions")).json()["data"]
+        assert (await client.delete("/v1/sessions/s")).json()["deleted"]
+    [model] = shown["models"]
+    assert (model["id"], model["aliases"], model["state"]) == (NAME, ["alpha"], "resident")
+    assert model["max_active_sessions"] is None
+    assert [budget["effective_bytes"] for budget in shown["budgets"]] == [None, None]
+    assert [(session["id"], session["model"]) for session in sessions] == [("s", NAME)]
+
+
 async def test_the_cluster_is_shown_as_it_is() -> None:
     async with managing() as (client, cluster):
-        assert isinstance(cluster, ManagedCluster)
         shown = (await client.get("/v1/cluster")).json()
     assert shown["cluster"] == "small"
     assert [(model["id"], model["state"]) for model in shown["models"]] == list(cluster.states.items())

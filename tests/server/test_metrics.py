@@ -10,13 +10,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from lockstep.cluster.base import Accepted, Call
-from lockstep.cluster.single import SingleModel, SingleModelOptions
 from lockstep.core.request import FinishReason
 from lockstep.engine.metrics import HISTOGRAMS, HistogramSnapshot
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.buckets import cumulative
 from lockstep.server.metrics import HttpCounts, model_families
 from lockstep.server.record import RequestRecord
+from tests.cluster.support import one_model
 from tests.server.process import ServerProcess
 from tests.server.support import NAME, client_of
 
@@ -64,7 +64,7 @@ def test_types_are_those_that_boards_expect(server: ServerProcess) -> None:
 async def test_counts_are_exact_and_gauges_return_to_nothing() -> None:
     """R requests of T tokens leave R(T-1) latencies between tokens and R first ones."""
     num_requests, num_tokens = 3, 7
-    cluster = SingleModel(SingleModelOptions("stub://alpha", (NAME,)))
+    cluster = one_model("stub://alpha", (NAME,))
     await cluster.start()
     try:
         for _ in range(num_requests):
@@ -112,7 +112,7 @@ def test_buckets_are_cumulative() -> None:
 
 
 async def test_a_scrape_while_the_model_loads_is_answered() -> None:
-    cluster = SingleModel(SingleModelOptions("stub://alpha", (NAME,)))
+    cluster = one_model("stub://alpha", (NAME,))
     assert list(samples(model_families(await cluster.metrics(), "lockstep"))) == []
 
 

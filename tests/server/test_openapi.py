@@ -9,9 +9,9 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from lockstep.cluster.single import SingleModel, SingleModelOptions
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
+from tests.cluster.support import one_model
 from tests.server.process import ServerProcess
 from tests.server.support import NAME
 
@@ -20,9 +20,7 @@ MAX_EXAMPLES = 12
 
 
 SCHEMA = schemathesis.openapi.from_dict(
-    create_app(
-        SingleModel(SingleModelOptions("stub://alpha", (NAME,))), ServerOptions(enable_debug_endpoints=True)
-    ).openapi()
+    create_app(one_model("stub://alpha", (NAME,)), ServerOptions(enable_debug_endpoints=True)).openapi()
 )
 """Of an application like the server's; no model is needed to write it."""
 SCHEMA.config.checks.not_a_server_error.expected_statuses = ["2xx", "3xx", "4xx", "504"]

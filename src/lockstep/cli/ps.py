@@ -88,7 +88,7 @@ def _row(model: ModelSnapshot, replica: ReplicaSnapshot | None) -> tuple[str, ..
         "-" if replica is None or replica.measured_bytes is None else size(replica.measured_bytes),
         str(model.num_running),
         str(model.num_waiting),
-        f"{model.num_sessions}/{model.max_active_sessions}",
+        f"{model.num_sessions}/{'-' if model.max_active_sessions is None else model.max_active_sessions}",
         str(model.num_requests),
         "-" if model.idle_s is None else f"{model.idle_s:.0f} s",
     )

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lockstep.server.options import ServerOptions
     from lockstep.server.reloading import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
-    from lockstep.worker.options import WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +152,11 @@ def _cluster(
     model: str | None, what: ModelFlags, many: ClusterFlags, engine: EngineFlags, report: ReportFlags
 ) -> tuple[Cluster, ManifestReload | None]:
     """Who stands behind the server, and how a manifest is brought in again; the one place that knows."""
-    from lockstep.cluster.single import SingleModel, SingleModelOptions
+    from lockstep.cluster.backend import Backend
+    from lockstep.cluster.cluster import ManifestCluster
+    from lockstep.cluster.manifest import Manifest
+    from lockstep.cluster.stage import ClusterOptions
+    from lockstep.server.reloading import ManifestReload
     from lockstep.worker.options import WorkerOptions
 
     _check_together(model, what, many)
@@ -162,7 +165,6 @@ def _cluster(
         openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
         cache_dir=what.cache_dir,
         probe=what.probe,
-        chat_template=flags.read_template(what.chat_template),
     )
     worker = WorkerOptions(
         kind=what.worker,
@@ -171,10 +173,15 @@ def _cluster(
         stream_interval_s=what.stream_interval_ms / 1000,
         trace=trace_options(report),
     )
-    if many.manifest is not None:
-        return _of_manifest(many.manifest, many, load, worker)
-    assert model is not None, "one of the two is given"
-    return SingleModel(SingleModelOptions(model, tuple(what.served_model_name or (model,)), load, worker)), None
+    options = ClusterOptions(
+        Backend(many.backend or "auto"), load, worker, environment=os.environ, is_fixed=many.manifest is None
+    )
+    if many.manifest is None:
+        assert model is not None, "one of the two is given"
+        template = flags.read_template(what.chat_template)
+        return ManifestCluster(Manifest.of_model(model, what.served_model_name or (model,), template), options), None
+    cluster = ManifestCluster(read_manifest(many.manifest), options)
+    return cluster, ManifestReload(cluster, many.manifest, os.environ, watches=many.watch)
 
 
 def trace_options(report: ReportFlags) -> TraceOptions | None:
@@ -186,19 +193,6 @@ def trace_options(report: ReportFlags) -> TraceOptions | None:
             raise UsageError("--trace-content is said of a recording; give --trace DIR, or leave it out")
         return None
     return TraceOptions(str(report.trace.absolute()), report.trace_max_mb << 20, report.trace_content)
-
-
-def _of_manifest(
-    path: Path, many: ClusterFlags, load: LoadOptions, worker: WorkerOptions
-) -> tuple[Cluster, ManifestReload]:
-    from lockstep.cluster.backend import Backend
-    from lockstep.cluster.cluster import ManifestCluster
-    from lockstep.cluster.stage import ClusterOptions
-    from lockstep.server.reloading import ManifestReload
-
-    options = ClusterOptions(Backend(many.backend or "auto"), load, worker, environment=os.environ)
-    cluster = ManifestCluster(read_manifest(path), options)
-    return cluster, ManifestReload(cluster, path, os.environ, watches=many.watch)
 
 
 def _check_together(model: str | None, what: ModelFlags, many: ClusterFlags) -> None:

@@ -20,7 +20,7 @@ from lockstep.cluster.replicas import Replicas
 from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.sessions import Sessions
 from lockstep.cluster.snapshot import Counters
-from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.outputs import GenerationRequest, TokenOutput
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import DeadlineError, LockstepError, QueueDeadlineError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker
@@ -37,6 +37,7 @@ class Answering:
 
     Args:
         roster: the models that there are now.
+        find: the model of a name; ModelNotFoundError, or UnavailableError until it may be called.
         clock: monotonic seconds.
     """
 
@@ -45,6 +46,7 @@ class Answering:
         worker: SupervisedWorker,
         replicas: Replicas,
         roster: Callable[[], Roster],
+        find: Callable[[str | None], Model],
         sessions: Sessions,
         counters: Counters,
         events: EventLog,
@@ -53,6 +55,7 @@ class Answering:
         self._worker = worker
         self._replicas = replicas
         self._roster = roster
+        self._find = find
         self._sessions = sessions
         self._counters = counters
         self._events = events
@@ -63,8 +66,7 @@ class Answering:
 
     async def stream(self, call: Call) -> EventStream:
         """As `lockstep.cluster.base.Cluster.stream`."""
-        roster = self._roster()
-        model = roster.find(call.model)
+        model, roster = self._find(call.model), self._roster()
         self._counters.requests_total += 1
         self.num_open += 1
         self._begin_session(call, model)
@@ -165,7 +167,7 @@ class Answering:
             max_model_len, tokenizer = self._text_side(held)
             request = await prepared_request(tokenizer, max_model_len, asked)
             if request.session_id is not None:
-                request = dataclasses.replace(request, session_owner=model.id, max_active_sessions=model.sessions.limit)
+                request = _owned(request, model)
             mailbox = self._worker.submit(held.key, request)
             try:
                 outputs = await mailbox.take()
@@ -251,6 +253,13 @@ class Answering:
             self.num_ephemeral -= 1
         else:
             self._sessions.end(call.session_id, self._clock())
+
+
+def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:
+    """A request of one of a model's sessions; where the model has no limit, the engine's own holds."""
+    limit = model.sessions.limit
+    most = request.max_active_sessions if limit is None else limit
+    return dataclasses.replace(request, session_owner=model.id, max_active_sessions=most)
 
 
 def _shortened(call: Call, waited_s: float) -> Call:

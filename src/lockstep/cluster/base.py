@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from lockstep.cluster.events import EventLog
+from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
 from lockstep.core.request import Priority
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import TokenOutput
@@ -185,4 +187,60 @@ class Cluster(Protocol):
 
     async def close(self) -> None:
         """End what is open, free the models and end the processes that were started."""
+        ...
+
+    # -- from above -----------------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> EventLog: ...
+
+    def snapshot(self) -> ClusterSnapshot:
+        """UnavailableError until its models have been opened."""
+        ...
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no request may change what is served: it was made of a command line, and has no manifest to show.
+        The four that follow are for others."""
+        ...
+
+    def manifest_text(self) -> str:
+        """The effective manifest as YAML; `replace` takes it."""
+        ...
+
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
+        """Bring a new manifest in, as one unit.
+
+        Args:
+            environment: what the text may refer to; nothing, where it came from the network.
+
+        Raises:
+            ManifestError: it has faults. Nothing has changed, as with all that follow.
+            UnavailableError: another one is being brought in.
+            LockstepError: what it names does not fit the budgets, or cannot be loaded.
+        """
+        ...
+
+    async def load_model(self, id_: str) -> None:
+        """Promote a model; returns when it can answer at once.
+
+        Raises:
+            ModelNotFoundError: there is none of that id or alias.
+            InvalidParameterError: it is remote.
+            LockstepError: it cannot be loaded.
+        """
+        ...
+
+    async def unload_model(self, id_: str) -> None:
+        """Demote a model; returns when its calls have ended and its memory is free.
+
+        Raises:
+            ModelNotFoundError, InvalidParameterError: as in `load_model`.
+        """
+        ...
+
+    def sessions(self) -> tuple[SessionSnapshot, ...]: ...
+
+    async def end_session(self, id_: str) -> None:
+        """Forget a session and give up its KV; SessionNotFoundError when nobody knows it."""
         ...

@@ -1,4 +1,4 @@
-"""A cluster as a manifest describes it: many models on one device worker, and some of other servers."""
+"""A cluster as a manifest describes it: one model or many on one device worker, and some of other servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse
-from lockstep.cluster.models import Model
 from lockstep.cluster.picture import picture
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.replacing import replace_manifest
@@ -31,7 +30,7 @@ Validators = Mapping[str, Validator]
 
 
 class ManifestCluster:
-    """Implements `lockstep.cluster.base.Cluster`, and what can be done to a cluster while it serves.
+    """Implements `lockstep.cluster.base.Cluster`.
 
     Args:
         manifest: what is served at first.
@@ -50,10 +49,9 @@ class ManifestCluster:
         self._manifest = manifest
         self._validators = validators or {}
         self._progress = progress
-        self._stage = Stage(options or ClusterOptions())
-        stage = self._stage
+        self._stage = stage = Stage(options or ClusterOptions(), manifest)
         self._answering = Answering(
-            stage.worker, stage.replicas, lambda: stage.roster, stage.sessions, stage.counters, stage.events
+            stage.worker, stage.replicas, lambda: stage.roster, stage.find, stage.sessions, stage.counters, stage.events
         )
         self._created_s = int(time.time())
         self._sweeping: asyncio.Task[None] | None = None
@@ -72,15 +70,13 @@ class ManifestCluster:
     # -- base.Cluster ---------------------------------------------------------------------------------------------
 
     def cards(self) -> tuple[ModelCard, ...]:
-        if not self._stage.is_set:
-            return ()
-        return tuple(self._card(model) for model in self._stage.roster.models.values())
+        return tuple(map(self._card, self._stage.names.ids))
 
     def card(self, name: str | None) -> ModelCard:
-        return self._card(self._stage.roster.find(name))
+        return self._card(self._stage.names.find(name))
 
     def tokenizer(self, name: str | None) -> Tokenizer:
-        model = self._stage.roster.find(name)
+        model = self._stage.find(name)
         if model.remote is not None:
             return model.remote.tokenizer
         assert model.held is not None, "a model is local or remote"
@@ -104,15 +100,15 @@ class ManifestCluster:
     def health(self) -> Health:
         """Ready while every model that is declared resident can answer."""
         if not self._stage.is_booted:
-            return Health(False, "the models are loading")
-        for model in self._stage.roster.models.values():
+            return Health(False, self._stage.loading)
+        models = self._stage.roster.models
+        for model in models.values():
             held = model.held
             if held is None or model.entry.tier is not Tier.RESIDENT or not held.is_pinned:
                 continue
-            if held.phase is not Phase.RESIDENT and held.failure is not None:
-                return Health(False, f"{model.id}: {held.failure}")
-            if reason := self._stage.worker.trouble(held.key):
-                return Health(False, f"{model.id}: {reason}")
+            reason = held.absence if held.phase is not Phase.RESIDENT else ""
+            if reason := reason or self._stage.worker.trouble(held.key):
+                return Health(False, reason if len(models) == 1 else f"{model.id}: {reason}")
         return Health(True, "")
 
     async def check(self) -> str:
@@ -129,7 +125,7 @@ class ManifestCluster:
     async def start(self) -> None:
         stage = self._stage
         try:
-            opened = await stage.open(self._manifest)
+            opened = await stage.open(self._manifest, self._progress)
             await stage.worker.start()
             stage.replicas.progress = self._progress
             roster = stage.cast(self._manifest, opened)
@@ -166,7 +162,11 @@ class ManifestCluster:
                     await model.remote.close()
         await self._stage.close()
 
-    # -- what can be seen, and done by hand -----------------------------------------------------------------------
+    # -- from above -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_fixed(self) -> bool:
+        return self._stage.options.is_fixed
 
     def snapshot(self) -> ClusterSnapshot:
         return picture(self._stage, self._is_replacing, self._answering.num_ephemeral)
@@ -262,18 +262,23 @@ class ManifestCluster:
             raise InvalidParameterError(f"{id_} is remote: there is nothing to load here", param="model")
         return held
 
-    def _card(self, model: Model) -> ModelCard:
+    def _card(self, id_: str) -> ModelCard:
+        stage = self._stage
+        if not stage.is_set:
+            entry = stage.first.entry(id_)
+            return ModelCard(id_, entry.aliases, entry.source, self._created_s, "loading", None, None, None)
+        model = stage.roster.models[id_]
         held = model.held
         loaded = None if held is None else held.loaded
         probe = None if loaded is None else loaded.probe
         tokenizer = None if held is None else held.tokenizer
-        mates = () if held is None else self._stage.models_on(held)
+        mates = () if held is None else stage.models_on(held)
         return ModelCard(
             name=model.id,
             aliases=model.entry.aliases,
             root=model.entry.source,
             created_s=self._created_s,
-            tier=self._stage.state_of(model, time.monotonic()),
+            tier=stage.state_of(model, time.monotonic()),
             max_model_len=None if loaded is None else loaded.config.max_model_len,
             deterministic=None if probe is None else probe.deterministic,
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,

@@ -120,7 +120,13 @@ class Held:
             return self.retirement()
         if self.failure is None or now_s >= self.retry_at_s:
             return None
-        return UnavailableError(f"the model could not be loaded: {self.failure}", retry_after_s=self.retry_at_s - now_s)
+        return UnavailableError(self.absence, retry_after_s=self.retry_at_s - now_s)
+
+    @property
+    def absence(self) -> str:
+        """Why it could not be loaded, in one sentence; empty: nothing speaks against it."""
+        again = "" if self.loaded is None else " again"
+        return "" if self.failure is None else f"the model could not be loaded{again}: {self.failure}"
 
     @staticmethod
     def retirement() -> UnavailableError:

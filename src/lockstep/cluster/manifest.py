@@ -5,7 +5,7 @@ Closed: no files, no YAML, no clock. `manifest_file.py` makes one of text and te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -13,6 +13,9 @@ from lockstep.cluster.dispatch import DispatchRule
 
 PRIORITIES: Mapping[str, int] = {"critical": -2, "high": -1, "normal": 0, "low": 1}
 """Names of priority classes; lower is served first, and evicted last."""
+
+ONE_MODEL = "one-model"
+"""What a cluster is called that was made of one model."""
 
 
 class Tier(StrEnum):
@@ -71,9 +74,17 @@ class Entry:
     """What it needs in memory, where that is known before it is loaded."""
     engine: Mapping[str, object] = field(default_factory=dict)
     """Fields of EngineOptions and SchedulerConfig."""
+    chat_template: str | None = None
+    """Jinja source in the place of the artifact's; None: the artifact's own."""
     keep_alive_s: float | None = None
     """Idle seconds after which a promoted standby model is demoted; None: only to make room."""
     remote: Remote | None = None
+
+    @property
+    def variant(self) -> str:
+        """What makes another replica of it than of others with its source; the same text for the same."""
+        said = sorted((name, repr(value)) for name, value in self.engine.items())
+        return repr(said if self.chat_template is None else (said, self.chat_template))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +104,13 @@ class Resources:
 class SessionLimits:
     """How long and how many conversations keep their KV."""
 
-    idle_threshold_s: float = 30.0
+    idle_threshold_s: float | None = 30.0
+    """Unused for so long, a session's KV may go; None: only for others' room."""
     min_lifetime_s: float = 0.25
     sweep_interval_s: float = 0.5
-    max_active_sessions: int = 16
+    max_active_sessions: int | None = 16
+    """Of one model, requests without a session counted as one each; None: no request waits for another, and named
+    sessions are kept as far as an engine keeps them by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,16 @@ class Manifest:
     sessions: SessionLimits = field(default_factory=SessionLimits)
     rollouts: object | None = None
     """Another room's block, as it was written, in dicts, lists and scalars; its validator is injected."""
+
+    @classmethod
+    def of_model(cls, source: str, names: Sequence[str], chat_template: str | None = None) -> Manifest:
+        """One resident model that nobody shares the device with: no budget is said, and nothing is kept for others.
+
+        Args:
+            names: its served name, then aliases; any text, also where a manifest's file could not write it.
+        """
+        entry = Entry(names[0], source, aliases=tuple(dict.fromkeys(names[1:])), chat_template=chat_template)
+        return cls(ONE_MODEL, (entry,), sessions=SessionLimits(idle_threshold_s=None, max_active_sessions=None))
 
     def entry(self, id_: str) -> Entry:
         """The model of an id; KeyError when there is none."""

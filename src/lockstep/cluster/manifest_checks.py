@@ -118,9 +118,9 @@ def _check_entry(entry: EntryDraft, draft: ManifestDraft, reading: Reading) -> N
         message = f"is {tier.value!r}, but `remote:` names a server; write remote or leave one out"
         reading.fault(f"{entry.where}.tier", message)
     if tier is Tier.REMOTE or "remote" in entry.fields:
-        for key in ("engine", "size"):
+        for key in ("engine", "size", "chat_template"):
             if f"{entry.where}.{key}" in reading.lines:
-                message = "says nothing of a remote model, which needs no memory here; leave it out"
+                message = "says nothing of a remote model, which is loaded by another server; leave it out"
                 reading.fault(f"{entry.where}.{key}", message)
 
 

@@ -24,7 +24,9 @@ from lockstep.cluster.manifest_readers import (
     quantity,
     size,
     text,
+    unless,
     whole,
+    word_for_none,
     written,
 )
 from lockstep.cluster.quantities import duration_text, size_text
@@ -32,6 +34,8 @@ from lockstep.errors import ArtifactError, ConfigError, UsageError
 
 PROMOTION_HINT = "on_router_classification"
 TIERS: Mapping[str, Tier] = {**{tier.value: tier for tier in Tier}, "active": Tier.RESIDENT}
+NEVER = "never"
+UNLIMITED = "unlimited"
 MIN_SWEEP_INTERVAL_S = 0.01
 MAX_PRIORITY = 100
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -160,10 +164,10 @@ RESOURCES: Mapping[str, Key] = {
     }.items()
 }
 SESSIONS: Mapping[str, Key] = {
-    "idle_threshold": Key(duration(), "idle_threshold_s", duration_text),
+    "idle_threshold": Key(unless(NEVER, duration()), "idle_threshold_s", word_for_none(NEVER, duration_text)),
     "min_lifetime": Key(duration(), "min_lifetime_s", duration_text),
     "sweep_interval": Key(duration(MIN_SWEEP_INTERVAL_S), "sweep_interval_s", duration_text),
-    "max_active_sessions": Key(whole(1)),
+    "max_active_sessions": Key(unless(UNLIMITED, whole(1)), write=word_for_none(UNLIMITED)),
 }
 
 
@@ -187,6 +191,7 @@ def entry_keys(environment: Mapping[str, str]) -> Mapping[str, Key]:
         "sampling": Key(sampling_block, write=dict),
         "size": Key(size(1), "size_bytes", size_text),
         "engine": Key(engine_block, write=engine_written),
+        "chat_template": Key(text),
         "keep_alive": Key(duration(), "keep_alive_s", duration_text),
         "remote": Key(
             lambda place: filled(place, remote, Remote, ("base_url",)),

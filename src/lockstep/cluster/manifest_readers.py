@@ -135,6 +135,25 @@ def quantity(place: Place, right: str) -> str:
     return value if isinstance(value, str) else str(getattr(place.node, "value", value))
 
 
+def unless(word: str, reader: Reader) -> Reader:
+    """None for a word, which stands for no bound; else what another reader reads."""
+
+    def read(place: Place) -> Any:
+        if place.scalar() == word:
+            return None
+        try:
+            return reader(place)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or {word}") from None
+
+    return read
+
+
+def word_for_none(word: str, write: Callable[[Any], Any] = _same) -> Callable[[Any], Any]:
+    """What `unless` reads."""
+    return lambda value: word if value is None else write(value)
+
+
 def one_or_many(reader: Reader) -> Reader:
     """A tuple, of a list or of one value alone; each once."""
 

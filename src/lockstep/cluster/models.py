@@ -36,6 +36,36 @@ class Model:
         return self.entry.id
 
 
+class Names:
+    """What requests may call the models of a manifest, which is known before any of them is opened."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        entries = manifest.entries
+        self.ids = tuple(entry.id for entry in entries)
+        """In order of definition."""
+        self._ids = {alias: entry.id for entry in entries for alias in entry.aliases} | {e.id: e.id for e in entries}
+        self._entry = None if manifest.routing is None else manifest.routing.entry
+        if self._entry is not None:
+            self._ids.setdefault(manifest.cluster, self._entry)
+        self._default = self._entry or self.ids[0]
+        """Who is meant where a request names nobody."""
+
+    def is_routed(self, name: str | None) -> bool:
+        """Whether a request under this name goes through the entry model."""
+        return self._entry is not None and (name is None or self._ids.get(name) == self._entry)
+
+    def find(self, name: str | None) -> str:
+        """The id of an id or alias; the entry model's of the cluster's name or none.
+
+        Raises:
+            ModelNotFoundError: nobody is called so.
+        """
+        id_ = self._default if name is None else self._ids.get(name)
+        if id_ is None:
+            raise ModelNotFoundError(f"The model `{name}` does not exist.", param="model")
+        return id_
+
+
 class Roster:
     """All models of one manifest, found by name; replaced as a whole.
 
@@ -51,9 +81,7 @@ class Roster:
         pairs = zip(declared.entries, served.entries, strict=True)
         self.models: Mapping[str, Model] = {own.id: make(own, entry) for own, entry in pairs}
         """By id, in order of definition."""
-        self._names = {alias: model for model in self.models.values() for alias in model.entry.aliases} | dict(
-            self.models
-        )
+        self.names = Names(served)
         self.router = Router.of(served)
         self._warmed_by: dict[str, tuple[Model, ...]] = {
             id_: tuple(m for m in self.models.values() if id_ in m.entry.co_activation and m.held is not None)
@@ -61,25 +89,12 @@ class Roster:
         }
 
     def is_routed(self, name: str | None) -> bool:
-        """Whether a request under this name goes through the entry model."""
-        if self.router is None:
-            return False
-        if name is None or self._names.get(name) is self.models[self.router.entry]:
-            return True
-        return name == self.declared.cluster and name not in self._names
+        """As `Names.is_routed`."""
+        return self.names.is_routed(name)
 
     def find(self, name: str | None) -> Model:
-        """The model of an id or alias; the entry model of the cluster's name or none.
-
-        Raises:
-            ModelNotFoundError: nobody is called so.
-        """
-        if self.is_routed(name) and self.router is not None:
-            return self.models[self.router.entry]
-        model = next(iter(self.models.values()), None) if name is None else self._names.get(name)
-        if model is None:
-            raise ModelNotFoundError(f"The model `{name}` does not exist.", param="model")
-        return model
+        """The model that `Names.find` says; ModelNotFoundError."""
+        return self.models[self.names.find(name)]
 
     def warmed_by(self, id_: str) -> tuple[Model, ...]:
         """Models that name this one in `co_activation`."""

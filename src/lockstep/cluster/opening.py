@@ -14,8 +14,8 @@ from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.held import ReplicaSpec
-from lockstep.cluster.manifest import Entry, Manifest, Tier
-from lockstep.engine.loading import LoadOptions, default_cache_dir
+from lockstep.cluster.manifest import Entry, Manifest, Resources, Tier
+from lockstep.engine.loading import LoadOptions, Progress, default_cache_dir, download_stage
 from lockstep.engine.sizing import EngineOptions, available_memory_bytes
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ConfigError
@@ -44,13 +44,16 @@ class Opened:
     table: BudgetTable
 
 
-def open_manifest(manifest: Manifest, base: LoadOptions, held_bytes: int = 0) -> Opened:
+def open_manifest(
+    manifest: Manifest, base: LoadOptions, held_bytes: int = 0, progress: Progress | None = None
+) -> Opened:
     """Open every source that is not remote.
 
     Args:
         manifest: as the backend serves it.
         base: how models are loaded, where their own ``engine`` does not say otherwise.
         held_bytes: what loaded models take already, and a manifest that replaces theirs may take anew.
+        progress: told while models come from the hub.
 
     Raises:
         ArtifactError: a source cannot be served; the message names the model.
@@ -64,15 +67,20 @@ def open_manifest(manifest: Manifest, base: LoadOptions, held_bytes: int = 0) ->
                 "give it, or serve with --backend stub or pocket"
             )
     sources = {entry.source for entry in local}
-    kv_bytes = _share(manifest.resources.kv_budget_bytes, len(sources), DEFAULT_KV_BYTES)
-    host_bytes = _share(manifest.resources.host_kv_budget_bytes, len(sources), 0)
-    base = replace(base, engine=_with_pool(base.engine, kv_bytes, host_bytes))
-    sources_of = {source: _Source.open(source, base) for source in sorted(sources)}
+    is_alone = has_device_alone(manifest)
+    base = replace(base, engine=replace(base.engine, scheduler={"order": "priority", **base.engine.scheduler}))
+    if not is_alone:
+        kv_bytes = _share(manifest.resources.kv_budget_bytes, len(sources), DEFAULT_KV_BYTES)
+        host_bytes = _share(manifest.resources.host_kv_budget_bytes, len(sources), 0)
+        base = replace(base, engine=_with_pool(base.engine, kv_bytes, host_bytes))
+    sources_of = {source: _Source.open(source, base, progress) for source in sorted(sources)}
     specs: dict[str, ReplicaSpec] = {}
     footprints: dict[str, Footprint] = {}
     for entry in local:
         source = sources_of[entry.source]
-        options = replace(base, engine=_engine_options(entry, source.adapted(base.engine)))
+        engine = base.engine if is_alone else source.adapted(base.engine)
+        template = base.chat_template if entry.chat_template is None else entry.chat_template
+        options = replace(base, engine=_engine_options(entry, engine), chat_template=template)
         footprint = source.footprint(entry, options.engine)
         spec = _spec(entry, source, options, footprint)
         footprints.setdefault(spec.key, footprint)
@@ -81,9 +89,26 @@ def open_manifest(manifest: Manifest, base: LoadOptions, held_bytes: int = 0) ->
         Need(e.id, e.tier, specs[e.id].key, footprints[specs[e.id].key]) if e.id in specs else Need(e.id, e.tier)
         for e in manifest.entries
     )
-    is_real = any(not source.is_stub for source in sources_of.values())
-    budgets = effective_budgets(manifest.resources, Machine(available_memory_bytes() + held_bytes) if is_real else None)
+    budgets = effective_budgets(manifest.resources, machine_of(manifest, held_bytes))
     return Opened(manifest, specs, needs, check(needs, budgets))
+
+
+def has_device_alone(manifest: Manifest) -> bool:
+    """Whether there is one replica, and no budget: it shares with nobody, so its pool has the size that its load finds
+    room for, and nothing bounds it but what loading itself refuses."""
+    replicas = {(entry.source, entry.variant) for entry in manifest.entries if entry.tier is not Tier.REMOTE}
+    return len(replicas) == 1 and manifest.resources == Resources()
+
+
+def machine_of(manifest: Manifest, held_bytes: int = 0) -> Machine | None:
+    """What budgets are cut to; None: nothing is, as sizes are fictitious, or nobody shares.
+
+    Args:
+        manifest: as the backend serves it.
+    """
+    is_real = any(not entry.source.startswith(STUB) for entry in manifest.entries if entry.tier is not Tier.REMOTE)
+    is_shared = is_real and not has_device_alone(manifest)
+    return Machine(available_memory_bytes() + held_bytes) if is_shared else None
 
 
 def corrected(opened: Opened, loaded: Mapping[str, Loaded]) -> Opened:
@@ -116,11 +141,12 @@ class _Source:
     is_stub: bool
 
     @classmethod
-    def open(cls, source: str, base: LoadOptions) -> _Source:
+    def open(cls, source: str, base: LoadOptions, progress: Progress | None) -> _Source:
         if source.startswith(STUB):
             StubOptions.parse(source)
             return cls(source, source, DECLARED_BYTES, stub_tokenizer_parts, is_stub=True)
-        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir())
+        told = None if progress is None else download_stage(progress)
+        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir(), progress=told)
         return cls(source, artifact.fingerprint, artifact.num_bytes, artifact.load_tokenizer, is_stub=False)
 
     def adapted(self, engine: EngineOptions) -> EngineOptions:
@@ -146,7 +172,6 @@ def _with_pool(engine: EngineOptions, kv_bytes: int, host_bytes: int) -> EngineO
         engine,
         kv_cache_memory_bytes=kv_bytes if engine.kv_cache_memory_bytes is None else engine.kv_cache_memory_bytes,
         host_kv_memory_bytes=host_bytes if engine.host_kv_memory_bytes is None else engine.host_kv_memory_bytes,
-        scheduler={"order": "priority", **engine.scheduler},
     )
 
 
@@ -157,8 +182,7 @@ def _engine_options(entry: Entry, base: EngineOptions) -> EngineOptions:
 
 
 def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:
-    own = sorted((name, repr(value)) for name, value in entry.engine.items())
-    digest = hashlib.blake2b(repr((source.fingerprint, own)).encode()).hexdigest()[:KEY_DIGITS]
+    digest = hashlib.blake2b(repr((source.fingerprint, entry.variant)).encode()).hexdigest()[:KEY_DIGITS]
 
     def measure(loaded: Loaded) -> int:
         if source.is_stub:  # its weights are a fiction

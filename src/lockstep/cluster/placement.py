@@ -14,7 +14,6 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.budget import (
     BudgetTable,
-    Machine,
     Need,
     Row,
     Verdict,
@@ -26,9 +25,8 @@ from lockstep.cluster.budget import (
     predict,
 )
 from lockstep.cluster.manifest import Entry, Manifest, Tier
-from lockstep.cluster.opening import open_manifest
+from lockstep.cluster.opening import machine_of, open_manifest
 from lockstep.engine.loading import LoadOptions, default_cache_dir
-from lockstep.engine.sizing import available_memory_bytes
 from lockstep.errors import ArtifactError
 from lockstep.executors.stub import SCHEME as STUB
 
@@ -76,7 +74,7 @@ def place(manifest: Manifest, backend: Backend, base: LoadOptions) -> Placement:
         elif not state:
             opened.append(entry)
         elif entry.size_bytes is not None:
-            key = repr((entry.source, sorted(entry.engine.items())))
+            key = repr((entry.source, entry.variant))
             declared.append(Need(entry.id, entry.tier, key, predict(entry.size_bytes, 0, 0)))
         else:
             unknown[entry.id] = state
@@ -84,8 +82,7 @@ def place(manifest: Manifest, backend: Backend, base: LoadOptions) -> Placement:
             refusals.append(f"{entry.id}: {state.removeprefix(_BROKEN)}")
     known = open_manifest(replace(served, entries=tuple(opened)), base).needs
     needs = {need.model: need for need in (*known, *declared)}
-    is_real = any(not entry.source.startswith(STUB) for entry in served.entries if entry.tier is not Tier.REMOTE)
-    budgets = effective_budgets(manifest.resources, Machine(available_memory_bytes()) if is_real else None)
+    budgets = effective_budgets(manifest.resources, machine_of(served))
     table = check([needs[entry.id] for entry in served.entries if entry.id in needs], budgets)
     for budget, needed in ((budgets.gpu, table.gpu_needed_bytes), (budgets.ram, table.ram_needed_bytes)):
         if budget.effective_bytes is not None and needed > budget.effective_bytes:

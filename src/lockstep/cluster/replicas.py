@@ -292,7 +292,7 @@ class Replicas:
             error = defect if isinstance(defect, LockstepError) else await self._given_up(defect, spec)
             delay_s = held.failed(error, self._clock())
             self._move(held, Phase.ABSENT, FAILED)
-            held.fail_waiting(UnavailableError(f"the model could not be loaded: {error}", retry_after_s=delay_s))
+            held.fail_waiting(UnavailableError(held.absence, retry_after_s=delay_s))
         else:
             held.succeeded(loaded, self._clock())
             self._move(held, Phase.RESIDENT, reason)

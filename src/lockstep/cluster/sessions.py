@@ -53,11 +53,11 @@ class ModelSessions:
     """The sessions whose KV one model holds.
 
     Args:
-        limit: how many may be held at once.
+        limit: how many may be held at once; None: no request waits, and `MAX_SESSIONS` named ones are held when idle.
         on_swept: told which idle session gave way.
     """
 
-    def __init__(self, limit: int, on_swept: Callable[[str], None]) -> None:
+    def __init__(self, limit: int | None, on_swept: Callable[[str], None]) -> None:
         self.limit = limit
         self._on_swept = on_swept
         self._num_ephemeral = 0
@@ -128,7 +128,7 @@ class ModelSessions:
             self._next()
         return is_held
 
-    def resize(self, limit: int) -> None:
+    def resize(self, limit: int | None) -> None:
         """Another limit, for who comes from now on; who waits may have room now."""
         self.limit = limit
         self._next()
@@ -141,7 +141,13 @@ class ModelSessions:
                 turn.set_exception(error)
 
     def _has_room(self, session: str | None) -> bool:
-        return session in self._active or session in self._idle or self.num_active < self.limit
+        limit = self.limit
+        return limit is None or session in self._active or session in self._idle or self.num_active < limit
+
+    @property
+    def _num_excess(self) -> int:
+        """Of held sessions; without a limit, of idle ones."""
+        return len(self._idle) - MAX_SESSIONS if self.limit is None else self.num_held - self.limit
 
     def _take(self, session: str | None) -> None:
         if session is None:
@@ -149,7 +155,7 @@ class ModelSessions:
         else:
             self._idle.pop(session, None)
             self._active[session] = self._active.get(session, 0) + 1
-        while self.num_held > self.limit and self._idle:
+        while self._idle and self._num_excess > 0:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
             self._on_swept(oldest)
@@ -223,12 +229,15 @@ class Sessions:
         for session in list(self._known.values())[: max(0, excess)]:
             if not session.num_active and not session.is_held:
                 del self._known[session.id]
+        threshold_s = limits.idle_threshold_s
+        if threshold_s is None:
+            return []
         return [
             session
             for session in self._known.values()
             if session.is_held
             and not session.num_active
-            and now_s - session.last_used_s >= limits.idle_threshold_s
+            and now_s - session.last_used_s >= threshold_s
             and now_s - session.began_s >= limits.min_lifetime_s
         ]
 

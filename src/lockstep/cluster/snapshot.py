@@ -74,7 +74,8 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     num_waiting: int
     num_sessions: int
     """Sessions whose last request it answered, ephemeral ones included."""
-    max_active_sessions: int
+    max_active_sessions: int | None
+    """None: no bound, but what an engine keeps by itself."""
     co_activation: tuple[str, ...]
     idle_s: float | None
     """Since it last answered; None: it never did."""

@@ -8,13 +8,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+from lockstep.cluster.aside import aside, tell
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.budget import cut_texts, refusal
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
-from lockstep.cluster.models import Model, Roster
+from lockstep.cluster.models import Model, Names, Roster
 from lockstep.cluster.opening import Opened, corrected, open_manifest
 from lockstep.cluster.plan_flight import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy
@@ -22,7 +24,7 @@ from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.replicas import FAILED, Replicas
 from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import ConfigError, LockstepError, UnavailableError
 from lockstep.worker.life import Lost
@@ -59,13 +61,21 @@ class ClusterOptions:
     drain_s: float = DRAIN_S
     environment: Mapping[str, str] = field(default_factory=dict)
     """Where the keys of remote models are looked up."""
+    is_fixed: bool = False
+    """Requests may look at it and not change it: it was made of a command line, and no file says what is served."""
 
 
 class Stage:
-    """Changed by booting, by replacing, and by loading and unloading by hand."""
+    """Changed by booting, by replacing, and by loading and unloading by hand.
 
-    def __init__(self, options: ClusterOptions) -> None:
+    Args:
+        manifest: what will be served at first.
+    """
+
+    def __init__(self, options: ClusterOptions, manifest: Manifest) -> None:
         self.options = options
+        self.first = served_by(manifest, options.backend)
+        self._first_names = Names(self.first)
         self.worker = SupervisedWorker(options.worker, self._noticed)
         self.events = EventLog()
         self.counters = Counters()
@@ -86,8 +96,30 @@ class Stage:
     def roster(self) -> Roster:
         """The models that calls go to; UnavailableError until their sources have been opened."""
         if self._roster is None:
-            raise UnavailableError("the models are loading; try again soon")
+            raise UnavailableError(self.loading)
         return self._roster
+
+    @property
+    def names(self) -> Names:
+        """Of the models that calls go to, or will."""
+        return self._first_names if self._roster is None else self._roster.names
+
+    @property
+    def loading(self) -> str:
+        """Why nobody is answered yet, in one sentence."""
+        return "the model is loading" if len(self.names.ids) == 1 else "the models are loading"
+
+    def find(self, name: str | None) -> Model:
+        """The model that a call is for.
+
+        Raises:
+            ModelNotFoundError: nobody is called so.
+            UnavailableError: nobody is answered yet.
+        """
+        id_ = self.names.find(name)
+        if not self.is_booted:
+            raise UnavailableError(self.loading)
+        return self.roster.models[id_]
 
     @property
     def is_set(self) -> bool:
@@ -96,15 +128,20 @@ class Stage:
 
     # -- a manifest's way onto the stage --------------------------------------------------------------------------
 
-    async def open(self, manifest: Manifest) -> Opened:
+    async def open(self, manifest: Manifest, progress: Progress | None = None) -> Opened:
         """Open a manifest's sources and weigh them against its budgets.
+
+        Args:
+            progress: told while models come from the hub.
 
         Raises:
             ArtifactError: a source cannot be served.
             ConfigError: the models that are to be resident need more than the budgets.
         """
         served = served_by(manifest, self.options.backend)
-        opened = await asyncio.to_thread(open_manifest, served, self.options.load, self.replicas.held_bytes)
+        loop, held_bytes = asyncio.get_running_loop(), self.replicas.held_bytes
+        told = None if progress is None else partial(tell, loop, progress)
+        opened = await aside(lambda: open_manifest(served, self.options.load, held_bytes, told))
         loaded = {held.key: held.loaded for held in self.replicas.all() if held.loaded is not None}
         opened = corrected(opened, loaded)
         if reason := refusal(opened.table):
@@ -190,8 +227,9 @@ class Stage:
     def notice_losses(self) -> None:
         """What the successor of a lost worker could not load again is absent now."""
         for held in self.replicas.all():
-            if held.phase is Phase.RESIDENT and self.worker.tier(held.key) == "failed":
-                self.replicas.lost(held, UnavailableError(self.worker.trouble(held.key)))
+            failure = self.worker.failure(held.key)
+            if held.phase is Phase.RESIDENT and failure is not None:
+                self.replicas.lost(held, failure)
 
     async def close(self) -> None:
         """End the worker, and what is recorded."""
@@ -309,5 +347,5 @@ class Stage:
             self.counters.lru_evictions += reason == "room"
 
 
-def _session_limit(entry: Entry, manifest: Manifest) -> int:
+def _session_limit(entry: Entry, manifest: Manifest) -> int | None:
     return manifest.sessions.max_active_sessions if entry.max_active_sessions is None else entry.max_active_sessions

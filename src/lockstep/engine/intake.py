@@ -19,6 +19,8 @@ from lockstep.executors.sampling_params import ResolvedSampling, SamplingParams,
 MAX_SHOWN_SPECIALS = 64
 """Special tokens that one request may want to see."""
 MAX_SESSION_CHARS = 512
+MAX_OWNER_CHARS = 4_096
+"""An owner is a model, which may be called by its path."""
 """Of a session's id, and of its owner's."""
 
 
@@ -125,9 +127,9 @@ def _check_session(request: GenerationRequest) -> None:
         return
     if not 1 <= len(request.session_id) <= MAX_SESSION_CHARS:
         raise InvalidParameterError(f"session_id must have 1 to {MAX_SESSION_CHARS} characters", param="session_id")
-    if len(request.session_owner) > MAX_SESSION_CHARS:
+    if len(request.session_owner) > MAX_OWNER_CHARS:
         raise InvalidParameterError(
-            f"session_owner must have at most {MAX_SESSION_CHARS} characters", param="session_owner"
+            f"session_owner must have at most {MAX_OWNER_CHARS} characters", param="session_owner"
         )
     if request.max_active_sessions < 1:
         raise InvalidParameterError(

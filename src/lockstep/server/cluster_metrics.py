@@ -1,4 +1,4 @@
-"""A cluster's counters, budgets and tiers as families of ``/metrics``, where a manifest describes the cluster."""
+"""A cluster's counters, budgets and tiers as families of ``/metrics``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from lockstep.cluster.base import Cluster
 from lockstep.cluster.breaker import BreakerState
-from lockstep.cluster.managed import ManagedCluster
 from lockstep.cluster.remote_counts import RemoteSnapshot
 from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.errors import UnavailableError
@@ -38,9 +37,7 @@ MODEL = ("model_name",)
 
 
 def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
-    """Nothing where there is no manifest, or its models are not open yet."""
-    if not isinstance(cluster, ManagedCluster):
-        return
+    """Nothing until its models have been opened."""
     try:
         snapshot = cluster.snapshot()
     except UnavailableError:

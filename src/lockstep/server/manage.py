@@ -10,7 +10,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from lockstep.cluster.base import Cluster
-from lockstep.cluster.managed import ManagedCluster
 from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
 from lockstep.errors import LockstepError, ManifestError, NoManifestError, NotLoadableError, RequestError
 from lockstep.server.manifest_text import JSON_TYPE, YAML_TYPE, manifest_text
@@ -38,7 +37,7 @@ class EndedSession(msgspec.Struct, frozen=True):
 @router.get("/cluster", responses=described(ClusterSnapshot), operation_id="retrieve_cluster")
 async def retrieve_cluster(request: Request) -> Response:
     """Models and where they are, bytes against budgets, sessions, counters, the latest changes."""
-    return _json(managed(request).snapshot())
+    return _json(serving_of(request).cluster.snapshot())
 
 
 @router.get(
@@ -49,7 +48,7 @@ async def retrieve_cluster(request: Request) -> Response:
 )
 async def retrieve_manifest(request: Request) -> Response:
     """The effective manifest, which may be put back."""
-    return Response(managed(request).manifest_text(), media_type=YAML_TYPE)
+    return Response(_manifested(request).manifest_text(), media_type=YAML_TYPE)
 
 
 @router.put(
@@ -63,7 +62,7 @@ async def retrieve_manifest(request: Request) -> Response:
 async def replace_manifest(request: Request) -> Response:
     """Replace the manifest as one unit: all of it is brought in, or nothing changes and the error says all that is
     wrong. Models that are in both go on as they are, those that are gone answer what they have begun."""
-    cluster = managed(request)
+    cluster = _manifested(request)
     text = manifest_text(await request.body(), request.headers.get("content-type", ""))
     async with _loading("the manifest is not brought in"):
         return _json(await cluster.replace(text))
@@ -72,7 +71,8 @@ async def replace_manifest(request: Request) -> Response:
 @router.post("/models/{model_id:path}/load", responses=described(ModelSnapshot), operation_id="load_model")
 async def load_model(model_id: str, request: Request) -> Response:
     """Promote a model; answers when it can."""
-    cluster, name = managed(request), serving_of(request).cluster.card(model_id).name
+    cluster = _manifested(request)
+    name = cluster.card(model_id).name
     async with _loading(f"the model {name!r} is not loaded"):
         await cluster.load_model(name)
     return _json(_model(cluster, name))
@@ -81,7 +81,8 @@ async def load_model(model_id: str, request: Request) -> Response:
 @router.post("/models/{model_id:path}/unload", responses=described(ModelSnapshot), operation_id="unload_model")
 async def unload_model(model_id: str, request: Request) -> Response:
     """Demote a model; answers when its calls have ended and its memory is free."""
-    cluster, name = managed(request), serving_of(request).cluster.card(model_id).name
+    cluster = _manifested(request)
+    name = cluster.card(model_id).name
     async with _loading(f"the model {name!r} is not unloaded"):
         await cluster.unload_model(name)
     return _json(_model(cluster, name))
@@ -90,20 +91,20 @@ async def unload_model(model_id: str, request: Request) -> Response:
 @router.get("/sessions", responses=described(SessionList), operation_id="list_sessions")
 async def list_sessions(request: Request) -> Response:
     """Conversations that keep their KV, or kept it."""
-    return _json(SessionList("list", tuple(managed(request).sessions())))
+    return _json(SessionList("list", tuple(serving_of(request).cluster.sessions())))
 
 
 @router.delete("/sessions/{session_id:path}", responses=described(EndedSession), operation_id="end_session")
 async def end_session(session_id: str, request: Request) -> Response:
     """Forget a conversation and give up its KV."""
-    await managed(request).end_session(session_id)
+    await serving_of(request).cluster.end_session(session_id)
     return _json(EndedSession(session_id, "session", True))
 
 
-def managed(request: Request) -> ManagedCluster:
-    """The cluster behind a manifest; NoManifestError where there is none."""
-    cluster: Cluster = serving_of(request).cluster
-    if not isinstance(cluster, ManagedCluster):
+def _manifested(request: Request) -> Cluster:
+    """The cluster, where a manifest says what it serves; NoManifestError where the command line does."""
+    cluster = serving_of(request).cluster
+    if cluster.is_fixed:
         raise NoManifestError(
             "This server serves one model and has no manifest; start it with `lockstep serve --manifest FILE`."
         )
@@ -121,7 +122,7 @@ async def _loading(what: str) -> AsyncIterator[None]:
         raise NotLoadableError(f"{what}: {error}") from error
 
 
-def _model(cluster: ManagedCluster, name: str) -> ModelSnapshot | None:
+def _model(cluster: Cluster, name: str) -> ModelSnapshot | None:
     return next((model for model in cluster.snapshot().models if model.id == name), None)
 
 

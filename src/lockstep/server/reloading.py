@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.cluster.managed import ManagedCluster
+from lockstep.cluster.base import Cluster
 from lockstep.errors import LockstepError, ManifestError, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -25,9 +25,7 @@ class ManifestReload:
         watches: whether it is brought in whenever its content changes.
     """
 
-    def __init__(
-        self, cluster: ManagedCluster, path: Path, environment: Mapping[str, str], *, watches: bool = False
-    ) -> None:
+    def __init__(self, cluster: Cluster, path: Path, environment: Mapping[str, str], *, watches: bool = False) -> None:
         self._cluster = cluster
         self._path = path
         self._environment = environment

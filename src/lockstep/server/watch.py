@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
 from lockstep.server.lifecycle import Lifecycle, Traffic
-from lockstep.server.manage import managed
 from lockstep.server.reading import disconnected
 from lockstep.server.serving import serving_of
 from lockstep.server.sse import HEADERS, MAX_STALL_S, PING
@@ -58,7 +57,7 @@ async def watch_events(
     last_event_id: Annotated[str | None, Header(description="As `after`; what browsers send when they return.")] = None,
 ) -> Response:
     """Events from now on, or from where a watcher was before; a comment after 15 s of silence."""
-    cluster, watchers = managed(request), request.app.state.watchers
+    serving, watchers = serving_of(request), request.app.state.watchers
     for type_ in types or ():
         if type_ not in EVENTS:
             raise InvalidParameterError(f"type is {type_[:64]!r}; it must be one of {', '.join(EVENTS)}", param="type")
@@ -66,9 +65,9 @@ async def watch_events(
         raise QueueFullError(f"{MAX_WATCHERS} watchers are here already; try again when one has left")
     if after is None and last_event_id is not None and last_event_id.isdecimal():
         after = min(int(last_event_id[:16]), MAX_EVENT_ID)
-    serving = serving_of(request)
     wanted = {*types, LAGGED} if types else EVENTS.keys()
-    events = cluster.events.subscribe(cluster.events.last_id if after is None else after)
+    log = serving.cluster.events
+    events = log.subscribe(log.last_id if after is None else after)
     return WatchResponse(events, wanted, watchers, serving.lifecycle, serving.options.ping_interval_s)
 
 

@@ -54,6 +54,10 @@ class Replicas:
             return "resident"
         return "failed" if replica in self._failures else "loading"
 
+    def failure(self, replica: str) -> LockstepError | None:
+        """Why it could not be loaded again; None: that was not tried, or not in vain."""
+        return self._failures.get(replica)
+
     def absence(self, replica: str) -> str:
         """Why it is not there, in one sentence."""
         if replica in self._failures:

@@ -170,6 +170,10 @@ class SupervisedWorker:
         """``resident``, ``loading`` or ``failed``."""
         return self._replicas.tier(replica)
 
+    def failure(self, replica: str) -> LockstepError | None:
+        """Why a replica could not be loaded again after a loss; None: it was, or will be."""
+        return self._replicas.failure(replica)
+
     def trouble(self, replica: str) -> str:
         """Why requests to a replica would not be answered now, in one sentence; empty: they would."""
         if self._life.state is WorkerState.CLOSED:

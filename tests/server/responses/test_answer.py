@@ -11,7 +11,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from lockstep.cluster.single import SingleModel, SingleModelOptions
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.server.app import create_app
@@ -22,6 +21,7 @@ from lockstep.server.responses.events import ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
 from lockstep.server.responses.sqlite import SqliteStore
 from lockstep.server.responses.store import StoreLimits
+from tests.cluster.support import one_model
 from tests.server.responses.shapes import check_events, check_response
 
 PIECES = (("hm", ""), (", so", ""), ("", "It"), ("", " is"), ("", " blue."))
@@ -100,7 +100,7 @@ def test_a_failure_says_why(status: int, code: str) -> None:
 async def test_an_answer_that_cannot_be_stored_has_failed(tmp_path: Path, is_stream: bool) -> None:
     store = SqliteStore(tmp_path / "r.db", StoreLimits(9))
     store._connection.execute("PRAGMA query_only = ON")  # as a disk that has become read-only
-    cluster = SingleModel(SingleModelOptions("stub://alpha", ("alpha",)))
+    cluster = one_model("stub://alpha", ("alpha",))
     await cluster.start()
     transport = httpx2.ASGITransport(create_app(cluster, response_store=store))
     try:

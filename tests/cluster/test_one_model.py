@@ -15,8 +15,9 @@ import pytest_asyncio
 from msgspec import structs
 
 from lockstep.cluster.base import Accepted, Conversation
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.prompting import MAX_INLINE_CHARS, generation_request
-from lockstep.cluster.single import SingleModel
 from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
@@ -36,16 +37,19 @@ from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.support import (
     ENDLESS,
+    LIMIT_S,
     NAME,
     Kind,
     answer,
     call,
     events_of,
     model_of,
+    one_model,
     read,
     served,
     settled,
     tokens_of,
+    worker_of,
 )
 
 KINDS: tuple[Kind, ...] = ("thread", "process")
@@ -54,7 +58,7 @@ shares_a_model = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(params=KINDS, scope="module", loop_scope="module")
-async def stub(request: pytest.FixtureRequest) -> AsyncIterator[SingleModel]:
+async def stub(request: pytest.FixtureRequest) -> AsyncIterator[ManifestCluster]:
     async with served("stub://alpha?step_ms=2", request.param, max_num_queued_reqs=600) as model:
         yield model
 
@@ -97,7 +101,7 @@ async def test_an_answer_is_the_same_in_this_thread_in_another_and_in_a_process(
 
 
 @shares_a_model
-async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: SingleModel) -> None:
+async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: ManifestCluster) -> None:
     events = await events_of(stub, call("abc"))
     assert events[0] == Accepted(NAME, (97, 98, 99))
     outputs = tokens_of(events)
@@ -107,7 +111,7 @@ async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: SingleM
 
 
 @shares_a_model
-async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: SingleModel) -> None:
+async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: ManifestCluster) -> None:
     long = "x" * (MAX_INLINE_CHARS * 3)
     for asked, expected in (
         (structs.replace(call("abc"), model="other"), ModelNotFoundError),
@@ -139,7 +143,7 @@ async def test_a_full_queue_refuses_and_serves_who_came_before() -> None:
 
 
 @shares_a_model
-async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(stub: SingleModel) -> None:
+async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(stub: ManifestCluster) -> None:
     before = (await stub.metrics())[NAME].finished
     await read(stub, call("abc", ENDLESS), 3)
     await settled(stub)
@@ -150,7 +154,7 @@ async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(
 
 
 @shares_a_model
-async def test_cancelled_tasks_leave_nothing(stub: SingleModel) -> None:
+async def test_cancelled_tasks_leave_nothing(stub: ManifestCluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(60)]
     await asyncio.sleep(0.1)
     for task in tasks:
@@ -160,7 +164,7 @@ async def test_cancelled_tasks_leave_nothing(stub: SingleModel) -> None:
 
 
 @shares_a_model
-async def test_all_calls_end_with_the_error_that_is_given(stub: SingleModel) -> None:
+async def test_all_calls_end_with_the_error_that_is_given(stub: ManifestCluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(10)]
     await asyncio.sleep(0.1)
     assert stub.num_open == 10
@@ -205,7 +209,7 @@ async def test_metrics_are_told_while_a_long_step_runs(kind: Kind) -> None:
 
 
 @shares_a_model
-async def test_what_is_known_of_the_model_is_told(stub: SingleModel) -> None:
+async def test_what_is_known_of_the_model_is_told(stub: ManifestCluster) -> None:
     (card,) = stub.cards()
     assert (card.name, card.aliases, card.root, card.tier) == (NAME, ("alias",), "stub://alpha?step_ms=2", "resident")
     assert card.max_model_len == 8192
@@ -222,11 +226,15 @@ async def test_before_and_after_its_life_a_model_says_that_it_is_not_there(kind:
     model = model_of("stub://alpha?load_ms=800", kind)
     starting = asyncio.create_task(model.start())
     await asyncio.sleep(0.1)
-    assert model.card(None).tier == "loading"
+    assert (model.card("alias").name, model.card(None).tier) == (NAME, "loading")
     assert model.health().reason == "the model is loading"
     assert await model.metrics() == {}
-    with pytest.raises(UnavailableError, match="loading"):
+    with pytest.raises(UnavailableError, match="the model is loading"):
         await answer(model, call("abc"))
+    with pytest.raises(ModelNotFoundError):
+        await answer(model, structs.replace(call("abc"), model="other"))
+    with pytest.raises(UnavailableError):
+        model.tokenizer("alias")
     await starting
     assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
     open_call = asyncio.create_task(answer(model, call("x", replace(ENDLESS, max_tokens=8000))))
@@ -262,6 +270,42 @@ def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(live()) == "[stub:alpha] ok len=3 max=40"
+
+
+async def test_no_request_waits_for_another_that_has_no_session_either() -> None:
+    """A manifest's models hold 16 sessions if nothing is said; one model holds as many as its engine runs."""
+    async with served("stub://alpha?step_ms=5", "thread", max_num_seqs=64) as model:
+        tasks = [asyncio.create_task(answer(model, call("x", ENDLESS))) for _ in range(40)]
+        async with asyncio.timeout(LIMIT_S):
+            while (await model.metrics())[NAME].gauges["num_requests_running"] < len(tasks):
+                await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await settled(model)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+async def test_who_has_the_device_alone_has_the_pool_that_its_load_finds_room_for(max_num_seqs: int) -> None:
+    """Whole contexts of all that run; with another model, or a budget, the share of it."""
+    engine = EngineOptions(scheduler={"max_num_seqs": max_num_seqs})
+    model = one_model("stub://alpha", load=LoadOptions(engine))
+    await model.start()
+    [replica] = model.snapshot().replicas
+    loaded = worker_of(model).loaded(replica.key)
+    await model.close()
+    assert loaded is not None
+    assert loaded.config.num_blocks == max_num_seqs * 8192 // 16
+    assert loaded.config.num_host_blocks == loaded.config.num_blocks // 2
+    assert [budget.effective_bytes for budget in model.snapshot().budgets] == [None, None]
+
+
+async def test_a_template_of_its_own_writes_its_prompts() -> None:
+    model = ManifestCluster(Manifest.of_model("stub://alpha", (NAME,), "{{ messages[0].content }}"))
+    await model.start()
+    asked = call(Conversation([{"role": "user", "content": "abc"}]))
+    assert (await events_of(model, asked))[0] == Accepted(NAME, (97, 98, 99))
+    await model.close()
 
 
 async def test_a_session_keeps_its_prompt_where_others_had_the_pool() -> None:
