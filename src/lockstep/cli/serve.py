@@ -124,8 +124,8 @@ def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
     return (*loopback_hosts(host), *given) if is_bare else given
 
 
-def engine_options(engine: EngineFlags) -> EngineOptions:
-    """The flags as what one engine is intended to be."""
+def engine_options(engine: EngineFlags, order: str = "fcfs") -> EngineOptions:
+    """The flags as what one engine is intended to be; ``order`` holds where they say none."""
     scheduler: dict[str, object] = {
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens
@@ -133,7 +133,7 @@ def engine_options(engine: EngineFlags) -> EngineOptions:
         "chunking": engine.enable_chunked_prefill,
         "enable_prefix_caching": engine.enable_prefix_caching,
         "preemption": engine.preemption,
-        "order": engine.scheduling_policy,
+        "order": engine.scheduling_policy or order,
         "max_num_queued_reqs": engine.max_num_queued_reqs,
         "max_num_queued_tokens": engine.max_num_queued_tokens,
     }
@@ -158,7 +158,7 @@ def _cluster(
 
     _check_together(model, what, many)
     load = LoadOptions(
-        engine=engine_options(engine),
+        engine=engine_options(engine, "fcfs" if many.manifest is None else "priority"),
         openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
         cache_dir=what.cache_dir,
         probe=what.probe,
@@ -194,11 +194,12 @@ def _of_manifest(
     from lockstep.cluster.backend import Backend
     from lockstep.cluster.cluster import ManifestCluster
     from lockstep.cluster.stage import ClusterOptions
-    from lockstep.server.reloading import ManifestReload
+    from lockstep.server.reloading import ManifestReload, stamp_of
 
     options = ClusterOptions(Backend(many.backend or "auto"), load, worker, environment=os.environ)
+    seen = stamp_of(path)  # before it is read: what is written from now on is brought in
     cluster = ManifestCluster(read_manifest(path), options)
-    return cluster, ManifestReload(cluster, path, os.environ, watches=many.watch)
+    return cluster, ManifestReload(cluster, path, os.environ, seen, watches=many.watch)
 
 
 def _check_together(model: str | None, what: ModelFlags, many: ClusterFlags) -> None:
