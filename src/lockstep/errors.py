@@ -5,7 +5,8 @@
     ├── RemoteError                a server that we are a client of cannot be reached, or refuses
     ├── TraceError                 a recording or a workload cannot be read
     ├── ConfigError                a limit or policy that cannot work, refused at construction
-    │   └── ManifestError              a manifest has faults (`problems` has all of them)
+    │   ├── ManifestError              a manifest has faults (`problems` has all of them)
+    │   └── OverBudgetError            its models need more than its budgets (`table` says who needs what)
     ├── RequestError               one request is refused or ended; the engine goes on
     │   ├── InvalidParameterError      a parameter has a wrong value (`param` names it)
     │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
@@ -91,6 +92,19 @@ class ManifestError(ConfigError):
         self.name = name
 
 
+class OverBudgetError(ConfigError):
+    """The models of a manifest need more bytes than its budgets, or than the machine has.
+
+    Args:
+        message: which budget, by how much, and what would help.
+        table: a line a model and a line a budget, their columns aligned.
+    """
+
+    def __init__(self, message: str, table: str) -> None:
+        super().__init__(message)
+        self.table = table
+
+
 class RequestError(LockstepError):
     """One request is refused or ended; the engine goes on.
 
@@ -129,7 +143,7 @@ class NoManifestError(RequestError):
 
 
 class NotLoadableError(RequestError):
-    """A model or manifest that a request wants cannot be brought in; nothing has changed."""
+    """A model or manifest that a request wants cannot be brought in, however often it is tried; nothing has changed."""
 
 
 class QueueFullError(RequestError):

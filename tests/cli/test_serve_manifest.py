@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,44 @@ def test_every_fault_of_a_manifest_is_a_line(tmp_path: Path, capsys: pytest.Capt
     assert any("zebra" in line for line in lines)
 
 
+def test_a_boot_over_budget_tells_who_needs_what_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, SMALL.replace("models:\n", "resources: {gpu_budget: 1GB}\nmodels:\n", 1))
+    assert invoke(["serve", "--manifest", str(path), "--port", "0", *IN_THREAD]) == 2
+    first, head, *rows, gpu, _ = capsys.readouterr().err.splitlines()
+    assert first == (
+        "lockstep: error: the models need more than gpu_budget (1,600 MB of 1,000 MB): "
+        "raise it, or declare fewer models resident"
+    )
+    assert head.split()[:2] == ["model", "tier"]
+    assert [row.split()[0] for row in rows] == ["router", "billing"]
+    assert gpu == "gpu_budget: 1,600 MB needed of 1,000 MB, 600 MB too much"
+
+
+def test_models_of_one_replica_are_served_by_their_priority(tmp_path: Path) -> None:
+    """One place in a step: what was asked of the critical model overtakes what waits for the low one."""
+    shared = "stub://shared?step_ms=20"
+    text = f"cluster: c\nmodels:\n  low: {{source: '{shared}', priority: low}}\n"
+    text += f"  top: {{source: '{shared}', priority: critical}}\n"
+    ended: list[str] = []
+    with serve("--manifest", str(written(tmp_path, text)), "--max-num-seqs", "1", *IN_THREAD) as server:
+
+        def ask(model: str, max_tokens: int) -> None:
+            body = {"model": model, "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
+            with server.client() as client:
+                assert client.post("/v1/completions", json=body).status_code == 200
+            ended.append(model)
+
+        def is_waiting(num: int) -> bool:
+            with server.client() as client:
+                return bool(client.get("/load").json()["server_load"] == num)
+
+        with ThreadPoolExecutor(5) as pool:
+            for num, (model, max_tokens) in enumerate([("low", 100), ("low", 2), ("low", 2), ("top", 2)], 1):
+                pool.submit(ask, model, max_tokens)
+                until(lambda num=num: is_waiting(num), "the request has come")  # type: ignore[misc]  # bound per turn
+    assert ended == ["low", "top", "low", "low"]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such signal")
 def test_a_hangup_brings_the_file_in_and_a_faulty_one_changes_nothing(tmp_path: Path) -> None:
     path = written(tmp_path, SMALL)
@@ -119,6 +158,15 @@ def test_a_watched_file_is_brought_in_by_itself(tmp_path: Path) -> None:
         replaced = tmp_path / "new.yaml"
         replaced.write_text(GROWN)
         os.replace(replaced, path)
+        until(lambda: "legal" in names_of(server), "the new model is served")
+
+
+def test_a_watched_file_that_changes_while_its_models_are_loaded_is_brought_in(tmp_path: Path) -> None:
+    path = written(tmp_path, SMALL.replace("stub://router", "stub://router?load_ms=1500"))
+    with ServerProcess("--manifest", str(path), "--watch", *IN_THREAD) as server:
+        server.wait_listening()
+        path.write_text(GROWN)
+        server.wait_ready()
         until(lambda: "legal" in names_of(server), "the new model is served")
 
 

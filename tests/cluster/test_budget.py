@@ -161,12 +161,16 @@ class TestText:
         ]
 
     def test_a_refusal_says_which_budget_and_what_would_help(self) -> None:
-        text = refusal(check([stub("a", Tier.RESIDENT), stub("b", Tier.STANDBY)], bounds(500 * MB, 500 * MB)))
-        first, *_, gpu, ram = text.splitlines()
-        helps = "raise it, or declare fewer models resident"
-        assert first == f"the models need more than gpu_budget and ram_budget: {helps}"
+        both = check([stub("a", Tier.RESIDENT), stub("b", Tier.STANDBY)], bounds(500 * MB, 500 * MB))
+        assert refusal(both) == (
+            "the models need more than gpu_budget (800 MB of 500 MB) and ram_budget (800 MB of 500 MB): "
+            "raise them, or declare fewer models resident"
+        )
+        *_, gpu, ram = table_text(both).splitlines()
         assert gpu == "gpu_budget: 800 MB needed of 500 MB, 300 MB too much"
         assert ram == "ram_budget: 800 MB needed of 500 MB, 300 MB too much"
+        one = check([stub("b", Tier.STANDBY)], bounds(500 * MB, 500 * MB))
+        assert refusal(one) == "the models need more than ram_budget (800 MB of 500 MB): raise it, or drop models"
 
     def test_what_the_machine_lacks_is_no_fault_of_the_manifest(self) -> None:
         budgets = effective_budgets(Resources(gpu_budget_bytes=GB), Machine(500 * MB))
@@ -175,7 +179,7 @@ class TestText:
 
     @pytest.mark.parametrize(
         ("num_bytes", "text"),
-        [(0, "0.0 MB"), (4_250_000, "4.2 MB"), (9_999_999, "10.0 MB"), (20_800 * MB, "20,800 MB")],
+        [(0, "0 MB"), (4_250_000, "4.2 MB"), (9_999_999, "10.0 MB"), (20_800 * MB, "20,800 MB")],
     )
     def test_sizes_are_written_in_millions_of_bytes(self, num_bytes: int, text: str) -> None:
         assert megabytes(num_bytes) == text

@@ -178,6 +178,13 @@ def test_the_environment_is_what_was_passed_in_and_nothing_else(monkeypatch: pyt
     assert parse(FULL, environment={"HOST": "a.b"}).entry("cloud").source == "https://a.b/v1"
 
 
+def test_what_comes_over_the_network_is_told_that_it_reads_no_variables() -> None:
+    with pytest.raises(
+        ManifestError, match=r"names \$\{HOST\}, but a manifest that comes over HTTP reads no variables"
+    ):
+        parse(FULL, environment=None)
+
+
 def test_dollars_of_a_remote_are_not_expanded_twice() -> None:
     text = FULL.replace("a$$b", "${NAME}")
     manifest = parse(text, environment={"HOST": "a.b", "NAME": "${HOST}$$"})

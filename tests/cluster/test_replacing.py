@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.errors import ConfigError, LockstepError, ManifestError, UnavailableError
+from lockstep.errors import ConfigError, LockstepError, ManifestError, OverBudgetError, UnavailableError
 from tests.cluster.clusters import Answer, clustered, model_of, say
 from tests.cluster.support import LIMIT_S, until
 
@@ -117,6 +117,18 @@ async def test_where_both_do_not_fit_a_failed_load_brings_the_old_model_back() -
         assert cluster.health().ready
 
 
+async def test_what_loading_finds_too_large_for_the_new_budget_does_not_come() -> None:
+    """The old manifest has no budget, so that nothing bounds the load but what the new one will hold."""
+    new = "cluster: new\nresources: {gpu_budget: 100MB}\nmodels:\n  m: {source: 'pocket://', size: 10MB}\n"
+    async with clustered("cluster: old\nmodels:\n  m: {source: 'stub://first'}\n") as cluster:
+        with pytest.raises(OverBudgetError, match=r"more than gpu_budget \([0-9.,]+ MB of 100 MB\)") as refused:
+            await cluster.replace(new)
+        assert "m      resident" in refused.value.table
+        assert "over budget" in refused.value.table
+        assert (await say(cluster, "hello")).text.startswith("[stub:first]")
+        assert [replica.source for replica in cluster.snapshot().replicas] == ["stub://first"]
+
+
 async def test_calls_that_do_not_end_are_cut_when_the_time_is_up() -> None:
     text = "cluster: c\nmodels:\n  m: {source: 'stub://first?step_ms=50'}\n"
     async with clustered(text, drain_s=0.1) as cluster:
@@ -124,7 +136,8 @@ async def test_calls_that_do_not_end_are_cut_when_the_time_is_up() -> None:
         await until(lambda: model_of(cluster, "m").num_running == 1)
         replaced = await cluster.replace(text.replace("first", "second"))
         assert (replaced.num_drained, replaced.num_cut) == (0, 1)
-        assert (await running).output.completions[0].finish_reason.value == "abort"
+        with pytest.raises(UnavailableError, match="taken out of service before this answer was complete"):
+            await running
 
 
 async def test_a_session_of_a_model_that_is_gone_is_given_up() -> None:

@@ -17,7 +17,7 @@ from lockstep.cluster.opening import open_manifest
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
 from lockstep.engine.loading import LoadOptions
-from lockstep.errors import QueueFullError, UnavailableError
+from lockstep.errors import NotLoadableError, QueueFullError, UnavailableError
 from lockstep.worker.options import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import QUICK
@@ -101,7 +101,7 @@ async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_mu
 
 async def test_what_can_never_fit_is_refused_at_once() -> None:
     async with shell(500_000_000) as (replicas, moves):
-        with pytest.raises(UnavailableError, match="cannot be loaded"):
+        with pytest.raises(NotLoadableError, match="cannot be loaded: it needs 800 MB; of the budget of 500 MB"):
             await replicas.acquire(replicas.hold(spec_of("b")))
         assert moves == []
 

@@ -161,6 +161,11 @@ def test_a_chat_that_cannot_be_is_refused_by_name(fields: dict[str, Any], param:
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(("fields", "name"), [({}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs")])
+def test_an_error_over_log_probabilities_names_what_the_request_has(fields: dict[str, Any], name: str) -> None:
+    assert chat(logprobs=True, **fields).names["logprobs"] == name
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({"n": 2, "best_of": 3}, "best_of"), ({"echo": True, "logprobs": 1, "stream": True}, "echo")],

@@ -238,6 +238,11 @@ def test_the_cluster_is_in_the_metrics(client: httpx2.Client) -> None:
     assert float(told['lockstep:cluster_model_state{model_name="billing",state="resident"}']) == 1
     assert float(told['lockstep:cluster_model_state{model_name="billing",state="standby"}']) == 0
     assert float(told['lockstep:cluster_budget_used_bytes{budget="gpu_budget"}']) >= 1_600_000_000
+    for model in client.get("/v1/cluster").json()["models"]:
+        labels = f'{{model_name="{model["id"]}"}}'
+        assert float(told[f"lockstep:cluster_model_requests_total{labels}"]) == model["num_requests"]
+        assert float(told[f"lockstep:cluster_model_running{labels}"]) == 0
+        assert float(told[f"lockstep:cluster_model_sessions{labels}"]) == model["num_sessions"]
 
 
 def test_the_remote_tier_is_in_the_metrics(tmp_path: Path, cluster: ServerProcess) -> None:

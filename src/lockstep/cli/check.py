@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.manifests import manifest_of, read_manifest
+from lockstep.cli.manifests import STANDARD_INPUT, read_manifest, read_standard_input
 from lockstep.engine.loading import LoadOptions
 from lockstep.errors import ManifestError
 
 if TYPE_CHECKING:
     from lockstep.cluster.budget import Budget
-    from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.placement import Placement
 
 EXIT_REFUSED = 2
@@ -39,8 +38,9 @@ def check(
     from lockstep.cluster.backend import Backend
     from lockstep.cluster.placement import lines_of, place
 
+    is_piped = str(file) == "-"
     try:
-        manifest = _manifest(file)
+        manifest = read_standard_input() if is_piped else read_manifest(file)
     except ManifestError as error:
         if not as_json:
             raise
@@ -49,7 +49,7 @@ def check(
         raise typer.Exit(EXIT_REFUSED) from None
     placement = place(manifest, Backend(backend), LoadOptions(cache_dir=cache_dir))
     if as_json:
-        _print_json(_facts(_called(file), backend, placement))
+        _print_json(_facts(STANDARD_INPUT if is_piped else str(file), backend, placement))
     else:
         print("\n".join(lines_of(placement)))
         sys.stdout.flush()
@@ -59,18 +59,6 @@ def check(
             print(f"lockstep: error: {refusal}", file=sys.stderr)
     if placement.refusals:
         raise typer.Exit(EXIT_REFUSED)
-
-
-def _manifest(file: Path) -> Manifest:
-    if str(file) != "-":
-        return read_manifest(file)
-    from lockstep.cluster.manifest_nodes import MAX_MANIFEST_BYTES
-
-    return manifest_of(sys.stdin.buffer.read(MAX_MANIFEST_BYTES + 1), _called(file))
-
-
-def _called(file: Path) -> str:
-    return "standard input" if str(file) == "-" else str(file)
 
 
 def _print_json(facts: dict[str, Any]) -> None:

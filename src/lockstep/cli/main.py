@@ -1,5 +1,5 @@
-"""`lockstep`: the entry point. Whatever goes wrong becomes one line, a manifest's faults one each, and exit code 2;
-`--debug` shows the traceback."""
+"""`lockstep`: the entry point. Whatever goes wrong becomes one line, a manifest's faults one each, a boot over budget a
+line and a table; exit code 2. `--debug` shows the traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lockstep.cli.replay import replay
 from lockstep.cli.run import run
 from lockstep.cli.serve import ENVIRONMENT_PREFIX, serve
 from lockstep.cli.sweep import sweep
-from lockstep.errors import LockstepError, ManifestError
+from lockstep.errors import LockstepError, ManifestError, OverBudgetError
 from lockstep.version import __version__
 
 EXIT_ERROR = 2
@@ -93,6 +93,10 @@ def invoke(argv: list[str]) -> int:
     except ManifestError as error:
         for problem in error.problems:
             _fail(f"{error.name}, {problem}", argv)
+        return EXIT_ERROR
+    except OverBudgetError as error:
+        _fail(str(error), argv)
+        print(error.table, file=sys.stderr)
         return EXIT_ERROR
     except LockstepError as error:
         return _fail(str(error), argv)

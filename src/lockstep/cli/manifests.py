@@ -1,17 +1,17 @@
-"""Manifests as files."""
+"""Manifests as files and on standard input, with this process's environment."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.cluster.manifest import Manifest
 
-_RIGHT = "a YAML file in UTF-8 is expected"
+STANDARD_INPUT = "standard input"
+"""What it is called in errors."""
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -21,23 +21,17 @@ def read_manifest(path: Path) -> Manifest:
         UsageError: the file cannot be read.
         ManifestError: it has faults.
     """
-    from lockstep.cluster.manifest_nodes import MAX_MANIFEST_BYTES
+    from lockstep.cluster.manifest_disk import read_text
+    from lockstep.cluster.manifest_file import parse
 
-    try:
-        with path.expanduser().open("rb") as file:
-            return manifest_of(file.read(MAX_MANIFEST_BYTES + 1), str(path))
-    except OSError as error:
-        raise UsageError(f"the manifest {path} cannot be read ({error}); {_RIGHT}") from error
+    return parse(read_text(path), str(path), environment=os.environ)
 
 
-def manifest_of(data: bytes, name: str) -> Manifest:
-    """The manifest in what was read from ``name``; otherwise as `read_manifest`."""
+def read_standard_input() -> Manifest:
+    """As `read_manifest`, from a pipe."""
+    from lockstep.cluster.manifest_disk import text_of
     from lockstep.cluster.manifest_file import parse
     from lockstep.cluster.manifest_nodes import MAX_MANIFEST_BYTES
 
-    errors = "replace" if len(data) > MAX_MANIFEST_BYTES else "strict"  # cut anywhere, and refused for its size
-    try:
-        text = data.decode("utf-8-sig", errors)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the manifest {name} cannot be read ({error}); {_RIGHT}") from error
-    return parse(text, name, environment=os.environ)
+    text = text_of(sys.stdin.buffer.read(MAX_MANIFEST_BYTES + 1), STANDARD_INPUT)
+    return parse(text, STANDARD_INPUT, environment=os.environ)

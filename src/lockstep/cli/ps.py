@@ -40,7 +40,8 @@ def ps(
 
 
 def text_of(snapshot: ClusterSnapshot) -> str:
-    """The table, then a line per budget, then the counters that are not zero."""
+    """The table, then a line per budget, then the counters that are not zero. Bytes stand with the first model of those
+    that share them."""
     replicas = {replica.key: replica for replica in snapshot.replicas}
     lines = table([_COLUMNS, *(_row(model, replicas.get(model.replica or "")) for model in snapshot.models)])
     notes = [f"{model.id}: {model.reason}" for model in snapshot.models if model.reason]
@@ -80,12 +81,18 @@ def size(num_bytes: int) -> str:
 
 def _row(model: ModelSnapshot, replica: ReplicaSnapshot | None) -> tuple[str, ...]:
     name = model.id if model.set is None else f"{model.set}.{model.id}"
+    predicted = measured = "-"
+    if replica is not None and replica.models[:1] not in ((), (model.id,)):
+        predicted = f"with {replica.models[0]}"
+    elif replica is not None:
+        predicted = size(replica.predicted_bytes)
+        measured = "-" if replica.measured_bytes is None else size(replica.measured_bytes)
     return (
         name,
         model.tier,
         model.state,
-        "-" if replica is None else size(replica.predicted_bytes),
-        "-" if replica is None or replica.measured_bytes is None else size(replica.measured_bytes),
+        predicted,
+        measured,
         str(model.num_running),
         str(model.num_waiting),
         f"{model.num_sessions}/{'-' if model.max_active_sessions is None else model.max_active_sessions}",

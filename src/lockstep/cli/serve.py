@@ -123,8 +123,8 @@ def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
     return (*loopback_hosts(host), *given) if is_bare else given
 
 
-def engine_options(engine: EngineFlags) -> EngineOptions:
-    """The flags as what one engine is intended to be."""
+def engine_options(engine: EngineFlags, order: str = "fcfs") -> EngineOptions:
+    """The flags as what one engine is intended to be; ``order`` holds where they say none."""
     scheduler: dict[str, object] = {
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens
@@ -132,7 +132,7 @@ def engine_options(engine: EngineFlags) -> EngineOptions:
         "chunking": engine.enable_chunked_prefill,
         "enable_prefix_caching": engine.enable_prefix_caching,
         "preemption": engine.preemption,
-        "order": engine.scheduling_policy,
+        "order": engine.scheduling_policy or order,
         "max_num_queued_reqs": engine.max_num_queued_reqs,
         "max_num_queued_tokens": engine.max_num_queued_tokens,
     }
@@ -156,12 +156,12 @@ def _cluster(
     from lockstep.cluster.cluster import ManifestCluster
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.stage import ClusterOptions
-    from lockstep.server.reloading import ManifestReload
+    from lockstep.server.reloading import ManifestReload, stamp_of
     from lockstep.worker.options import WorkerOptions
 
     _check_together(model, what, many)
     load = LoadOptions(
-        engine=engine_options(engine),
+        engine=engine_options(engine, "fcfs" if many.manifest is None else "priority"),
         openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
         cache_dir=what.cache_dir,
         probe=what.probe,
@@ -180,8 +180,9 @@ def _cluster(
         assert model is not None, "one of the two is given"
         template = flags.read_template(what.chat_template)
         return ManifestCluster(Manifest.of_model(model, what.served_model_name or (model,), template), options), None
+    seen = stamp_of(many.manifest)  # before it is read: what is written from now on is brought in
     cluster = ManifestCluster(read_manifest(many.manifest), options)
-    return cluster, ManifestReload(cluster, many.manifest, os.environ, watches=many.watch)
+    return cluster, ManifestReload(cluster, many.manifest, os.environ, seen, watches=many.watch)
 
 
 def trace_options(report: ReportFlags) -> TraceOptions | None:

@@ -128,9 +128,13 @@ class EngineFlags:
         Literal["swap", "recompute"], typer.Option(help="What happens to the KV of a preempted sequence.")
     ] = "swap"
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority", "fair"],
-        typer.Option(help="Who is served first: by arrival, by the request's priority, or the key with least so far."),
-    ] = "fcfs"
+        Literal["fcfs", "priority", "fair"] | None,
+        typer.Option(
+            help="Who is served first: by arrival, by priority, which requests then may give, or the key with least "
+            "so far.",
+            show_default="fcfs; with --manifest by the models' priority",
+        ),
+    ] = None
     max_num_queued_reqs: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 1_024
     max_num_queued_tokens: Annotated[int, typer.Option(help="Prompt tokens that may wait.", min=1)] = 1 << 24
 

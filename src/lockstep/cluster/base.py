@@ -212,7 +212,7 @@ class Cluster(Protocol):
         """Bring a new manifest in, as one unit.
 
         Args:
-            environment: what the text may refer to; nothing, where it came from the network.
+            environment: what the text may refer to; None: to nothing, as it came from the network.
 
         Raises:
             ManifestError: it has faults. Nothing has changed, as with all that follow.

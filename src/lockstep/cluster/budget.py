@@ -214,7 +214,7 @@ def _exceeds(added: int, total: int, budget: Budget) -> bool:
 
 def megabytes(num_bytes: int) -> str:
     """Bytes for people: millions, and one decimal of few."""
-    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes < 10_000_000 else f"{num_bytes / 1e6:,.0f} MB"
+    return f"{num_bytes / 1e6:,.1f} MB" if 0 < num_bytes < 10_000_000 else f"{num_bytes / 1e6:,.0f} MB"
 
 
 def table_text(table: BudgetTable) -> str:
@@ -261,13 +261,16 @@ def cut_texts(budgets: Budgets) -> list[str]:
 
 
 def refusal(table: BudgetTable) -> str:
-    """What a boot over budget says: which budget, what would help, and the table; empty: nothing is exceeded."""
+    """What a boot over budget says: which budgets, by how much, and what would help; empty: nothing is exceeded."""
     if table.is_kept:
         return ""
     budgets = ((table.budgets.gpu, table.gpu_needed_bytes), (table.budgets.ram, table.ram_needed_bytes))
-    over = [budget for budget, needed in budgets if _exceeds(needed, needed, budget)]
-    helps = "raise it, or declare fewer models resident" if over[0].name == GPU_BUDGET else "raise it, or drop models"
-    if over[0].is_cut:
+    over = [(budget, needed) for budget, needed in budgets if _exceeds(needed, needed, budget)]
+    parts = [
+        f"{budget.name} ({megabytes(needed)} of {megabytes(budget.effective_bytes or 0)})" for budget, needed in over
+    ]
+    first, it = over[0][0], "it" if len(over) == 1 else "them"
+    helps = f"raise {it}, or declare fewer models resident" if first.name == GPU_BUDGET else "raise it, or drop models"
+    if first.is_cut:
         helps = "the machine has no more for it; declare fewer or smaller models"
-    names = " and ".join(budget.name for budget in over)
-    return f"the models need more than {names}: {helps}\n{table_text(table)}"
+    return f"the models need more than {' and '.join(parts)}: {helps}"

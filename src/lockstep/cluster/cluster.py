@@ -179,14 +179,14 @@ class ManifestCluster:
         """Serve another manifest; see `lockstep.cluster.replacing`. Goes on when the caller leaves.
 
         Args:
-            environment: what the text may refer to; nothing, where it came from the network.
+            environment: what the text may refer to; None: to nothing, as it came from the network.
 
         Raises:
             ManifestError: the text is no manifest; every fault is named.
             UnavailableError: another one is being brought in.
             LockstepError: it cannot be served; what was served still is.
         """
-        manifest = await asyncio.to_thread(parse, text, validators=self._validators, environment=environment or {})
+        manifest = await asyncio.to_thread(parse, text, validators=self._validators, environment=environment)
         if self._is_replacing:
             raise UnavailableError("another manifest is being brought in; try again when that is done")
         self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest))

@@ -89,8 +89,7 @@ class EventLog:
 
         ``from`` is a word of Python: write ``from_``.
         """
-        if "from_" in fields:
-            fields["from"] = fields.pop("from_")
+        fields = {name.rstrip("_"): value for name, value in fields.items()}
         assert fields.keys() == EVENTS[type_].keys(), f"{type_} has the fields {', '.join(EVENTS[type_])}"
         self._last_id += 1
         self._kept.append(ClusterEvent(self._last_id, self._clock(), type_, fields))

@@ -34,7 +34,7 @@ def parse(
     text: str,
     name: str = "manifest",
     validators: Mapping[str, Validator] = {},
-    environment: Mapping[str, str] = {},
+    environment: Mapping[str, str] | None = {},
 ) -> Manifest:
     """Read a manifest.
 
@@ -42,7 +42,7 @@ def parse(
         text: YAML.
         name: what the text is called in errors, e.g. its file.
         validators: by key, of the blocks that belong to other rooms; a block without one is a fault.
-        environment: what ``${NAME}`` stands for in ``remote:``. Leave it empty for texts that come from the network.
+        environment: what ``${NAME}`` stands for in ``remote:``; None, for texts from the network: it is a fault.
 
     Raises:
         ManifestError: it has faults; all of them, in the order of lines.
@@ -99,7 +99,9 @@ def _routing_written(routing: Routing) -> dict[str, Any]:
     return block
 
 
-def _manifest(root: Place, validators: Mapping[str, Validator], environment: Mapping[str, str]) -> Manifest | None:
+def _manifest(
+    root: Place, validators: Mapping[str, Validator], environment: Mapping[str, str] | None
+) -> Manifest | None:
     """The value; None when something was noted."""
     draft, reading = ManifestDraft(), root.reading
     try:

@@ -92,8 +92,9 @@ def source(place: Place) -> str:
     return value
 
 
-def _remote_text(environment: Mapping[str, str]) -> Callable[[Place], str]:
-    """A string in which ``${NAME}`` is a variable's value and ``$$`` a dollar."""
+def _remote_text(environment: Mapping[str, str] | None) -> Callable[[Place], str]:
+    """A string in which ``${NAME}`` is a variable's value and ``$$`` a dollar; without an environment the first is a
+    fault."""
 
     def read(place: Place) -> str:
         def value_of(found: re.Match[str]) -> str:
@@ -102,6 +103,11 @@ def _remote_text(environment: Mapping[str, str]) -> Callable[[Place], str]:
             variable_name = found[2]
             if variable_name is None or not _VARIABLE.fullmatch(variable_name):
                 raise ConfigError(f"has {shown(found[0])}; a variable is written ${{NAME}}, a dollar sign $$")
+            if environment is None:
+                told = (
+                    f"names ${{{variable_name}}}, but a manifest that comes over HTTP reads no variables of the server"
+                )
+                raise ConfigError(f"{told}; write the value out, or bring the manifest in as the server's file")
             if variable_name not in environment:
                 told = f"names ${{{variable_name}}}, which is not set in the environment"
                 raise ConfigError(f"{told}; set it, or write $$ for a dollar sign")
@@ -120,7 +126,7 @@ def _dollars(value: str) -> str:
     return value.replace("$", "$$")
 
 
-def remote_keys(environment: Mapping[str, str]) -> Mapping[str, Key]:
+def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
     """The keys of ``remote:``, the only place where ``${NAME}`` is expanded."""
     expanded = _remote_text(environment)
 
@@ -171,7 +177,7 @@ SESSIONS: Mapping[str, Key] = {
 }
 
 
-def entry_keys(environment: Mapping[str, str]) -> Mapping[str, Key]:
+def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
     """The keys of a model, in the order in which they are written."""
     remote = remote_keys(environment)
     return {

@@ -35,6 +35,7 @@ async def replace_manifest(stage: Stage, manifest: Manifest) -> Replaced:
     gone = [held for held in stage.replicas.all() if held.key not in kept]
     try:
         await _load(stage, roster, opened, needed, gone)
+        opened = stage.weighed(opened)  # until now the greater of both manifests' budgets held
     except BaseException:
         await _undo(stage, roster, [held for held in _replicas(roster) if held.key not in known], gone, recalled)
         raise

@@ -29,7 +29,7 @@ from lockstep.cluster.planner import (
 )
 from lockstep.engine.loading import Progress
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import LockstepError, QueueFullError, UnavailableError
+from lockstep.errors import LockstepError, NotLoadableError, QueueFullError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ MIN_LOOK_S = 0.005
 
 FAILED = "failed"
 """Why a replica is absent that could not be loaded."""
-
+CUT = "the model was taken out of service before this answer was complete; send the request again"
+"""What calls are told that did not end in the time that draining had."""
 
 Watcher = Callable[[Held, Phase, str, float], None]
 """Told that a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
@@ -131,6 +132,7 @@ class Replicas:
         """Wait until a call may be sent to a replica, which then stays until `release`.
 
         Raises:
+            NotLoadableError: there will be no room for it as the manifest stands.
             UnavailableError: it cannot be loaded now, or is on its way out.
             QueueFullError: too many wait already.
         """
@@ -202,6 +204,8 @@ class Replicas:
         except TimeoutError:
             await self.until(lambda: held.phase is not Phase.LOADING)
         num_cut = held.num_busy
+        if num_cut:
+            self._worker.abort_all(UnavailableError(CUT), held.key)
         if held.phase is Phase.RESIDENT:
             self._start_unload(held, reason, None)
         await self.until(lambda: held.phase is Phase.ABSENT)
@@ -236,7 +240,7 @@ class Replicas:
                 case Drain(key, makes_room_for):
                     drains[key] = makes_room_for
                 case Refuse(key, why):
-                    self._held[key].fail_waiting(UnavailableError(f"the model cannot be loaded: {why}"))
+                    self._held[key].fail_waiting(NotLoadableError(f"the model cannot be loaded: {why}"))
         for held in self._held.values():
             if held.phase is Phase.RESIDENT:
                 held.makes_room_for = drains.get(held.key)
@@ -287,7 +291,7 @@ class Replicas:
             if excess:
                 self._move(held, Phase.UNLOADING, "budget")
                 await self._worker.unload(spec.key)
-                raise UnavailableError(f"{spec.source}: {excess}")
+                raise NotLoadableError(f"{spec.source}: {excess}")
         except Exception as defect:  # whatever it is, nobody may wait for a load that has ended
             error = defect if isinstance(defect, LockstepError) else await self._given_up(defect, spec)
             delay_s = held.failed(error, self._clock())
@@ -303,7 +307,7 @@ class Replicas:
         """A defect of ours over a load: it is logged, and what was loaded is freed."""
         log.error("a defect over the loading of %s", spec.source, exc_info=defect)
         await self._worker.unload(spec.key)
-        return UnavailableError(f"{spec.source}: {defect!r}")
+        return NotLoadableError(f"{spec.source}: {defect!r}")
 
     def _start_unload(self, held: Held, reason: str, makes_room_for: str | None) -> None:
         self._move(held, Phase.UNLOADING, reason)

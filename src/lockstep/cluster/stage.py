@@ -12,7 +12,7 @@ from functools import partial
 
 from lockstep.cluster.aside import aside, tell
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.budget import cut_texts, refusal
+from lockstep.cluster.budget import cut_texts, refusal, table_text
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
@@ -26,7 +26,7 @@ from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.sessions import SessionChange
-from lockstep.errors import ConfigError, LockstepError, UnavailableError
+from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
 from lockstep.worker.life import Lost
 from lockstep.worker.messages import SessionsChanged
 from lockstep.worker.options import WorkerOptions
@@ -136,18 +136,24 @@ class Stage:
 
         Raises:
             ArtifactError: a source cannot be served.
-            ConfigError: the models that are to be resident need more than the budgets.
+            ConfigError: a remote model says not where it is.
+            OverBudgetError: the models need more than the budgets.
         """
         served = served_by(manifest, self.options.backend)
         loop, held_bytes = asyncio.get_running_loop(), self.replicas.held_bytes
         told = None if progress is None else partial(tell, loop, progress)
         opened = await aside(lambda: open_manifest(served, self.options.load, held_bytes, told))
+        opened = self.weighed(opened)
+        for text in cut_texts(opened.table.budgets):
+            log.warning("%s", text)
+        return opened
+
+    def weighed(self, opened: Opened) -> Opened:
+        """The same by what loads have measured until now; OverBudgetError: its models need more than its budgets."""
         loaded = {held.key: held.loaded for held in self.replicas.all() if held.loaded is not None}
         opened = corrected(opened, loaded)
         if reason := refusal(opened.table):
-            raise ConfigError(reason)
-        for text in cut_texts(opened.table.budgets):
-            log.warning("%s", text)
+            raise OverBudgetError(reason, table_text(opened.table))
         return opened
 
     def cast(self, manifest: Manifest, opened: Opened) -> Roster:

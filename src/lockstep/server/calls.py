@@ -47,7 +47,7 @@ def check_shared(body: GenerationBody, options: ServerOptions) -> None:
         raise InvalidParameterError("prompt_logprobs cannot be streamed; leave stream out", param="prompt_logprobs")
     if body.priority and not options.supports_priority:
         raise InvalidParameterError(
-            f"priority is {body.priority}, but requests are served in order of arrival; "
+            f"priority is {body.priority}, but requests do not choose theirs here; "
             "serve with --scheduling-policy priority, or leave it out",
             param="priority",
         )

@@ -62,7 +62,8 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
         prompt_logprobs=body.prompt_logprobs,
         shown_specials=plan.shown_specials,
     )
-    names = param_names(constrained.param, max_tokens=length[0], logprobs="top_logprobs", prompt="messages")
+    said_logprobs = "logprobs" if body.top_logprobs is None else "top_logprobs"
+    names = param_names(constrained.param, max_tokens=length[0], logprobs=said_logprobs, prompt="messages")
     return ChatCall(call, plan, names)
 
 

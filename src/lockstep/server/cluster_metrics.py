@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from lockstep.cluster.base import Cluster
 from lockstep.cluster.breaker import BreakerState
 from lockstep.cluster.remote_counts import RemoteSnapshot
-from lockstep.cluster.snapshot import ClusterSnapshot
+from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot
 from lockstep.errors import UnavailableError
 from lockstep.server.buckets import cumulative
 
@@ -26,7 +26,11 @@ HELP: Mapping[str, str] = {
     "co_activation_warms": "Models that were loaded because a request was likely.",
     "lru_evictions": "Models that made room for others.",
 }
-
+MODEL_HELP: Mapping[str, str] = {
+    "running": "Requests that a model answers.",
+    "waiting": "Requests that wait for one of its sessions, or until it is loaded.",
+    "sessions": "Sessions that it holds, those of requests without one included.",
+}
 REMOTE_HELP: Mapping[str, str] = {
     "requests": "Calls of a remote model.",
     "attempts": "Requests that were sent to its server.",
@@ -65,7 +69,20 @@ def _families(snapshot: ClusterSnapshot, prefix: str) -> Iterator[Metric]:
         for each in STATES:
             state.add_metric((model.id, each), float(model.state == each))
     yield state
+    yield from _model_families(snapshot.models, f"{prefix}_model")
     yield from _remote_families(snapshot.remotes, f"{prefix}_remote")
+
+
+def _model_families(models: Sequence[ModelSnapshot], prefix: str) -> Iterator[Metric]:
+    """What models of one replica share in the families of engines, told apart."""
+    requests = CounterMetricFamily(f"{prefix}_requests", "Requests to a model, hops of routed ones.", labels=MODEL)
+    gauges = {name: GaugeMetricFamily(f"{prefix}_{name}", text, labels=MODEL) for name, text in MODEL_HELP.items()}
+    for model in models:
+        requests.add_metric((model.id,), model.num_requests)
+        for name, gauge in gauges.items():
+            gauge.add_metric((model.id,), getattr(model, f"num_{name}"))
+    yield requests
+    yield from gauges.values()
 
 
 def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator[Metric]:

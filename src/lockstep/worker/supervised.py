@@ -211,10 +211,12 @@ class SupervisedWorker:
         if self._open.leave(mailbox):
             self._send(Abort(mailbox.replica, (mailbox.request_id,)))
 
-    def abort_all(self, error: LockstepError) -> None:
-        """End every open request with this error."""
+    def abort_all(self, error: LockstepError, of_replica: str | None = None) -> None:
+        """End every open request, or every one of a replica, with this error."""
         by_replica: dict[str, list[int]] = {}
         for mailbox in self._open.unended():
+            if of_replica not in (None, mailbox.replica):
+                continue
             mailbox.fail(error)
             by_replica.setdefault(mailbox.replica, []).append(mailbox.request_id)
         for replica, request_ids in by_replica.items():

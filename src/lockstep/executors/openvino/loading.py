@@ -70,8 +70,10 @@ def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, re
     try:
         path = cache.store(key, lambda file: ov.save_model(model, str(file), compress_to_fp16=False))
         stored = core.read_model(str(path))
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError) as error:
         # A full or read-only disk costs the next load a build, never this one its model.
+        told = " ".join(str(error).split())
+        log.warning("%s: its graph is not kept, so the next load builds it again: %s", artifact.name, told)
         cache.remove(key)
         return model
     report("save", 1.0)

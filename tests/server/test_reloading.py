@@ -1,0 +1,91 @@
+"""The manifest's file, brought in again: what is not the file's fault is tried again, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from lockstep.cluster.snapshot import Replaced
+from lockstep.errors import UnavailableError
+from lockstep.server.reloading import MAX_TRIES, ManifestReload, stamp_of
+from tests.server.managing import MANIFEST, Managed
+
+LIMIT_S = 20.0
+
+
+class Unlucky(Managed):
+    """Cannot bring anything in, so often."""
+
+    def __init__(self, num_failures: int) -> None:
+        super().__init__()
+        self.num_failures = num_failures
+        self.num_tries = 0
+
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
+        self.num_tries += 1
+        if self.num_tries <= self.num_failures:
+            raise UnavailableError("the device worker ended", retry_after_s=0.001)
+        return await super().replace(text, environment)
+
+
+@contextlib.asynccontextmanager
+async def reloading(cluster: Managed, path: Path) -> AsyncIterator[ManifestReload]:
+    reload = ManifestReload(cluster, path, {}, stamp_of(path))
+    running = asyncio.create_task(reload.run())
+    try:
+        yield reload
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def until_logged(caplog: pytest.LogCaptureFixture, words: str) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while words not in caplog.text:
+            await asyncio.sleep(0.005)
+
+
+async def test_what_is_only_not_now_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    path, cluster = tmp_path / "cluster.yaml", Unlucky(MAX_TRIES - 1)
+    path.write_text("cluster: other")
+    async with reloading(cluster, path) as reload:
+        reload.ask()
+        await until_logged(caplog, "is brought in: 1 models are new")
+    assert cluster.text == "cluster: other"
+
+
+async def test_trying_again_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, cluster = tmp_path / "cluster.yaml", Unlucky(1000)
+    path.write_text("cluster: other")
+    async with reloading(cluster, path) as reload:
+        reload.ask()
+        await until_logged(caplog, "is not brought in: the device worker ended")
+        assert cluster.num_tries == MAX_TRIES
+        cluster.num_failures = 0
+        reload.ask()
+        async with asyncio.timeout(LIMIT_S):
+            while cluster.text == MANIFEST:
+                await asyncio.sleep(0.005)
+
+
+async def test_a_file_that_cannot_be_read_is_said_in_the_words_of_the_boot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, cluster = tmp_path / "cluster.yaml", Managed()
+    path.write_bytes(b"cluster: \xff")
+    async with reloading(cluster, path) as reload:
+        reload.ask()
+        await until_logged(caplog, "cannot be read ('utf-8' codec can't decode byte 0xff")
+    assert cluster.text == MANIFEST
+
+
+def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "cluster.yaml").write_text(MANIFEST)
+    assert stamp_of(Path("~/cluster.yaml")) == stamp_of(tmp_path / "cluster.yaml") is not None
