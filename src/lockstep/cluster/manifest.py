@@ -143,7 +143,8 @@ class Manifest:
         Args:
             names: its served name, then aliases; any text, also where a manifest's file could not write it.
         """
-        entry = Entry(names[0], source, aliases=tuple(dict.fromkeys(names[1:])), chat_template=chat_template)
+        id_, *aliases = dict.fromkeys(names)
+        entry = Entry(id_, source, aliases=tuple(aliases), chat_template=chat_template)
         return cls(ONE_MODEL, (entry,), sessions=SessionLimits(idle_threshold_s=None, max_active_sessions=None))
 
     def entry(self, id_: str) -> Entry:

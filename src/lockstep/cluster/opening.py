@@ -45,7 +45,12 @@ class Opened:
 
 
 def open_manifest(
-    manifest: Manifest, base: LoadOptions, held_bytes: int = 0, progress: Progress | None = None
+    manifest: Manifest,
+    base: LoadOptions,
+    held_bytes: int = 0,
+    progress: Progress | None = None,
+    *,
+    is_alone: bool | None = None,
 ) -> Opened:
     """Open every source that is not remote.
 
@@ -54,6 +59,7 @@ def open_manifest(
         base: how models are loaded, where their own ``engine`` does not say otherwise.
         held_bytes: what loaded models take already, and a manifest that replaces theirs may take anew.
         progress: told while models come from the hub.
+        is_alone: as `has_device_alone` of a manifest of which this is a part; None: it is whole.
 
     Raises:
         ArtifactError: a source cannot be served; the message names the model.
@@ -67,7 +73,7 @@ def open_manifest(
                 "give it, or serve with --backend stub or pocket"
             )
     sources = {entry.source for entry in local}
-    is_alone = has_device_alone(manifest)
+    is_alone = has_device_alone(manifest) if is_alone is None else is_alone
     base = replace(base, engine=replace(base.engine, scheduler={"order": "priority", **base.engine.scheduler}))
     if not is_alone:
         kv_bytes = _share(manifest.resources.kv_budget_bytes, len(sources), DEFAULT_KV_BYTES)

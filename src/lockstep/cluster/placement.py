@@ -25,7 +25,7 @@ from lockstep.cluster.budget import (
     predict,
 )
 from lockstep.cluster.manifest import Entry, Manifest, Tier
-from lockstep.cluster.opening import machine_of, open_manifest
+from lockstep.cluster.opening import has_device_alone, machine_of, open_manifest
 from lockstep.engine.loading import LoadOptions, default_cache_dir
 from lockstep.errors import ArtifactError
 from lockstep.executors.stub import SCHEME as STUB
@@ -80,7 +80,8 @@ def place(manifest: Manifest, backend: Backend, base: LoadOptions) -> Placement:
             unknown[entry.id] = state
         if state.startswith(_BROKEN):
             refusals.append(f"{entry.id}: {state.removeprefix(_BROKEN)}")
-    known = open_manifest(replace(served, entries=tuple(opened)), base).needs
+    is_alone = has_device_alone(served)
+    known = open_manifest(replace(served, entries=tuple(opened)), base, is_alone=is_alone).needs
     needs = {need.model: need for need in (*known, *declared)}
     budgets = effective_budgets(manifest.resources, machine_of(served))
     table = check([needs[entry.id] for entry in served.entries if entry.id in needs], budgets)
