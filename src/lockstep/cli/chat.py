@@ -13,7 +13,7 @@ import typer
 from lockstep.cli import bench_options as remote_flags
 from lockstep.cli import options as flags
 from lockstep.cli.answers import AnswerWriter
-from lockstep.cli.conversation import converse, prompt_of, whole_text
+from lockstep.cli.conversation import converse, prompt_of, system_of, whole_text
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,12 +45,11 @@ def chat(
 
     if raw and system is not None:
         raise UsageError("--system has no place in a prompt that is completed as it is: leave out --raw")
-    system = None if system is None else whole_text(system, "--system")
     asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     fields = {name: value for name, value in asked.items() if value is not None}
     fields |= remote_flags.extra_fields(extra_body)
     with Remote(Target.parse(base_url, api_key)) as remote:
-        session = RemoteSession(remote, remote.model_or_first(model), system, fields, raw=raw)
+        session = RemoteSession(remote, remote.model_or_first(model), system_of(system), fields, raw=raw)
         if prompt is None:
             converse(session, _figures if verbose else None)
             return

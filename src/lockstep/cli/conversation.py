@@ -38,6 +38,11 @@ def prompt_of(said: str) -> str:
     return whole_text(sys.stdin.read() if said == "-" else said, "the prompt")
 
 
+def system_of(said: str | None) -> str | None:
+    """What ``--system`` means; UsageError: it is not in UTF-8."""
+    return None if said is None else whole_text(said, "--system")
+
+
 def whole_text(text: str, what: str) -> str:
     """The text; UsageError where a byte of it was none of the terminal's encoding."""
     try:

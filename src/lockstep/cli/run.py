@@ -13,7 +13,7 @@ import typer
 from lockstep.cli import constraints
 from lockstep.cli import options as flags
 from lockstep.cli.answers import AnswerWriter
-from lockstep.cli.conversation import converse, prompt_of, whole_text
+from lockstep.cli.conversation import converse, prompt_of, system_of
 from lockstep.cli.progress import loading_progress
 from lockstep.engine.chat import chat_request
 from lockstep.engine.llm import LLM
@@ -83,8 +83,7 @@ def run(
         constraint=constraints.constraint_of(json_schema, regex, choice, grammar),
     )
     params.validate(_ANY_VOCABULARY)  # what is wrong whatever the model is said before it is loaded
-    system = None if system is None else whole_text(system, "--system")
-    ask = _Ask(params, system, raw, flags.template_kwargs(chat_template_kwargs), reasoning)
+    ask = _Ask(params, system_of(system), raw, flags.template_kwargs(chat_template_kwargs), reasoning)
     load = flags.load_options(
         max_model_len=max_model_len,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
