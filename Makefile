@@ -39,7 +39,6 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.recorder
 	$(BIN)/python -m benchmarks.client
 	$(BIN)/python -m benchmarks.streaming
-	$(BIN)/python -m benchmarks.recorder
 
 # Plain requirement files with hashes and no download addresses.
 lock: $(STAMP)

@@ -148,6 +148,18 @@ async def test_a_session_of_a_model_that_is_gone_is_given_up() -> None:
         await until(lambda: cluster.sessions()[0].state == "dropped")
 
 
+async def test_a_session_stays_with_a_model_whose_replica_stays() -> None:
+    """Another persona is another entry, and the KV is where it was; so it is also given up when nobody comes back."""
+    limits = "sessions: {idle_threshold: 300ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
+    text = OLD + limits
+    async with clustered(text) as cluster:
+        await say(cluster, "hello" * 20, "billing", session="s")
+        await until(lambda: cluster.sessions()[0].num_tokens > 0)
+        await cluster.replace(text.replace("id: billing,", "id: billing, system_prompt: Briefly.,"))
+        assert model_of(cluster, "billing").num_sessions == 1
+        await until(lambda: model_of(cluster, "billing").num_sessions == 0)
+
+
 async def test_a_model_that_a_replacement_adds_can_be_asked_before_it_was_ever_loaded() -> None:
     async with clustered(OLD) as cluster:
         added = "    - {id: late, source: stub://late, tier: standby}\nrouting:"

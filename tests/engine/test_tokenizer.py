@@ -53,6 +53,13 @@ def test_tokens_of_ordinary_messages_are_those_of_the_rendered_text(family: str,
     assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
 
 
+def test_half_a_character_is_no_text() -> None:
+    tokenizer = chat(CHATML)
+    for ask in (lambda: tokenizer.encode("a\ud83d"), lambda: tokenizer.encode_chat(user("<|im_start|>\ud83d"))):
+        with pytest.raises(InvalidParameterError, match="half of a character"):
+            ask()
+
+
 def test_generation_prompt_and_variables_reach_the_template() -> None:
     tokenizer = chat(QWEN3)
     assert tokenizer.render_chat(user("hi")) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

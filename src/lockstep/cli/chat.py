@@ -13,7 +13,7 @@ import typer
 from lockstep.cli import bench_options as remote_flags
 from lockstep.cli import options as flags
 from lockstep.cli.answers import AnswerWriter
-from lockstep.cli.conversation import converse
+from lockstep.cli.conversation import converse, prompt_of, system_of, whole_text
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ def chat(
     fields = {name: value for name, value in asked.items() if value is not None}
     fields |= remote_flags.extra_fields(extra_body)
     with Remote(Target.parse(base_url, api_key)) as remote:
-        session = RemoteSession(remote, remote.model_or_first(model), system, fields, raw=raw)
+        session = RemoteSession(remote, remote.model_or_first(model), system_of(system), fields, raw=raw)
         if prompt is None:
             converse(session, _figures if verbose else None)
             return
-        answer = session.answer(sys.stdin.read() if prompt == "-" else prompt, AnswerWriter())
+        answer = session.answer(prompt_of(prompt), AnswerWriter())
         print(flush=True)
         if verbose:
             print(_figures(answer), file=sys.stderr)
@@ -90,7 +90,7 @@ class RemoteSession:
 
     def answer(self, text: str, writer: AnswerWriter | None) -> RemoteAnswer:
         """Stream the answer; Ctrl-C closes the stream, which ends the generation there, and keeps what came."""
-        self._messages.append({"role": "user", "content": text})
+        self._messages.append({"role": "user", "content": whole_text(text, "the message")})
         answer, started_s = RemoteAnswer(), time.perf_counter()
         body = self._fixed | ({"prompt": text} if self._raw else {"messages": self._messages})
         try:

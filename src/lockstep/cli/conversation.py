@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Protocol, TypeVar
 
 from lockstep.cli.answers import AnswerWriter
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UsageError
 
 CHAT_HELP = "Type a message. /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -31,6 +31,26 @@ class Session(Protocol[Answer]):
     def answer(self, text: str, writer: AnswerWriter | None) -> Answer:
         """Stream the answer through the writer; Ctrl-C ends it early and keeps what came."""
         ...
+
+
+def prompt_of(said: str) -> str:
+    """What ``-p`` means; ``-`` is standard input. UsageError: it is not in UTF-8."""
+    return whole_text(sys.stdin.read() if said == "-" else said, "the prompt")
+
+
+def system_of(said: str | None) -> str | None:
+    """What ``--system`` means; UsageError: it is not in UTF-8."""
+    return None if said is None else whole_text(said, "--system")
+
+
+def whole_text(text: str, what: str) -> str:
+    """The text; UsageError where a byte of it was none of the terminal's encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = ascii(text[error.start : error.end])
+        raise UsageError(f"{what} is not UTF-8 at character {error.start} ({shown}); write it in UTF-8") from None
+    return text
 
 
 def converse(session: Session[Answer], figures: Callable[[Answer], str] | None) -> None:

@@ -13,7 +13,7 @@ import typer
 from lockstep.cli import constraints
 from lockstep.cli import options as flags
 from lockstep.cli.answers import AnswerWriter
-from lockstep.cli.conversation import converse
+from lockstep.cli.conversation import converse, prompt_of, system_of
 from lockstep.cli.progress import loading_progress
 from lockstep.engine.chat import chat_request
 from lockstep.engine.llm import LLM
@@ -83,7 +83,7 @@ def run(
         constraint=constraints.constraint_of(json_schema, regex, choice, grammar),
     )
     params.validate(_ANY_VOCABULARY)  # what is wrong whatever the model is said before it is loaded
-    ask = _Ask(params, system, raw, flags.template_kwargs(chat_template_kwargs), reasoning)
+    ask = _Ask(params, system_of(system), raw, flags.template_kwargs(chat_template_kwargs), reasoning)
     load = flags.load_options(
         max_model_len=max_model_len,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
@@ -186,7 +186,7 @@ def _talk(session: _Session, prompt: str | None, as_json: bool, verbose: bool) -
     if prompt is None:
         converse(session, _figures if verbose else None)
         return
-    output = session.answer(sys.stdin.read() if prompt == "-" else prompt, None if as_json else AnswerWriter())
+    output = session.answer(prompt_of(prompt), None if as_json else AnswerWriter())
     if as_json:
         print(json.dumps(_as_json(session.llm, output), ensure_ascii=False))
         return

@@ -10,6 +10,8 @@ from lockstep.cluster.manifest import Resources, Tier
 
 WEIGHTS_FACTOR = 1.25
 """What loaded weights take, in parts of their files, when nothing better is known: the compiled graph comes on top."""
+COLUMNS = ("resident", "in memory", "size", "verdict")
+"""Of a table, after who it is about."""
 GPU_BUDGET = "gpu_budget"
 RAM_BUDGET = "ram_budget"
 
@@ -218,24 +220,33 @@ def megabytes(num_bytes: int) -> str:
 
 
 def table_text(table: BudgetTable) -> str:
-    """The table as `lockstep check` prints it and a refused boot tells it: a line a model, then a line a budget."""
-    lines = [("model", "tier", "resident", "in memory", "size", "verdict")]
-    lines += [_cells(row) for row in table.rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    budgets = table.budgets
-    texts.append(budget_text(budgets.gpu, table.gpu_needed_bytes))
-    texts.append(budget_text(budgets.ram, table.ram_needed_bytes))
-    return "\n".join(texts)
+    """The table as a refused boot tells it: a line a model, then a line a budget."""
+    models = [("model", "tier", *COLUMNS), *((row.model, row.tier, *cells_of(row)) for row in table.rows)]
+    return "\n".join([*aligned(models), *budget_texts(table)])
 
 
-def _cells(row: Row) -> tuple[str, str, str, str, str, str]:
+def cells_of(row: Row) -> tuple[str, str, str, str]:
+    """A model's cells under `COLUMNS`."""
     if row.origin is None:
-        return row.model, row.tier, "-", "-", "-", row.verdict
+        return "-", "-", "-", row.verdict
     if row.shares_with is not None:
-        return row.model, row.tier, f"with {row.shares_with}", "-", row.origin, row.verdict
+        return f"with {row.shares_with}", "-", row.origin, row.verdict
     gpu, ram = (megabytes(each) if each else "-" for each in (row.gpu_bytes, row.ram_bytes))
-    return row.model, row.tier, gpu, ram, row.origin, row.verdict
+    return gpu, ram, row.origin, row.verdict
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines, their columns under each other."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def budget_texts(table: BudgetTable) -> list[str]:
+    """A line a budget."""
+    return [
+        budget_text(table.budgets.gpu, table.gpu_needed_bytes),
+        budget_text(table.budgets.ram, table.ram_needed_bytes),
+    ]
 
 
 def budget_text(budget: Budget, needed_bytes: int) -> str:

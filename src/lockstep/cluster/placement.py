@@ -13,18 +13,22 @@ from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.budget import (
+    COLUMNS,
     BudgetTable,
     Need,
     Row,
     Verdict,
+    aligned,
     budget_text,
+    budget_texts,
+    cells_of,
     check,
     cut_texts,
     effective_budgets,
-    megabytes,
     predict,
 )
 from lockstep.cluster.manifest import Entry, Manifest, Tier
+from lockstep.cluster.manifest_nodes import listed
 from lockstep.cluster.opening import has_device_alone, machine_of, open_manifest
 from lockstep.engine.loading import LoadOptions, default_cache_dir
 from lockstep.errors import ArtifactError
@@ -148,7 +152,7 @@ def _found(table: BudgetTable, unknown: Mapping[str, str]) -> list[str]:
     """What the machine and the files say."""
     warnings = [f"{id_}: {reason}" for id_, reason in unknown.items() if not reason.startswith(_BROKEN)]
     if unknown:
-        warnings.append(f"the budgets do not count {', '.join(unknown)}; give `size:` to have it counted")
+        warnings.append(f"the budgets do not count {listed(list(unknown))}; give `size:` to have it counted")
     warnings += [
         f"{row.model}: {row.verdict} beside the models that are declared resident"
         for row in table.rows
@@ -159,30 +163,14 @@ def _found(table: BudgetTable, unknown: Mapping[str, str]) -> list[str]:
 
 def lines_of(placement: Placement) -> list[str]:
     """The placement as `lockstep check` prints it: a line a model, then a line a budget."""
-    rows: list[Sequence[str]] = [("model", "tier", "source", "resident", "in memory", "size", "verdict")]
-    rows += [
-        (entry.id, entry.tier, _short(entry.source), *_cells(placement.row(entry.id)))
-        for entry in placement.served.entries
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    table = placement.table
-    lines.append(budget_text(table.budgets.gpu, table.gpu_needed_bytes))
-    lines.append(budget_text(table.budgets.ram, table.ram_needed_bytes))
-    return lines
+    rows: list[Sequence[str]] = [("model", "tier", "source", *COLUMNS)]
+    for entry in placement.served.entries:
+        row = placement.row(entry.id)
+        cells = ("?", "?", "unknown", "unknown") if row is None else cells_of(row)
+        rows.append((entry.id, entry.tier, _short(entry.source), *cells))
+    return [*aligned(rows), *budget_texts(placement.table)]
 
 
 def _short(source: str) -> str:
     plain = source.partition("?")[0] if source.startswith(STUB) else source
     return plain if len(plain) <= MAX_SOURCE_CHARS else f"{plain[: MAX_SOURCE_CHARS - 1]}…"
-
-
-def _cells(row: Row | None) -> tuple[str, str, str, str]:
-    if row is None:
-        return "?", "?", "unknown", "unknown"
-    if row.origin is None:
-        return "-", "-", "-", row.verdict
-    if row.shares_with is not None:
-        return f"with {row.shares_with}", "-", row.origin, row.verdict
-    gpu, ram = (megabytes(each) if each else "-" for each in (row.gpu_bytes, row.ram_bytes))
-    return gpu, ram, row.origin, row.verdict

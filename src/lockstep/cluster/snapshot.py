@@ -73,7 +73,7 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     num_running: int
     num_waiting: int
     num_sessions: int
-    """Sessions whose last request it answered, ephemeral ones included."""
+    """Sessions that it holds: those of requests that it answers, ephemeral ones too, and those that are idle."""
     max_active_sessions: int | None
     """None: no bound, but what an engine keeps by itself."""
     co_activation: tuple[str, ...]

@@ -168,7 +168,9 @@ class Stage:
             if old is not None and (old.entry, old.declared, old.held) == (entry, declared, held):
                 return old
             remote = self._remote(entry, old) if held is None else None
-            model = Model(entry, declared, held, remote, ModelSessions(limit, self._sweeper(entry.id)))
+            is_kept = old is not None and old.held is held  # and so is the KV of its sessions
+            sessions = old.sessions if old is not None and is_kept else ModelSessions(limit, self._sweeper(entry.id))
+            model = Model(entry, declared, held, remote, sessions)
             if old is not None:
                 model.num_requests = old.num_requests
             return model

@@ -11,7 +11,7 @@ from lockstep.engine.chat_borders import BorderGuard
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.reasoning import Reasoning, tags_of_template
 from lockstep.engine.token_bytes import TokenBytes, decoder_rules
-from lockstep.errors import ChatTemplateError
+from lockstep.errors import ChatTemplateError, InvalidParameterError
 from lockstep.executors.grammar_vocabulary import Vocabulary
 
 _TAIL_TOKENS = 32
@@ -92,19 +92,31 @@ class Tokenizer:
 
         Args:
             add_special_tokens: begin and end the text as the artifact says, usually with BOS.
+
+        Raises:
+            InvalidParameterError: the text is not one: it holds halves of characters.
         """
         with self._lock:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+            return self._ids(text, add_special_tokens)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of texts in which a special token is only its characters."""
         with self._lock:
             self._tokenizer.encode_special_tokens = True
             try:
-                return [self._tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+                return [self._ids(text, add_special_tokens=False) for text in texts]
             finally:
                 self._tokenizer.encode_special_tokens = False
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # what the library says to a string that no UTF-8 can hold
+            raise InvalidParameterError(
+                "the prompt holds half of a character (a surrogate, or a byte that was not UTF-8); send it in UTF-8",
+                param="prompt",
+            ) from error
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens; what is not UTF-8 becomes U+FFFD, ids outside the vocabulary nothing."""

@@ -7,28 +7,17 @@ from typing import Annotated
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from lockstep.executors.sampling_params import MAX_CHOICES, MAX_LOGPROBS
-from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TokenId, absent, text_or_list
+from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TextOrTokens, Tokens, absent, tokens_or_list
 
 MAX_PROMPTS = 1_024
 """Of one request; each is a call of its own, and all must find a place in the queue."""
 
 
-def _prompt_kind(value: object) -> str:
-    """A list is one prompt of token ids exactly when it begins with a number."""
-    is_ids = isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))
-    return "[tokens]" if is_ids else text_or_list(value)
-
-
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
-OnePrompt = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[Tokens, Tag("[list]")],
-    Discriminator(text_or_list),
-]
 Prompts = Annotated[
     Annotated[str, Tag("[text]")]
     | Annotated[Tokens, Tag("[tokens]")]
-    | Annotated[list[OnePrompt], Field(min_length=1, max_length=MAX_PROMPTS), Tag("[list]")],
-    Discriminator(_prompt_kind),
+    | Annotated[list[TextOrTokens], Field(min_length=1, max_length=MAX_PROMPTS), Tag("[list]")],
+    Discriminator(tokens_or_list),
 ]
 
 

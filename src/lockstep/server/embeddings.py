@@ -23,9 +23,8 @@ from lockstep.errors import InvalidParameterError, RequestError, RequestFailedEr
 from lockstep.server.answer_schema import Shape
 from lockstep.server.options import ServerOptions
 from lockstep.server.reading import ClientLeft, while_connected
-from lockstep.server.record import record_of
-from lockstep.server.responding import CLIENT_LEFT_STATUS
-from lockstep.server.schema import MAX_SEQUENCE_TOKENS, Body, Name, TokenId, text_or_list
+from lockstep.server.record import CLIENT_LEFT_STATUS, record_of
+from lockstep.server.schema import MAX_SEQUENCE_TOKENS, Body, Name, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.serving import serving_of
 
 MAX_INPUTS = 2_048
@@ -35,24 +34,11 @@ MAX_OPEN_INPUTS = 64
 
 router = APIRouter()
 
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
-OneInput = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[Tokens, Tag("[list]")],
-    Discriminator(text_or_list),
-]
-
-
-def _input_kind(value: object) -> str:
-    """A list is one input of token ids exactly when it begins with a number."""
-    is_ids = isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))
-    return "[tokens]" if is_ids else text_or_list(value)
-
-
 Inputs = Annotated[
     Annotated[str, Tag("[text]")]
     | Annotated[Tokens, Tag("[tokens]")]
-    | Annotated[list[OneInput], Field(min_length=1, max_length=MAX_INPUTS), Tag("[list]")],
-    Discriminator(_input_kind),
+    | Annotated[list[TextOrTokens], Field(min_length=1, max_length=MAX_INPUTS), Tag("[list]")],
+    Discriminator(tokens_or_list),
 ]
 
 
@@ -62,7 +48,7 @@ class EmbeddingBody(Body):
     input: Inputs
     """Text, token ids, or a list of either."""
     model: Name | None = None
-    """A served name; absent: the one model that is served."""
+    """A served name; absent: the one model that is served, of a cluster the entry model."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64`: of the vector's float32 values, little-endian. Default: `float`."""
     dimensions: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None

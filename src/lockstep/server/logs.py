@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from lockstep.server.access import OPEN_PATHS
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import RequestRecord
 from lockstep.worker.logs import FIELDS
 
-PROBES = frozenset(
-    {"/", "/health", "/health/live", "/health/ready", "/healthz", "/load", "/metrics", "/ping", "/version"}
-)
+PROBES = OPEN_PATHS | {"/load"}
 """Asked for again and again by machines: logged at the debug level."""
 
 log = logging.getLogger("lockstep.request")

@@ -11,6 +11,9 @@ from lockstep.cluster.base import Hop
 from lockstep.engine.outputs import RequestOutput
 from lockstep.server.errors import HttpError
 
+CLIENT_LEFT_STATUS = 499
+"""In logs and metrics, of a request whose client left; nobody is there to be told."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -48,7 +51,7 @@ class RequestRecord:
     """The request as it was sent; kept for ``--log-prompts`` only."""
     error: HttpError | None = None
     status: int | None = None
-    """What the client was told; 499 when it left before."""
+    """What the client was told; `CLIENT_LEFT_STATUS` when it left before."""
 
     def usage(self) -> Usage:
         outputs = self.outputs

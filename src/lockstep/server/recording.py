@@ -15,13 +15,12 @@ from collections.abc import Callable, Collection, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.server.errors import http_error
-from lockstep.server.record import RequestRecord
+from lockstep.server.record import CLIENT_LEFT_STATUS, RequestRecord
 from lockstep.server.refusals import refuse
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
-STATUS_CLIENT_LEFT = 499
 UNROUTED = "unrouted"
 """The endpoint of requests that no route takes; their paths are the client's and without number."""
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
@@ -112,7 +111,7 @@ def _new_record(scope: Scope, now_s: float) -> RequestRecord:
 
 def _final_status(record: RequestRecord, exchange: _Exchange) -> int:
     if exchange.has_left and not exchange.is_complete:
-        return STATUS_CLIENT_LEFT
+        return CLIENT_LEFT_STATUS
     if record.status is not None:  # a handler that noticed it first
         return record.status
-    return STATUS_CLIENT_LEFT if exchange.status is None else exchange.status
+    return CLIENT_LEFT_STATUS if exchange.status is None else exchange.status

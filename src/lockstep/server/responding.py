@@ -16,12 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.cluster.base import Accepted, Call
 from lockstep.server.reading import ClientLeft, OpenCall, close, open_calls, read, while_connected
-from lockstep.server.record import record_of
+from lockstep.server.record import CLIENT_LEFT_STATUS, record_of
 from lockstep.server.serving import serving_of
 from lockstep.server.sse import EventStream, Shown
 
-CLIENT_LEFT_STATUS = 499
-"""In logs; nobody is there to be told."""
 CONNECTION_RESET = "the handler is closed"
 """What uvloop says to a `send` into a connection that was reset before `receive` could tell."""
 

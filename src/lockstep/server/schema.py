@@ -36,6 +36,12 @@ def text_or_list(value: object) -> str:
     return "[list]" if isinstance(value, list) else "[text]"
 
 
+def tokens_or_list(value: object) -> str:
+    """The same where a list may also be tokens: it is exactly when it begins with a number."""
+    is_tokens = isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))
+    return "[tokens]" if is_tokens else text_or_list(value)
+
+
 def text_or_object(value: object) -> str:
     return "[object]" if isinstance(value, dict) else "[text]"
 
@@ -61,6 +67,11 @@ def absent(why: str) -> BeforeValidator:
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_json)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_SEQUENCE_TOKENS)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+TextOrTokens = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[Tokens, Tag("[list]")],
+    Discriminator(text_or_list),
+]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 StopStrings = Annotated[
     Annotated[StopString, Tag("[text]")]
