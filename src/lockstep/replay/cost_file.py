@@ -59,13 +59,16 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 class MadeOn(msgspec.Struct, frozen=True):
-    """Where the prices hold."""
+    """Where the prices hold: what the recording was made with and on."""
 
     lockstep: str
     machine: str
     model: str
     fingerprint: str
     config: dict[str, Any]
+    """Of the scheduler, where it differs from its defaults."""
+    environment: dict[str, str] = {}
+    """Of the executor: threads, precisions and the like."""
 
 
 class CostFile(msgspec.Struct, frozen=True, kw_only=True):

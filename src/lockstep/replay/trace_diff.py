@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from lockstep.core.sequence import SequenceView
+from lockstep.errors import TraceError
 from lockstep.replay.causes import differing_fields
 from lockstep.replay.divergence import Decision, Difference, difference
 from lockstep.replay.playback import Playback, Played
@@ -36,14 +37,21 @@ class EngineDiff:
     b: Situation | None = None
 
 
-def diff_traces(a: Trace, b: Trace) -> tuple[EngineDiff, ...]:
+def diff_traces(a: Trace, b: Trace, engine: int | None = None) -> tuple[EngineDiff, ...]:
     """Compare the engines of two recordings that have the same number.
 
+    Args:
+        engine: only the one of this number; None: all.
+
     Raises:
-        TraceError: one cannot be read on, or is not what this version decides.
+        TraceError: one cannot be read on, is not what this version decides, or neither has the engine.
     """
     engines_a, engines_b = ({each.number: each for each in trace.engines} for trace in (a, b))
     numbers = sorted({*engines_a, *engines_b})
+    if engine is not None:
+        if engine not in numbers:
+            raise TraceError(f"no engine {engine} is in either recording; there are {', '.join(map(str, numbers))}")
+        numbers = [engine]
     return tuple(_diff(number, a, engines_a.get(number), b, engines_b.get(number)) for number in numbers)
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.model import LoadedModel
+from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
 from lockstep.worker.flight.files import TraceFiles, TraceReport
 from lockstep.worker.flight.format import (
@@ -239,6 +240,7 @@ class Recorder:
             "run": self._files.run,
             "file": self._files.num_files + 1,
             "has_content": self.has_content,
+            "machine": machine_name(),
         }
         out.append(Kind.HEADER)
         put_bytes(out, msgspec.msgpack.encode(facts))
