@@ -103,17 +103,21 @@ class ManifestCluster:
 
     def health(self) -> Health:
         """Ready while every model that is declared resident can answer."""
+        reason = self._trouble()
+        return Health(not reason, reason, self._stage.warnings())
+
+    def _trouble(self) -> str:
         if not self._stage.is_booted:
-            return Health(False, "the models are loading")
+            return "the models are loading"
         for model in self._stage.roster.models.values():
             held = model.held
             if held is None or model.entry.tier is not Tier.RESIDENT or not held.is_pinned:
                 continue
             if held.phase is not Phase.RESIDENT and held.failure is not None:
-                return Health(False, f"{model.id}: {held.failure}")
+                return f"{model.id}: {held.failure}"
             if reason := self._stage.worker.trouble(held.key):
-                return Health(False, f"{model.id}: {reason}")
-        return Health(True, "")
+                return f"{model.id}: {reason}"
+        return ""
 
     async def check(self) -> str:
         checked = await self._stage.worker.check()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lockstep.cluster.base import Accepted, Call, EventStream, Health, ModelCard
+from lockstep.cluster.base import Accepted, Call, EventStream, Health, ModelCard, recording_warnings
 from lockstep.cluster.prompting import prepared_request
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
@@ -101,7 +101,7 @@ class SingleModel:
 
     def health(self) -> Health:
         reason = self.worker.trouble(REPLICA)
-        return Health(not reason, reason)
+        return Health(not reason, reason, recording_warnings(self.worker.recording_fault))
 
     async def check(self) -> str:
         checked = await self.worker.check()

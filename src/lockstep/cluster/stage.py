@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.base import recording_warnings
 from lockstep.cluster.budget import cut_texts, refusal
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
@@ -192,6 +193,10 @@ class Stage:
         for held in self.replicas.all():
             if held.phase is Phase.RESIDENT and self.worker.tier(held.key) == "failed":
                 self.replicas.lost(held, UnavailableError(self.worker.trouble(held.key)))
+
+    def warnings(self) -> tuple[str, ...]:
+        """What somebody should look after although calls are answered."""
+        return recording_warnings(self.worker.recording_fault, "" if self._plans is None else self._plans.fault)
 
     async def close(self) -> None:
         """End the worker, and what is recorded."""

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import msgspec
@@ -41,6 +42,7 @@ MAX_CHUNK_BYTES = 1 << 16
 """More is handed over at once."""
 MAX_CONTENTS = 1 << 18
 """Ids of block hashes that are remembered; with more, the next file begins, with those that are in use."""
+DEFECT = "a defect of the recorder, which the log shows, ended the recording"
 Key = TypeVar("Key", bytes, str)
 
 
@@ -115,7 +117,8 @@ class Recorder:
         return tape
 
     def report(self) -> TraceReport:
-        return self._files.report()
+        report = self._files.report()
+        return replace(report, fault=DEFECT) if self._has_given_up else report
 
     # -- the step thread ----------------------------------------------------------------------------------------------
 

@@ -85,6 +85,11 @@ class EngineTape:
         """What the recording lacks, as counters; for any thread."""
         return {"trace_lost_steps": self._num_lost_steps, "trace_gaps": self._recorder.report().num_gaps}
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its steps reach a file now; for any thread."""
+        return not self._recorder.report().fault
+
     def open(self) -> None:
         """Let the file know the engine, if it does not."""
         if not self.is_open:
