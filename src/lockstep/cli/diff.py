@@ -18,6 +18,8 @@ from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from lockstep.core.policy import SchedulerConfig
     from lockstep.replay.cost import CostModel
     from lockstep.replay.diff import Diff
@@ -124,6 +126,14 @@ def _print_told(told: Told) -> None:
         print(line)
 
 
+def _set_b(fields: Iterable[str], b: SchedulerConfig) -> Iterator[str]:
+    """The options that make B of a workload that has A's config."""
+    for name in fields:
+        value = getattr(b, name)
+        yield "--set-b"
+        yield f"{name}={str(value).lower() if value is None or isinstance(value, bool) else value}"
+
+
 def _are_recordings(a: Path, b: Path) -> bool:
     from lockstep.replay.readers.reading import is_recording
 
@@ -141,8 +151,11 @@ def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as
     if as_json:
         print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in found]}, indent=2))
     else:
-        for told in engines:
+        for each, told in zip(found, engines, strict=True):
             _print_told(told)
+            if each.fields and each.b is not None:
+                words = ["lockstep", "diff", str(a), "--engine", str(each.engine), *_set_b(each.fields, each.b.config)]
+                print(f"what decides, and on how few requests: {shlex.join(words)}")
     sys.stdout.flush()
     if html is not None:
         write_file(html, recordings_page(str(a), str(b), engines).encode(), "the page")
@@ -211,10 +224,7 @@ def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: asked.CostFl
         print(f"no reproducer is written to {path}: A and B decide the same", file=sys.stderr)
         return
     write_file(path, workload_document(found.reproducer.workload, sides.a), "the reproducer")
-    words = ["lockstep", "diff", str(path)]
-    for name in found.fields:
-        value = getattr(sides.b, name)
-        words += ["--set-b", f"{name}={str(value).lower() if value is None or isinstance(value, bool) else value}"]
+    words = ["lockstep", "diff", str(path), *_set_b(found.fields, sides.b)]
     words += ["--cost", str(costs.cost)] if costs.cost is not None else []
     words += ["--tick-ms", f"{costs.tick_ms:g}"] if costs.tick_ms is not None else []
     print(f"reproducer written to {path}; it shows with: {shlex.join(words)}", file=sys.stderr)

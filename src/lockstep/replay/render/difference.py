@@ -55,7 +55,8 @@ def told(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed: bool)
     verdict = f"equal for {found.num_equal_steps:,} steps, until {place}; then another {divergence.change.value}:"
     reasons = tuple(sentences(divergence.difference, found.a, found.b))
     states = state_line(found.a), state_line(found.b)
-    return Told(verdict, reasons, states, _plans(found.a, found.b), tuple(_rest(found, a, b)))
+    rest = (found.input,) if found.input else ()
+    return Told(verdict, reasons, states, _plans(found.a, found.b), (*rest, *_rest(found, a, b)))
 
 
 def told_of_engine(found: EngineDiff) -> Told:
@@ -69,7 +70,16 @@ def told_of_engine(found: EngineDiff) -> Told:
     change = found.difference.change.value
     verdict = f"{head}: equal for {found.num_equal_steps:,} steps{fields}; then another {change}:"
     reasons = tuple(sentences(found.difference, found.a, found.b))
-    return Told(verdict, reasons, (state_line(found.a), state_line(found.b)), _plans(found.a, found.b))
+    states = state_line(found.a), state_line(found.b)
+    return Told(verdict, reasons, states, _plans(found.a, found.b), (_input_line(found),))
+
+
+def _input_line(found: EngineDiff) -> str:
+    if found.input:
+        return found.input
+    if found.fields:
+        return "both were told the same up to there, so what differs is what the configs say"
+    return "both were told the same up to there under the same config: what was recorded differs by itself"
 
 
 def configs_line(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> str:
@@ -156,6 +166,7 @@ def facts(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> dict[str, Any]
         "reasons": sentences(divergence.difference, found.a, found.b),
         "decided_by": None if found.cause is None else cause_facts(found.cause),
         "plans": [{"request": name, "a": x, "b": y} for name, x, y in _pairs(found.a, found.b)],
+        "input": found.input or None,
         "reproducer": None,
     }
     if found.reproducer is not None:
@@ -187,4 +198,5 @@ def engine_facts(found: EngineDiff) -> dict[str, Any]:
         described["change"] = found.difference.change.value
         described["reasons"] = sentences(found.difference, found.a, found.b)
         described["plans"] = [{"request": name, "a": x, "b": y} for name, x, y in _pairs(found.a, found.b)]
+        described["input"] = found.input or None
     return described
