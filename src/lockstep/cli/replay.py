@@ -23,7 +23,7 @@ from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.replay.cost import CostModel
+    from lockstep.replay.cost_file import Priced
     from lockstep.replay.render.side import Side
     from lockstep.replay.report import Report
     from lockstep.replay.workload import Workload
@@ -48,7 +48,7 @@ class Files(NamedTuple):
 class Settings:
     """What is said of both runs of a comparison."""
 
-    cost: CostModel | None
+    priced: Priced | None
     goals_ms: Mapping[str, float]
     has_ticks: bool
     """Whether the report is to hold every tick."""
@@ -95,7 +95,7 @@ def replay(
     is_pair = compare is not None or bool(settings_b)
     files = Files(trace, perfetto)
     _check_places(output, html, files, is_pair)
-    common = Settings(costs.model(), parse_goals(slo, "--slo", GOALS), ticks, html is not None)
+    common = Settings(costs.priced(), parse_goals(slo, "--slo", GOALS), ticks, html is not None)
     overrides = settings_of(settings)
     options = reading.options()
     runs = [_simulate(read_workload(path, options), overrides, common, files)]
@@ -133,6 +133,7 @@ def _simulate(
 ) -> tuple[Report, Side | None]:
     from lockstep.replay.configs import config_for
     from lockstep.replay.cost import CostModel
+    from lockstep.replay.extrapolation import Extrapolation
     from lockstep.replay.recording import RunRecording
     from lockstep.replay.records import TickRecorder
     from lockstep.replay.render.perfetto import PerfettoWriter
@@ -141,6 +142,8 @@ def _simulate(
     from lockstep.replay.simulator import Simulation
 
     config = config_for(workload, overrides)
+    cost, ranges = settings.priced or (None, {})
+    extrapolation = Extrapolation(ranges) if ranges else None
     recorder = TickRecorder() if settings.has_ticks else None
     side = Side() if settings.has_page else None
     with ExitStack() as stack:
@@ -148,11 +151,10 @@ def _simulate(
         if files.perfetto is not None:
             writer = stack.enter_context(PerfettoWriter(files.perfetto, workload.name))
         if files.trace is not None:
-            cost = settings.cost or CostModel()
-            recording = stack.enter_context(RunRecording(files.trace, workload, config, cost))
-        watchers = [each for each in (recorder, side, writer, recording) if each is not None]
+            recording = stack.enter_context(RunRecording(files.trace, workload, config, cost or CostModel()))
+        watchers = [each for each in (recorder, side, writer, recording, extrapolation) if each is not None]
         on_arrival = None if recording is None else recording.arrived
-        simulation = Simulation(workload, config, settings.cost, watchers=watchers, on_arrival=on_arrival)
+        simulation = Simulation(workload, config, cost, watchers=watchers, on_arrival=on_arrival)
         start_s = time.perf_counter()
         replay = simulation.run()
         _tell_speed(len(replay.outcomes), time.perf_counter() - start_s)
@@ -162,7 +164,8 @@ def _simulate(
     for path, what in ((files.trace, "recording"), (files.perfetto, "trace")):
         if path is not None:
             print(f"{what} written to {path}", file=sys.stderr)
-    report = report_of(replay, settings.goals_ms, recorder)
+    notes = () if extrapolation is None else (extrapolation.note(),)
+    report = report_of(replay, settings.goals_ms, recorder, tuple(filter(None, notes)))
     if side is not None:
         side.end(report, replay.outcomes)
     return report, side

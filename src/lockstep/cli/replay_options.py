@@ -12,6 +12,7 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.replay.cost import CostModel
+    from lockstep.replay.cost_file import Priced
     from lockstep.replay.readers import ReadOptions
 
 Workload = Annotated[
@@ -85,12 +86,17 @@ class CostFlags:
         float | None, typer.Option(metavar="MS", help="Every step takes as long.", show_default="10, without --cost")
     ] = None
 
-    def model(self) -> CostModel | None:
-        """The prices; None: neither flag was given. UsageError where both were, or they cannot be."""
-        from lockstep.replay.cost_file import constant_cost, read_cost
+    def priced(self) -> Priced | None:
+        """None: neither flag was given. UsageError where both were, or they cannot be."""
+        from lockstep.replay.cost_file import Priced, constant_cost, read_priced
 
         if self.cost is not None and self.tick_ms is not None:
             raise UsageError("--cost says how long steps take, and so does --tick-ms; give one of them")
         if self.cost is not None:
-            return read_cost(self.cost)
-        return None if self.tick_ms is None else constant_cost(self.tick_ms)
+            return read_priced(self.cost.expanduser())
+        return None if self.tick_ms is None else Priced(constant_cost(self.tick_ms), {})
+
+    def model(self) -> CostModel | None:
+        """The prices alone."""
+        priced = self.priced()
+        return None if priced is None else priced.model

@@ -95,7 +95,7 @@ def sweep(
     if twice:
         raise UsageError(f"{twice[0]} is given by --set and by --grid; say it once")
     workload = read_workload(file, reading.options())
-    job = Job(workload, common, costs.model(), goals)
+    job = Job(workload, common, costs.priced(), goals)
     outcomes = _run(job, all_settings, jobs or available_cores())
     percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent
     swept = _judged(job, outcomes, objective or DEFAULT_OBJECTIVES, percent)

@@ -73,6 +73,15 @@ def sweep_notes(swept: Swept) -> Iterator[str]:
     for outcome in swept.outcomes:
         if outcome.refusal:
             yield f"{settings_text(outcome)} cannot work: {outcome.refusal}"
+    yield from extrapolation_notes(swept)
+
+
+def extrapolation_notes(swept: Swept) -> Iterator[str]:
+    """Which configs' times are of steps larger than any that was measured."""
+    noted = [outcome for outcome in swept.outcomes if outcome.note]
+    if noted:
+        number = "1 config has" if len(noted) == 1 else f"{len(noted):,} configs have"
+        yield f"{number} steps larger than any that was measured, as {settings_text(noted[-1])}: {noted[-1].note}"
 
 
 def objectives_text(swept: Swept) -> str:
@@ -108,7 +117,13 @@ def facts(swept: Swept) -> dict[str, Any]:
         "slo_percent": swept.percent if swept.goals_ms else None,
         "cheapest": None if swept.best is None else swept.outcomes[swept.best].settings,
         "rows": [
-            {"set": each.settings, "is_on_front": is_best, "refusal": each.refusal or None, "figures": each.figures}
+            {
+                "set": each.settings,
+                "is_on_front": is_best,
+                "refusal": each.refusal or None,
+                "note": each.note or None,
+                "figures": each.figures,
+            }
             for each, is_best in zip(swept.outcomes, swept.is_on_front, strict=True)
         ],
     }

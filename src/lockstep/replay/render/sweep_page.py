@@ -11,6 +11,7 @@ from lockstep.replay.render.figures import Figure, printable, short_text
 from lockstep.replay.render.sweep import (
     Swept,
     better,
+    extrapolation_notes,
     metrics_shown,
     objectives_text,
     settings_text,
@@ -32,7 +33,7 @@ def sweep_page(swept: Swept) -> str:
         "title": f"Sweep of {printable(swept.name)}",
         "lead": _lead(swept),
         "verdict": printable(verdict(swept)),
-        "notes": [],
+        "notes": list(extrapolation_notes(swept)),
         "tiles": tiles,
         "tiles_by": tiles_by(len(tiles)),
         "metrics": [{"name": name, "label": _label(name)} for name in metrics],
