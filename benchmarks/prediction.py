@@ -43,7 +43,8 @@ from lockstep.replay.configs import changed_fields, config_for
 from lockstep.replay.cost_file import CostFile, MadeOn
 from lockstep.replay.latencies import e2e_ps, ttft_ps
 from lockstep.replay.render.cost import show_cost
-from lockstep.replay.render.terminal import Table, to_markdown
+from lockstep.replay.render.tables import Table
+from lockstep.replay.render.terminal import to_markdown
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.trace import Trace, live_requests, live_steps, open_trace, workload_of
 from lockstep.version import __version__

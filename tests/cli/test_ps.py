@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from lockstep.cluster.snapshot import BudgetSnapshot
 from tests.server.managing import Managed
 from tests.server.process import IN_THREAD, serve
 
+NOTICE_LIMIT_S = 30.0
+"""A worker is asked for its health every second; far above that."""
 MANIFEST = Path(__file__).resolve().parents[2] / "examples" / "customer-support.yaml"
 
 
@@ -41,6 +44,25 @@ def test_a_server_of_one_model_is_shown_without_bounds(capsys: pytest.CaptureFix
     row = ["org/alpha", "resident", "resident", "800.0", "MB", "800.0", "MB", "0", "0", "0/-", "0", "-"]
     assert shown[1].split() == row
     assert "gpu_budget: 800.0 MB in use, unbounded" in shown
+
+
+def test_what_cannot_be_recorded_is_a_warning_and_the_server_is_ready_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the health, in ps, and as a gauge to raise an alarm by; the directory is nobody's business."""
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    flags = ("--manifest", str(MANIFEST), "--backend", "stub", *IN_THREAD, "--trace", str(blocked / "below"))
+    with serve(*flags) as server, server.client() as client:
+        deadline_s = time.monotonic() + NOTICE_LIMIT_S
+        while not (health := client.get("/health")).json()["warnings"] and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert (health.status_code, health.json()["status"]) == (200, "ready")
+        (warning,) = health.json()["warnings"]
+        assert warning == "nothing is recorded now: Not a directory; requests are answered all the same"
+        assert 'lockstep:trace_recording{engine="0",model_name="router"} 0.0' in client.get("/metrics").text
+        assert invoke(["ps", "--base-url", server.base_url]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"warning: {warning}"
 
 
 def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,3 +121,19 @@ def test_the_bench_says_that_both_ways_decide_the_same(trace: str, capsys: pytes
     assert not result["faults"]
     assert invoke(["bench", "replay", trace, "--rounds", "1"]) == 0
     assert "peak memory" in capsys.readouterr().out
+
+
+def test_a_replay_beyond_what_was_calibrated_says_so(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a report and in a sweep, where it is some of the configs."""
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps({**COST, "ranges": {"prefill tokens": [0, 600], "decoding sequences": [0, 1]}}))
+    words = [trace, "--cost", str(cost), "--speed", "100"]
+    assert invoke(["replay", *words]) == 0
+    assert "Note: times are extrapolated for " in capsys.readouterr().out
+    limits = ["--set", "max_num_batched_tokens=512", "--grid", "max_num_seqs=1,4", "--jobs", "1"]
+    assert invoke(["sweep", *words, *limits]) == 0
+    noted = [line for line in capsys.readouterr().out.splitlines() if "larger than any that was measured" in line]
+    assert len(noted) == 1
+    assert noted[0].startswith("1 config has steps larger than any that was measured, as max_num_seqs=4: ")

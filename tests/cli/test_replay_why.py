@@ -39,6 +39,11 @@ def file(tmp_path: Path) -> Path:
     return write_workload(tmp_path / "w.json", 40)
 
 
+def cells_of(line: str) -> list[str]:
+    """Of a row of a table in Markdown."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def write_workload(path: Path, count: int) -> Path:
     requests: list[dict[str, Any]] = [
         {
@@ -169,7 +174,7 @@ def test_bisect_prints_each_field_and_what_makes_the_metric(call: Call, file: Pa
 
     assert code == 0
     assert "max_num_seqs makes ttft_p99: taken over alone, it brings A to B's value" in out
-    rows = {cells[0]: cells for line in out.splitlines() if len(cells := line.split()) == 7}
+    rows = {cells[0]: cells for line in out.splitlines() if len(cells := cells_of(line)) == 7}
     assert rows["max_num_seqs"][4] == "100%"
     assert rows["max_skips"][4] == "0%"
     told = json.loads(call("bisect", file, "--from", a, "--to", b, "--metric", "preemptions", "--json")[1])

@@ -55,13 +55,13 @@ async def test_a_directory_is_verified_whole_steps_and_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (path,) = await recorded(tmp_path)
-    assert verify_trace(tmp_path) == 0
+    assert verify_trace(tmp_path, as_json=False) == 0
     steps, plans = capsys.readouterr().out.splitlines()
     assert steps.startswith("replay: ")
     assert plans.startswith("planner: ")
     assert steps.endswith("identical")
     assert plans.endswith("plans, identical")
-    assert verify_trace(path) == 0
+    assert verify_trace(path, as_json=False) == 0
     assert capsys.readouterr().out == plans + "\n"
 
 

@@ -17,7 +17,8 @@ from lockstep.errors import UsageError
 from lockstep.replay.render.figures import short_text, value_text
 from lockstep.replay.render.perfetto import PerfettoWriter, phases
 from lockstep.replay.render.sampler import QUANTITIES, TimelineSampler
-from lockstep.replay.render.terminal import report_tables, show_comparison, show_report
+from lockstep.replay.render.tables import report_tables
+from lockstep.replay.render.terminal import show_comparison, show_report
 from lockstep.replay.timeline import Tick
 from tests.replay.shows import HOSTILE_NAMES, crowded, few
 

@@ -52,7 +52,7 @@ def test_an_unknown_model_is_named(server: ServerProcess) -> None:
 def test_a_loaded_server_is_ready(server: ServerProcess, path: str) -> None:
     with server.client() as client:
         response = client.get(path)
-        assert (response.status_code, response.json()) == (200, {"status": "ready", "reason": ""})
+        assert (response.status_code, response.json()) == (200, {"status": "ready", "reason": "", "warnings": []})
         assert client.post("/ping").status_code == 200
 
 
@@ -62,7 +62,7 @@ def test_while_it_loads_it_says_so() -> None:
         for path in READINESS:
             response = client.get(path)
             assert response.status_code == 503
-            assert response.json() == {"status": "unavailable", "reason": "the model is loading"}
+            assert response.json() == {"status": "unavailable", "reason": "the model is loading", "warnings": []}
             assert "retry-after" in response.headers
         assert client.get("/health/live").status_code == 200
         assert client.get("/v1/models").json()["data"][0]["tier"] == "loading"

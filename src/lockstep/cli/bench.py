@@ -15,6 +15,7 @@ import typer
 from lockstep.cli import bench_options as load
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
+from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.replay_configs import settings_of
 from lockstep.errors import UsageError
@@ -195,23 +196,21 @@ def cluster(
 
 
 @bench_app.command()
+@with_flags
 def replay(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace, as for `lockstep replay`.")],
     settings: asked.Set = None,
-    speed: asked.Speed = 1.0,
-    limit: asked.Limit = None,
-    dequantize: asked.Dequantize = None,
     rounds: Annotated[int, typer.Option(help="Times that each way is run; the best counts.", min=1, max=100)] = 3,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
+    *,
+    reading: asked.ReadFlags,
 ) -> None:
     """Measure replaying: requests per second, and that counting steps changes no decision; fails if it does."""
     from lockstep.bench.replay import run_replay_bench, text_of
-    from lockstep.replay.readers import ReadOptions
 
-    overrides = settings_of(settings)
-    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize)
-    result = run_replay_bench(file, overrides, reading, rounds, lambda sentence: print(sentence, file=sys.stderr))
+    overrides, options = settings_of(settings), reading.options()
+    result = run_replay_bench(file, overrides, options, rounds, lambda sentence: print(sentence, file=sys.stderr))
     print(json.dumps(result) if as_json else text_of(result))
     for fault in result["faults"]:
         print(fault, file=sys.stderr)

@@ -12,15 +12,15 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
-from lockstep.cli.replay import cost_model
+from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.replay_configs import config_of, file_settings, settings_of
-from lockstep.cli.tables import new_table, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lockstep.core.policy import SchedulerConfig
     from lockstep.replay.bisect import Bisection
+    from lockstep.replay.render.tables import Table
 
 VERSION = 1
 """Of the JSON form."""
@@ -31,55 +31,56 @@ To = Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Limits of B.")
 Metric = Annotated[str, typer.Option(help="A figure of the report: ttft_p99, output_tokens_per_s, preemptions ...")]
 
 
+@with_flags
 def bisect(
     file: File,
     config_a: From,
     config_b: To,
     metric: Metric = "ttft_p99",
     settings: asked.Set = None,
-    cost: asked.Cost = None,
-    tick_ms: asked.TickMs = None,
-    speed: asked.Speed = 1.0,
-    limit: asked.Limit = None,
-    dequantize: asked.Dequantize = None,
-    engine: asked.Engine = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
+    *,
+    reading: asked.ReadFlags,
+    costs: asked.CostFlags,
 ) -> None:
     """Take over each differing field alone, and all but each, and tell which of them makes the metric."""
     from lockstep.replay.bisect import bisect_fields
     from lockstep.replay.metrics import metric_named, numbers_of
-    from lockstep.replay.readers import ReadOptions, read_workload
+    from lockstep.replay.readers import read_workload
+    from lockstep.replay.render.terminal import show_table
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
 
-    workload = read_workload(file, ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine))
+    workload = read_workload(file, reading.options())
     workload = replace(workload, requests=tuple(workload.requests))
-    common, model = settings_of(settings), cost_model(cost, tick_ms)
+    common, cost = settings_of(settings), costs.model()
     a = config_of(workload, {**file_settings(config_a), **common}, str(config_a))
     b = config_of(workload, {**file_settings(config_b), **common}, str(config_b))
 
     def metric_of(config: SchedulerConfig) -> float:
-        numbers = numbers_of(report_of(Simulation(workload, config, model).run()))
+        numbers = numbers_of(report_of(Simulation(workload, config, cost).run()))
         return numbers[metric_named(metric, numbers)]
 
     found = bisect_fields(a, b, metric_of)
     if as_json:
         print(json.dumps(_facts(found, metric), indent=2))
-        return
-    print(f"{workload.name}: {metric} is {found.metric_a:,g} with A and {found.metric_b:,g} with B")
-    _print_effects(found)
-    print(_conclusion(found, metric))
+    else:
+        print(f"{workload.name}: {metric} is {found.metric_a:,g} with A and {found.metric_b:,g} with B")
+        if found.effects:
+            print()
+            show_table(_table(found))
+            print()
+        print(_conclusion(found, metric))
     sys.stdout.flush()
 
 
-def _print_effects(found: Bisection) -> None:
-    table = new_table("field", "A", "B")
-    for title in ("A with it", "of the way", "B without it", "of the way"):
-        table.add_column(title, justify="right")
-    for cells in _rows(found):
-        table.add_row(*cells)
-    print_table(table)
+def _table(found: Bisection) -> Table:
+    from lockstep.replay.render.tables import Table
+
+    table = Table("Effects", ("field", "A", "B", "A with it", "of the way", "B without it", "of the way"), num_words=3)
+    table.rows.extend(_rows(found))
+    return table
 
 
 def _rows(found: Bisection) -> Iterator[tuple[str, ...]]:

@@ -1,32 +1,32 @@
-"""`lockstep calibrate TRACE`: what a step costs on this machine, from a recording of a live run."""
+"""`lockstep calibrate TRACE`: what a step costs on the machine that a recording was made on."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.collect_env import gather
+from lockstep.cli.writing import write_file
 from lockstep.errors import UsageError
-from lockstep.version import __version__
 
 if TYPE_CHECKING:
-    from lockstep.replay.trace import TracedEngine
+    from lockstep.replay.trace import Trace, TracedEngine
 
 TracePath = Annotated[
     Path, typer.Argument(metavar="TRACE", help="A recording of lockstep serve --trace: file or directory.")
 ]
 OutputFile = Annotated[Path, typer.Option("--output", "-o", help="Where the cost model goes, for replay --cost.")]
-EngineNumber = Annotated[int, typer.Option("--engine", min=0, help="Which of the recorded engines.")]
+EngineNumber = Annotated[
+    int | None, typer.Option("--engine", metavar="N", min=0, help="Whose steps, where a recording has several engines.")
+]
 
 
 def calibrate(
     trace: TracePath,
     output: OutputFile = Path("cost.json"),
-    engine: EngineNumber = 0,
+    engine: EngineNumber = None,
     debug: flags.Debug = False,
 ) -> None:
     """Fit a step-time model to a recording, and say how far it can be trusted."""
@@ -36,30 +36,34 @@ def calibrate(
     from lockstep.replay.render.cost import show_cost
     from lockstep.replay.trace import live_steps, open_trace
 
-    recording = open_trace(trace)
-    traced = {each.number: each for each in recording.engines}.get(engine)
-    if traced is None:
-        raise UsageError(f"{trace} has no engine {engine}; it has {_engines(recording.engines)}")
+    recording = open_trace(trace.expanduser())
+    traced = _engine(recording, engine, trace)
     made_on = MadeOn(
-        lockstep=__version__,
-        machine=_machine(),
+        lockstep=recording.lockstep,
+        machine=_machine(recording),
         model=traced.name,
         fingerprint=traced.fingerprint,
         config=changed_fields(traced.config),
+        environment=dict(traced.environment),
     )
-    file = fitting.calibrate(live_steps(recording, engine), made_on)
-    try:
-        output.write_bytes(to_bytes(file))
-    except OSError as error:
-        raise UsageError(f"{output} cannot be written: {error.strerror}") from error
+    file = fitting.calibrate(live_steps(recording, traced.number), made_on)
+    write_file(output, to_bytes(file), "the cost model")
     show_cost(file)
 
 
-def _engines(engines: tuple[TracedEngine, ...]) -> str:
-    return ", ".join(f"{each.number} ({each.name})" for each in engines) or "none"
+def _engine(recording: Trace, number: int | None, trace: Path) -> TracedEngine:
+    """The one that was asked for, or the only one; UsageError names those that there are."""
+    engines = {each.number: each for each in recording.engines}
+    if number is None and len(engines) == 1:
+        return recording.engines[0]
+    names = ", ".join(f"{each.number} ({each.name})" for each in recording.engines) or "none"
+    if number is None and engines:
+        raise UsageError(f"{trace} is a recording of several engines: {names}; choose one with --engine")
+    if number is None or number not in engines:
+        raise UsageError(f"{trace} has no engine {number or 0}; it has {names}")
+    return engines[number]
 
 
-def _machine() -> str:
-    """Of this moment: a recording that was made elsewhere has prices of elsewhere."""
-    facts = gather(os.environ)["processor"]
-    return f"{facts['model'] or 'unknown processor'}, {facts['logical_cores']} logical cores"
+def _machine(recording: Trace) -> str:
+    """What it was recorded on, and never what this command runs on."""
+    return "no machine: a simulated run" if recording.is_simulated else recording.machine or "an unrecorded machine"

@@ -96,25 +96,17 @@ def _system() -> dict[str, Any]:
 def _processor() -> dict[str, Any]:
     import psutil
 
+    from lockstep.executors.machine import available_cores, processor_name
     from lockstep.executors.openvino.environment import instruction_set
-    from lockstep.executors.openvino.options import available_cores
 
     return {
-        "model": _cpu_model(),
+        "model": processor_name(),
         "instructions": instruction_set(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": available_cores(),
         "cgroup_cpu_max": _first_line(Path("/sys/fs/cgroup/cpu.max")),
     }
-
-
-def _cpu_model() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "Model"))), None)
 
 
 def _memory() -> dict[str, Any]:

@@ -12,17 +12,24 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
-from lockstep.cli.replay import cost_model
+from lockstep.cli.flag_groups import refuse_others, with_flags
 from lockstep.cli.replay_configs import config_of, file_settings, settings_of
+from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from lockstep.core.policy import SchedulerConfig
+    from lockstep.replay.cost import CostModel
     from lockstep.replay.diff import Diff
     from lockstep.replay.readers import ReadOptions
+    from lockstep.replay.render.difference import Told
+    from lockstep.replay.render.side import Side
     from lockstep.replay.workload import Workload
 
 EXIT_DIVERGED = 1
+_OF_RECORDINGS = ("a", "b", "engine", "html", "as_json", "debug")
 
 First = Annotated[
     str, typer.Argument(metavar="A", help="A workload or trace; with --workload, a YAML or JSON file of limits.")
@@ -50,48 +57,81 @@ class Sides(NamedTuple):
     """B's workload, when it has its own."""
 
 
+@with_flags
 def diff(
+    context: typer.Context,
     a: First,
     b: Second = None,
     workload: WorkloadFile = None,
     settings: asked.Set = None,
     settings_b: SetB = None,
-    cost: asked.Cost = None,
-    tick_ms: asked.TickMs = None,
-    speed: asked.Speed = 1.0,
-    limit: asked.Limit = None,
-    dequantize: asked.Dequantize = None,
-    engine: asked.Engine = None,
     reproducer: ReproducerFile = None,
+    html: asked.Html = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
+    *,
+    reading: asked.ReadFlags,
+    costs: asked.CostFlags,
 ) -> None:
     """Tell the first step that A and B decide differently, and why; exit code 1 if there is one."""
-    from lockstep.cli.diff_text import facts, print_diff
     from lockstep.replay.diff import diff_configs, diff_workloads
-    from lockstep.replay.readers import ReadOptions
+    from lockstep.replay.render.difference import configs_line, facts, told
+    from lockstep.replay.workload import ArrivalUnit
 
+    check_place(reproducer, "the reproducer")
+    check_place(html, "the page")
     if b is not None and workload is None and _are_recordings(Path(a), Path(b)):
-        if settings or settings_b or reproducer is not None:
-            raise UsageError("two recordings are compared as they are, without --set, --set-b and --reproducer")
-        _diff_recordings(Path(a), Path(b), as_json)
+        why = "says nothing to two recordings, which are compared as they are; leave it out"
+        refuse_others(context, _OF_RECORDINGS, why)
+        _diff_recordings(Path(a), Path(b), reading.engine, html, as_json)
         return
-    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine)
-    sides = _sides(a, b, workload, settings, settings_b, reading)
-    model = cost_model(cost, tick_ms)
+    sides = _sides(a, b, workload, settings, settings_b, reading.options())
+    if reproducer is not None and sides.other is not None:
+        raise UsageError("--reproducer is for two configs on one workload; here each side has its own")
+    cost = costs.model()
     if sides.other is None:
-        found = diff_configs(sides.workload, sides.a, sides.b, model)
+        found = diff_configs(sides.workload, sides.a, sides.b, cost)
     else:
-        found = diff_workloads(sides.workload, sides.a, sides.other, sides.b, model)
+        found = diff_workloads(sides.workload, sides.a, sides.other, sides.b, cost)
+    is_timed = cost is not None or sides.workload.unit is ArrivalUnit.PS
+    words = told(found, sides.a, sides.b, is_timed=is_timed)
     if as_json:
         print(json.dumps(facts(found, sides.a, sides.b), indent=2))
     else:
-        print_diff(found, sides.a, sides.b, sides.workload.name)
+        print(f"{sides.workload.name}: {found.num_requests:,} request{'s' * (found.num_requests != 1)}")
+        print(configs_line(found, sides.a, sides.b))
+        _print_told(words)
     sys.stdout.flush()
-    if reproducer is not None and found.divergence is not None:
-        _write_reproducer(reproducer, found, sides, cost, tick_ms)
+    if html is not None:
+        _write_page(html, sides, cost, found, words)
+    if reproducer is not None:
+        _write_reproducer(reproducer, found, sides, costs)
     if found.divergence is not None:
         raise typer.Exit(EXIT_DIVERGED)
+
+
+def _print_told(told: Told) -> None:
+    from lockstep.replay.render.terminal import show_table
+
+    print(told.verdict)
+    for reason in told.reasons:
+        print(f"  {reason}")
+    for line in told.states:
+        print(line)
+    if told.plans is not None:
+        print()
+        show_table(told.plans)
+        print()
+    for line in told.rest:
+        print(line)
+
+
+def _set_b(fields: Iterable[str], b: SchedulerConfig) -> Iterator[str]:
+    """The options that make B of a workload that has A's config."""
+    for name in fields:
+        value = getattr(b, name)
+        yield "--set-b"
+        yield f"{name}={str(value).lower() if value is None or isinstance(value, bool) else value}"
 
 
 def _are_recordings(a: Path, b: Path) -> bool:
@@ -100,18 +140,27 @@ def _are_recordings(a: Path, b: Path) -> bool:
     return is_recording(a.expanduser()) and is_recording(b.expanduser())
 
 
-def _diff_recordings(a: Path, b: Path, as_json: bool) -> None:
-    from lockstep.cli.diff_text import VERSION, engine_facts, print_engine
+def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as_json: bool) -> None:
+    from lockstep.replay.render.comparison_page import recordings_page
+    from lockstep.replay.render.difference import VERSION, engine_facts, told_of_engine
     from lockstep.replay.trace import open_trace
     from lockstep.replay.trace_diff import diff_traces
 
-    engines = diff_traces(open_trace(a.expanduser()), open_trace(b.expanduser()))
+    found = diff_traces(open_trace(a.expanduser()), open_trace(b.expanduser()), engine)
+    engines = [told_of_engine(each) for each in found]
     if as_json:
-        print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in engines]}, indent=2))
+        print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in found]}, indent=2))
     else:
-        for each in engines:
-            print_engine(each)
-    if any(each.difference is not None for each in engines):
+        for each, told in zip(found, engines, strict=True):
+            _print_told(told)
+            if each.fields and each.b is not None:
+                words = ["lockstep", "diff", str(a), "--engine", str(each.engine), *_set_b(each.fields, each.b.config)]
+                print(f"what decides, and on how few requests: {shlex.join(words)}")
+    sys.stdout.flush()
+    if html is not None:
+        write_file(html, recordings_page(str(a), str(b), engines).encode(), "the page")
+        print(f"page written to {html}", file=sys.stderr)
+    if any(each.difference is not None for each in found):
         raise typer.Exit(EXIT_DIVERGED)
 
 
@@ -144,19 +193,38 @@ def _sides(
     return Sides(file, config_a, config_of(file, {**common, **own}, "--set-b"), None)
 
 
-def _write_reproducer(path: Path, found: Diff, sides: Sides, cost: Path | None, tick_ms: float | None) -> None:
+def _write_page(path: Path, sides: Sides, cost: CostModel | None, found: Diff, told: Told) -> None:
+    """Both sides to their end, since finding a difference stops there."""
+    from lockstep.replay.render.charts import Mark
+    from lockstep.replay.render.comparison_page import comparison_page
+
+    divergence = found.divergence
+    mark = None if divergence is None else Mark("first difference", divergence.a.tick, divergence.a.start_ps)
+    a = _side(sides.workload, sides.a, cost)
+    b = _side(sides.other or sides.workload, sides.b, cost)
+    write_file(path, comparison_page(a, b, told, mark).encode(), "the page")
+    print(f"page written to {path}", file=sys.stderr)
+
+
+def _side(workload: Workload, config: SchedulerConfig, cost: CostModel | None) -> Side:
+    from lockstep.replay.render.side import Side
+    from lockstep.replay.report import report_of
+    from lockstep.replay.simulator import Simulation
+
+    side = Side()
+    replay = Simulation(workload, config, cost, watchers=[side]).run()
+    side.end(report_of(replay), replay.outcomes)
+    return side
+
+
+def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: asked.CostFlags) -> None:
     from lockstep.replay.writing import workload_document
 
     if found.reproducer is None:
-        raise UsageError("--reproducer is for two configs on one workload; here each side has its own")
-    try:
-        path.write_bytes(workload_document(found.reproducer.workload, sides.a))
-    except OSError as error:
-        raise UsageError(f"{path}: the reproducer cannot be written there: {error.strerror}") from None
-    words = ["lockstep", "diff", str(path)]
-    for name in found.fields:
-        value = getattr(sides.b, name)
-        words += ["--set-b", f"{name}={str(value).lower() if value is None or value in (True, False) else value}"]
-    words += ["--cost", str(cost)] if cost is not None else []
-    words += ["--tick-ms", f"{tick_ms:g}"] if tick_ms is not None else []
+        print(f"no reproducer is written to {path}: A and B decide the same", file=sys.stderr)
+        return
+    write_file(path, workload_document(found.reproducer.workload, sides.a), "the reproducer")
+    words = ["lockstep", "diff", str(path), *_set_b(found.fields, sides.b)]
+    words += ["--cost", str(costs.cost)] if costs.cost is not None else []
+    words += ["--tick-ms", f"{costs.tick_ms:g}"] if costs.tick_ms is not None else []
     print(f"reproducer written to {path}; it shows with: {shlex.join(words)}", file=sys.stderr)

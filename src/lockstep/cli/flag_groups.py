@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+
+from lockstep.errors import UsageError
+
+Answer = TypeVar("Answer")
 
 
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
     """Make flags of the fields of every parameter that is a dataclass; the command is called with its values.
 
     Each field is an ``Annotated`` option with a default, as a parameter would be.
@@ -20,9 +26,9 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     }
 
     @wraps(command)
-    def called(**values: Any) -> None:
+    def called(**values: Any) -> Answer:
         made = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
-        command(**values, **made)
+        return command(**values, **made)
 
     plain = [parameter for parameter in own if parameter.name not in groups]
     flags = [flag for group in groups.values() for flag in _flags(group)]
@@ -30,6 +36,21 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # both are what typer reads
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
+
+
+def refuse_others(context: typer.Context, used: Collection[str], why: str) -> None:
+    """UsageError for an option or argument that was given and that this way of calling a command has no use for.
+
+    Args:
+        used: names of the parameters that it has a use for.
+        why: ends the sentence that begins with the option.
+    """
+    for parameter in context.command.params:
+        name = parameter.name
+        source = None if name is None else context.get_parameter_source(name)
+        if name not in used and source is not None and source.name == "COMMANDLINE":
+            said = max(parameter.opts, key=len) if parameter.opts[0].startswith("-") else parameter.metavar or name
+            raise UsageError(f"{said} {why}")
 
 
 def _flags(group: Any) -> Iterator[inspect.Parameter]:

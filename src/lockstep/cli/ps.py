@@ -55,6 +55,7 @@ def text_of(snapshot: ClusterSnapshot) -> str:
             *(_budget(budget) for budget in snapshot.budgets),
             f"sessions: {len(snapshot.sessions)} named, {snapshot.sessions_live} live",
             f"counted: {counted or 'nothing yet'}",
+            *(f"warning: {warning}" for warning in snapshot.warnings),
         ]
     )
 

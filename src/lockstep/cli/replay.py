@@ -8,79 +8,107 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import typer
+
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
+from lockstep.cli.flag_groups import refuse_others, with_flags
 from lockstep.cli.replay_configs import settings_of
 from lockstep.cli.replay_trace import replay_trace
+from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.replay.cost import CostModel
+    from lockstep.replay.cost_file import Priced
+    from lockstep.replay.render.side import Side
     from lockstep.replay.report import Report
     from lockstep.replay.workload import Workload
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes that `ru_maxrss` counts."""
+_OF_RECORDINGS = ("verify", "execute", "model", "as_json", "debug")
 
 
-class Shown(NamedTuple):
-    """Files beside the report that a run is shown in."""
+class Files(NamedTuple):
+    """Where a run is written to while it goes on."""
 
-    html: Path | None = None
+    trace: Path | None = None
     perfetto: Path | None = None
 
-    def of_b(self) -> Shown:
-        """Those of the second run of a comparison: ``page-b.html`` beside ``page.html``."""
-        return Shown(*(path and path.with_stem(f"{path.stem}-b") for path in self))
+    def of_b(self) -> Files:
+        """Those of the second run of a comparison: ``steps-b.json`` beside ``steps.json``."""
+        return Files(*(path and path.with_stem(f"{path.stem}-b") for path in self))
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is said of both runs of a comparison."""
+
+    priced: Priced | None
+    goals_ms: Mapping[str, float]
+    has_ticks: bool
+    """Whether the report is to hold every tick."""
+    has_page: bool
+
+
+@with_flags
 def replay(
+    context: typer.Context,
     file: asked.Workload = None,
     input_file: asked.Input = None,
     settings: asked.Set = None,
     settings_b: asked.SetB = None,
     compare: asked.Compare = None,
-    cost: asked.Cost = None,
-    tick_ms: asked.TickMs = None,
-    speed: asked.Speed = 1.0,
-    limit: asked.Limit = None,
-    dequantize: asked.Dequantize = None,
-    engine: asked.Engine = None,
     slo: asked.Slo = "",
     output: asked.Output = None,
-    html: asked.Html = None,
-    perfetto: asked.Perfetto = None,
     ticks: asked.Ticks = False,
+    html: asked.Html = None,
+    trace: asked.Trace = None,
+    perfetto: asked.Perfetto = None,
     verify: asked.Verify = None,
     execute: asked.Execute = None,
     model: asked.Model = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
+    *,
+    reading: asked.ReadFlags,
+    costs: asked.CostFlags,
 ) -> int:
     """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
     if verify is not None or execute is not None:
-        return replay_trace(verify, execute, model)
+        way = "--verify" if execute is None else "--execute"
+        refuse_others(context, _OF_RECORDINGS, f"says nothing to {way}, which takes a recording as it is; leave it out")
+        return replay_trace(verify, execute, model, as_json)
     from lockstep.replay.goals import parse_goals
-    from lockstep.replay.readers import ReadOptions, read_workload
+    from lockstep.replay.readers import read_workload
     from lockstep.replay.report import GOALS
 
+    if model is not None:
+        raise UsageError("--model is what --execute TRACE computes with; a replay computes no token and needs none")
+    if ticks and output is None and not as_json:
+        raise UsageError("--ticks makes the JSON report longer; say where it goes with --output FILE, or --json")
     path = one_file(file, input_file)
-    goals = parse_goals(slo, "--slo", GOALS)
+    is_pair = compare is not None or bool(settings_b)
+    files = Files(trace, perfetto)
+    _check_places(output, html, files, is_pair)
+    common = Settings(costs.priced(), parse_goals(slo, "--slo", GOALS), ticks, html is not None)
     overrides = settings_of(settings)
-    overrides_b = {**overrides, **settings_of(settings_b)}
-    reading = ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine)
-    costs = cost_model(cost, tick_ms)
-    shown = Shown(html, perfetto)
-    reports = [_simulate(read_workload(path, reading), overrides, costs, goals, ticks, shown)]
-    if compare is not None or settings_b:
-        other = read_workload(compare or path, reading)
-        reports.append(_simulate(other, overrides_b, costs, goals, ticks, shown.of_b()))
+    options = reading.options()
+    runs = [_simulate(read_workload(path, options), overrides, common, files)]
+    if is_pair:
+        other = read_workload(compare or path, options)
+        runs.append(_simulate(other, {**overrides, **settings_of(settings_b)}, common, files.of_b()))
+    reports = [report for report, _ in runs]
+    if html is not None:
+        _write_page(html, [side for _, side in runs if side is not None])
     data = _as_bytes(reports)
     if output is not None:
-        _write(output, data)
+        write_file(output, data, "the report")
+        print(f"report written to {output}", file=sys.stderr)
     print(data.decode(), end="") if as_json else _show(reports)
     return 0
 
@@ -92,51 +120,55 @@ def one_file(file: str | None, input_file: str | None) -> str:
     return file if file is not None else str(input_file)
 
 
-def cost_model(path: Path | None, tick_ms: float | None) -> CostModel | None:
-    """What --cost or --tick-ms say; None: neither."""
-    from lockstep.replay.cost_file import constant_cost, read_cost
-
-    if path is not None and tick_ms is not None:
-        raise UsageError("--cost says how long steps take, and so does --tick-ms; give one of them")
-    if path is not None:
-        return read_cost(path)
-    return None if tick_ms is None else constant_cost(tick_ms)
+def _check_places(output: Path | None, html: Path | None, files: Files, is_pair: bool) -> None:
+    check_place(output, "the report")
+    check_place(html, "the page")
+    for each in (files, files.of_b()) if is_pair else (files,):
+        check_place(each.trace, "the recording")
+        check_place(each.perfetto, "the trace")
 
 
 def _simulate(
-    workload: Workload,
-    overrides: Mapping[str, str],
-    cost: CostModel | None,
-    goals_ms: Mapping[str, float],
-    has_ticks: bool,
-    shown: Shown,
-) -> Report:
+    workload: Workload, overrides: Mapping[str, str], settings: Settings, files: Files
+) -> tuple[Report, Side | None]:
     from lockstep.replay.configs import config_for
+    from lockstep.replay.cost import CostModel
+    from lockstep.replay.extrapolation import Extrapolation
+    from lockstep.replay.recording import RunRecording
     from lockstep.replay.records import TickRecorder
-    from lockstep.replay.render.html import HtmlPage
     from lockstep.replay.render.perfetto import PerfettoWriter
+    from lockstep.replay.render.side import Side
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
 
-    recorder = TickRecorder() if has_ticks else None
-    page = HtmlPage() if shown.html is not None else None
+    config = config_for(workload, overrides)
+    cost, ranges = settings.priced or (None, {})
+    extrapolation = Extrapolation(ranges) if ranges else None
+    recorder = TickRecorder() if settings.has_ticks else None
+    side = Side() if settings.has_page else None
     with ExitStack() as stack:
-        writer = None
-        if shown.perfetto is not None:
-            writer = stack.enter_context(PerfettoWriter(shown.perfetto, workload.name))
-        watchers = [each for each in (recorder, page, writer) if each is not None]
-        simulation = Simulation(workload, config_for(workload, overrides), cost, watchers=watchers)
+        writer = recording = None
+        if files.perfetto is not None:
+            writer = stack.enter_context(PerfettoWriter(files.perfetto, workload.name))
+        if files.trace is not None:
+            recording = stack.enter_context(RunRecording(files.trace, workload, config, cost or CostModel()))
+        watchers = [each for each in (recorder, side, writer, recording, extrapolation) if each is not None]
+        on_arrival = None if recording is None else recording.arrived
+        simulation = Simulation(workload, config, cost, watchers=watchers, on_arrival=on_arrival)
         start_s = time.perf_counter()
         replay = simulation.run()
         _tell_speed(len(replay.outcomes), time.perf_counter() - start_s)
         _tell_ceiling(workload)
         if writer is not None:
             writer.add_requests(replay.outcomes)
-    report = report_of(replay, goals_ms, recorder)
-    if page is not None and shown.html is not None:
-        page.write(shown.html, report, replay.outcomes)
-        print(f"page written to {shown.html}", file=sys.stderr)
-    return report
+    for path, what in ((files.trace, "recording"), (files.perfetto, "trace")):
+        if path is not None:
+            print(f"{what} written to {path}", file=sys.stderr)
+    notes = () if extrapolation is None else (extrapolation.note(),)
+    report = report_of(replay, settings.goals_ms, recorder, tuple(filter(None, notes)))
+    if side is not None:
+        side.end(report, replay.outcomes)
+    return report, side
 
 
 def _tell_speed(num_requests: int, passed_s: float) -> None:
@@ -160,19 +192,20 @@ def _tell_ceiling(workload: Workload) -> None:
         )
 
 
+def _write_page(path: Path, sides: Sequence[Side]) -> None:
+    from lockstep.replay.render.comparison_page import comparison_page
+    from lockstep.replay.render.replay_page import replay_page
+
+    text = replay_page(sides[0]) if len(sides) == 1 else comparison_page(sides[0], sides[1])
+    write_file(path, text.encode(), "the page")
+    print(f"page written to {path}", file=sys.stderr)
+
+
 def _as_bytes(reports: Sequence[Report]) -> bytes:
     """One report, or a list of both."""
     from lockstep.replay.report import to_json
 
     return to_json(reports[0]) if len(reports) == 1 else to_json(tuple(reports))
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise UsageError(f"{path}: the report cannot be written there: {error.strerror}") from None
-    print(f"report written to {path}", file=sys.stderr)
 
 
 def _show(reports: Sequence[Report]) -> None:

@@ -1,11 +1,19 @@
-"""The options of `lockstep replay`."""
+"""The options of `lockstep replay`, and those that its relatives share with it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.replay.cost import CostModel
+    from lockstep.replay.cost_file import Priced
+    from lockstep.replay.readers import ReadOptions
 
 Workload = Annotated[
     str | None, typer.Argument(metavar="FILE", help="A workload or a trace; what format it has is seen by itself.")
@@ -22,28 +30,16 @@ SetB = Annotated[
     typer.Option("--set-b", metavar="FIELD=VALUE", help="Run twice, the second time with this too, and compare."),
 ]
 Compare = Annotated[str | None, typer.Option(metavar="FILE", help="Replay this too, and compare.")]
-Cost = Annotated[Path | None, typer.Option(metavar="FILE", help="How long steps take, as `lockstep calibrate` says.")]
-TickMs = Annotated[
-    float | None, typer.Option(metavar="MS", help="Every step takes as long.", show_default="10, without --cost")
-]
-Speed = Annotated[float, typer.Option(metavar="X", help="Divides the gaps between arrivals.")]
-Limit = Annotated[int | None, typer.Option(metavar="N", help="The first requests only.", min=1)]
-Dequantize = Annotated[
-    int | None,
-    typer.Option(metavar="SEED", help="Spread requests that share a stamp up to the next stamp, drawn by this seed."),
-]
-Engine = Annotated[
-    int | None, typer.Option(metavar="N", help="Whose requests, where a recording has several engines.", min=0)
-]
 Slo = Annotated[str, typer.Option(metavar="GOALS", help="Count requests that meet goals in ms, e.g. ttft:500,tpot:50.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there as JSON.")]
 Ticks = Annotated[bool, typer.Option("--ticks", help="Every tick and request become part of the JSON report.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a timeline there: one HTML file.")]
-Perfetto = Annotated[
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with charts there: one HTML file.")]
+Trace = Annotated[
     Path | None,
-    typer.Option(
-        "--perfetto", "--trace", metavar="FILE", help="Write every step and request there, for ui.perfetto.dev."
-    ),
+    typer.Option(metavar="FILE", help="Record the run there as a server records its own, for --verify and diff."),
+]
+Perfetto = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write every step and request there, for ui.perfetto.dev.")
 ]
 Verify = Annotated[
     Path | None,
@@ -54,3 +50,53 @@ Execute = Annotated[
     typer.Option(metavar="TRACE", help="Compute every token of a recording with content again, with --model."),
 ]
 Model = Annotated[str | None, typer.Option(metavar="SOURCE", help="The model of --execute.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFlags:
+    """What is made of a file's requests."""
+
+    speed: Annotated[float, typer.Option(metavar="X", help="Divides the gaps between arrivals.")] = 1.0
+    limit: Annotated[int | None, typer.Option(metavar="N", help="The first requests only.", min=1)] = None
+    dequantize: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SEED", help="Spread requests that share a stamp up to the next stamp, drawn by this seed."
+        ),
+    ] = None
+    engine: Annotated[
+        int | None, typer.Option(metavar="N", help="Whose requests, where a recording has several engines.", min=0)
+    ] = None
+
+    def options(self) -> ReadOptions:
+        """As readers take them; UsageError where a value cannot be."""
+        from lockstep.replay.readers import ReadOptions
+
+        return ReadOptions(speed=self.speed, limit=self.limit, dequantize_seed=self.dequantize, engine=self.engine)
+
+
+@dataclass(frozen=True, slots=True)
+class CostFlags:
+    """How long a step takes."""
+
+    cost: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="How long steps take, as `lockstep calibrate` says.")
+    ] = None
+    tick_ms: Annotated[
+        float | None, typer.Option(metavar="MS", help="Every step takes as long.", show_default="10, without --cost")
+    ] = None
+
+    def priced(self) -> Priced | None:
+        """None: neither flag was given. UsageError where both were, or they cannot be."""
+        from lockstep.replay.cost_file import Priced, constant_cost, read_priced
+
+        if self.cost is not None and self.tick_ms is not None:
+            raise UsageError("--cost says how long steps take, and so does --tick-ms; give one of them")
+        if self.cost is not None:
+            return read_priced(self.cost.expanduser())
+        return None if self.tick_ms is None else Priced(constant_cost(self.tick_ms), {})
+
+    def model(self) -> CostModel | None:
+        """The prices alone."""
+        priced = self.priced()
+        return None if priced is None else priced.model

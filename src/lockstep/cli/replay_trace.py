@@ -2,62 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UsageError
 
+VERSION = 1
+"""Of the JSON form."""
 
-def replay_trace(verify: Path | None, execute: Path | None, model: str | None) -> int:
+
+def replay_trace(verify: Path | None, execute: Path | None, model: str | None, as_json: bool) -> int:
     """Exit code 0: everything is identical, 1: something is not."""
     if verify is not None and execute is not None:
         raise UsageError("--verify decides a recording again and --execute computes it again; give one of them")
     if execute is not None:
-        return execute_trace(execute, model)
+        return execute_trace(execute.expanduser(), model, as_json)
     assert verify is not None, "one of the two is given"
     if model is not None:
         raise UsageError("--verify needs no model: it decides, and computes nothing; leave --model out")
-    return verify_trace(verify)
+    return verify_trace(verify.expanduser(), as_json)
 
 
-def verify_trace(path: Path) -> int:
-    from lockstep.replay.plans import plan_files
+def verify_trace(path: Path, as_json: bool) -> int:
+    from lockstep.replay import plans as planning
+    from lockstep.replay import verify as deciding
     from lockstep.replay.trace import open_trace
-    from lockstep.replay.verify import describe, verify
 
-    plans = plan_files(path)
-    if plans == (path,):
-        return verify_plans_of(plans)
-    trace = open_trace(path)
-    verification = verify(trace)
-    for line in describe(verification, trace):
-        print(line)
-    code = verify_plans_of(plans) if plans else 0
-    return code if verification.is_identical else 1
-
-
-def verify_plans_of(paths: Sequence[Path]) -> int:
-    from lockstep.replay.plans import verify_plans
-
-    verdict = verify_plans(paths)
-    is_same = "identical" if verdict.divergence is None else "not identical"
-    print(f"planner: {verdict.num_plans:,} plans, {is_same}")
-    if verdict.is_cut:
-        print("a recording of plans breaks off in the middle of one, which is left out")
-    if verdict.divergence is not None:
-        print(verdict.divergence)
-    return 0 if verdict.divergence is None else 1
+    files = planning.plan_files(path)
+    facts: dict[str, Any] = {"version": VERSION}
+    lines: list[str] = []
+    if files != (path,):
+        trace = open_trace(path)
+        verification = deciding.verify(trace)
+        facts |= deciding.facts(verification)
+        lines += deciding.describe(verification, trace)
+    if files:
+        verdict = planning.verify_plans(files)
+        facts["planner"] = planning.facts(verdict)
+        lines += planning.describe(verdict)
+    print(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
+    return 0 if facts.get("identical", True) and facts.get("planner", {}).get("identical", True) else 1
 
 
-def execute_trace(path: Path, model: str | None) -> int:
-    from lockstep.replay.execute import describe, execute
+def execute_trace(path: Path, model: str | None, as_json: bool) -> int:
+    from lockstep.replay import execute as computing
     from lockstep.replay.trace import open_trace
 
     if model is None:
         raise UsageError("--execute computes with a model; name it with --model SOURCE")
-    is_equal = True
-    for execution in execute(open_trace(path), model):
-        for line in describe(execution):
-            print(line)
-        is_equal = is_equal and execution.parted is None
-    return 0 if is_equal else 1
+    engines = []
+    for execution in computing.execute(open_trace(path), model):
+        engines.append(computing.facts(execution))
+        if not as_json:
+            print("\n".join(computing.describe(execution)))
+    if as_json:
+        print(json.dumps({"version": VERSION, "engines": engines}, indent=2))
+    return 0 if all(engine["identical"] for engine in engines) else 1

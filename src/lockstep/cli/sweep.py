@@ -6,23 +6,22 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
-from lockstep.cli.replay import cost_model
+from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.replay_configs import settings_of
-from lockstep.cli.tables import new_table, print_table
+from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.replay.sweep import Outcome
+    from lockstep.replay.render.sweep import Swept
+    from lockstep.replay.sweep import Job, Outcome
 
 EXIT_NONE_MEETS = 1
-VERSION = 1
-"""Of the JSON form."""
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")]
 Grid = Annotated[
@@ -42,66 +41,77 @@ Slo = Annotated[
     str, typer.Option(metavar="GOALS", help="Find the cheapest config that meets these, in ms: ttft:500,tpot:50.")
 ]
 SloPercent = Annotated[
-    float, typer.Option(metavar="P", min=0, max=100, help="Requests that must meet the goals, of all that arrive.")
+    float | None,
+    typer.Option(
+        metavar="P",
+        min=0,
+        max=100,
+        help="Requests that must meet the goals, of all that arrive.",
+        show_default="99",
+    ),
 ]
 Jobs = Annotated[int | None, typer.Option(min=1, metavar="N", help="Processes.", show_default="one per core")]
 DEFAULT_OBJECTIVES = ("ttft_p99", "output_tokens_per_s")
 DEFAULT_SLO_PERCENT = 99.0
 
 
+@with_flags
 def sweep(
     file: File,
     grid: Grid = None,
     settings: asked.Set = None,
     objective: Objective = None,
     slo: Slo = "",
-    slo_percent: SloPercent = DEFAULT_SLO_PERCENT,
+    slo_percent: SloPercent = None,
     jobs: Jobs = None,
-    cost: asked.Cost = None,
-    tick_ms: asked.TickMs = None,
-    speed: asked.Speed = 1.0,
-    limit: asked.Limit = None,
-    dequantize: asked.Dequantize = None,
-    engine: asked.Engine = None,
     output: asked.Output = None,
+    html: asked.Html = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
+    *,
+    reading: asked.ReadFlags,
+    costs: asked.CostFlags,
 ) -> None:
     """Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them."""
-    from lockstep.executors.openvino.options import available_cores
-    from lockstep.replay import sweep as sweeping
+    from lockstep.executors.machine import available_cores
     from lockstep.replay.goals import parse_goals
     from lockstep.replay.grid import combinations, parse_grid
-    from lockstep.replay.readers import ReadOptions, read_workload
+    from lockstep.replay.metrics import check_metric
+    from lockstep.replay.readers import read_workload
+    from lockstep.replay.render.sweep import facts
     from lockstep.replay.report import GOALS
+    from lockstep.replay.sweep import Job
 
+    check_place(output, "the sweep")
+    check_place(html, "the page")
+    for metric in objective or ():
+        check_metric(metric)
     goals = parse_goals(slo, "--slo", GOALS)
+    if slo_percent is not None and not goals:
+        raise UsageError("--slo-percent says how many requests must meet the goals; give them with --slo ttft:500")
     all_settings = combinations(parse_grid(grid or ()))
     common = settings_of(settings)
     twice = [name for name in common if name in all_settings[0]]
     if twice:
         raise UsageError(f"{twice[0]} is given by --set and by --grid; say it once")
-    workload = read_workload(file, ReadOptions(speed=speed, limit=limit, dequantize_seed=dequantize, engine=engine))
-    job = sweeping.Job(workload, common, cost_model(cost, tick_ms), goals)
+    workload = read_workload(file, reading.options())
+    job = Job(workload, common, costs.priced(), goals)
     outcomes = _run(job, all_settings, jobs or available_cores())
-    objectives = _objectives(objective or DEFAULT_OBJECTIVES, outcomes)
-    is_front = sweeping.front(outcomes, objectives)
-    best = sweeping.cheapest(outcomes, slo_percent / 100) if goals else None
-    facts = _facts(workload.name, outcomes, objectives, is_front, goals, slo_percent, best)
-    text = json.dumps(facts, indent=2) + "\n"
+    percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent
+    swept = _judged(job, outcomes, objective or DEFAULT_OBJECTIVES, percent)
+    text = json.dumps(facts(swept), indent=2) + "\n"
     if output is not None:
-        _write(output, text)
-    if as_json:
-        print(text, end="")
-    else:
-        _print(outcomes, objectives, is_front)
-        print(_verdict(outcomes, best, goals, slo_percent), end="")
+        write_file(output, text.encode(), "the sweep")
+        print(f"sweep written to {output}", file=sys.stderr)
+    if html is not None:
+        _write_page(html, swept)
+    print(text, end="") if as_json else _show(swept)
     sys.stdout.flush()
-    if goals and best is None:
+    if goals and swept.best is None:
         raise typer.Exit(EXIT_NONE_MEETS)
 
 
-def _run(job: Any, all_settings: Sequence[dict[str, str]], num_processes: int) -> tuple[Outcome, ...]:
+def _run(job: Job, all_settings: Sequence[dict[str, str]], num_processes: int) -> tuple[Outcome, ...]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -114,96 +124,50 @@ def _run(job: Any, all_settings: Sequence[dict[str, str]], num_processes: int) -
         return run_all(job, all_settings, num_processes, lambda: progress.advance(task))
 
 
-def _objectives(wanted: Sequence[str], outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    """Paths of the metrics; a grid in which nothing works has none."""
+def _judged(job: Job, outcomes: tuple[Outcome, ...], wanted: Sequence[str], percent: float) -> Swept:
+    """A grid in which nothing works has no objectives."""
     from lockstep.replay.metrics import metric_named
+    from lockstep.replay.render.sweep import Swept
+    from lockstep.replay.sweep import cheapest, front
 
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.figures)
-    return tuple(metric_named(each, names) for each in wanted) if names else ()
+    objectives = tuple(metric_named(each, names) for each in wanted) if names else ()
+    return Swept(
+        name=job.workload.name,
+        outcomes=outcomes,
+        objectives=objectives,
+        is_on_front=front(outcomes, objectives),
+        goals_ms=job.goals_ms,
+        percent=percent,
+        best=cheapest(outcomes, percent / 100) if job.goals_ms else None,
+        common=job.common,
+    )
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UsageError(f"{path}: the sweep cannot be written there: {error.strerror}") from None
-
-
-SHOWN = ("output_tokens_per_s", "kv_occupancy", "preemptions", "requests_refused")
-"""Figures that the table has beside times and objectives."""
-
-
-def _print(outcomes: Sequence[Outcome], objectives: Sequence[str], is_front: Sequence[bool]) -> None:
+def _show(swept: Swept) -> None:
     from lockstep.cli.scatter import Point, scatter
-    from lockstep.replay.metrics import SHORT_FORMS, short_name
+    from lockstep.replay.metrics import short_name
+    from lockstep.replay.render.sweep import sweep_notes, sweep_table, verdict
+    from lockstep.replay.render.terminal import show_table
 
-    names = list(dict.fromkeys((*objectives, *_shown(outcomes))))
-    table = new_table("", *outcomes[0].settings)
-    for name in names:
-        table.add_column(short_name(name), justify="right")
-    for outcome, is_best in zip(outcomes, is_front, strict=True):
-        figures = [f"{outcome.figures[name]:,g}" if name in outcome.figures else "" for name in names]
-        table.add_row("*" if is_best else "", *outcome.settings.values(), *figures)
-    print_table(table)
-    if any(name.startswith("latency_") for name in names):
-        print(f"times in {'ms' if any(name.startswith(SHORT_FORMS[0]) for name in names) else 'ticks'}")
-    for outcome in outcomes:
-        if outcome.refusal:
-            print(f"{_said(outcome)} cannot work: {outcome.refusal}")
-    if len(objectives) > 1:
-        x, y = objectives[:2]
+    show_table(sweep_table(swept))
+    if len(swept.objectives) > 1:
+        x, y = swept.objectives[:2]
+        marked = sorted(zip(swept.is_on_front, swept.outcomes, strict=True), key=lambda pair: not pair[0])
         points = [
             Point(outcome.figures[x], outcome.figures[y], "*" if is_best else "o")
-            for outcome, is_best in sorted(zip(outcomes, is_front, strict=True), key=lambda pair: not pair[1])
+            for is_best, outcome in marked
             if x in outcome.figures and y in outcome.figures
         ]
-        print("\n".join(["", *scatter(points, short_name(x), short_name(y))]))
-        print("* is on the Pareto front: no other is as good in everything and better in something")
+        print("\n".join(["", *scatter(points, short_name(x), short_name(y)), ""]))
+    for note in sweep_notes(swept):
+        print(note)
+    if swept.goals_ms:
+        print(verdict(swept))
 
 
-def _shown(outcomes: Sequence[Outcome]) -> list[str]:
-    from lockstep.replay.metrics import SHORT_FORMS
+def _write_page(path: Path, swept: Swept) -> None:
+    from lockstep.replay.render.sweep_page import sweep_page
 
-    figures = next((outcome.figures for outcome in outcomes if outcome.figures), {})
-    form = next((form for form in SHORT_FORMS if f"{form}.ttft.p50" in figures), SHORT_FORMS[0])
-    times = [f"{form}.{measure}.{kind}" for measure in ("ttft", "tpot") for kind in ("p50", "p99")]
-    return [name for name in (*times, *SHOWN, "goodput.ratio") if name in figures]
-
-
-def _said(outcome: Outcome) -> str:
-    return ", ".join(f"{name}={value}" for name, value in outcome.settings.items())
-
-
-def _verdict(outcomes: Sequence[Outcome], best: int | None, goals: dict[str, float], percent: float) -> str:
-    if not goals:
-        return ""
-    what = ", ".join(f"{name} of {limit:g} ms" for name, limit in goals.items())
-    if best is None:
-        return f"no config meets {what} for {percent:g} % of the requests\n"
-    share = outcomes[best].good_share or 0.0
-    return f"cheapest that meets {what}: {_said(outcomes[best])} ({100 * share:.6g} % of the requests meet it)\n"
-
-
-def _facts(
-    name: str,
-    outcomes: Sequence[Outcome],
-    objectives: Sequence[str],
-    is_front: Sequence[bool],
-    goals: dict[str, float],
-    percent: float,
-    best: int | None,
-) -> dict[str, Any]:
-    from lockstep.replay.metrics import MORE_IS_BETTER
-
-    return {
-        "version": VERSION,
-        "name": name,
-        "objectives": [{"name": each, "better": "more" if each in MORE_IS_BETTER else "less"} for each in objectives],
-        "goals_ms": goals,
-        "slo_percent": percent if goals else None,
-        "cheapest": None if best is None else outcomes[best].settings,
-        "rows": [
-            {"set": each.settings, "is_on_front": is_best, "refusal": each.refusal or None, "figures": each.figures}
-            for each, is_best in zip(outcomes, is_front, strict=True)
-        ],
-    }
+    write_file(path, sweep_page(swept).encode(), "the page")
+    print(f"page written to {path}", file=sys.stderr)

@@ -99,8 +99,12 @@ class ManifestCluster:
 
     def health(self) -> Health:
         """Ready while every model that is declared resident can answer."""
+        reason = self._trouble()
+        return Health(not reason, reason, self._stage.warnings())
+
+    def _trouble(self) -> str:
         if not self._stage.is_booted:
-            return Health(False, self._stage.loading)
+            return self._stage.loading
         models = self._stage.roster.models
         for model in models.values():
             held = model.held
@@ -108,8 +112,8 @@ class ManifestCluster:
                 continue
             reason = held.absence if held.phase is not Phase.RESIDENT else ""
             if reason := reason or self._stage.worker.trouble(held.key):
-                return Health(False, reason if len(models) == 1 else f"{model.id}: {reason}")
-        return Health(True, "")
+                return reason if len(models) == 1 else f"{model.id}: {reason}"
+        return ""
 
     async def check(self) -> str:
         checked = await self._stage.worker.check()

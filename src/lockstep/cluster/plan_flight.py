@@ -67,6 +67,11 @@ class PlanRecorder:
         elif files.is_open:
             files.put(line)
 
+    @property
+    def fault(self) -> str:
+        """Why nothing is being recorded now; empty: it is."""
+        return self._files.report().fault
+
     def close(self) -> None:
         """Write what is left, within a bounded time."""
         self._files.close()

@@ -149,6 +149,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     """The latest, oldest first."""
     remotes: tuple[RemoteSnapshot, ...] = ()
     """Of remote models, in order of definition."""
+    warnings: tuple[str, ...] = ()
+    """What somebody should look after although calls are answered, a sentence each."""
 
 
 class Replaced(msgspec.Struct, frozen=True):

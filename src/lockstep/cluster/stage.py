@@ -12,6 +12,7 @@ from functools import partial
 
 from lockstep.cluster.aside import aside, tell
 from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.base import recording_warnings
 from lockstep.cluster.budget import cut_texts, refusal, table_text
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
@@ -238,6 +239,10 @@ class Stage:
             failure = self.worker.failure(held.key)
             if held.phase is Phase.RESIDENT and failure is not None:
                 self.replicas.lost(held, failure)
+
+    def warnings(self) -> tuple[str, ...]:
+        """What somebody should look after although calls are answered."""
+        return recording_warnings(self.worker.recording_fault, "" if self._plans is None else self._plans.fault)
 
     async def close(self) -> None:
         """End the worker, and what is recorded."""

@@ -29,3 +29,13 @@ def content_hashes(
     places = [place * _PLACE for place in range(per_content)]
     hashes = [to_bytes(content + place, HASH_BYTES, "little") for content in contents for place in places]
     return tuple(hashes[:count])
+
+
+def content_number(block_hash: bytes, per_content: int) -> int:
+    """A number for a hash of `content_hashes`: equal for equal hashes, consecutive for the blocks of one content.
+
+    Args:
+        per_content: blocks that an id stands for.
+    """
+    content = int.from_bytes(block_hash[:ID_BYTES], "little")
+    return content * per_content + int.from_bytes(block_hash[ID_BYTES:], "little")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from lockstep.errors import UsageError
 from lockstep.replay.cost import CostModel
+from lockstep.replay.extrapolation import Ranges
 from lockstep.replay.workload import PS_PER_MS
 
 KIND = "lockstep-cost"
@@ -59,13 +60,16 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 class MadeOn(msgspec.Struct, frozen=True):
-    """Where the prices hold."""
+    """Where the prices hold: what the recording was made with and on."""
 
     lockstep: str
     machine: str
     model: str
     fingerprint: str
     config: dict[str, Any]
+    """Of the scheduler, where it differs from its defaults."""
+    environment: dict[str, str] = {}
+    """Of the executor: threads, precisions and the like."""
 
 
 class CostFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +103,17 @@ class _Prices(msgspec.Struct):
     decode_seq_ps: int
     context_token_ps: int
     prefill_step_ps: int = 0
+    ranges: dict[str, tuple[int, int]] = {}
     kind: str = KIND
     version: int = VERSION
+
+
+class Priced(NamedTuple):
+    """What a replay is priced by."""
+
+    model: CostModel
+    ranges: Ranges
+    """Of what was measured; empty: nothing says."""
 
 
 def to_bytes(file: CostFile) -> bytes:
@@ -109,7 +122,12 @@ def to_bytes(file: CostFile) -> bytes:
 
 
 def read_cost(path: str | Path) -> CostModel:
-    """The prices of a file; what else it says is for readers.
+    """The prices of a file alone; see `read_priced`."""
+    return read_priced(path).model
+
+
+def read_priced(path: str | Path) -> Priced:
+    """The prices of a file, and what they were measured on; what else it says is for readers.
 
     Raises:
         UsageError: it cannot be read, is no cost model, of a newer version, or has a price that cannot be.
@@ -135,7 +153,7 @@ def read_cost(path: str | Path) -> CostModel:
             raise UsageError(f"{path}: {name} is {price}; no step takes negative time")
         if price > MAX_PRICE_PS:
             raise UsageError(f"{path}: {name} is {price}; at most {MAX_PRICE_PS} can be meant")
-    return CostModel(**values)
+    return Priced(CostModel(**values), prices.ranges)
 
 
 def constant_cost(tick_ms: float) -> CostModel:

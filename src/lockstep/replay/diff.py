@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from lockstep.core.policy import SchedulerConfig
 from lockstep.replay.causes import Cause, differing_fields, find_cause, taken_over
 from lockstep.replay.cost import CostModel
+from lockstep.replay.inputs import differing_request
 from lockstep.replay.reproducer import Pair, Reproducer, Search
 from lockstep.replay.side_by_side import Divergence, Place, compare
 from lockstep.replay.simulator import Simulation
@@ -35,6 +36,8 @@ class Diff:
     num_arrived: int = 0
     """Requests that had come by then."""
     reproducer: Reproducer | None = None
+    input: str = ""
+    """What the two sides were asked differently first, in words; empty: nothing."""
 
 
 def diff_configs(
@@ -74,12 +77,13 @@ def diff_workloads(
     found = compare(Simulation(sides[0], config_a, cost), Simulation(sides[1], config_b, cost))
     requests_a, requests_b = (tuple(side.requests) for side in sides)
     names, divergence = differing_fields(config_a, config_b), found.divergence
+    asked = differing_request(requests_a, requests_b, a.unit) if a.unit is b.unit else "arrivals have other units"
     if divergence is None:
-        return Diff(names, len(requests_a), found.num_equal_steps, None)
+        return Diff(names, len(requests_a), found.num_equal_steps, None, input=asked)
     here = witness("A", Simulation(sides[0], config_a, cost), requests_a, divergence.a)
     there = witness("B", Simulation(sides[1], config_b, cost), requests_b, divergence.b)
     num_arrived = len(_arrived(a, requests_a, divergence.a))
-    return Diff(names, len(requests_a), found.num_equal_steps, divergence, here, there, None, num_arrived)
+    return Diff(names, len(requests_a), found.num_equal_steps, divergence, here, there, None, num_arrived, input=asked)
 
 
 def _arrived(workload: Workload, requests: Sequence[WorkloadRequest], place: Place) -> tuple[WorkloadRequest, ...]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.artifacts.source import open_artifact
 from lockstep.core.fingerprint import Fingerprint
@@ -27,7 +27,7 @@ from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Playback, Played
 from lockstep.replay.rerun import Obeyed, PartedError
 from lockstep.replay.trace import Trace, TracedEngine
-from lockstep.replay.verify import side_by_side
+from lockstep.replay.verify import parted_facts, side_by_side
 from lockstep.worker.flight.content import decode_request, tokens_of
 from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Header, Pinned, RequestEntry, Swept, Tokens
 
@@ -225,6 +225,20 @@ def describe(execution: Execution) -> Iterator[str]:
     if parted is not None:
         yield parted.what
         yield from side_by_side(parted.recorded, parted.decided)
+
+
+def facts(execution: Execution) -> dict[str, Any]:
+    """The same as an object."""
+    return {
+        "engine": execution.engine.number,
+        "name": execution.engine.name,
+        "identical": execution.parted is None,
+        "tokens": execution.num_tokens,
+        "requests": execution.num_requests,
+        "steps": execution.num_steps,
+        "notes": execution.notes,
+        "parted": None if execution.parted is None else parted_facts(execution.parted),
+    }
 
 
 def _execute(trace: Trace, engine: TracedEngine, model: LoadedModel) -> Execution:

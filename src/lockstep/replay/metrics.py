@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping
+
+import msgspec
 
 from lockstep.errors import UsageError
 from lockstep.replay.report import Report, figures
@@ -43,14 +47,37 @@ def metric_named(wanted: str, names: Collection[str]) -> str:
     Raises:
         UsageError: there is none; the message has the nearest, and all.
     """
-    measure, _, kind = wanted.rpartition("_")
-    for name in (wanted, *(f"{form}.{measure}.{kind}" for form in SHORT_FORMS)):
+    for name in _forms_of(wanted):
         if name in names:
             return name
     shorts = dict.fromkeys(short_name(name) for name in names)
     near = difflib.get_close_matches(wanted, [*names, *shorts], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UsageError(f"no report has a metric {wanted!r}; {hint}There are {', '.join(shorts)}")
+
+
+def check_metric(wanted: str) -> None:
+    """UsageError, as `metric_named`, for what no report can have: known before anything is replayed."""
+    names = [name for name in _paths(Report) if name != "version"]
+    if not any(name in names for name in _forms_of(wanted)):
+        metric_named(wanted, names)
+
+
+def _forms_of(wanted: str) -> tuple[str, ...]:
+    """The path itself, and those that a short name stands for."""
+    measure, _, kind = wanted.rpartition("_")
+    return wanted, *(f"{form}.{measure}.{kind}" for form in SHORT_FORMS)
+
+
+def _paths(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """Every figure that such a report may have and that is a number, by its path."""
+    for field in msgspec.structs.fields(kind):
+        is_union = typing.get_origin(field.type) in (typing.Union, types.UnionType)
+        for each in typing.get_args(field.type) if is_union else (field.type,):
+            if each in (int, float):
+                yield prefix + field.name
+            elif isinstance(each, type) and issubclass(each, msgspec.Struct):
+                yield from _paths(each, f"{prefix}{field.name}.")
 
 
 def short_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -77,6 +77,35 @@ def verify_plans(paths: Sequence[Path], planner: Planner = plan) -> PlansVerdict
                     num_plans, PlanDivergence(path, number, record.now_s, record.actions, computed), is_cut
                 )
     return PlansVerdict(num_plans, None, is_cut)
+
+
+def describe(verdict: PlansVerdict) -> Iterator[str]:
+    """The verdict, line by line; the first is the short one."""
+    is_same = "identical" if verdict.divergence is None else "not identical"
+    yield f"planner: {verdict.num_plans:,} plans, {is_same}"
+    if verdict.is_cut:
+        yield "a recording of plans breaks off in the middle of one, which is left out"
+    if verdict.divergence is not None:
+        yield str(verdict.divergence)
+
+
+def facts(verdict: PlansVerdict) -> dict[str, Any]:
+    """The same as an object."""
+    divergence = verdict.divergence
+    return {
+        "identical": divergence is None,
+        "plans": verdict.num_plans,
+        "is_cut": verdict.is_cut,
+        "parted": None
+        if divergence is None
+        else {
+            "file": divergence.path.name,
+            "plan": divergence.number,
+            "now_s": divergence.now_s,
+            "recorded": divergence.recorded,
+            "decided": divergence.computed,
+        },
+    }
 
 
 def _records(path: Path) -> Iterator[PlanRecord | None]:

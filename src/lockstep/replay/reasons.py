@@ -87,7 +87,9 @@ def _one_sided(found: Difference, a: Situation, b: Situation) -> list[str]:
         if not ids or (ids == found.only_b == found.only_a and here is b):
             continue
         names = _names(here, ids)
-        told.append(f"{here.label} {does.format(names)}, and {other.label} {does_not.format(names)}")
+        has_them = any(seq_id in other.standings for seq_id in ids)
+        what = does_not.format(names) if has_them else "has none of that name: it has not come, or has ended before"
+        told.append(f"{here.label} {does.format(names)}, and {other.label} {what}")
         if found.change is Change.VICTIM:
             told += _why_victims(here, other)
         for seq_id in ids[:MAX_REQUESTS]:
@@ -125,6 +127,9 @@ def _chunk(a: Situation, b: Situation, seq_id: int) -> list[str]:
         rows.append((plan.lengths[place], plan.starts[place]))
     (length_a, start), (length_b, _) = rows
     told = [f"{called(a.name(seq_id))} computes {length_a} tokens from position {start} on in A, and {length_b} in B"]
+    prompts = [here.standings[seq_id].num_prompt_tokens for here in (a, b) if seq_id in here.standings]
+    if len(set(prompts)) > 1:
+        return [*told, f"its prompt has {prompts[0]} tokens in A, and {prompts[1]} in B"]
     less = a if length_a < length_b else b
     is_known = length_a != length_b and seq_id in less.standings
     reasons = why_no_longer_chunk(less, seq_id) if is_known else []

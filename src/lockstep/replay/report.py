@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -117,10 +117,12 @@ def report_of(
     replay: Replay,
     goals_ms: Mapping[str, float] | None = None,
     recorder: TickRecorder | None = None,
+    notes: Sequence[str] = (),
 ) -> Report:
     """The figures.
 
     Args:
+        notes: what else a reader must know.
         goals_ms: milliseconds by metric, of ``GOALS``.
         recorder: what watched the simulation; its records and every request's outcome become part of the report.
     """
@@ -172,7 +174,7 @@ def report_of(
         tenants=len(tenants),
         all_blocks_returned=stats.num_held_blocks == 0,
         fingerprint=replay.fingerprint,
-        notes=_notes(replay, recorder),
+        notes=(*_notes(replay, recorder), *notes),
         ticks=None if recorder is None else tuple(recorder.records),
         outcomes=None if recorder is None else replay.outcomes,
     )

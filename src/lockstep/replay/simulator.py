@@ -8,7 +8,7 @@ figure and the fingerprint are those of single steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.core.fingerprint import Fingerprint
@@ -61,6 +61,8 @@ class Simulation:
     Args:
         cost: how long a step takes; None: 10 ms, whatever it computes.
         watchers: called with every tick.
+        on_arrival: called with each request that is queued: its sequence's id, what the scheduler was given, and the
+            picosecond of its arrival.
         run_lengths: False: plan and commit each step by itself.
     """
 
@@ -71,6 +73,7 @@ class Simulation:
         cost: CostModel | None = None,
         *,
         watchers: Sequence[Watcher] = (),
+        on_arrival: Callable[[int, Request, int], None] | None = None,
         run_lengths: bool = True,
     ) -> None:
         self.workload = workload
@@ -86,6 +89,7 @@ class Simulation:
         self.refusals: list[str] = []
         """Names of the requests that were refused on arriving, in their order."""
         self._watchers = tuple(watchers)
+        self._on_arrival = on_arrival
         self._run_lengths = run_lengths
         self._is_timed = cost is not None or workload.unit is ArrivalUnit.PS
         self._in_ticks = workload.unit is ArrivalUnit.TICKS
@@ -178,6 +182,8 @@ class Simulation:
             return
         self._outcomes.append(None)
         self._progress.lives[life.seq_id] = life
+        if self._on_arrival is not None:
+            self._on_arrival(life.seq_id, asked, arrival_ps)
 
     def _usable_content_size(self) -> int:
         """Of the workload's contents, or 0 where their borders are not those of blocks."""

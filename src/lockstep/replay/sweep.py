@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from lockstep.core.policy import SchedulerConfig
 from lockstep.errors import LockstepError
 from lockstep.replay.configs import config_for
-from lockstep.replay.cost import CostModel
+from lockstep.replay.cost_file import Priced
+from lockstep.replay.extrapolation import Extrapolation
 from lockstep.replay.grid import Settings, pareto_front, price
 from lockstep.replay.metrics import as_less_is_better, numbers_of
 from lockstep.replay.report import report_of
@@ -32,6 +33,8 @@ class Outcome:
     """Numbers of the report, by their path; empty when there is none."""
     refusal: str = ""
     """Why there is no report."""
+    note: str = ""
+    """What a reader of its times must know."""
 
     @property
     def good_share(self) -> float | None:
@@ -47,7 +50,7 @@ class Job:
     """With its requests as a tuple."""
     common: Settings
     """What all combinations share."""
-    cost: CostModel | None
+    priced: Priced | None
     goals_ms: Mapping[str, float]
 
 
@@ -56,8 +59,11 @@ def evaluate(job: Job, settings: Settings) -> Outcome:
     config = None
     try:
         config = config_for(job.workload, {**job.common, **settings})
-        replay = Simulation(job.workload, config, job.cost).run()
-        return Outcome(settings, config, numbers_of(report_of(replay, job.goals_ms or None)))
+        cost, ranges = job.priced or (None, {})
+        extrapolation = Extrapolation(ranges)
+        replay = Simulation(job.workload, config, cost, watchers=[extrapolation] if ranges else []).run()
+        figures = numbers_of(report_of(replay, job.goals_ms or None))
+        return Outcome(settings, config, figures, note=extrapolation.note())
     except LockstepError as error:
         return Outcome(settings, config, {}, str(error))
 

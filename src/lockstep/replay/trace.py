@@ -30,6 +30,12 @@ class Trace:
     engines: tuple[TracedEngine, ...]
     """Of the first file, in order of their numbers."""
     has_content: bool
+    lockstep: str
+    """The version that recorded it."""
+    machine: str
+    """What it was recorded on; empty: it does not say, as recordings of early versions and of simulated runs."""
+    is_simulated: bool
+    """Whether a replay wrote it: its times are logical ones."""
 
     def entries(self) -> Iterator[Entry | Cut]:
         """Everything, file by file.
@@ -105,8 +111,15 @@ def open_trace(path: str | Path) -> Trace:
             break
     else:
         raise TraceError(f"{path}: it breaks off before anything was recorded")
-    has_content = bool(header.facts.get("has_content"))
-    return Trace(files, tuple(engines[number] for number in sorted(engines)), has_content)
+    facts = header.facts
+    return Trace(
+        files,
+        tuple(engines[number] for number in sorted(engines)),
+        bool(facts.get("has_content")),
+        str(facts.get("lockstep", "")),
+        str(facts.get("machine", "")),
+        bool(facts.get("simulated")),
+    )
 
 
 def live_steps(trace: Trace, engine: int | None = None) -> Iterator[LiveStep]:

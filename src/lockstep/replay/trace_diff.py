@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from lockstep.core.sequence import SequenceView
+from lockstep.errors import TraceError
 from lockstep.replay.causes import differing_fields
 from lockstep.replay.divergence import Decision, Difference, difference
+from lockstep.replay.inputs import differing_command
 from lockstep.replay.playback import Playback, Played
 from lockstep.replay.rerun import Obeyed, Ran, request_of
 from lockstep.replay.situation import Situation, Standing
 from lockstep.replay.trace import Trace, played
 from lockstep.replay.trace_entries import TracedEngine
 from lockstep.replay.witness import standing_of
-from lockstep.worker.flight.entries import Added
+from lockstep.worker.flight.entries import Added, Command
 
 NOTHING = Decision(None, None)
 
@@ -34,16 +36,25 @@ class EngineDiff:
     difference: Difference | None
     a: Situation | None = None
     b: Situation | None = None
+    input: str = ""
+    """What the two were told differently first, in words; empty: nothing, up to the difference."""
 
 
-def diff_traces(a: Trace, b: Trace) -> tuple[EngineDiff, ...]:
+def diff_traces(a: Trace, b: Trace, engine: int | None = None) -> tuple[EngineDiff, ...]:
     """Compare the engines of two recordings that have the same number.
 
+    Args:
+        engine: only the one of this number; None: all.
+
     Raises:
-        TraceError: one cannot be read on, or is not what this version decides.
+        TraceError: one cannot be read on, is not what this version decides, or neither has the engine.
     """
     engines_a, engines_b = ({each.number: each for each in trace.engines} for trace in (a, b))
     numbers = sorted({*engines_a, *engines_b})
+    if engine is not None:
+        if engine not in numbers:
+            raise TraceError(f"no engine {engine} is in either recording; there are {', '.join(map(str, numbers))}")
+        numbers = [engine]
     return tuple(_diff(number, a, engines_a.get(number), b, engines_b.get(number)) for number in numbers)
 
 
@@ -59,7 +70,8 @@ def _diff(number: int, a: Trace, engine_a: TracedEngine | None, b: Trace, engine
                 _witness(label, trace, number, num_equal, decision)
                 for label, trace, decision in (("A", a, decision_a), ("B", b, decision_b))
             )
-            return EngineDiff(number, names[0], names[1], fields, num_equal, found, here, there)
+            told = differing_command(_commands(a, number, num_equal), _commands(b, number, num_equal))
+            return EngineDiff(number, names[0], names[1], fields, num_equal, found, here, there, told)
         num_equal += 1
     return EngineDiff(number, names[0], names[1], fields, num_equal, None)
 
@@ -68,6 +80,18 @@ def _steps(trace: Trace, engine: int) -> Iterator[Ran]:
     for event in played(trace):
         if isinstance(event, Played) and event.ran.engine == engine:
             yield event.ran
+
+
+def _commands(trace: Trace, engine: int, num_steps: int) -> Iterator[Command]:
+    """What the engine was told before it had decided so many steps, and the next."""
+    num_seen = 0
+    for event in played(trace):
+        if isinstance(event, Obeyed) and event.engine == engine:
+            yield event.command
+        elif isinstance(event, Played) and event.ran.engine == engine:
+            num_seen += 1
+            if num_seen > num_steps:
+                return
 
 
 def _decision(ran: Ran | None) -> Decision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
@@ -84,6 +85,31 @@ def describe(verification: Verification, trace: Trace) -> Iterator[str]:
     if parted is not None:
         yield parted.what
         yield from side_by_side(parted.recorded, parted.decided)
+
+
+def facts(verification: Verification) -> dict[str, Any]:
+    """The same as an object."""
+    return {
+        "identical": verification.is_identical,
+        "files": verification.num_files,
+        "engines": verification.num_engines,
+        "steps": verification.num_steps,
+        "turns": verification.num_turns,
+        "unchecked_steps": verification.num_unchecked_steps,
+        "cuts": [{"file": cut.path.name, "byte": cut.offset} for cut in verification.cuts],
+        "parted": None if verification.parted is None else parted_facts(verification.parted),
+    }
+
+
+def parted_facts(parted: PartedError) -> dict[str, Any]:
+    """Where a recording and what is decided again part; a step of no engine is a turn of the device."""
+    return {
+        "engine": None if parted.engine == TURNS else parted.engine,
+        "step": parted.step,
+        "what": parted.what,
+        "recorded": list(_lines(parted.recorded).values()),
+        "decided": list(_lines(parted.decided).values()),
+    }
 
 
 def side_by_side(recorded: StepPlan | None, decided: StepPlan | None) -> Iterator[str]:

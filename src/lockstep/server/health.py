@@ -17,10 +17,12 @@ router = APIRouter(tags=["health"])
 
 
 class HealthBody(BaseModel):
-    """``reason`` says why not, in one sentence; empty when ready."""
+    """``reason`` says why not, in one sentence; empty when ready. ``warnings`` say what somebody should look after
+    although requests are answered."""
 
     status: Literal["ready", "live", "unavailable"]
     reason: str = ""
+    warnings: list[str] = []
 
 
 class LoadBody(BaseModel):
@@ -43,8 +45,9 @@ UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "descript
 @router.post("/ping", response_model=HealthBody, responses=UNREADY, operation_id="ping_post")
 async def ready(request: Request) -> JSONResponse:
     """200 while requests will be answered, else 503."""
-    reason = unready_reason(serving_of(request))
-    body = HealthBody(status="unavailable" if reason else "ready", reason=reason).model_dump()
+    serving = serving_of(request)
+    reason, warnings = unready_reason(serving), list(serving.cluster.health().warnings)
+    body = HealthBody(status="unavailable" if reason else "ready", reason=reason, warnings=warnings).model_dump()
     return JSONResponse(body, 503, {"Retry-After": RETRY_AFTER_S}) if reason else JSONResponse(body)
 
 

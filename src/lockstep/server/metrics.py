@@ -57,6 +57,7 @@ HELP: Mapping[str, str] = {
     "request_success": "Finished sequences by reason.",
     "admission_rejections": "Requests that a full queue refused.",
     "corrupted_requests": "Sequences whose logits were not finite.",
+    "trace_recording": "1 while the steps of this model are recorded, 0 while they cannot be.",
     "trace_lost_steps": "Steps that the flight recorder could not record.",
     "trace_gaps": "How often the recording of this model's device broke off and began anew.",
     "request_inference_time_seconds": "From the first step to the last token.",

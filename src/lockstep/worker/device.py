@@ -215,6 +215,7 @@ class DeviceWorker:
             max(0.0, time.monotonic() - self._progress_s) if is_waiting else 0.0,
             sum(engine.scheduler.num_running for engine in engines),
             sum(engine.scheduler.num_waiting for engine in engines),
+            "" if self._recorder is None else self._recorder.report().fault,
         )
 
     # -- the loading thread ---------------------------------------------------------------------------------------

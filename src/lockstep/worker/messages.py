@@ -225,6 +225,8 @@ class HealthReport(_Event, frozen=True):
     """Seconds for which work has waited without a step being completed; 0: nothing waits."""
     num_running: int
     num_waiting: int
+    recording_fault: str = ""
+    """Why nothing is being recorded now; empty: it is, or nothing is to be."""
 
 
 class Checked(_Event, frozen=True):

@@ -33,9 +33,12 @@ class Replica:
     """What records it."""
 
     def metrics(self) -> MetricsSnapshot:
-        """The engine's, and what its recording lacks."""
-        snapshot = self.engine.metrics()
-        return snapshot if self.tape is None else replace(snapshot, counters={**snapshot.counters, **self.tape.lost()})
+        """The engine's; whether it is recorded, and what its recording lacks."""
+        snapshot, tape = self.engine.metrics(), self.tape
+        if tape is None:
+            return snapshot
+        gauges = {**snapshot.gauges, "trace_recording": float(tape.is_recorded)}
+        return replace(snapshot, gauges=gauges, counters={**snapshot.counters, **tape.lost()})
 
     def close(self) -> None:
         self.engine.model.close()

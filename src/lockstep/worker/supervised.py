@@ -182,6 +182,11 @@ class SupervisedWorker:
             return self._replicas.absence(replica)
         return trouble(self._options.health, self._report, time.monotonic() - self._report_s)
 
+    @property
+    def recording_fault(self) -> str:
+        """Why nothing is being recorded now, by the worker's last word; empty: it is, or nothing is to be."""
+        return "" if self._report is None else self._report.recording_fault
+
     def unavailable(self, replica: str) -> UnavailableError:
         """The answer to requests to a replica that is not there, and when it is worth trying again."""
         return UnavailableError(self.trouble(replica), retry_after_s=self._retry_after_s())

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.executors.openvino.environment import digest, instruction_set
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.loading import choose_device, compile_properties, environment_of
-from lockstep.executors.openvino.options import OpenVINOOptions, available_cores
+from lockstep.executors.openvino.options import OpenVINOOptions
 from tests.executors.openvino.support import random_artifact
 
 
@@ -48,21 +48,6 @@ def test_float32_is_asked_for_explicitly() -> None:
     properties = compile_properties(OpenVINOOptions())
     assert properties["INFERENCE_PRECISION_HINT"] == "f32"
     assert properties["KV_CACHE_PRECISION"] == "f16"
-
-
-def test_cores_are_cut_by_the_cgroups_quota(tmp_path: Path) -> None:
-    unlimited = available_cores(tmp_path)
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert available_cores(tmp_path) == unlimited
-    for quota, cores in (("100000", 1), ("50000", 1), ("150000", 1), ("6400000", unlimited)):
-        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
-        assert available_cores(tmp_path) == cores
-    (tmp_path / "cpu.max").unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    for quota, cores in (("-1", unlimited), ("100000", 1)):
-        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-        assert available_cores(tmp_path) == cores
 
 
 def test_the_environment_changes_with_whatever_the_bits_depend_on() -> None:

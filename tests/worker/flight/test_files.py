@@ -17,7 +17,8 @@ from lockstep.replay.trace_file import read_frames
 from lockstep.replay.verify import verify
 from lockstep.worker.flight import files
 from lockstep.worker.flight.entries import EntryReader, Header
-from lockstep.worker.messages import AskMetrics, MetricsReport
+from lockstep.worker.flight.recorder import DEFECT
+from lockstep.worker.messages import AskHealth, AskMetrics, HealthReport, MetricsReport
 from tests.replay.recordings import POOL, files_of, options, record, submit
 from tests.worker.support import Bench, running
 
@@ -29,6 +30,15 @@ def lost_of(bench: Bench, ask_id: int) -> dict[str, int]:
     report = bench.heard(MetricsReport, lambda event: event.ask_id == ask_id)
     counters = report.replicas["a"].counters
     return {name: counters[name] for name in ("trace_lost_steps", "trace_gaps")}
+
+
+def recording_of(bench: Bench, ask_id: int) -> tuple[float, str]:
+    """The gauge of a replica, and why its device records nothing."""
+    bench.tell(AskMetrics(ask_id))
+    report = bench.heard(MetricsReport, lambda event: event.ask_id == ask_id)
+    bench.tell(AskHealth(ask_id))
+    health = bench.heard(HealthReport, lambda event: event.ask_id == ask_id)
+    return report.replicas["a"].gauges["trace_recording"], health.recording_fault
 
 
 def test_old_files_go_and_what_is_left_verifies_file_by_file_and_together(
@@ -67,6 +77,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning_and_a_counter(
         bench.ready("b", "stub://beta")
         submit(bench, 12)
         lost = lost_of(bench, 99)
+        assert recording_of(bench, 100) == (0.0, "Not a directory")
     assert lost["trace_lost_steps"] > 5
     assert lost["trace_gaps"] == 1
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -95,9 +106,9 @@ with running(trace=options(folder)) as bench:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     time.sleep(0.2)
     submit(bench, 12, 200)
-    gaps = bench.worker._recorder.report().num_gaps
+    gaps, fault = bench.worker._recorder.report().num_gaps, bench.worker._recorder.report().fault
 found = verify(open_trace(folder))
-print(gaps > 0, found.is_identical, len(found.cuts) > 0, found.num_steps > 0, found.parted)
+print(gaps > 0, found.is_identical, len(found.cuts) > 0, found.num_steps > 0, found.parted, fault)
 """
 
 
@@ -107,7 +118,7 @@ def test_a_full_disk_ends_a_file_and_the_next_begins_with_a_checkpoint(tmp_path:
     ended = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True, cwd=root
     )
-    assert ended.stdout == "True True True True None\n"
+    assert ended.stdout == "True True True True None \n", "and in the end it is recorded again"
     assert ended.stderr.count("has a gap") == 1
 
 
@@ -127,12 +138,13 @@ def test_a_defect_of_the_recorder_ends_the_recording_and_no_request(
     def broken(*values: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("lockstep.worker.flight.tape.put_ids", broken)
+    monkeypatch.setattr("lockstep.worker.flight.tape.put_request", broken)
     with running(trace=options(tmp_path)) as bench:
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         submit(bench, 12)
         assert lost_of(bench, 99)["trace_lost_steps"] > 5
+        assert recording_of(bench, 100) == (0.0, DEFECT)
     assert [record.message.count("the recording ends here") for record in caplog.records] == [1]
 
 

@@ -10,10 +10,11 @@ from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.openvino_ir import FORMAT as EXPORTED
 from lockstep.artifacts.openvino_ir import GRAPH
 from lockstep.errors import CorruptArtifactError, ExecutorError, UnsupportedArtifactError, UsageError
+from lockstep.executors.machine import available_cores
 from lockstep.executors.openvino.environment import BUILDER_VERSION, has_row_dependent_kernels, instruction_set
 from lockstep.executors.openvino.graph import build_decoder
 from lockstep.executors.openvino.ir_cache import IRCache
-from lockstep.executors.openvino.options import OpenVINOOptions, available_cores
+from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.paged import LOGITS, to_paged
 from lockstep.executors.openvino.precision import has_floats, summary
 from lockstep.executors.openvino.products import MAX_PASS_TOKENS, needs_short_passes, split_products

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,28 +63,3 @@ class OpenVINOOptions:
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UsageError(f"{field} is {value!r}; it must be one of {', '.join(allowed)}")
-
-
-def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Whole cores that this process may use: the affinity mask, cut by the cgroup's CPU quota (v2, then v1)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota(cgroup)
-    return max(1, cores if quota is None else min(cores, int(quota)))
-
-
-def _cgroup_quota(cgroup: Path) -> float | None:
-    """Cores allowed by the quota, or None without one."""
-    try:
-        limit, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if limit in ("max", "-1"):
-        return None
-    try:
-        return int(limit) / int(period)
-    except (ValueError, ZeroDivisionError):
-        return None

@@ -13,6 +13,8 @@ from lockstep.replay.readers.fields import array, check_keys, content_ids, json_
 from lockstep.replay.workload import PS_PER_MS, WorkloadRequest
 
 CONTENT_TOKENS = 512
+TURNS = ("session_id", "delay", "delay_ms")
+"""Keys of a variant whose lines are turns of conversations: when one comes depends on when the one before it ends."""
 COLUMNS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
@@ -25,6 +27,13 @@ def rows(lines: Iterable[tuple[int, str]], name: str) -> Iterator[WorkloadReques
 
 def row(fields: Mapping[str, object], number: int, place: str) -> WorkloadRequest:
     """One line; TraceError names its place. An output of 0 tokens counts as 1, because every request gets one."""
+    if not fields.keys().isdisjoint(TURNS):
+        keys = ", ".join(key for key in TURNS if key in fields)
+        raise TraceError(
+            f"{place}: it is a turn of a conversation ({keys}), which comes "
+            "when the answer before it has ended; a replay's arrivals are fixed, so give every turn its timestamp and "
+            "its whole input_length, and leave these keys out"
+        )
     check_keys(fields, COLUMNS, COLUMNS[:3], place)
     num_prompt = whole(fields["input_length"], "input_length", place, 1)
     num_output = max(1, whole(fields["output_length"], "output_length", place))

@@ -6,7 +6,8 @@ from typing import TextIO
 
 from lockstep.replay.cost_file import CostFile
 from lockstep.replay.render.figures import printable, short_text
-from lockstep.replay.render.terminal import Table, show
+from lockstep.replay.render.tables import Table
+from lockstep.replay.render.terminal import show
 
 _PS_PER_US = 1e6
 _LABELS = {

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from lockstep.errors import UsageError
+from lockstep.replay.render.stalls import Stalls
 from lockstep.replay.timeline import RequestOutcome, Tick
 
 _PS_PER_US = 1_000_000
@@ -35,11 +36,13 @@ class PerfettoWriter:
     """
 
     def __init__(self, path: Path | str, name: str) -> None:
+        self._path = path
         try:
             self._file: IO[str] = open(path, "w", encoding="utf-8", newline="\n")  # noqa: SIM115 - closed by __exit__
         except OSError as error:
-            raise UsageError(f"{path}: the trace cannot be written there: {error.strerror}") from error
+            raise self._unwritten(error) from error
         self._separator = ""
+        self._stalls = Stalls()
         self._end_ps = 0
         """Of the step before."""
         self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
@@ -55,13 +58,17 @@ class PerfettoWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._counters(self._end_ps, 0, 0, 0, 0, 0)
-        self._file.write("\n]}\n")
-        self._file.close()
+        try:
+            with self._file:
+                self._counters(self._end_ps, 0, 0, 0, 0, 0)
+                self._file.write("\n]}\n")
+        except OSError as failed:  # what was in its buffer
+            raise self._unwritten(failed) from None
 
     def __call__(self, tick: Tick) -> None:
         """Write a step, or a run of them, and the counters from its begin on."""
         start_us = _us(tick.start_ps)
+        self._stalls(tick)
         if tick.start_ps > self._end_ps:
             self._counters(self._end_ps, 0, 0, 0, 0, 0)
         self._end_ps = tick.start_ps + tick.duration_ps
@@ -118,6 +125,9 @@ class PerfettoWriter:
         )
         for name, start_ps, end_ps in phases(outcome):
             self._event(ph="X", name=name, ts=_us(start_ps), dur=_us(end_ps - start_ps), **whole)
+        for stall in self._stalls.of(outcome.seq_id):
+            length_ps = stall.end_ps - stall.start_ps
+            self._event(ph="X", name="preempted", ts=_us(stall.start_ps), dur=_us(length_ps), **whole)
         if outcome.admitted_ps >= 0:
             flow = {"name": "admitted", "cat": "admission", "id": outcome.seq_id, "ts": _us(outcome.admitted_ps)}
             self._event(ph="s", pid=_SCHEDULER, tid=_STEPS, **flow)
@@ -137,8 +147,14 @@ class PerfettoWriter:
         self._event(ph="M", name=name, pid=pid, tid=tid, args=args)
 
     def _event(self, **event: Any) -> None:
-        self._file.write(self._separator + "\n" + json.dumps(event, separators=(",", ":")))
+        try:
+            self._file.write(self._separator + "\n" + json.dumps(event, separators=(",", ":")))
+        except OSError as error:
+            raise self._unwritten(error) from error
         self._separator = ","
+
+    def _unwritten(self, error: OSError) -> UsageError:
+        return UsageError(f"{self._path}: the trace cannot be written there: {error.strerror}")
 
 
 def phases(outcome: RequestOutcome) -> Iterator[tuple[str, int, int]]:

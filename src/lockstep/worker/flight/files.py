@@ -31,6 +31,8 @@ MAX_QUEUED_BYTES = 16 << 20
 """Chunks that wait for the disk; more are lost."""
 RETRY_S = 5.0
 """After a failure, until the next file is tried."""
+WARN_INTERVAL_S = 600.0
+"""A disk that stays full is told so often; metrics and health tell it at once."""
 CLOSE_LIMIT_S = 2.0
 LEVEL = 3
 
@@ -79,7 +81,8 @@ class TraceFiles:
         self._num_bytes = 0
         self._num_gaps = 0
         self._fault = ""
-        self._has_warned = False
+        self._warn_s = 0.0
+        """When it may be said again."""
         self._file: BinaryIO | None = None
         self._frame: zstandard.ZstdCompressionObj | None = None
         self._frame_bytes = 0
@@ -148,7 +151,7 @@ class TraceFiles:
                     self._write(chunk)
             except (OSError, zstandard.ZstdError) as error:
                 self._abandon()
-                self._break(str(error))
+                self._break(_said(error))
             with self._lock:
                 self._num_queued -= len(chunk)
 
@@ -158,7 +161,6 @@ class TraceFiles:
         self._make_room()
         self._file = (self._folder / f"{self.run}-{number:06}{self._suffix}").open("xb", buffering=0)
         self._file_bytes = 0
-        self._fault = ""
 
     def _make_room(self) -> None:
         """Delete the oldest files until one more fits."""
@@ -196,6 +198,7 @@ class TraceFiles:
             rest = rest[written:]
         self._file_bytes += len(data)
         self._num_bytes += len(data)
+        self._fault = ""
 
     def _finish(self) -> None:
         if self._file is None:
@@ -204,7 +207,7 @@ class TraceFiles:
             if self._frame is not None:
                 self._append(self._frame.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH))
         except OSError as error:  # the frame stays open, and is read as far as it was flushed
-            self._break(str(error))
+            self._break(_said(error))
         self._abandon()
 
     def _abandon(self) -> None:
@@ -221,6 +224,11 @@ class TraceFiles:
             self._retry_s = time.monotonic() + RETRY_S
             self._num_gaps += 1
         self._fault = why
-        if not self._has_warned:
-            self._has_warned = True
+        if time.monotonic() >= self._warn_s:
+            self._warn_s = time.monotonic() + WARN_INTERVAL_S
             log.warning("the recording in %s has a gap: %s; requests are served all the same", self._folder, why)
+
+
+def _said(error: OSError | zstandard.ZstdError) -> str:
+    """Without the path, which whoever may ask for the server's health need not know."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -16,7 +16,8 @@ can be understood without those before it.
 
 An entry is one byte, its kind, and what that kind has:
 
-    1  HEADER      doc                    a map: schema, lockstep, run, file, has_content; the first of each file
+    1  HEADER      doc                    a map: schema, lockstep, run, file, has_content, machine, or in its place
+                                          simulated (true); the first of each file
     2  ENGINE      doc                    a map: number, key, name, fingerprint, config, geometry, environment
     3  CHECKPOINT  engine doc doc         scheduler and fingerprint, as in core/checkpoint.py: hashes and tenants as ids
     4  SEATS       doc                    [turns, [[key, grant_us, credit_us, last_turn], ...]] of worker/turns.py
@@ -53,6 +54,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 
 from lockstep.core.fingerprint import leb128
+from lockstep.core.request import Request
 
 SCHEMA_VERSION = 1
 SUFFIX = ".lstrace"
@@ -122,3 +124,15 @@ def put_ids(out: bytearray, ids: Iterable[int]) -> None:
             runs += (signed(number - after), 1)
         after = number + 1
     put_ints(out, len(runs) // 2, *runs)
+
+
+def put_request(out: bytearray, step: int, seq_id: int, request: Request, tenant: int, contents: Iterable[int]) -> None:
+    """Append what follows an ADDED entry's engine."""
+    sibling = request.sibling_of
+    output = 0 if request.max_output_tokens is None else request.max_output_tokens + 1
+    flags = READS_CACHE * request.reads_cache + ALLOWS_FORCED * request.allows_forced
+    flags += HAS_SIBLING * (sibling is not None)
+    put_ints(out, step, seq_id, request.num_prompt_tokens, output, flags, signed(request.priority), tenant)
+    put_ids(out, contents)
+    if sibling is not None:
+        put_ints(out, sibling)

@@ -10,12 +10,14 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import msgspec
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.model import LoadedModel
+from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
 from lockstep.worker.flight.files import TraceFiles, TraceReport
 from lockstep.worker.flight.format import (
@@ -40,6 +42,7 @@ MAX_CHUNK_BYTES = 1 << 16
 """More is handed over at once."""
 MAX_CONTENTS = 1 << 18
 """Ids of block hashes that are remembered; with more, the next file begins, with those that are in use."""
+DEFECT = "a defect of the recorder, which the log shows, ended the recording"
 Key = TypeVar("Key", bytes, str)
 
 
@@ -114,7 +117,8 @@ class Recorder:
         return tape
 
     def report(self) -> TraceReport:
-        return self._files.report()
+        report = self._files.report()
+        return replace(report, fault=DEFECT) if self._has_given_up else report
 
     # -- the step thread ----------------------------------------------------------------------------------------------
 
@@ -239,6 +243,7 @@ class Recorder:
             "run": self._files.run,
             "file": self._files.num_files + 1,
             "has_content": self.has_content,
+            "machine": machine_name(),
         }
         out.append(Kind.HEADER)
         put_bytes(out, msgspec.msgpack.encode(facts))

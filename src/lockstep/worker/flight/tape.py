@@ -20,14 +20,12 @@ from lockstep.engine.generation import Generation
 from lockstep.engine.model import LoadedModel
 from lockstep.worker.flight.content import encode_request, tokens_of
 from lockstep.worker.flight.format import (
-    ALLOWS_FORCED,
-    HAS_SIBLING,
     MARK_BYTES,
-    READS_CACHE,
     Kind,
     put_bytes,
     put_ids,
     put_ints,
+    put_request,
     signed,
 )
 
@@ -87,6 +85,11 @@ class EngineTape:
         """What the recording lacks, as counters; for any thread."""
         return {"trace_lost_steps": self._num_lost_steps, "trace_gaps": self._recorder.report().num_gaps}
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its steps reach a file now; for any thread."""
+        return not self._recorder.report().fault
+
     def open(self) -> None:
         """Let the file know the engine, if it does not."""
         if not self.is_open:
@@ -135,18 +138,9 @@ class EngineTape:
         out = self._entry(Kind.ADDED)
         if out is None:
             return
-        sibling = request.sibling_of
-        output = 0 if request.max_output_tokens is None else request.max_output_tokens + 1
-        flags = (
-            READS_CACHE * request.reads_cache
-            + ALLOWS_FORCED * request.allows_forced
-            + HAS_SIBLING * (sibling is not None)
-        )
-        put_ints(out, step, seq_id, request.num_prompt_tokens, output, flags, signed(request.priority))
-        put_ints(out, self._recorder.tenants.of(request.tenant))
-        put_ids(out, map(self._recorder.contents.of, request.block_hashes))
-        if sibling is not None:
-            put_ints(out, sibling)
+        recorder = self._recorder
+        tenant = recorder.tenants.of(request.tenant)
+        put_request(out, step, seq_id, request, tenant, map(recorder.contents.of, request.block_hashes))
 
     @guarded
     def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None:

@@ -1,24 +1,27 @@
 "use strict";
-// Draws the timeline of a replay from the data of this page. Text from outside enters by textContent and fillText only.
+// Draws the timeline of one replay, or of two in one picture, from the data of this page. Text from outside enters by
+// textContent and fillText only.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const buckets = data.buckets;
   const section = document.getElementById("timeline");
-  if (!buckets.tick.length) return;
+  if (!section || !data.sides.some((side) => side.buckets.tick.length)) return;
 
-  const GUTTER = 76; // CSS pixels left of every plot, so that they line up
+  const isPair = data.sides.length > 1;
+
+  const GUTTER = isPair && data.lanes.length ? 110 : 76; // CSS pixels left of every plot, so that they line up
   const MAX_ROW = 20, MIN_ROW = 7; // heights of a request in the chart of requests
   const MAX_TRIANGLES = 80; // more preemptions are drawn as fine lines
   const PAN = 0.2, ZOOM = 0.5;
-  const isSampled = data.width > 1;
   const number = new Intl.NumberFormat("en-US", { maximumFractionDigits: 2 });
   const format = (value) => (value == null ? "–" : number.format(value));
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const FONT = "12px system-ui, sans-serif";
 
   // ---- what is drawn: rows of both units; spans between buckets, in which nothing ran, are zeros
+  // at[side][row] is the side's bucket at that row's place, -1 where it did nothing, and -2 after its end
 
-  function rowsOf(starts, ends) {
+
+  function rowsOfOne(starts, ends) {
     const rows = { x: [], at: [] };
     starts.forEach((start, index) => {
       rows.x.push(start);
@@ -35,16 +38,32 @@
     return rows;
   }
 
-  const units = {
-    ticks: { rows: rowsOf(buckets.tick, buckets.end_tick), least: 1 },
-    ms: { rows: rowsOf(buckets.start_ms, buckets.end_ms), least: 0.001 },
-  };
+  function merged(own) {
+    if (own.length === 1) return { x: own[0].x, at: [own[0].at] };
+    const x = [...new Set(own.flatMap((rows) => rows.x))].sort((a, b) => a - b);
+    const at = own.map((rows) => {
+      let place = -1;
+      return x.map((value) => {
+        while (place + 1 < rows.x.length && rows.x[place + 1] <= value) place++;
+        if (place < 0) return -1;
+        return value > rows.x[rows.x.length - 1] ? -2 : rows.at[place];
+      });
+    });
+    return { x, at };
+  }
+
+  function unitOf(from, to, least) {
+    const own = data.sides.map(({ buckets }) => rowsOfOne(buckets[from], buckets[to]));
+    return { own, rows: merged(own), least };
+  }
+
+  const units = { ticks: unitOf("tick", "end_tick", 1), ms: unitOf("start_ms", "end_ms", 0.001) };
   let unit = data.unit;
-  const lastMs = buckets.end_ms[buckets.end_ms.length - 1];
+  const lastMs = Math.max(...data.sides.map(({ buckets }) => buckets.end_ms[buckets.end_ms.length - 1] || 0));
   const shown = { ticks: { factor: 1, name: "tick", suffix: "" }, ms: lastMs > 20000 ? { factor: 1e-3, name: "seconds", suffix: " s" } : { factor: 1, name: "milliseconds", suffix: " ms" } };
   const place = (value) => (value == null ? "–" : format(value * shown[unit].factor));
 
-  const column = (values) => units[unit].rows.at.map((index) => (index < 0 ? 0 : values[index]));
+  const column = (values, side) => units[unit].rows.at[side].map((index) => (index === -2 ? null : index < 0 ? 0 : values[index]));
 
   // ---- the visible range, common to all charts
 
@@ -81,57 +100,71 @@
 
   // ---- the charts
 
-  function spread(mean, low, high) {
-    return (u, value, series, index) => {
-      const at = index == null ? null : units[unit].rows.at[index];
-      if (at == null) return "–";
+  function spread(columns, side) {
+    const { mean, low, high } = columns;
+    return (u, value, series, row) => {
+      const at = row == null ? null : units[unit].rows.at[side][row];
+      if (at == null || at === -2) return "–";
       if (at < 0) return "0";
-      return isSampled ? `${format(mean[at])} (${format(low[at])} to ${format(high[at])})` : format(mean[at]);
+      return low && data.sides[side].width > 1 ? `${format(mean[at])} (${format(low[at])} to ${format(high[at])})` : format(mean[at]);
     };
   }
 
-  function line(label, color, columns, more) {
+  function line(label, color, columns, side, more) {
     return {
-      label, stroke: color, width: 1.5, points: { show: false },
-      paths: uPlot.paths.stepped({ align: 1 }),
-      value: spread(columns.mean, columns.low, columns.high), ...more,
+      label: isPair ? `${data.sides[side].name} ${label}` : label, stroke: color, width: 1.5, points: { show: false },
+      paths: uPlot.paths.stepped({ align: 1 }), value: spread(columns, side), ...more,
     };
   }
 
   const hidden = (label) => ({ label, class: "aux", paths: uPlot.paths.stepped({ align: 1 }), points: { show: false }, width: 0 });
 
-  function gauge(id, height, label, name, colors, more) {
-    const columns = buckets[name], fill = colors[`${more.color}Fill`];
-    return {
-      id, height,
-      data: [column(columns.mean), column(columns.high), column(columns.low)],
-      series: [line(label, colors[more.color], columns, { fill }), hidden("greatest"), hidden("least")],
-      bands: isSampled ? [{ series: [2, 3], fill }] : [],
-      greatest: Math.max(...columns.high), ...more,
-    };
+  // Limits of both sides, one line where they are the same
+  function limitsOf(what, label) {
+    const values = data.sides.map(({ capacity }) => capacity[what]);
+    if (values.every((value) => value === values[0])) return [{ value: values[0], label }];
+    return values.map((value, side) => ({ value, label: `${data.sides[side].name} ${label}` }));
   }
 
-  const queueChart = (colors) => gauge("chart-queue", 110, "queued", "queued", colors, { color: "queued", limit: null });
+  // One line for each side, and a band around it where it is sampled
+  function gauge(id, height, label, valuesOf, colors, more) {
+    const columns = [], series = [], bands = [];
+    data.sides.forEach((side, number) => {
+      const values = valuesOf(side.buckets);
+      const name = isPair ? side.name.toLowerCase() : more.color, fill = colors[`${name}Fill`];
+      columns.push(column(values.mean, number), column(values.high, number), column(values.low, number));
+      series.push(line(label, colors[name], values, number, isPair ? {} : { fill }), hidden("greatest"), hidden("least"));
+      if (side.width > 1) bands.push({ series: [3 * number + 2, 3 * number + 3], fill });
+    });
+    const greatest = Math.max(0, ...data.sides.flatMap((side) => valuesOf(side.buckets).high));
+    return { id, height, data: columns, series, bands, limits: [], greatest, ...more };
+  }
 
-  const runningChart = (colors) => gauge("chart-running", 130, "running", "running", colors, {
-    color: "running", limit: data.capacity.seqs, limitLabel: "max_num_seqs",
+  const queueChart = (colors) => gauge("chart-queue", 110, "queued", (buckets) => buckets.queued, colors, { color: "queued" });
+
+  const runningChart = (colors) => gauge("chart-running", 130, "running", (buckets) => buckets.running, colors, {
+    color: "running", limits: limitsOf("seqs", "max_num_seqs"),
   });
 
-  const blocksChart = (colors) => gauge("chart-blocks", 140, "held", "blocks", colors, {
-    color: "blocks", limit: data.capacity.blocks, limitLabel: "capacity", marks: buckets.preempted,
+  const blocksChart = (colors) => gauge("chart-blocks", 140, "held", (buckets) => buckets.blocks, colors, {
+    color: "blocks", limits: limitsOf("blocks", "capacity"), hasMarks: true,
   });
 
   function batchChart(colors) {
-    const { prefill, decode } = buckets;
-    const both = prefill.mean.map((value, index) => value + decode.mean[index]);
+    const totals = data.sides.map(({ buckets: { prefill, decode } }) => prefill.mean.map((value, index) => value + decode.mean[index]));
+    const columns = totals.map(column);
+    const chart = { id: "chart-batch", height: 150, bands: [], limits: limitsOf("tokens", "max_num_batched_tokens"), greatest: Math.max(0, ...totals.flat()) };
+    if (isPair) {
+      const series = data.sides.map((side, number) => line("tokens", colors[side.name.toLowerCase()], { mean: totals[number] }, number));
+      return { ...chart, data: columns, series };
+    }
+    const { prefill, decode } = data.sides[0].buckets;
     return {
-      id: "chart-batch", height: 150,
-      data: [column(both), column(decode.mean)],
+      ...chart, data: [...columns, column(decode.mean, 0)],
       series: [
-        line("prefill tokens", colors.prefill, prefill, { fill: colors.prefillFill }),
-        line("decode tokens", colors.running, decode, { fill: colors.decodeFill }),
+        line("prefill tokens", colors.prefill, prefill, 0, { fill: colors.prefillFill }),
+        line("decode tokens", colors.running, decode, 0, { fill: colors.decodeFill }),
       ],
-      bands: [], limit: data.capacity.tokens, limitLabel: "max_num_batched_tokens", greatest: Math.max(...both),
     };
   }
 
@@ -141,12 +174,12 @@
     const row = Math.min(MAX_ROW, Math.max(MIN_ROW, Math.floor(420 / lanes.length)));
     const labels = ["queued", "prefill", "decode"];
     const fills = [colors.queued, colors.prefill, colors.running];
-    const zeros = column(buckets.queued.mean).map(() => null);
+    const zeros = units[unit].rows.x.map(() => null);
     return {
       id: "chart-lanes", height: lanes.length * row + 62, isLanes: true, row,
       data: labels.map(() => zeros),
       series: labels.map((label, index) => ({ label, stroke: fills[index], fill: fills[index], points: { show: false }, value: () => "" })),
-      bands: [], limit: null, greatest: 1,
+      bands: [], limits: [], greatest: 1,
       draw: (u) => drawLanes(u, lanes, row, fills, colors),
       hover: (u) => {
         const at = u.cursor.top == null || u.cursor.top < 0 ? -1 : Math.floor(u.cursor.top / row);
@@ -191,6 +224,11 @@
         ctx.fillStyle = fills[phase];
         ctx.fillRect(from, y + (row * scale - height) / 2, Math.max(to - from - (phase === 2 ? 0 : 1), 1), height);
       }
+      ctx.fillStyle = colors.alarm;
+      for (const [start, end] of lane.stalls[unit]) {
+        const from = u.valToPos(start, "x", true), to = u.valToPos(end, "x", true), thin = Math.max(scale, bar * 0.4);
+        ctx.fillRect(from, y + (row * scale - thin) / 2, Math.max(to - from, 1), thin);
+      }
     });
     ctx.restore();
   }
@@ -202,26 +240,51 @@
     return `${text.slice(0, length)}…`;
   }
 
-  function drawLimit(u, chart, colors) {
-    if (!chart.limit || chart.limit > u.scales.y.max) return;
-    const { ctx } = u, scale = devicePixelRatio, y = Math.round(u.valToPos(chart.limit, "y", true)) + 0.5;
+  function dashed(u, colors, draw) {
+    const { ctx } = u, scale = devicePixelRatio;
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colors.muted;
     ctx.setLineDash([4 * scale, 4 * scale]);
     ctx.lineWidth = scale;
-    ctx.beginPath();
-    ctx.moveTo(u.bbox.left, y);
-    ctx.lineTo(u.bbox.left + u.bbox.width, y);
-    ctx.stroke();
     ctx.font = `${11 * scale}px system-ui, sans-serif`;
-    ctx.textAlign = "right";
-    ctx.textBaseline = "bottom";
-    ctx.fillText(`${chart.limitLabel} ${format(chart.limit)}`, u.bbox.left + u.bbox.width - 4 * scale, y - 2 * scale);
+    draw(ctx, scale);
     ctx.restore();
   }
 
-  function drawMarks(u, marks, colors) {
-    const { ctx } = u, scale = devicePixelRatio, { x, at } = units[unit].rows, [min, max] = view.range, centres = [];
+  function drawLimit(u, limit, colors) {
+    if (!limit.value || limit.value > u.scales.y.max) return;
+    dashed(u, colors, (ctx, scale) => {
+      const y = Math.round(u.valToPos(limit.value, "y", true)) + 0.5;
+      ctx.beginPath();
+      ctx.moveTo(u.bbox.left, y);
+      ctx.lineTo(u.bbox.left + u.bbox.width, y);
+      ctx.stroke();
+      ctx.textAlign = "right";
+      ctx.textBaseline = "bottom";
+      ctx.fillText(`${limit.label} ${format(limit.value)}`, u.bbox.left + u.bbox.width - 4 * scale, y - 2 * scale);
+    });
+  }
+
+  function drawMark(u, isFirst, colors) {
+    const [min, max] = view.range, value = data.mark[unit];
+    if (value < min || value > max) return;
+    dashed(u, colors, (ctx, scale) => {
+      const x = Math.round(u.valToPos(value, "x", true)) + 0.5, isRight = x > u.bbox.left + u.bbox.width / 2;
+      ctx.strokeStyle = ctx.fillStyle = colors.text;
+      ctx.beginPath();
+      ctx.moveTo(x, u.bbox.top);
+      ctx.lineTo(x, u.bbox.top + u.bbox.height);
+      ctx.stroke();
+      if (!isFirst) return;
+      ctx.textAlign = isRight ? "right" : "left";
+      ctx.textBaseline = "top";
+      ctx.fillText(data.mark.label, x + (isRight ? -5 : 5) * scale, u.bbox.top + 2 * scale);
+    });
+  }
+
+  function drawPreemptions(u, side, color) {
+    const { ctx } = u, scale = devicePixelRatio, { x, at } = units[unit].own[side], [min, max] = view.range, centres = [];
+    const marks = data.sides[side].buckets.preempted;
     at.forEach((index, position) => {
       const isLast = position + 1 === at.length; // a repetition, which only ends the line
       if (index < 0 || isLast || !marks[index] || x[position] < min || x[position] > max) return;
@@ -229,7 +292,7 @@
     });
     const size = (centres.length > MAX_TRIANGLES ? 1 : 4) * scale, height = 7 * scale;
     ctx.save();
-    ctx.fillStyle = colors.alarm;
+    ctx.fillStyle = color;
     ctx.globalAlpha = centres.length > MAX_TRIANGLES ? 0.55 : 1;
     ctx.beginPath();
     for (const centre of centres) {
@@ -243,7 +306,7 @@
 
   function palette() {
     const colors = {};
-    for (const name of ["queued", "queued-fill", "running", "running-fill", "blocks", "blocks-fill", "prefill", "prefill-fill", "decode-fill", "muted", "grid", "alarm"]) {
+    for (const name of ["queued", "queued-fill", "running", "running-fill", "blocks", "blocks-fill", "prefill", "prefill-fill", "decode-fill", "a", "a-fill", "b", "b-fill", "text", "muted", "grid", "alarm"]) {
       colors[name.replace(/-f/, "F")] = css(`--${name}`);
     }
     return colors;
@@ -275,10 +338,11 @@
     ];
   }
 
-  function build(chart, colors, isLast) {
+  function build(chart, colors, isFirst, isLast) {
     const host = document.getElementById(chart.id);
     const plotHost = host.querySelector(".plot"), legendHost = host.querySelector(".legend"), note = host.querySelector(".note");
-    const top = chart.limit && chart.greatest > chart.limit / 4 ? Math.max(chart.limit, chart.greatest) : chart.greatest;
+    const near = chart.limits.map(({ value }) => value).filter((value) => chart.greatest > value / 4);
+    const top = Math.max(chart.greatest, ...near);
     const options = {
       width: plotHost.clientWidth, height: chart.height, padding: [14, 8, 0, 0],
       scales: { x: { time: false, range: (u, min, max) => [min, max] }, y: { range: [0, Math.max(top * 1.08, 1)] } },
@@ -301,9 +365,10 @@
           view.set(from, to);
         }],
         draw: [(u) => {
-          drawLimit(u, chart, colors);
-          if (chart.marks) drawMarks(u, chart.marks, colors);
+          for (const limit of chart.limits) drawLimit(u, limit, colors);
+          if (chart.hasMarks) data.sides.forEach((side, number) => drawPreemptions(u, number, isPair ? colors[side.name.toLowerCase()] : colors.alarm));
           if (chart.draw) chart.draw(u);
+          if (data.mark) drawMark(u, isFirst, colors);
         }],
         setCursor: chart.hover ? [(u) => { note.textContent = chart.hover(u); }] : [],
       },
@@ -316,7 +381,7 @@
     const colors = palette(), { x } = units[unit].rows;
     view.full = [x[0], x[x.length - 1] > x[0] ? x[x.length - 1] : x[0] + units[unit].least];
     const charts = [queueChart, runningChart, blocksChart, batchChart, lanesChart].map((make) => make(colors)).filter(Boolean);
-    charts.forEach((chart, index) => plots.push(build(chart, colors, index === charts.length - 1)));
+    charts.forEach((chart, index) => plots.push(build(chart, colors, index === 0, index === charts.length - 1)));
     view.set(...(range || view.full));
   }
 

@@ -1,0 +1,149 @@
+"""What the script of a page draws of one replay, or of two in one picture. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lockstep.replay.render.figures import printable
+from lockstep.replay.render.sampler import QUANTITIES
+from lockstep.replay.render.side import Side
+from lockstep.replay.timeline import RequestOutcome
+from lockstep.replay.workload import PS_PER_MS, ArrivalUnit
+
+MAX_LANES = 60
+"""Requests that a page draws one below the other; those of a longer workload cannot be told apart. In a comparison
+each has two lanes."""
+_LETTERS = ("A", "B")
+_CHARTS = (
+    ("chart-queue", "Queue", "Requests that wait after admission."),
+    ("chart-running", "Running", "Requests that run after admission."),
+    ("chart-blocks", "KV blocks", "Blocks that sequences hold; red marks are preemptions."),
+    ("chart-batch", "Batch", "Tokens that a step computes: prompts on top of decoded ones."),
+    ("chart-lanes", "Requests", "Each from its arrival to its last token; red is preempted."),
+)
+_CHARTS_OF_TWO = (
+    *_CHARTS[:2],
+    ("chart-blocks", "KV blocks", "Blocks that sequences hold; marks above are preemptions."),
+    ("chart-batch", "Batch", "Tokens that a step computes, prompts and decoded ones together."),
+    ("chart-lanes", "Requests", "Each from its arrival to its last token, A above B; red is preempted."),
+)
+
+
+class Mark(NamedTuple):
+    """A moment that all charts show."""
+
+    label: str
+    tick: int
+    start_ps: int
+
+
+def charts_of(sides: Sequence[Side]) -> list[dict[str, str]]:
+    """Those that there are: id, title and summary."""
+    charts = _CHARTS if len(sides) == 1 else _CHARTS_OF_TWO
+    shown = charts if _has_lanes(sides) else charts[:-1]
+    return [dict(zip(("id", "title", "summary"), chart, strict=True)) for chart in shown]
+
+
+def chart_data(sides: Sequence[Side], mark: Mark | None = None) -> dict[str, Any]:
+    """What the script draws; columns by name."""
+    letters = ("",) if len(sides) == 1 else _LETTERS
+    in_ticks = any(side.report.latency_ms is None for side in sides)
+    is_counted = in_ticks or all(side.report.arrivals == ArrivalUnit.TICKS.value for side in sides)
+    return {
+        "unit": "ticks" if is_counted else "ms",
+        "sides": [_side(side, letter) for side, letter in zip(sides, letters, strict=True)],
+        "lanes": _lanes(sides, letters) if _has_lanes(sides) else [],
+        "mark": None if mark is None else {"label": mark.label, "ticks": mark.tick, "ms": to_ms(mark.start_ps)},
+    }
+
+
+def sampling_words(sides: Sequence[Side]) -> str:
+    """What the charts leave out."""
+    if len(sides) > 1 and all(side.timeline.width == 1 for side in sides):
+        words = ["Every tick of both is drawn."]
+    elif len(sides) > 1:
+        words = [f"{letter}: {_sampling(side)}" for letter, side in zip(_LETTERS, sides, strict=True)]
+    else:
+        words = [_sampling(sides[0])]
+    if not _has_lanes(sides):
+        words.append(f"Single requests are drawn for at most {MAX_LANES // len(sides)}.")
+    return " ".join(words)
+
+
+def to_ms(ps: int) -> float:
+    """Milliseconds, to the nanosecond."""
+    return round(ps / PS_PER_MS, 6)
+
+
+def _sampling(side: Side) -> str:
+    timeline = side.timeline
+    if timeline.width == 1:
+        return f"Every one of the {timeline.num_ticks:,} ticks is drawn."
+    return (
+        f"Of {timeline.num_ticks:,} ticks, each {timeline.width:,} in a row are drawn as one: a line is their mean,"
+        " the band around it reaches from the least to the greatest; bars of the batch are means."
+    )
+
+
+def _has_lanes(sides: Sequence[Side]) -> bool:
+    return 0 < sum(len(side.outcomes) for side in sides) <= MAX_LANES
+
+
+def _side(side: Side, letter: str) -> dict[str, Any]:
+    report, buckets = side.report, side.timeline.buckets
+    means = [bucket.means for bucket in buckets]
+    columns: dict[str, Any] = {
+        "tick": [bucket.tick for bucket in buckets],
+        "end_tick": [bucket.tick + bucket.num_ticks for bucket in buckets],
+        "start_ms": [to_ms(bucket.start_ps) for bucket in buckets],
+        "end_ms": [to_ms(bucket.end_ps) for bucket in buckets],
+        "preempted": [bucket.num_preempted for bucket in buckets],
+    }
+    for index, name in enumerate(QUANTITIES):
+        columns[name] = {
+            "mean": [each[index] for each in means],
+            "low": [bucket.lows[index] for bucket in buckets],
+            "high": [bucket.highs[index] for bucket in buckets],
+        }
+    return {
+        "name": letter,
+        "width": side.timeline.width,
+        "capacity": {
+            "seqs": report.config["max_num_seqs"],
+            "blocks": report.kv_capacity,
+            "tokens": report.config["max_num_batched_tokens"],
+        },
+        "buckets": columns,
+    }
+
+
+def _lanes(sides: Sequence[Side], letters: Sequence[str]) -> list[dict[str, Any]]:
+    """Requests in order of arrival; those of two sides alternate where the same request is in both."""
+    lanes = [
+        [_lane(outcome, side, letter) for outcome in side.outcomes] for side, letter in zip(sides, letters, strict=True)
+    ]
+    most = max(map(len, lanes))
+    return [column[index] for index in range(most) for column in lanes if index < len(column)]
+
+
+def _lane(outcome: RequestOutcome, side: Side, letter: str) -> dict[str, Any]:
+    """The borders of a request's phases in ticks and ms, null for what it never came to; a tick ends with the next."""
+    ticks = (outcome.arrival_tick, outcome.admitted_tick, outcome.first_token_tick, outcome.finished_tick)
+    times = (outcome.arrival_ps, outcome.admitted_ps, outcome.first_token_ps, outcome.finished_ps)
+    stalls = side.stalls.of(outcome.seq_id)
+    words = f"{outcome.num_prompt_tokens:,} prompt tokens, {outcome.num_output_tokens:,} output tokens"
+    if outcome.num_cached_tokens:
+        words += f", {outcome.num_cached_tokens:,} cached"
+    if outcome.num_preemptions:
+        words += f", preempted {outcome.num_preemptions:,} time{'s' * (outcome.num_preemptions != 1)}"
+    return {
+        "name": f"{letter} {printable(outcome.name)}".strip(),
+        "ticks": [None if tick < 0 else tick + (index >= 2) for index, tick in enumerate(ticks)],
+        "ms": [None if time < 0 else to_ms(time) for time in times],
+        "stalls": {
+            "ticks": [[stall.tick, stall.end_tick] for stall in stalls],
+            "ms": [[to_ms(stall.start_ps), to_ms(stall.end_ps)] for stall in stalls],
+        },
+        "text": printable(outcome.refusal) or words,
+    }

@@ -1,0 +1,37 @@
+"""The machine in words, and the cores that this process may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.executors.machine import available_cores, machine_name, processor_name
+
+
+def test_cores_are_cut_by_the_cgroups_quota(tmp_path: Path) -> None:
+    unlimited = available_cores(tmp_path)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert available_cores(tmp_path) == unlimited
+    for quota, cores in (("100000", 1), ("50000", 1), ("150000", 1), ("6400000", unlimited)):
+        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+        assert available_cores(tmp_path) == cores
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, cores in (("-1", unlimited), ("100000", 1)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert available_cores(tmp_path) == cores
+
+
+def test_a_processor_is_called_as_the_machine_calls_it(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nprocessor\t: 1\n")
+    assert processor_name(cpuinfo) == "Some CPU @ 2 GHz"
+    assert machine_name(cpuinfo).startswith("Some CPU @ 2 GHz, ")
+    assert machine_name(cpuinfo).endswith(" logical cores")
+
+
+def test_a_machine_that_tells_nothing_has_a_name_too(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\n")
+    assert processor_name(cpuinfo) is None
+    assert machine_name(cpuinfo).startswith("unknown processor, ")

@@ -1,0 +1,147 @@
+"""A sweep on one page, in a real browser: points that tell who they are, a front, a table that sorts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.replay.grid import Settings
+from lockstep.replay.render.sweep import Swept, facts, metrics_shown, sweep_notes, sweep_table, verdict
+from lockstep.replay.render.sweep_page import sweep_page
+from lockstep.replay.sweep import Outcome, cheapest, front
+from tests.replay.render.visits import Visit
+from tests.replay.shows import HOSTILE_NAMES
+
+TTFT, SPEED = "latency_ms.ttft.p99", "output_tokens_per_s"
+POINTS = ((100.0, 50.0, 0.5), (200.0, 90.0, 1.0), (300.0, 80.0, 0.995), (400.0, 120.0, 1.0))
+"""Time to the first token, speed, and the share of requests that meet the goals; the third is beaten by the second."""
+
+
+def outcome(number: int, figures: tuple[float, ...] | None, settings: Settings | None = None) -> Outcome:
+    config = SchedulerConfig(16, 100 - number, 512, max_num_seqs=8)
+    settings = settings or {"max_num_seqs": str(8 * (number + 1)), "order": "fair" if number % 2 else "fcfs"}
+    if figures is None:
+        return Outcome(settings, None, {}, "max_num_seqs is 0; at least 1 is needed")
+    names = (TTFT, SPEED, "goodput.ratio")
+    return Outcome(settings, config, {**dict(zip(names, figures, strict=True)), "kv_capacity": 5.0})
+
+
+def swept(*more: Outcome, name: str = "w.json", goals: bool = True) -> Swept:
+    outcomes = (*(outcome(number, figures) for number, figures in enumerate(POINTS)), *more)
+    objectives = (TTFT, SPEED)
+    return Swept(
+        name=name,
+        outcomes=outcomes,
+        objectives=objectives,
+        is_on_front=front(outcomes, objectives),
+        goals_ms={"ttft": 250.0} if goals else {},
+        percent=99.0,
+        best=cheapest(outcomes, 0.99) if goals else None,
+        common={"block_size": "16"},
+    )
+
+
+@pytest.fixture
+def page(visit: Visit, tmp_path: Path) -> Page:
+    path = tmp_path / "sweep.html"
+    path.write_text(sweep_page(swept(outcome(4, None))))
+    opened = visit.open(path)
+    opened.wait_for_selector("#plot circle")
+    assert visit.requests == [path.as_uri()]
+    return opened
+
+
+def test_every_config_that_works_is_a_point_and_the_best_are_joined(page: Page) -> None:
+    assert page.locator("#plot circle.point").count() == 4
+    assert page.locator("#plot circle.point.front").count() == 3
+    assert page.locator("#plot circle.ring").count() == 1
+    line = page.locator("#plot path.front-line").get_attribute("d") or ""
+    assert [line.count(each) for each in "MHV"] == [1, 2, 2]
+    assert page.locator("#plot circle title").all_text_contents()[0].startswith("max_num_seqs=8, order=fcfs\n")
+
+
+def test_points_lie_where_their_figures_say(page: Page) -> None:
+    places = page.locator("#plot circle.point").evaluate_all(
+        "points => points.map(point => [Number(point.getAttribute('cx')), Number(point.getAttribute('cy'))])"
+    )
+    xs, ys = zip(*places, strict=True)
+    assert list(xs) == sorted(xs)
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.01)
+    assert ys[3] < ys[1] < ys[2] < ys[0], "more is higher up"
+
+
+def test_the_table_has_all_and_marks_the_front_and_the_cheapest(page: Page) -> None:
+    rows = [row.split("\t") for row in page.locator("#configs tbody tr").all_inner_texts()]
+    assert len(rows) == 5
+    assert ["★" in row[0] for row in rows] == [True, True, False, True, False]
+    assert ["cheapest" in row[0] for row in rows] == [False, False, False, True, False]
+    assert rows[4][-1] == "cannot work: max_num_seqs is 0; at least 1 is needed"
+    assert "cheapest that meets ttft of 250 ms: max_num_seqs=32, order=fair" in page.locator("header").inner_text()
+
+
+def test_a_head_sorts_the_table_both_ways_and_what_has_no_figure_stays_last(page: Page) -> None:
+    head = page.get_by_role("button", name="output_tokens_per_s")
+    order = "rows => rows.map(row => row.dataset.row)"
+    head.click()
+    assert page.locator("#configs tbody tr").evaluate_all(order) == ["0", "2", "1", "3", "4"]
+    assert page.locator("th[aria-sort]").get_attribute("aria-sort") == "ascending"
+    head.click()
+    assert page.locator("#configs tbody tr").evaluate_all(order) == ["3", "1", "2", "0", "4"]
+    page.get_by_role("button", name="order").click()
+    assert page.locator("#configs tbody tr").evaluate_all(order)[:2] == ["1", "3"]
+
+
+def test_keys_go_from_point_to_point_and_tell_each(page: Page) -> None:
+    told = page.locator("#told")
+    page.locator("#plot").focus()
+    texts = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "Home"):
+        page.keyboard.press(key)
+        texts.append(told.inner_text())
+    first, second, back, last, home = texts
+    assert first == back == home == "max_num_seqs=8, order=fcfs: ttft_p99, ms 100, output_tokens_per_s 50"
+    assert second.startswith("max_num_seqs=16, order=fair: ")
+    assert last.startswith("max_num_seqs=32, order=fair: ")
+    assert page.locator("#configs tr.chosen").get_attribute("data-row") == "0"
+
+
+def test_other_figures_can_be_plotted_and_their_front_is_found_anew(page: Page) -> None:
+    assert "kv_capacity" not in page.locator("#axis-x").inner_text(), "what is the same everywhere shows nothing"
+    page.locator("#axis-x").select_option("goodput.ratio")
+    names = page.locator("#plot text.name").all_text_contents()
+    assert names == ["goodput.ratio, more is better", "output_tokens_per_s, more is better"]
+    assert page.locator("#plot circle.point.front").count() == 1
+
+
+def test_hostile_values_are_only_text(visit: Visit, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.html"
+    hostile = outcome(4, POINTS[0], {"max_num_seqs": HOSTILE_NAMES[0], "order": HOSTILE_NAMES[1]})
+    path.write_text(sweep_page(swept(hostile, name=HOSTILE_NAMES[1])))
+    page = visit.open(path)
+    assert page.locator("img").count() == 0
+    assert HOSTILE_NAMES[0] in page.locator("#configs").inner_text()
+    assert page.title() == f"Sweep of {HOSTILE_NAMES[1]}"
+
+
+def test_nothing_works_is_a_page_too(visit: Visit, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.html"
+    nothing = Swept("w.json", (outcome(0, None), outcome(1, None)), (), (False, False), {}, 99.0, None, {})
+    path.write_text(sweep_page(nothing))
+    page = visit.open(path)
+    assert page.locator("#plot").count() == 0
+    assert page.locator("#configs tbody tr").count() == 2
+
+
+def test_the_same_is_told_in_words_and_as_an_object() -> None:
+    sweep = swept(outcome(4, None), goals=False)
+    assert metrics_shown(sweep) == [TTFT, SPEED, "goodput.ratio"]
+    assert [row[0] for row in sweep_table(sweep).rows] == ["*", "*", "", "*", ""]
+    unit, _, *rest = sweep_notes(sweep)
+    assert unit == "times in ms"
+    assert rest == ["max_num_seqs=40, order=fcfs cannot work: max_num_seqs is 0; at least 1 is needed"]
+    assert verdict(sweep) == ""
+    assert facts(sweep)["objectives"] == [{"name": TTFT, "better": "less"}, {"name": SPEED, "better": "more"}]
+    assert facts(sweep)["common"] == {"block_size": "16"}

@@ -1,0 +1,72 @@
+"""What two runs were asked differently is told by the first thing, whatever it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.core.request import FinishReason
+from lockstep.replay.inputs import differing_command, differing_request
+from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, WorkloadRequest
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, Swept
+from tests.replay.workloads import request
+
+A = request("a", 10)
+B = request("b", 10, arrival=20)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "told"),
+    [
+        ([A, B], [A, B], ""),
+        ([], [], ""),
+        ([A, B], [A], "A has b as its request 2, and B has no more"),
+        ([A], [A, B], "B has b as its request 2, and A has no more"),
+        ([A, B], [B], "their request 1 is another: a in A, and b in B"),
+        ([request("7", 10)], [request("7", 12)], "first in request 7: 10 prompt tokens in A, and 12 in B"),
+        (
+            [A],
+            [request("a", 10, output=5)],
+            "4 output tokens at most in A, and 5 in B; 4 output tokens in A, and 5 in B",
+        ),
+        ([A, B], [A, request("b", 10, arrival=30)], "it arrives at tick 20 in A, and at tick 30 in B"),
+        ([A], [request("a", 10, priority=1)], "0 as its class in A, and 1 in B"),
+        ([A], [request("a", 10, contents=(1,))], "its prompt has another content"),
+    ],
+)
+def test_the_first_request_that_differs(a: list[WorkloadRequest], b: list[WorkloadRequest], told: str) -> None:
+    found = differing_request(a, b, ArrivalUnit.TICKS)
+    assert found.endswith(told)
+    assert bool(found) == bool(told)
+
+
+def test_times_are_told_in_milliseconds() -> None:
+    later = request("a", 10, arrival=3 * PS_PER_MS)
+    assert "at 0.000 ms in A, and at 3.000 ms in B" in differing_request([A], [later], ArrivalUnit.PS)
+
+
+ADDED = Added(0, 3, 7, 40, None, True, False, 0, 0, (), None)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "told"),
+    [
+        ([ADDED], [ADDED], ""),
+        (
+            [ADDED],
+            [ADDED._replace(step=5)],
+            "first A of request 7 of 40 prompt tokens and as many output tokens as fit, class 0, before step 3, and B "
+            "of request 7 of 40 prompt tokens and as many output tokens as fit, class 0, before step 5",
+        ),
+        ([ADDED, CacheReset(0, 9)], [ADDED], "first A of the prefix cache to forget before step 9, and B nothing more"),
+        (
+            [Swept(0, 4, (1, 2))],
+            [Aborted(0, 4, 7, FinishReason.ABORT, False)],
+            "first A of 2 blocks of a session to give up before step 4, and B of the end of request 7 (abort) before "
+            "step 4",
+        ),
+    ],
+)
+def test_the_first_command_that_differs(a: list[Command], b: list[Command], told: str) -> None:
+    found = differing_command(a, b)
+    assert found.endswith(told)
+    assert bool(found) == bool(told)

@@ -1,0 +1,155 @@
+"""A simulated run, recorded: it is what was decided, and reads as a recording of a server does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.errors import TraceError, UsageError
+from lockstep.replay.calibrate import calibrate
+from lockstep.replay.cost import CostModel
+from lockstep.replay.cost_file import MadeOn
+from lockstep.replay.recording import RunRecording
+from lockstep.replay.simulator import Replay, Simulation
+from lockstep.replay.timeline import Tick
+from lockstep.replay.trace import live_requests, live_steps, open_trace, workload_of
+from lockstep.replay.trace_diff import diff_traces
+from lockstep.replay.verify import verify
+from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload
+from tests.replay.sample import config, request, workload
+from tests.replay.strategies import configs, costs, workloads
+
+MS = PS_PER_MS
+
+
+def record(
+    path: Path, load: Workload, limits: SchedulerConfig, cost: CostModel | None = None, *, run_lengths: bool = True
+) -> Replay:
+    with RunRecording(path, load, limits, cost or CostModel()) as recording:
+        simulation = Simulation(
+            load, limits, cost, watchers=[recording], on_arrival=recording.arrived, run_lengths=run_lengths
+        )
+        return simulation.run()
+
+
+def crowd(num_requests: int = 120) -> Workload:
+    """Bursts with pauses between them, in whole milliseconds, whose prompts begin alike."""
+    requests = [
+        request(
+            f"r{number}",
+            8 + number * 37 % 90,
+            2 + number * 13 % 50,
+            number // 7 * 220 * MS,
+            priority=number % 3 - 1,
+            tenant=f"tenant {number % 2}",
+            contents=tuple(100 * (number % 4) + place for place in range(-(-(8 + number * 37 % 90) // 16))),
+        )
+        for number in range(num_requests)
+    ]
+    return workload(*requests, unit=ArrivalUnit.PS, content_size=16)
+
+
+LIMITS = config(num_blocks=40, max_num_seqs=5, max_num_batched_tokens=48, order="priority")
+COST = CostModel(2 * MS, MS // 100, MS // 5, MS // 1000, MS // 2)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(workloads(), configs(), costs())
+def test_whatever_was_simulated_is_verified(
+    tmp_path_factory: pytest.TempPathFactory, load: Workload, limits: SchedulerConfig, cost: CostModel
+) -> None:
+    """Every step and turn, whether steps were counted or planned one by one, which gives the same bytes."""
+    path = tmp_path_factory.mktemp("runs") / "run.lstrace"
+    replay = record(path, load, limits, cost)
+    verification = verify(open_trace(path))
+    assert verification.is_identical
+    assert not verification.cuts
+    assert verification.num_steps == verification.num_turns == replay.totals.num_steps
+    single = path.with_name("single.lstrace")
+    record(single, load, limits, cost, run_lengths=False)
+    assert single.read_bytes() == path.read_bytes()
+
+
+def test_a_recording_gives_its_requests_back(tmp_path: Path) -> None:
+    """Lengths, arrivals, classes, whose they are and what they share; and so the same decisions once more."""
+    path, load = tmp_path / "run.lstrace", crowd()
+    replay = record(path, load, LIMITS, COST)
+    again = workload_of(open_trace(path))
+    pairs = list(zip(again.requests, load.requests, strict=True))
+    assert [(x.num_prompt_tokens, x.num_output_tokens, x.arrival, x.priority) for x, _ in pairs] == [
+        (y.num_prompt_tokens, y.num_output_tokens, y.arrival, y.priority) for _, y in pairs
+    ]
+    assert len({x.tenant for x, _ in pairs}) == 2
+    assert again.config == {name: getattr(LIMITS, name) for name in LIMITS.__slots__}
+    assert Simulation(again, LIMITS, COST).run().fingerprint == replay.fingerprint
+
+
+def test_its_times_are_those_of_the_simulation(tmp_path: Path) -> None:
+    path, load = tmp_path / "run.lstrace", crowd()
+    ticks: list[Tick] = []
+    with RunRecording(path, load, LIMITS, COST) as recording:
+        simulation = Simulation(load, LIMITS, COST, watchers=[recording, ticks.append], on_arrival=recording.arrived)
+        replay = simulation.run()
+    trace = open_trace(path)
+    assert (trace.is_simulated, trace.machine) == (True, "")
+    steps = list(live_steps(trace))
+    starts_us = {step.step: step.start_us for step in steps}
+    busy = [tick for tick in ticks if tick.plan is not None]
+    assert len(busy) < len(steps), "some steps were counted"
+    assert all(starts_us[tick.plan.step] == tick.start_ps // 10**6 for tick in busy if tick.plan is not None)
+    assert any(step.is_after_idle for step in steps)
+    ended = {each.seq_id: each for each in live_requests(trace)}
+    for outcome in replay.outcomes:
+        us = ended[outcome.seq_id]
+        times = (outcome.arrival_ps, outcome.admitted_ps, outcome.first_token_ps, outcome.finished_ps)
+        assert (us.arrival_us, us.admitted_us, us.first_token_us, us.finished_us) == tuple(t // 10**6 for t in times)
+        assert us.num_cached_tokens == outcome.num_cached_tokens
+
+
+def test_calibrating_on_a_simulation_finds_its_prices(tmp_path: Path) -> None:
+    """The whole circle: prices make a run, and its recording makes the prices."""
+    path = tmp_path / "run.lstrace"
+    record(path, crowd(300), LIMITS, COST)
+    file = calibrate(live_steps(open_trace(path)), MadeOn("0", "none", "crowd", "", {}))
+    assert file.held_out.coverage > 0.85
+    assert abs(file.held_out.total_error) < 1e-3
+    for name in ("constant_ps", "decode_seq_ps", "prefill_token_ps", "context_token_ps"):
+        assert getattr(file, name) == pytest.approx(getattr(COST, name), rel=0.02)
+
+
+def test_two_runs_are_compared_as_recordings_are(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.lstrace", tmp_path / "b.lstrace"
+    record(a, crowd(), LIMITS, COST)
+    record(b, crowd(), config(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=48, order="priority"), COST)
+    (same,) = diff_traces(open_trace(a), open_trace(a))
+    assert same.difference is None
+    (other,) = diff_traces(open_trace(a), open_trace(b), 0)
+    assert other.difference is not None
+    assert other.fields == ("max_num_seqs",)
+    with pytest.raises(TraceError, match="no engine 3 is in either recording; there are 0"):
+        diff_traces(open_trace(a), open_trace(b), 3)
+
+
+def test_a_run_that_breaks_off_is_read_as_far_as_it_came(tmp_path: Path) -> None:
+    path = tmp_path / "run.lstrace"
+    ticks: list[Tick] = []
+
+    def stop(tick: Tick) -> None:
+        ticks.append(tick)
+        if len(ticks) == 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), RunRecording(path, crowd(), LIMITS, COST) as recording:
+        Simulation(crowd(), LIMITS, COST, watchers=[recording, stop], on_arrival=recording.arrived).run()
+    verification = verify(open_trace(path))
+    assert verification.is_identical
+    assert len(verification.cuts) == 1
+    assert verification.num_steps > 0
+
+
+def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the recording cannot be written there"):
+        RunRecording(tmp_path / "absent" / "run.lstrace", crowd(), LIMITS, COST)
