@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
@@ -165,7 +164,7 @@ class Answering:
             max_model_len, tokenizer = self._text_side(held)
             request = await prepared_request(tokenizer, max_model_len, asked)
             if request.session_id is not None:
-                request = dataclasses.replace(request, session_owner=model.id, max_active_sessions=model.sessions.limit)
+                request = replace(request, session_owner=model.id, max_active_sessions=model.sessions.limit)
             mailbox = self._worker.submit(held.key, request)
             try:
                 outputs = await mailbox.take()

@@ -20,8 +20,7 @@ MAX_STALE = 1_024
 
 def check_deadlines(request: GenerationRequest) -> None:
     """Refuse what no clock reaches; InvalidParameterError names the deadline."""
-    for name in ("deadline_s", "queue_deadline_s"):
-        value = getattr(request, name)
+    for name, value in (("deadline_s", request.deadline_s), ("queue_deadline_s", request.queue_deadline_s)):
         if value is not None and not value > 0:
             raise InvalidParameterError(f"{name} is {value}; it must be positive", param=name)
 
