@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from msgspec import structs
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine import publish
@@ -27,7 +28,7 @@ from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest, TokenOutput
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.base import Geometry, Logits, StepBatch
-from lockstep.executors.sampling import sample
+from lockstep.executors.sampling import likeliest, sample
 from lockstep.executors.sampling_params import SamplingParams
 
 PARTS = ("schedule", "build", "execute", "sample", "accept", "commit", "deliver")
@@ -97,14 +98,17 @@ def measure(
     stopwatch = Stopwatch()
     rng = np.random.default_rng(1)
     received: list[TokenOutput] = []
-    params = replace(GREEDY, max_tokens=steps + 64)
+    params = structs.replace(GREEDY, max_tokens=steps + 64)
     for _ in range(num_sequences):
         prompt = [int(token) for token in rng.integers(3, model.vocab_size, prompt_tokens)]
         engine.submit(GenerationRequest(prompt, params), received.append)
     while sum(output.token_ids != () for output in received) < num_sequences or len(received) < 2 * num_sequences:
         engine.step()
     watch(engine, stopwatch)
-    with patch.object(publish, "sample", stopwatch.wrap("sample", sample)):
+    with (
+        patch.object(publish, "sample", stopwatch.wrap("sample", sample)),
+        patch.object(publish, "likeliest", stopwatch.wrap("sample", likeliest)),
+    ):
         for _ in range(steps):
             started = time.perf_counter()
             engine.step()

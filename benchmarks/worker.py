@@ -18,10 +18,11 @@ import signal
 import statistics
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
+from msgspec.structs import replace
 
 from lockstep.cluster.base import Call
 from lockstep.cluster.cluster import ManifestCluster

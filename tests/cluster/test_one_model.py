@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -237,7 +236,7 @@ async def test_before_and_after_its_life_a_model_says_that_it_is_not_there(kind:
         model.tokenizer("alias")
     await starting
     assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
-    open_call = asyncio.create_task(answer(model, call("x", replace(ENDLESS, max_tokens=8000))))
+    open_call = asyncio.create_task(answer(model, call("x", structs.replace(ENDLESS, max_tokens=8000))))
     await asyncio.sleep(0.02)
     await model.close()
     with pytest.raises(UnavailableError, match="closing"):

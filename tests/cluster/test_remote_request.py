@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Any
 
 import pytest
+from msgspec.structs import fields
 
 from lockstep.cluster.base import Call, Conversation
 from lockstep.cluster.remote_request import remote_request

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import jsonschema
 import pytest
+from msgspec import structs
 
 from lockstep import Constraint, EngineOptions, FinishReason, GenerationRequest, LoadOptions, SamplingParams
 from lockstep.core.sequence import Sequence
@@ -88,8 +89,10 @@ def ask(subject: Subject, case: Case, params: SamplingParams) -> Run:
     engine = Engine(model, replace(subject.config, **case.config), observer=observe)  # type: ignore[arg-type]  # by name
     others = subject.others(case.num_others)
     for index in range(0, len(others), 3):
-        company = replace(others[index].params, logprobs=None, constraint=Constraint.json_schema(SCHEMAS["person"]))
-        others[index] = replace(others[index], params=company)
+        company = structs.replace(
+            others[index].params, logprobs=None, constraint=Constraint.json_schema(SCHEMAS["person"])
+        )
+        others[index] = structs.replace(others[index], params=company)
     target = GenerationRequest(subject.prompt, params, priority=case.priority)
     if case.warm or case.others_first:
         for request in [target] * case.warm + others * case.others_first:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec import structs
 
 from lockstep import LLM, EngineOptions, GenerationRequest, LoadOptions, SamplingParams
 from lockstep.core.request import FinishReason
@@ -78,7 +79,7 @@ def ask(engine: Engine, request: GenerationRequest, num_others: int = 0) -> Requ
 
 
 def wanted(**changes: object) -> GenerationRequest:
-    return replace(GenerationRequest(PROMPT, PARAMS, prompt_logprobs=COUNT), **changes)  # type: ignore[arg-type]  # fields by name
+    return structs.replace(GenerationRequest(PROMPT, PARAMS, prompt_logprobs=COUNT), **changes)
 
 
 def bits(entries: tuple[TokenLogprobs | None, ...] | None) -> list[object]:
@@ -92,7 +93,7 @@ def softmax_of_every_position(llm: LLM) -> npt.NDArray[np.float64]:
 
     class Keeping(Watched):
         def execute(self, batch: StepBatch) -> Logits:
-            rows = replace(batch, rows=np.arange(len(batch.token_ids)))
+            rows = structs.replace(batch, rows=np.arange(len(batch.token_ids)))
             kept.append(self._inner.execute(rows).copy())
             return kept[-1][-1:]
 
@@ -158,7 +159,7 @@ def test_a_warm_cache_is_not_read_but_siblings_share(llm: LLM) -> None:
     assert bits(again.prompt_logprobs) == bits(first.prompt_logprobs)
     watched = Watched(llm.model.executor)
     engine = engine_of(llm, watched)
-    siblings = ask(engine, wanted(params=replace(PARAMS, n=3)))
+    siblings = ask(engine, wanted(params=structs.replace(PARAMS, n=3)))
     assert bits(siblings.prompt_logprobs) == bits(first.prompt_logprobs)
     assert sum(watched.row_counts) == len(PROMPT) - 1 + 3 * PARAMS.max_tokens  # type: ignore[operator]  # it is set
     assert engine.metrics().counters["prefix_cache_hits"] > 0

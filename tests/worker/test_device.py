@@ -187,8 +187,8 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(bench: Bench) -> No
     bench.tell(Abort("a", tuple(range(490, 500))))
     metrics = _settle(bench)
     assert not any(metrics.replicas["a"].gauges.values())
-    assert not bench.worker._preparing
-    assert not bench.worker._outputs
+    assert not bench.worker._entrance.num_preparing
+    assert not bench.worker._steps._outputs
 
 
 def test_the_prefix_cache_forgets(bench: Bench) -> None:
@@ -224,5 +224,5 @@ def test_a_choice_that_was_compiled_needs_no_preparing_thread_again(bench: Bench
         answer = bench.answer(number).request
         assert answer is not None
         texts.append(answer.text)
-        bench.worker._preparers.shutdown()
+        bench.worker._entrance.close()
     assert texts == ["intent=legal"] * 3

@@ -23,6 +23,7 @@ def test_nothing_is_reported_unless_asked_for() -> None:
     assert reported(sampler, [0.0, 0.5, 1.0, 1.5, 1.75, 2.0]) == [(0, 0), (2, 1), (5, 2)]
     sampler.watch(0.0)
     assert reported(sampler, [9.0, 20.0]) == []
+    assert not sampler.is_watched
 
 
 def test_the_rate_is_bounded_whatever_is_asked_for() -> None:

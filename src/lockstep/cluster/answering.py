@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
@@ -259,7 +258,7 @@ def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:
     """A request of one of a model's sessions; where the model has no limit, the engine's own holds."""
     limit = model.sessions.limit
     most = request.max_active_sessions if limit is None else limit
-    return dataclasses.replace(request, session_owner=model.id, max_active_sessions=most)
+    return replace(request, session_owner=model.id, max_active_sessions=most)
 
 
 def _shortened(call: Call, waited_s: float) -> Call:

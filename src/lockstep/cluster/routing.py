@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from lockstep.cluster.backend import targets_of
 from lockstep.cluster.base import Call, Conversation, Prompt
@@ -16,7 +15,7 @@ from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 
-_DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
+_DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SamplingParams)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ def _with_defaults(params: SamplingParams, sampling: Mapping[str, float | int]) 
     missing: dict[str, Any] = {
         name: value for name, value in sampling.items() if getattr(params, name) == _DEFAULTS[name]
     }
-    return dataclasses.replace(params, **missing) if missing else params
+    return replace(params, **missing) if missing else params
 
 
 def _conversation(prompt: Prompt) -> Conversation:

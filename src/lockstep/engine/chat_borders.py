@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.errors import ChatTemplateError, InvalidParameterError
@@ -34,8 +35,7 @@ Transform = Callable[[str, bool], str]
 """(text, whether the assistant said it) to text."""
 
 
-@dataclass(frozen=True, slots=True)
-class GuardedPrompt:
+class GuardedPrompt(msgspec.Struct, frozen=True):
     """A rendered conversation."""
 
     text: str

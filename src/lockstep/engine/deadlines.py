@@ -8,7 +8,7 @@ the output and in the whole answer, beside the text so far; a stream and `LLM` r
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lockstep.engine.outputs import GenerationRequest
@@ -20,8 +20,7 @@ MAX_STALE = 1_024
 
 def check_deadlines(request: GenerationRequest) -> None:
     """Refuse what no clock reaches; InvalidParameterError names the deadline."""
-    for name in ("deadline_s", "queue_deadline_s"):
-        value = getattr(request, name)
+    for name, value in (("deadline_s", request.deadline_s), ("queue_deadline_s", request.queue_deadline_s)):
         if value is not None and not value > 0:
             raise InvalidParameterError(f"{name} is {value}; it must be positive", param=name)
 
@@ -63,10 +62,12 @@ class Deadlines:
             if after_s is not None:
                 heapq.heappush(self._heap, Due(arrival_s + after_s, request_id, while_running, after_s))
 
-    def pop_due(self, now_s: float) -> Iterator[Due]:
+    def pop_due(self, now_s: float) -> Sequence[Due]:
         """Those that have passed. Their requests may have ended."""
+        due: list[Due] = []
         while self._heap and self._heap[0].at_s <= now_s:
-            yield heapq.heappop(self._heap)
+            due.append(heapq.heappop(self._heap))
+        return due
 
     def forget_stale(self, open_ids: Collection[int]) -> None:
         """Drop those of ended requests, once they are many."""

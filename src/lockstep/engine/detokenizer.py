@@ -6,6 +6,7 @@ import codecs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lockstep.engine.token_bytes import TokenBytes
     from lockstep.engine.tokenizer import Tokenizer
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
@@ -24,7 +25,7 @@ class Detokenizer:
         shown: special tokens that are text here.
     """
 
-    __slots__ = ("_decoder", "_first", "_read", "_shown", "_strip", "_table", "_tokenizer", "_window")
+    __slots__ = ("_decoder", "_first", "_read", "_shown", "_strip", "_table", "_tokenizer", "_whole", "_window")
 
     def __init__(
         self,
@@ -41,6 +42,8 @@ class Detokenizer:
         begins = not verbatim and (after is None or after in tokenizer.special_token_ids)
         rules = None if self._table is None else self._table.rules
         self._first = begins
+        self._whole: dict[int, str] = {}
+        """Tokens whose text is known without a look at what is open: the table's, where nothing is."""
         self._strip = rules.strip_first if rules is not None and begins else ""
         self._window: list[int] = [] if begins or after is None else [after]
         self._read = len(self._window)
@@ -52,6 +55,10 @@ class Detokenizer:
 
     def append(self, token_id: int) -> str:
         """The text that is complete now; empty when a character is still open or the token special and not shown."""
+        text = self._whole.get(token_id)
+        return self._append(token_id) if text is None else text
+
+    def _append(self, token_id: int) -> str:
         table = self._table
         if token_id in self._shown:
             return self._show(token_id)
@@ -60,10 +67,20 @@ class Detokenizer:
         if token_id in table.skipped:
             return ""
         if not self._first:
-            return self._decoder.decode(table.known.get(token_id) or table.of(token_id))
+            return self._decoded(table, token_id)
         self._first = bool(self._strip)
         text = self._decoder.decode(table.of_first(token_id))
         return self._stripped(text) if self._strip else text
+
+    def _decoded(self, table: TokenBytes, token_id: int) -> str:
+        """The text of a token behind others."""
+        was_open = self._decoder.getstate()[0]
+        text = self._decoder.decode(table.of(token_id))
+        is_open = self._decoder.getstate()[0]
+        self._whole = {} if is_open else table.texts
+        if not (was_open or is_open):
+            table.texts[token_id] = text
+        return text
 
     def flush(self) -> str:
         """What an unfinished character leaves when no more tokens come: U+FFFD, or nothing."""

@@ -73,7 +73,7 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config) if tape is None else TapedScheduler(config, tape)
         self.sessions = Sessions(self.scheduler, on_session or (lambda change: None))
-        self._clock = clock or SystemClock()
+        self._now_s = (clock or SystemClock()).now_s
         self._observer = observer
         self._on_added = on_added
         self._metrics = EngineMetrics()
@@ -86,6 +86,7 @@ class Engine:
         self._counting = threading.Lock()
         self._num_rejected = 0
         self._wake = threading.Event()
+        """Set whenever there may be something to do; whoever waited for it clears it before looking."""
         self._ids = itertools.count()
         self._info = {"cache_config_info": cache_config_labels(config)}
         self._open: dict[int, LiveRequest] = {}
@@ -114,10 +115,10 @@ class Engine:
                 self._num_rejected += 1
             raise QueueFullError(f"{MAX_INBOX} commands already wait for the next step; try again later")
         request_id = next(self._ids) if request_id is None else request_id
-        live = LiveRequest(request_id, prepared, self._clock.now_s(), callback)
+        live = LiveRequest(request_id, prepared, self._now_s(), callback)
         self._open[live.request_id] = live
         self._inbox.append(live)
-        self._wake.set()
+        self.wake()
         return live.request_id
 
     async def submit_async(self, request: GenerationRequest) -> RequestOutput:
@@ -132,7 +133,7 @@ class Engine:
         """End a request before its next step; an unknown or ended one is left alone."""
         if request_id in self._open:
             self._inbox.append(_Abort(request_id))
-            self._wake.set()
+            self.wake()
 
     def is_complete(self, request_id: int) -> bool:
         return request_id not in self._open
@@ -145,12 +146,14 @@ class Engine:
         """Sleep until something is submitted, a deadline is due or the time is up."""
         due_s = self._deadlines.next_s
         if due_s is not None:
-            timeout_s = min(timeout_s, max(0.0, due_s - self._clock.now_s()))
+            timeout_s = min(timeout_s, max(0.0, due_s - self._now_s()))
         self._wake.wait(timeout_s)
+        self._wake.clear()
 
     def wake(self) -> None:
-        """End a ``wait`` early."""
-        self._wake.set()
+        """End a ``wait`` early, the one under way or the next."""
+        if not self._wake.is_set():
+            self._wake.set()
 
     def metrics(self) -> MetricsSnapshot:
         """A consistent enough copy of all counters; may be called from any thread."""
@@ -180,7 +183,7 @@ class Engine:
 
     def session_reports(self) -> tuple[SessionReport, ...]:
         """All sessions, least recently used first; between steps."""
-        return self.sessions.reports(self._clock.now_s())
+        return self.sessions.reports(self._now_s())
 
     def run(self) -> None:
         """Step until nothing is left to do."""
@@ -196,7 +199,7 @@ class Engine:
 
     def abandon(self, error: LockstepError) -> None:
         """The loop itself broke: tell every caller, without a word to a scheduler that cannot be trusted any more."""
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         self.sessions.abandon()
         for live in list(self._open.values()):
             live.error = error
@@ -208,9 +211,8 @@ class Engine:
                 self._refuse(live, error)
         self._mailboxes.dispatch(on_lost=lambda request_id: None)
 
-    def step(self) -> bool:
-        """Drain the inbox, then plan, execute and publish one step; False when there was nothing to do."""
-        self._wake.clear()
+    def step(self) -> StepPlan | None:
+        """Drain the inbox, then plan, execute and publish one step; None when there was nothing to do."""
         self.drain()
         plan = self.scheduler.schedule()
         if plan.has_work:
@@ -218,16 +220,16 @@ class Engine:
         else:
             assert not self.scheduler.has_unfinished, "sequences wait, but the plan is empty: nothing would ever change"
         self._mailboxes.dispatch(on_lost=self._abort_now)
-        return plan.has_work
+        return plan if plan.has_work else None
 
     def _run_plan(self, plan: StepPlan) -> None:
         try:
-            samples = self._publisher.compute(plan, self._clock.now_s())
+            samples = self._publisher.compute(plan, self._now_s())
         except Exception as error:  # whatever a step raises ends its requests with the reason, never the engine
             log.exception("step %d failed", plan.step)
             self._fail_step(plan, error)
             return
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         result, touched = self._publisher.accept(plan, samples, now_s)
         events = self.scheduler.commit(plan, result)
         record = self._fingerprint.observe(plan, events)
@@ -263,37 +265,39 @@ class Engine:
 
         Once per step, and never more than was there.
         """
-        for live in self.sessions.ready(self._clock.now_s()):
-            self._schedule(live)
+        now_s = self._now_s()
+        if self.sessions.num_waiting:
+            for live in self.sessions.ready(now_s):
+                self._schedule(live, now_s)
         for _ in range(len(self._inbox)):
             command = self._inbox.popleft()
             if isinstance(command, _Abort):
                 self._end(command.request_id, FinishReason.ABORT)
             else:
-                self._add(command)
-        for due in self._deadlines.pop_due(self._clock.now_s()):
+                self._add(command, now_s)
+        for due in self._deadlines.pop_due(now_s):
             self._expire(due)
-        self._deadlines.forget_stale(self._open)
 
     def _expire(self, due: Due) -> None:
         live = self._open.get(due.request_id)
         if live is not None and (due.while_running or live.first_scheduled_s is None):
             self._end(due.request_id, FinishReason.DEADLINE, due.error())
 
-    def _add(self, live: LiveRequest) -> None:
+    def _add(self, live: LiveRequest, now_s: float) -> None:
         """Give a request its place in the queue; what is refused ends with its reason."""
         try:
-            is_first = self.sessions.enter(live, self._clock.now_s())
+            is_first = self.sessions.enter(live, now_s)
         except QueueFullError as error:
             self._refuse(live, error)
             return
-        if is_first and not self._schedule(live):
+        if is_first and not self._schedule(live, now_s):
             return
         self._deadlines.add(live.request_id, live.arrival_s, live.prepared.request)
+        self._deadlines.forget_stale(self._open)
         if self._on_added is not None:
             self._on_added(live.request_id)
 
-    def _schedule(self, live: LiveRequest) -> bool:
+    def _schedule(self, live: LiveRequest, now_s: float) -> bool:
         """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
         prepared, model = live.prepared, self.model
         first: int | None = None
@@ -315,7 +319,7 @@ class Engine:
             live.generations.append(generation)
             self._publisher.open(generation)
             if self._tape is not None:
-                self._tape.came(generation, self._clock.now_s() - live.arrival_s)
+                self._tape.came(generation, max(0.0, now_s - live.arrival_s))
         return True
 
     def _refuse(self, live: LiveRequest, error: LockstepError, reason: FinishReason = FinishReason.ERROR) -> None:
@@ -326,7 +330,7 @@ class Engine:
             self._end(live.request_id, reason, error)
             return
         live.error, live.num_open = error, 0
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         self._metrics.count_finished(reason)
         self._finish(live, now_s)
         if live.sink is not None:
@@ -342,7 +346,7 @@ class Engine:
         if not live.generations:  # it waited for a session
             self._refuse(live, error or RequestFailedError("it was aborted before it began"), reason)
             return
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         for generation in live.generations:
             if generation.finish_reason is None:
                 self.scheduler.abort(generation.seq_id, reason)

@@ -55,6 +55,7 @@ class Generation:
         "stop_reason",
         "stops",
         "suppressed",
+        "takes_likeliest",
         "texts",
         "thoughts",
         "tokens",
@@ -94,6 +95,10 @@ class Generation:
         self.stops = StopStrings(params.stop) if params.stop else None
         self.ends = frozenset(prepared.end_ids)
         self.suppressed = prepared.end_ids
+        self.takes_likeliest = (
+            sampler.is_plain_greedy and self.grammar is None and not params.min_tokens and params.logprobs is None
+        )
+        """Whether each of its tokens is the most likely one, and nobody asks how likely."""
         reasoning = prepared.request.reasoning
         self.splitter = None if reasoning is None else ReasoningSplitter(reasoning)
         self.texts: list[str] = []
@@ -109,6 +114,17 @@ class Generation:
         self.last_token_s = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+
+    def began_at(self, start: int, now_s: float) -> None:
+        """A chunk of its prompt is about to be computed."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = start
+        if self.live.first_scheduled_s is None:
+            self.live.first_scheduled_s = now_s
+
+    def avoided(self) -> tuple[int, ...]:
+        """The tokens that may not come now; a grammar knows that itself."""
+        return self.suppressed if self.grammar is None and len(self.tokens) < self.min_len else ()
 
     def allowed(self) -> TokenBits | None:
         """The tokens that the grammar allows next; None, with ``fault`` set, when it cannot go on."""
@@ -158,7 +174,8 @@ class Generation:
     def _take(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Append one token; whether the sequence ends with it."""
         self.tokens.append(token_id)
-        self.sampler.append(token_id)
+        if self.sampler.remembers:
+            self.sampler.append(token_id)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
             self.delta_logprobs = (logprobs,)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import block_hashes
@@ -24,8 +27,7 @@ MAX_OWNER_CHARS = 4_096
 """Of a session's id, and of its owner's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A request that can be served, in the terms of the engine."""
 
     request: GenerationRequest
@@ -48,7 +50,7 @@ class Prepared:
         """One sequence in the core's terms: the first, or a sibling of it, which needs no prompt row and may share."""
         if first is None:
             return self.core_request
-        return replace(self.core_request, sibling_of=first, reads_cache=True)
+        return dataclasses.replace(self.core_request, sibling_of=first, reads_cache=True)
 
 
 def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequest) -> Prepared:
@@ -58,16 +60,16 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         InvalidParameterError: a parameter, or a token of the prompt, is out of range.
         PromptTooLongError: the prompt can never fit the context or the KV pool.
     """
-    params = request.params
-    params.validate(model.vocab_size)
+    params, vocab_size = request.params, model.vocab_size
+    params.validate(vocab_size)
     check_deadlines(request)
     _check_session(request)
     prompt = request.prompt
     prompt_ids = tuple(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-    _check_ids(prompt_ids, model.vocab_size)
+    _check_ids(prompt_ids, vocab_size)
     if request.pooling is not None:
         return _prepare_pooling(model, config, request, prompt_ids)
-    check_logprobs("prompt_logprobs", request.prompt_logprobs, model.vocab_size)
+    check_logprobs("prompt_logprobs", request.prompt_logprobs, vocab_size)
     hashes: tuple[bytes, ...] = ()
     if config.enable_prefix_caching:
         hashes = block_hashes(model.namespace(request.cache_salt), prompt_ids, config.block_size)
@@ -141,6 +143,8 @@ def _check_session(request: GenerationRequest) -> None:
 
 def _shown_ids(model: LoadedModel, texts: tuple[str, ...]) -> frozenset[int]:
     """The special tokens among some texts; the others are ordinary text, which is shown anyway."""
+    if not texts:
+        return frozenset()
     if len(texts) > MAX_SHOWN_SPECIALS or not all(isinstance(text, str) and text for text in texts):
         raise InvalidParameterError(
             f"shown_specials must be at most {MAX_SHOWN_SPECIALS} texts that are not empty", param="shown_specials"

@@ -7,7 +7,6 @@ Array-like, because the same struct is what a device worker sends: names of fiel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -24,13 +23,12 @@ DEFAULT_MAX_ACTIVE_SESSIONS = 16
 """Sessions of one owner whose blocks stay on the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request to an engine."""
 
     prompt: str | Sequence[int]
     """Text, tokenised with the model's special tokens, or token ids that are taken as they are."""
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = Priority.NORMAL
     """Lower is served first."""
     tenant: str = ""

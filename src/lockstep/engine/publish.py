@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepPlan, StepResult
@@ -17,7 +18,7 @@ from lockstep.engine.pooling import Pooler
 from lockstep.errors import NumericsError
 from lockstep.executors.base import HiddenStates, Logits, SequenceObserver, StepBatch
 from lockstep.executors.grammar import TokenBits
-from lockstep.executors.sampling import SamplerState, Samples, sample
+from lockstep.executors.sampling import Samples, likeliest, sample
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ class Publisher:
         self._name = model.name
         self._metrics = metrics
         self.generations: dict[int, Generation] = {}
-        self._step_prompt_tokens = 0
         self._pooled: list[tuple[Pooler, int, range]] = []
         """Who gets the step's hidden states: whose, from which position, which offsets of the chunk."""
         self._judged: list[tuple[Generation, int]] = []
@@ -63,36 +63,38 @@ class Publisher:
         generations = self.generations
         ids: list[int] = []
         rows: list[int] = []
-        hidden_rows: list[int] = []
-        prompt_rows: list[int] = []
-        prompt_tokens = 0
+        for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
+            tokens = generations[seq_id].tokens
+            if length == 1:
+                ids.append(tokens[start])
+            else:
+                ids += tokens[start : start + length]
+            if samples:
+                rows.append(len(ids) - 1)
         self._pooled.clear()
         self._judged.clear()
-        for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
-            generation = generations[seq_id]
+        hidden = self._look_at_prompts(plan, rows, now_s) if plan.num_prompt_tokens else None
+        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden)
+
+    def _look_at_prompts(self, plan: StepPlan, rows: list[int], now_s: float) -> npt.NDArray[np.int64] | None:
+        """Take note of prompts that move on, and add the rows that judge them; returns those whose hidden states are
+        wanted, if any."""
+        hidden_rows: list[int] = []
+        at = 0
+        for seq_id, start, length in zip(plan.seq_ids, plan.starts, plan.lengths, strict=True):
+            generation = self.generations[seq_id]
             if start < generation.prompt_len:
-                prompt_tokens += length
-                if generation.num_cached_tokens is None:
-                    generation.num_cached_tokens = start
+                generation.began_at(start, now_s)
                 if generation.pooler is not None:
                     offsets = generation.pooler.rows_of(start, length)
                     self._pooled.append((generation.pooler, start, offsets))
-                    hidden_rows.extend(len(ids) + offset for offset in offsets)
+                    hidden_rows.extend(at + offset for offset in offsets)
                 if generation.prompt_logprobs is not None:
                     offsets = generation.prompt_logprobs.rows_of(start, length)
                     self._judged.append((generation, len(offsets)))
-                    prompt_rows.extend(len(ids) + offset for offset in offsets)
-            if length == 1:
-                ids.append(generation.tokens[start])
-            else:
-                ids.extend(generation.tokens[start : start + length])
-            if samples:
-                rows.append(len(ids) - 1)
-            if generation.live.first_scheduled_s is None:
-                generation.live.first_scheduled_s = now_s
-        self._step_prompt_tokens = prompt_tokens
-        hidden = np.array(hidden_rows, np.int64) if hidden_rows else None
-        return StepBatch(plan, np.array(ids, np.int64), np.array(rows + prompt_rows, np.int64), hidden)
+                    rows.extend(at + offset for offset in offsets)
+            at += length
+        return np.array(hidden_rows, np.int64) if hidden_rows else None
 
     def compute(self, plan: StepPlan, now_s: float) -> Samples:
         """Execute and sample; raises what the executor raises."""
@@ -101,25 +103,17 @@ class Publisher:
             self._pool()
         if self._judged:
             logits = self._judge(plan.num_samples, logits)
-        states: list[SamplerState] = []
-        positions: list[int] = []
-        suppressed: list[tuple[int, ...]] = []
-        any_suppressed = False
+        sampling = self._sampling(plan)
+        if False not in [generation.takes_likeliest for generation in sampling]:
+            return likeliest(logits)
+        states = [generation.sampler for generation in sampling]
+        positions = [len(generation.tokens) for generation in sampling]
+        suppressed = [generation.avoided() for generation in sampling]
         allowed: dict[int, TokenBits] = {}
-        for generation in self._sampling(plan):
-            known = len(generation.tokens)
-            states.append(generation.sampler)
-            positions.append(known)
-            if generation.grammar is not None:
-                bits = generation.allowed()
-                if bits is not None:
-                    allowed[len(suppressed)] = bits
-                suppressed.append(())
-                continue
-            early = known < generation.min_len
-            any_suppressed |= early
-            suppressed.append(generation.suppressed if early else ())
-        return sample(logits, states, positions, suppressed if any_suppressed else None, allowed or None)
+        for row, generation in enumerate(sampling):
+            if generation.grammar is not None and (bits := generation.allowed()) is not None:
+                allowed[row] = bits
+        return sample(logits, states, positions, suppressed if any(suppressed) else None, allowed or None)
 
     def accept(self, plan: StepPlan, samples: Samples, now_s: float) -> tuple[StepResult, list[Generation]]:
         """Append what was sampled; returns the result for the scheduler and the sequences that it touched."""
@@ -155,7 +149,7 @@ class Publisher:
             num_tokens += got
         metrics.num_steps += 1
         metrics.generation_tokens += num_tokens
-        metrics.observe_step_tokens(num_tokens + self._step_prompt_tokens)
+        metrics.observe_step_tokens(num_tokens + plan.num_prompt_tokens)
         return StepResult(tuple(counts), tuple(finishes)), touched
 
     def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:

@@ -47,6 +47,8 @@ class TokenBytes:
     """Special tokens: no text."""
     alphabet: dict[str, int] = field(default_factory=lambda: byte_alphabet())
     known: dict[int, bytes] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    """Of tokens that were met and are whole characters, wherever in a text they stand but at its beginning."""
 
     def of(self, token_id: int) -> bytes:
         """The bytes of a token; none for an id outside the vocabulary."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +28,7 @@ class Geometry:
     vocab_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepBatch:
+class StepBatch(msgspec.Struct, frozen=True):
     """A plan with its token ids."""
 
     plan: StepPlan

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from lockstep.errors import InvalidParameterError
 
@@ -31,8 +32,7 @@ class ConstraintKind(StrEnum):
     LARK = "lark"
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(msgspec.Struct, frozen=True):
     """The language that an answer is a word of. Make one with `choice`, `regex`, `json_schema` and the others."""
 
     kind: ConstraintKind
@@ -101,7 +101,7 @@ class Constraint:
             raise InvalidParameterError(f"the {self.kind} constraint is empty; it must say something", param=PARAM)
         texts = (self.source,) if isinstance(self.source, str) else self.source
         try:
-            num_bytes = sum(len(text.encode()) for text in texts)
+            num_bytes = len("".join(texts).encode())
         except UnicodeEncodeError as error:
             raise InvalidParameterError(
                 f"the {self.kind} constraint is not Unicode text: {error}", param=PARAM
@@ -119,8 +119,9 @@ class Constraint:
             raise InvalidParameterError(
                 f"the choice has {count} texts; it must be a list of 1..{MAX_CHOICES} texts", param=PARAM
             )
-        for index, text in enumerate(texts):
-            if not isinstance(text, str) or not text:
-                raise InvalidParameterError(
-                    f"text {index} of the choice is {text!r}; it must be a string that is not empty", param=PARAM
-                )
+        wrong = [index for index, text in enumerate(texts) if not isinstance(text, str) or not text]
+        if wrong:
+            raise InvalidParameterError(
+                f"text {wrong[0]} of the choice is {texts[wrong[0]]!r}; it must be a string that is not empty",
+                param=PARAM,
+            )

@@ -16,8 +16,9 @@ A logit of -inf is a token that cannot come. NaN, +inf or a row of -inf is a fau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +34,10 @@ Floats = npt.NDArray[np.float32]
 _ROOM = 16
 """New tokens of the output before the arrays of a state grow, by doubling."""
 
-__all__ = ["SamplerState", "Samples", "TokenLogprobs", "sample"]
+__all__ = ["SamplerState", "Samples", "TokenLogprobs", "likeliest", "sample"]
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(NamedTuple):
     """What a batch of rows became, in row order."""
 
     token_ids: list[int]
@@ -57,16 +57,17 @@ class SamplerState:
         "_ids",
         "_index",
         "_random",
-        "_remembers",
         "edits",
         "is_plain_greedy",
+        "remembers",
         "sampling",
     )
 
     def __init__(self, sampling: ResolvedSampling, seed: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.sampling = sampling
         self._random = None if sampling.is_greedy else TokenRandom(seed)
-        self._remembers = sampling.has_penalties
+        self.remembers = sampling.has_penalties
+        """Whether it wants to know the tokens of the output."""
         self.edits = bool(sampling.logit_bias) or sampling.has_penalties
         """Whether a row must be copied and changed before it is sampled."""
         self.is_plain_greedy = sampling.is_greedy and not self.edits
@@ -86,7 +87,7 @@ class SamplerState:
 
     def append(self, token_id: int) -> None:
         """Take note of a token of the output."""
-        if not self._remembers:
+        if not self.remembers:
             return
         index = self._index.setdefault(token_id, len(self._index))
         if index == len(self._ids):
@@ -142,19 +143,18 @@ def sample(
     assert logits.ndim == 2
     assert len(logits) == num_rows == len(positions)
     if all(state.is_plain_greedy for state in states):
-        tokens, finite = _likeliest(logits)
+        samples = likeliest(logits)
     else:
-        tokens, finite = [-1] * num_rows, [True] * num_rows
-    samples = Samples(tokens, [None] * num_rows, finite)
+        samples = Samples([-1] * num_rows, [None] * num_rows, [True] * num_rows)
     scratch: Floats | None = None
     for index, state in enumerate(states):
         row = logits[index]
         banned = suppressed[index] if suppressed is not None else ()
         bits = allowed.get(index) if allowed is not None else None
-        if bits is not None and not np.isfinite(row.max()):  # a fault counts also where the constraint hides it
+        if bits is not None and not math.isfinite(row.max()):  # a fault counts also where the constraint hides it
             samples.finite[index] = False
             continue
-        token: int | None = tokens[index]
+        token: int | None = samples.token_ids[index]
         if token == -1 or token in banned or (bits is not None and not _has(bits, token)):
             edited = row
             if state.edits or banned or bits is not None:
@@ -168,10 +168,14 @@ def sample(
     return samples
 
 
-def _likeliest(logits: Floats) -> tuple[list[int], list[bool]]:
-    """The greatest logit's id per row, the lowest of equals, and whether it is finite. NaN counts as the greatest."""
+def likeliest(logits: Floats) -> Samples:
+    """The greatest logit's id per row, the lowest of equals: `sample` where every row wants that and nothing else.
+
+    NaN counts as the greatest, so a faulty row costs no second look at the row.
+    """
     best = logits.argmax(axis=1)
-    return best.tolist(), np.isfinite(logits[np.arange(len(logits)), best]).tolist()
+    peaks = logits[np.arange(len(best)), best].tolist()
+    return Samples(best.tolist(), [None] * len(peaks), [math.isfinite(peak) for peak in peaks])
 
 
 def _has(bits: TokenBits, token: int | None) -> bool:

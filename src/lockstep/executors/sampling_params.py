@@ -7,8 +7,12 @@ and the neutral values have filled the gaps. Knows no model: a vocabulary size a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import msgspec
+from msgspec.structs import replace
 
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
@@ -28,8 +32,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy, as in vLLM: dividing by them would only overflow."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedSampling:
+class ResolvedSampling(msgspec.Struct, frozen=True):
     """How one sequence's tokens are chosen, every value known."""
 
     temperature: float = 1.0
@@ -57,8 +60,7 @@ class ResolvedSampling:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of one generation; names and meanings are OpenAI's and vLLM's. None: the model's default."""
 
     temperature: float | None = None
@@ -75,7 +77,7 @@ class SamplingParams:
     """Subtracted from the logit of every token of the output; -2 to 2."""
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the output; -2 to 2."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     """Token id to what is added to its logit; -100 to 100."""
     seed: int | None = None
     """None: the engine draws one at submission, so that a recording can repeat it."""
@@ -97,30 +99,20 @@ class SamplingParams:
     """What the text must be. Where it allows no more text the sequence ends, also before `min_tokens`."""
 
     def validate(self, vocab_size: int) -> None:
-        """Check every field against its range and the vocabulary.
+        """Check every field against its range and the vocabulary. What is at its default is right by definition.
 
         Raises:
-            InvalidParameterError: names the first field at fault in `param`, its value, and what would be right.
+            InvalidParameterError: names a field at fault in `param`, its value, and what would be right.
         """
-        _real("temperature", self.temperature, 0.0, MAX_TEMPERATURE, optional=True)
-        _whole("top_k", self.top_k, -1, None, optional=True)
-        _real("top_p", self.top_p, 0.0, 1.0, optional=True, open_low=True)
-        _real("min_p", self.min_p, 0.0, 1.0, optional=True)
-        _real("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY, optional=True)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not getattr(_NOTHING_SAID, name):
+                check(name, value)
+        check_logprobs("logprobs", self.logprobs, vocab_size)
         _biases(self.logit_bias, vocab_size)
-        _whole("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
-        _whole("max_tokens", self.max_tokens, 1, None, optional=True)
-        _whole("min_tokens", self.min_tokens, 0, None)
+        _stop_tokens(self.stop_token_ids, vocab_size)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _wrong("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
-        _stop_strings(self.stop)
-        _stop_tokens(self.stop_token_ids, vocab_size)
-        _flag("ignore_eos", self.ignore_eos)
-        _whole("n", self.n, 1, MAX_CHOICES)
-        check_logprobs("logprobs", self.logprobs, vocab_size)
-        _constraint(self.constraint)
 
     def resolve(self, defaults: Mapping[str, float | int]) -> ResolvedSampling:
         """Fill the gaps: the request's value, else the artifact's default, else the neutral one. Call `validate` first.
@@ -131,47 +123,43 @@ class SamplingParams:
         Raises:
             InvalidParameterError: a default that is used lies outside its range; the message says where it came from.
         """
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        from_artifact: dict[str, float | int] = {}
-        if defaults:
-            from_artifact = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
-            _defaults(from_artifact)
-        chosen = {name: from_artifact.get(name, getattr(self, name)) for name in names}
-        temperature = 1.0 if chosen["temperature"] is None else float(chosen["temperature"])
+        chosen = self if not defaults else self._filled(defaults)
+        temperature = 1.0 if chosen.temperature is None else float(chosen.temperature)
         return ResolvedSampling(
             temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-            top_k=max(0, int(chosen["top_k"] or 0)),
-            top_p=1.0 if chosen["top_p"] is None else float(chosen["top_p"]),
-            min_p=float(chosen["min_p"] or 0.0),
-            repetition_penalty=1.0 if chosen["repetition_penalty"] is None else float(chosen["repetition_penalty"]),
+            top_k=max(0, int(chosen.top_k or 0)),
+            top_p=1.0 if chosen.top_p is None else float(chosen.top_p),
+            min_p=float(chosen.min_p or 0.0),
+            repetition_penalty=1.0 if chosen.repetition_penalty is None else float(chosen.repetition_penalty),
             presence_penalty=float(self.presence_penalty),
             frequency_penalty=float(self.frequency_penalty),
-            logit_bias=tuple(sorted((int(token), float(bias)) for token, bias in self.logit_bias.items() if bias)),
+            logit_bias=tuple(sorted((int(token), float(bias)) for token, bias in self.logit_bias.items() if bias))
+            if self.logit_bias
+            else (),
             logprobs=self.logprobs,
         )
+
+    def _filled(self, defaults: Mapping[str, float | int]) -> SamplingParams:
+        """With an artifact's defaults where nothing was said; they have the same ranges as a request's values."""
+        given = {name: defaults[name] for name in _DEFAULTED if getattr(self, name) is None and name in defaults}
+        top_k = given.get("top_k")
+        if isinstance(top_k, float) and top_k.is_integer():
+            given["top_k"] = int(top_k)
+        try:
+            for name, value in given.items():
+                _CHECKS[name](name, value)
+        except InvalidParameterError as error:
+            raise InvalidParameterError(
+                f"the model's default sampling parameters cannot be used: {error}; give {error.param} in the request",
+                param=error.param,
+            ) from None
+        return replace(self, **given)
 
 
 def check_logprobs(name: str, value: int | None, vocab_size: int) -> None:
     """Check how many of the most likely tokens are wanted beside one; InvalidParameterError names the parameter."""
-    _whole(name, value, 0, min(MAX_LOGPROBS, vocab_size), optional=True)
-
-
-def _defaults(values: Mapping[str, float | int]) -> None:
-    """Check what an artifact's generation_config.json said, with the same ranges as a request's values."""
-    top_k = values.get("top_k")
-    if isinstance(top_k, float) and top_k.is_integer():
-        top_k = int(top_k)
-    try:
-        _real("temperature", values.get("temperature"), 0.0, MAX_TEMPERATURE, optional=True)
-        _whole("top_k", top_k, -1, None, optional=True)
-        _real("top_p", values.get("top_p"), 0.0, 1.0, optional=True, open_low=True)
-        _real("min_p", values.get("min_p"), 0.0, 1.0, optional=True)
-        _real("repetition_penalty", values.get("repetition_penalty"), MIN_PENALTY, MAX_PENALTY, optional=True)
-    except InvalidParameterError as error:
-        raise InvalidParameterError(
-            f"the model's default sampling parameters cannot be used: {error}; give {error.param} in the request",
-            param=error.param,
-        ) from None
+    if value is not None:
+        _whole(name, value, 0, min(MAX_LOGPROBS, vocab_size))
 
 
 def _wrong(name: str, value: object, right: str) -> InvalidParameterError:
@@ -181,36 +169,25 @@ def _wrong(name: str, value: object, right: str) -> InvalidParameterError:
     return InvalidParameterError(f"{name} is {shown}; it must be {right}", param=name)
 
 
-def _real(name: str, value: object, low: float, high: float, *, optional: bool = False, open_low: bool = False) -> None:
+def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     """A finite number of low..high; `open_low`: low itself is out."""
-    if value is None and optional:
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if low <= number <= high and not (open_low and number == low):
         return
     above = f"above {low:g}" if open_low else f"at least {low:g}"
-    right = f"a number {above} and at most {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _wrong(name, value, right)
-    try:
-        number = float(value)
-    except OverflowError:
-        raise _wrong(name, value, right) from None
-    if not math.isfinite(number) or number > high or number < low or (open_low and number <= low):
-        raise _wrong(name, value, right)
+    raise _wrong(name, value, f"a number {above} and at most {high:g}")
 
 
-def _whole(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
+def _whole(name: str, value: object, low: int, high: int | None) -> None:
     """An integer of low..high; None as high: no end."""
-    if value is None and optional:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high):
         return
-    right = f"an integer, at least {low}" if high is None else f"an integer of {low}..{high}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        raise _wrong(name, value, right)
+    raise _wrong(name, value, f"an integer, at least {low}" if high is None else f"an integer of {low}..{high}")
 
 
-def _constraint(value: object) -> None:
-    if value is None:
-        return
+def _constraint(name: str, value: object) -> None:
     if not isinstance(value, Constraint):
-        raise _wrong("constraint", value, "a Constraint, e.g. Constraint.json_schema({...})")
+        raise _wrong(name, value, "a Constraint, e.g. Constraint.json_schema({...})")
     value.validate()
 
 
@@ -220,6 +197,8 @@ def _flag(name: str, value: object) -> None:
 
 
 def _biases(value: object, vocab_size: int) -> None:
+    if value == {}:
+        return
     if not isinstance(value, Mapping):
         raise _wrong("logit_bias", value, "a map of token ids to numbers")
     if len(value) > MAX_LOGIT_BIASES:
@@ -234,9 +213,9 @@ def _biases(value: object, vocab_size: int) -> None:
             raise InvalidParameterError(f"logit_bias: {error}", param="logit_bias") from None
 
 
-def _stop_strings(value: object) -> None:
+def _stop_strings(name: str, value: object) -> None:
     if not isinstance(value, (tuple, list)):
-        raise _wrong("stop", value, f"a list of at most {MAX_STOP_STRINGS} strings")
+        raise _wrong(name, value, f"a list of at most {MAX_STOP_STRINGS} strings")
     if len(value) > MAX_STOP_STRINGS:
         raise InvalidParameterError(
             f"stop has {len(value)} strings; it must have at most {MAX_STOP_STRINGS}", param="stop"
@@ -248,6 +227,8 @@ def _stop_strings(value: object) -> None:
 
 
 def _stop_tokens(value: object, vocab_size: int) -> None:
+    if value == ():
+        return
     if not isinstance(value, (tuple, list)):
         raise _wrong("stop_token_ids", value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     if len(value) > MAX_STOP_TOKEN_IDS:
@@ -259,3 +240,27 @@ def _stop_tokens(value: object, vocab_size: int) -> None:
             _whole(f"stop_token_ids[{index}]", token, 0, vocab_size - 1)
         except InvalidParameterError as error:
             raise InvalidParameterError(str(error), param="stop_token_ids") from None
+
+
+_NOTHING_SAID = SamplingParams()
+_CHECKS: Mapping[str, Callable[[str, object], None]] = MappingProxyType(
+    {
+        "temperature": partial(_real, low=0.0, high=MAX_TEMPERATURE),
+        "top_k": partial(_whole, low=-1, high=None),
+        "top_p": partial(_real, low=0.0, high=1.0, open_low=True),
+        "min_p": partial(_real, low=0.0, high=1.0),
+        "repetition_penalty": partial(_real, low=MIN_PENALTY, high=MAX_PENALTY),
+        "presence_penalty": partial(_real, low=-2.0, high=2.0),
+        "frequency_penalty": partial(_real, low=-2.0, high=2.0),
+        "seed": partial(_whole, low=-(2**63), high=2**64 - 1),
+        "max_tokens": partial(_whole, low=1, high=None),
+        "min_tokens": partial(_whole, low=0, high=None),
+        "stop": _stop_strings,
+        "ignore_eos": _flag,
+        "n": partial(_whole, low=1, high=MAX_CHOICES),
+        "constraint": _constraint,
+    }
+)
+"""What a value must be that was said."""
+_DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What an artifact may have defaults for."""

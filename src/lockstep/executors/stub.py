@@ -88,10 +88,10 @@ def stub_tokenizer_parts() -> TokenizerParts:
 def reply_of(options: StubOptions, prompt_ids: Sequence[int], max_output_tokens: int) -> bytes:
     """The whole answer, a pure function of the request."""
     if options.field:
-        last_user = max([i for i, token in enumerate(prompt_ids) if token == USER_ID], default=0)
-        text = bytes([token for token in prompt_ids[last_user:] if token < 256]).decode(errors="replace").lower()
+        begin = len(prompt_ids) - prompt_ids[::-1].index(USER_ID) if USER_ID in prompt_ids else 0
+        text = bytes([token for token in prompt_ids[begin:] if token < 256]).decode(errors="replace").lower()
         return f"{options.field}={_route(text, options.ids)}".encode()
-    num_bytes = sum([token < 256 for token in prompt_ids])
+    num_bytes = sum(map((256).__gt__, prompt_ids))
     return f"[stub:{options.name}] ok len={num_bytes} max={max_output_tokens}".encode()
 
 
@@ -140,9 +140,8 @@ class StubExecutor:
     def execute(self, batch: StepBatch) -> Logits:
         options, plan = self._options, batch.plan
         self._num_steps += 1
-        duration_s = options.step_ms / 1e3 + options.token_us / 1e6 * plan.num_tokens
-        if duration_s > 0:
-            time.sleep(duration_s)
+        if options.step_ms or options.token_us:
+            time.sleep(options.step_ms / 1e3 + options.token_us / 1e6 * plan.num_tokens)
         if options.fail_every and self._num_steps % options.fail_every == 0:
             raise ExecutorError(f"stub {options.name}: step {plan.step} fails because fail_every={options.fail_every}")
         logits = np.zeros((len(batch.rows), VOCAB_SIZE), np.float32)

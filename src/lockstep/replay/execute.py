@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
+
+from msgspec.structs import replace
 
 from lockstep.artifacts.source import open_artifact
 from lockstep.core.fingerprint import Fingerprint

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lockstep.engine.engine import Engine, Observer
+from lockstep.engine.engine import Engine
 from lockstep.engine.loading import Progress, load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.sessions import SessionChange
@@ -49,7 +49,6 @@ class Listeners:
     """Who is told what, on the step thread."""
 
     added: Callable[[int], None]
-    stepped: Observer
     session_changed: Callable[[SessionChange], None]
 
 
@@ -71,7 +70,6 @@ def open_replica(
     engine = Engine(
         model,
         config,
-        observer=listeners.stepped,
         on_added=listeners.added,
         on_session=listeners.session_changed,
         tape=tape,

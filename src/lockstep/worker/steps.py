@@ -38,16 +38,19 @@ class StepSampler:
 
     def watch(self, max_per_s: float) -> None:
         """Report at most so many steps of each replica in a second; 0: none."""
+        self._last = {}
         self._interval_s = 1 / min(max_per_s, MAX_STEP_REPORTS_PER_S) if max_per_s > 0 else math.inf
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether any step is reported."""
+        return self._interval_s < math.inf
 
     def report(self, replica: str, plan: StepPlan, duration_s: float, now_s: float) -> StepReport | None:
         """A step has ended now; None: it is not reported."""
         interval_s = self._interval_s
-        if interval_s == math.inf:
-            self._last.clear()
-            return None
         last_s, num_unreported = self._last.get(replica, (-math.inf, 0))
-        if now_s - last_s < interval_s:
+        if now_s - last_s < interval_s or interval_s == math.inf:
             self._last[replica] = last_s, num_unreported + 1
             return None
         self._last[replica] = now_s, 0

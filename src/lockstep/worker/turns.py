@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 
 from lockstep.core.request import Priority
@@ -40,11 +41,16 @@ def weight_of(priority: int) -> int:
 class _Seat:
     """One replica's place at the device."""
 
+    key: str
+    priority: int
     grant_us: int
     """What a round gives it, and the most that it ever has."""
     credit_us: int
     """What is left of it; below zero, what it owes."""
     last_turn: int = 0
+
+
+_by_turn = attrgetter("priority", "last_turn")
 
 
 class Turns:
@@ -59,6 +65,9 @@ class Turns:
         self._seats: dict[str, _Seat] = {}
         self._seated: Mapping[str, int] = {}
         """Whose seats these are."""
+        self._with_work: Collection[str] = ()
+        self._busy: list[_Seat] = []
+        """Theirs who have work, in order of loading."""
         self._num_turns = 0
 
     @classmethod
@@ -66,7 +75,7 @@ class Turns:
         """As they were when `seats` was asked."""
         turns = cls()
         turns._num_turns = num_turns
-        turns._seats = {key: _Seat(*counts) for key, *counts in seats}
+        turns._seats = {key: _Seat(key, Priority.NORMAL, *counts) for key, *counts in seats}
         return turns
 
     def seats(self) -> tuple[int, list[SeatRow]]:
@@ -78,26 +87,27 @@ class Turns:
         """The replica that steps now; None: nobody has work.
 
         Args:
-            priorities: the class of each replica that is loaded, in order of loading; never changed, so that the same
-                object need not be looked through again.
-            with_work: those of them that have something to do.
+            priorities: the class of each replica that is loaded, in order of loading.
+            with_work: those of them that have something to do. Neither is ever changed, so that the same object need
+                not be looked through again.
         """
-        if priorities is not self._seated:
-            self._seat(priorities)
-            self._seated = priorities
-        busy = [key for key in priorities if key in with_work]
-        if not busy:
+        if priorities is not self._seated or with_work is not self._with_work:
+            if priorities is not self._seated:
+                self._seat(priorities)
+            self._seated, self._with_work = priorities, with_work
+            self._busy = [self._seats[key] for key in priorities if key in with_work]
+        if not self._busy:
             for seat in self._seats.values():
                 seat.credit_us = seat.grant_us
             return None
-        seats = self._seats
-        if all(seats[key].credit_us <= 0 for key in busy):
-            self._begin_round(busy)
-        able = (key for key in busy if seats[key].credit_us > 0)
-        chosen = min(able, key=lambda key: (priorities[key], seats[key].last_turn))
+        able = [seat for seat in self._busy if seat.credit_us > 0]
+        if not able:
+            self._begin_round()
+            able = [seat for seat in self._busy if seat.credit_us > 0]
+        chosen = min(able, key=_by_turn)
         self._num_turns += 1
-        seats[chosen].last_turn = self._num_turns
-        return chosen
+        chosen.last_turn = self._num_turns
+        return chosen.key
 
     def spend(self, replica: str, duration_us: int) -> None:
         """A replica's step took so long."""
@@ -112,13 +122,14 @@ class Turns:
             grant_us = QUANTUM_US * weight_of(priority)
             seat = self._seats.get(key)
             if seat is None:
-                self._seats[key] = _Seat(grant_us, grant_us)
-            elif seat.grant_us != grant_us:
+                self._seats[key] = _Seat(key, priority, grant_us, grant_us)
+                continue
+            seat.priority = priority
+            if seat.grant_us != grant_us:
                 seat.grant_us, seat.credit_us = grant_us, min(seat.credit_us, grant_us)
 
-    def _begin_round(self, busy: list[str]) -> None:
+    def _begin_round(self) -> None:
         """Give credit until one of those who have work has some: all the rounds at once that this takes."""
-        seats = self._seats
-        num_rounds = min(-seats[key].credit_us // seats[key].grant_us + 1 for key in busy)
-        for seat in seats.values():
+        num_rounds = min(-seat.credit_us // seat.grant_us + 1 for seat in self._busy)
+        for seat in self._seats.values():
             seat.credit_us = min(seat.credit_us + num_rounds * seat.grant_us, seat.grant_us)

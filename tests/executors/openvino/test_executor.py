@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import ExecutorError, InvalidPlanError

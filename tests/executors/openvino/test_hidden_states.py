@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.quantisation import dequantise

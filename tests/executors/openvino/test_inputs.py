@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from lockstep.errors import InvalidPlanError
 from lockstep.executors.base import StepBatch
@@ -43,7 +44,7 @@ def test_one_token_is_padded_by_one_in_the_null_block_and_one_row_by_itself() ->
 
 def test_no_row_stays_no_row() -> None:
     batch = batch_of(([1, 2], 0, (1,)))
-    assert build_inputs(replace(batch, rows=batch.rows[:0]), LIMITS).rows.tolist() == []
+    assert build_inputs(structs.replace(batch, rows=batch.rows[:0]), LIMITS).rows.tolist() == []
 
 
 WRONG: dict[str, tuple[tuple[Item, ...], str]] = {
@@ -87,7 +88,7 @@ def test_tokens_and_rows_must_fit_the_plan(token_ids: list[int], rows: list[int]
 def test_columns_must_be_aligned() -> None:
     batch = batch_of(([1, 2], 0, (1,)))
     with pytest.raises(InvalidPlanError, match="different lengths"):
-        build_inputs(replace(batch, plan=replace(batch.plan, starts=())), LIMITS)
+        build_inputs(structs.replace(batch, plan=replace(batch.plan, starts=())), LIMITS)
 
 
 @pytest.mark.parametrize("pairs", [((0, 0),), ((10, 0),), ((1, 3),), ((1, -1),), ((1, 0), (2, 0))])

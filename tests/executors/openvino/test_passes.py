@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from lockstep.executors.openvino.executor import OpenVINOExecutor
 from lockstep.executors.openvino.inputs import ForwardInputs, Limits, build_inputs
@@ -91,7 +92,7 @@ def test_an_executor_with_short_passes_says_the_same_bits() -> None:
         executor = OpenVINOExecutor(artifact, compiled, {}, limit)
         executor.allocate(20, 0)
         said.append(executor.execute(prompts).copy())
-        said.append(executor.execute(replace(decodes, hidden_rows=np.array([33, 2, 21]))).copy())
+        said.append(executor.execute(structs.replace(decodes, hidden_rows=np.array([33, 2, 21]))).copy())
         said.append(executor.hidden_states.copy())
     whole = said[:3]
     assert whole[2].shape == (3, artifact.config.hidden_size)

@@ -1,0 +1,285 @@
+"""The step thread of a device: whose step is next, what is obeyed between two steps, and what is told of each.
+
+It alone touches schedulers and executors. Other threads leave orders and the keys of replicas that have got something
+to do, and ring.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from lockstep.core.step import StepPlan
+from lockstep.engine.clock import Clock
+from lockstep.engine.generation import Sink
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.sessions import SessionChange
+from lockstep.errors import RequestFailedError
+from lockstep.worker.fleet import Fleet
+from lockstep.worker.messages import (
+    AskSessions,
+    Check,
+    Checked,
+    EndSession,
+    Event,
+    Outputs,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    SessionsChanged,
+    SessionsReport,
+    SessionsSwept,
+    Sweep,
+    Unload,
+    Unloaded,
+)
+from lockstep.worker.replica import Listeners, Replica
+from lockstep.worker.steps import StepReport, StepSampler
+from lockstep.worker.turns import Turns
+
+if TYPE_CHECKING:
+    from lockstep.worker.flight.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+Emit = Callable[[Event], None]
+"""Called by several threads; must not block."""
+Order = Unload | Check | ResetPrefixCache | AskSessions | Sweep | EndSession
+"""What the step thread does between two steps."""
+IDLE_WAIT_S = 1.0
+
+
+class StepLoop:
+    """One loop for the steps of all replicas.
+
+    Args:
+        emit: where events go.
+        fleet: who is there.
+        turns: weighs them.
+        clock: measures steps.
+        recorder: of the device, where it has one.
+        num_preparing: how many requests no engine has yet.
+    """
+
+    def __init__(
+        self,
+        emit: Emit,
+        fleet: Fleet,
+        turns: Turns,
+        clock: Clock,
+        recorder: Recorder | None,
+        num_preparing: Callable[[], int],
+    ) -> None:
+        self._emit = emit
+        self._fleet = fleet
+        self._turns = turns
+        self._now_s = clock.now_s
+        self._recorder = recorder
+        self._num_preparing = num_preparing
+        self._orders: deque[Order] = deque()
+        """As many as were asked; each is answered once."""
+        self._called: deque[str] = deque()
+        """Replicas that have got something to do since the last turn."""
+        self._with_work: frozenset[str] = frozenset()
+        """Those that had something to do when it was looked at; replaced and never changed."""
+        self._accepted: list[int] = []
+        self._outputs: list[TokenOutput] = []
+        self._changes: list[SessionChange] = []
+        """Of the sessions of the replica that steps or obeys."""
+        self.sampler = StepSampler()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._is_idle = True
+        self._progress_s = 0.0
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def call(self, key: str) -> None:
+        """A replica has got something to do."""
+        self._called.append(key)
+        self._ring()
+
+    def order(self, order: Order) -> None:
+        """Do this before the next step."""
+        self._orders.append(order)
+        self._ring()
+
+    def stop(self) -> None:
+        """End with the step under way."""
+        self._stopping.set()
+        self._ring()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    @property
+    def sink(self) -> Sink:
+        """Where the engines' answers go."""
+        return self._outputs.append
+
+    @property
+    def listeners(self) -> Listeners:
+        """Who hears what the engines tell."""
+        return Listeners(self._accepted.append, self._changes.append)
+
+    def waiting_s(self) -> float:
+        """Seconds for which work has waited without a step being completed; 0: nothing waits."""
+        is_waiting = not self._is_idle and any(r.engine.has_work for r in self._fleet.present.replicas.values())
+        return max(0.0, time.monotonic() - self._progress_s) if is_waiting else 0.0
+
+    def _ring(self) -> None:
+        """Whoever rings has left something before, and the loop looks after it has heard."""
+        if not self._wake.is_set():
+            self._wake.set()
+
+    # -- the step thread ------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Hand out steps until told to stop; frees every replica on its way out.
+
+        Raises:
+            Exception: a defect of ours; every request has been told, and the worker is of no use any more.
+        """
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+            self._close()
+        except Exception as error:
+            log.exception("the device worker broke")
+            self._stopping.set()
+            replicas = self._fleet.close()
+            for replica in replicas:
+                replica.engine.abandon(RequestFailedError(f"the device worker broke: {error!r}"))
+                self._publish(replica.key)
+            for replica in replicas:
+                replica.close()
+            raise
+
+    def _turn(self) -> None:
+        """Obey what was ordered, then run one step of one replica, or wait for work."""
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.begin_turn()
+        while self._orders:
+            self._obey(self._orders.popleft())
+        if self._called:
+            self._look_at_called()
+        replicas, classes = self._fleet.present
+        with_work = self._with_work
+        chosen = self._turns.choose(classes, with_work)
+        if chosen is None:
+            self._rest(classes)
+            return
+        engine = replicas[chosen].engine
+        started_s = self._now_s()
+        plan = engine.step()
+        ended_s = self._now_s()
+        started_us, ended_us = int(started_s * 1e6), int(ended_s * 1e6)
+        self._turns.spend(chosen, ended_us - started_us)
+        if recorder is not None:
+            recorder.turn(classes, with_work, chosen, started_us, ended_us)
+        if not engine.has_work:
+            self._with_work = with_work - {chosen}
+        self._progress_s = time.monotonic()
+        self._publish(chosen, self._report(chosen, plan, ended_s - started_s, ended_s))
+
+    def _look_at_called(self) -> None:
+        """Who was called has work, unless another step has done it meanwhile."""
+        replicas = self._fleet.present.replicas
+        called = [self._called.popleft() for _ in range(len(self._called))]
+        with_work = [key for key in called if key in replicas and replicas[key].engine.has_work]
+        self._with_work = self._with_work.union(with_work)
+
+    def _rest(self, classes: Mapping[str, int]) -> None:
+        self._is_idle = True
+        if self._recorder is not None:
+            self._recorder.idle(classes)
+        self._wake.wait(IDLE_WAIT_S)
+        self._wake.clear()
+        self._progress_s, self._is_idle = time.monotonic(), False
+
+    def _report(self, key: str, plan: StepPlan | None, duration_s: float, now_s: float) -> StepReport | None:
+        """A step in figures, where somebody watches and it is its turn."""
+        if plan is None or not self.sampler.is_watched:
+            return None
+        return self.sampler.report(key, plan, duration_s, now_s)
+
+    def _publish(self, key: str, step: StepReport | None = None) -> None:
+        """One event for all that a step brought, and one for what it meant to its replica's sessions."""
+        if self._accepted or self._outputs or step is not None:
+            self._emit(Outputs(self._accepted.copy(), self._outputs.copy(), step))
+            self._accepted.clear()
+            self._outputs.clear()
+        if self._changes:
+            self._emit(SessionsChanged(key, self._changes.copy()))
+            self._changes.clear()
+
+    # -- between two steps ----------------------------------------------------------------------------------------
+
+    def _obey(self, order: Order) -> None:
+        replicas = self._fleet.present.replicas
+        match order:
+            case Unload(key):
+                self._unload(key)
+            case Check(ask_id):
+                self._emit(self._checked(ask_id))
+            case ResetPrefixCache(ask_id):
+                num_blocks = sum(replica.engine.scheduler.reset_prefix_cache() for replica in replicas.values())
+                self._emit(PrefixCacheReset(ask_id, num_blocks))
+            case AskSessions(ask_id):
+                reports = {key: replica.engine.session_reports() for key, replica in replicas.items()}
+                self._emit(SessionsReport(ask_id, reports))
+            case Sweep() | EndSession():
+                self._sweep(order)
+
+    def _checked(self, ask_id: int) -> Checked:
+        replicas = self._fleet.present.replicas.values()
+        num_open = self._num_preparing() + sum(replica.engine.num_open for replica in replicas)
+        try:
+            for replica in replicas:
+                replica.engine.scheduler.check()
+        except AssertionError as fault:
+            return Checked(ask_id, repr(fault), num_open)
+        return Checked(ask_id, "", num_open)
+
+    def _sweep(self, order: Sweep | EndSession) -> None:
+        replica = self._fleet.find(order.replica)
+        if replica is None:
+            self._emit(SessionsSwept(order.ask_id, 0, 0))
+            return
+        sessions = replica.engine.sessions
+        do = sessions.sweep if isinstance(order, Sweep) else sessions.end
+        swept = do(order.session_id, order.owner)
+        self._publish(order.replica)
+        self._emit(SessionsSwept(order.ask_id, *swept))
+
+    def _unload(self, key: str) -> None:
+        replica = self._fleet.find(key)
+        if replica is not None:
+            self._fleet.remove(key)
+            self._with_work -= {key}
+            self.sampler.forget(key)
+            self._empty(replica)
+            replica.close()
+            self._fleet.release(key)
+        self._emit(Unloaded(key))
+
+    def _empty(self, replica: Replica) -> None:
+        replica.engine.abort_all()
+        replica.engine.sessions.end(reason="unloaded")
+        self._publish(replica.key)
+        if self._recorder is not None:
+            self._recorder.closed(replica.key)
+
+    def _close(self) -> None:
+        replicas = self._fleet.close()
+        for replica in replicas:
+            self._empty(replica)
+        for replica in replicas:
+            replica.close()
+        if self._recorder is not None:
+            self._recorder.close()
