@@ -64,16 +64,16 @@ class BlockPool:
         if count > self.num_available:
             return None
         cut = max(0, len(self._free) - count)
-        fresh = self._free[cut:][::-1]
+        blocks = self._free[cut:][::-1]
         del self._free[cut:]
-        evicted = [(self._cached or self._pinned).popitem(last=False)[0] for _ in range(count - len(fresh))]
+        num_free = len(blocks)
+        for cached in (self._cached, self._pinned):
+            blocks += [cached.popitem(last=False)[0] for _ in range(min(count - len(blocks), len(cached)))]
         refs = self._refs
-        for block in fresh:
-            refs[block] = 1
-        for block in evicted:
+        for block in blocks:
             refs[block] = 1
         self.num_allocated += count
-        return Allocation((*fresh, *evicted), tuple(evicted))
+        return Allocation(tuple(blocks), tuple(blocks[num_free:]))
 
     def take(self, blocks: Sequence[int]) -> None:
         """Hold cached or held blocks once more."""
@@ -90,18 +90,19 @@ class BlockPool:
             pinned: those of them that are handed out last.
         """
         refs, free, cached = self._refs, self._free, self._cached
+        num_held = 0
         for block in reversed(blocks):
-            left = refs[block] - 1
-            assert left >= 0, f"block {block} is released but nobody holds it"
-            refs[block] = left
-            if left == 0:
-                self.num_released += 1
-                if block not in hashed:
-                    free.append(block)
-                elif block in pinned:
-                    self._pinned[block] = None
-                else:
-                    cached[block] = None
+            left = refs[block] = refs[block] - 1
+            if left:
+                assert left > 0, f"block {block} is released but nobody holds it"
+                num_held += 1
+            elif block not in hashed:
+                free.append(block)
+            elif block in pinned:
+                self._pinned[block] = None
+            else:
+                cached[block] = None
+        self.num_released += len(blocks) - num_held
 
     def free_cached(self, blocks: Sequence[int]) -> None:
         """Free cached blocks, whose content was declared worthless."""

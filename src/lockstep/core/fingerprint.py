@@ -60,18 +60,20 @@ class Fingerprint:
 
     def observe(self, plan: StepPlan, events: StepEvents) -> bytes | None:
         """Take in a committed step; returns the record that this closed, if any."""
-        plain = _is_plain(plan, events)
+        moves_nothing = _moves_nothing(plan)
+        plain = moves_nothing and not events.finished and _only_decodes(plan, events)
+        due = self._due()
         if (
             plain
             and self._before_plain
+            and plan.starts == due
             and plan.seq_ids == self._ids
             and plan.tables == self._tables
-            and plan.starts == self._due(len(self._ids))
         ):
             self._repeats += 1
             self._shift += 1
             return None
-        closed = self._open(_STEP, plan, events)
+        closed = self._open(_STEP, plan, events, due, moves_nothing)
         self._before, self._before_plain, self._shift = plan, plain, 0
         self._before_ended = {finish.seq_id for finish in events.finished} if events.finished else set()
         ends = tuple(map(add, plan.starts, plan.lengths))
@@ -80,7 +82,7 @@ class Fingerprint:
 
     def observe_failure(self, plan: StepPlan) -> bytes | None:
         """Take in a step that failed; returns the record that this closed, if any."""
-        closed = self._open(_FAILED_STEP, plan, StepEvents(plan.step, ()))
+        closed = self._open(_FAILED_STEP, plan, StepEvents(plan.step, ()), self._due(), _moves_nothing(plan))
         self._before, self._before_plain, self._before_ended = None, False, set()
         self._shift = 0
         self._know((), (), (), ())
@@ -135,11 +137,13 @@ class Fingerprint:
         record = self.open_record
         return self._digest.hex() if record is None else chained(self._digest, record).hex()
 
-    def _open(self, tag: int, plan: StepPlan, events: StepEvents) -> bytes | None:
-        gone, rows = self._changes(plan)
+    def _open(
+        self, tag: int, plan: StepPlan, events: StepEvents, due: tuple[int, ...], moves_nothing: bool
+    ) -> bytes | None:
+        gone, rows = self._changes(plan, due)
         closed = self.close()
         values = [tag]
-        if _moves_nothing(plan):
+        if moves_nothing:
             values += _SEVEN_EMPTY_LISTS
         else:
             _add_ids(values, plan.evicted)
@@ -149,11 +153,12 @@ class Fingerprint:
                 _add_ids(values, ids)
         _add_ids(values, gone)
         _add_items(values, rows)
-        if events.num_tokens.count(1) == len(events.num_tokens):
+        got = events.num_tokens
+        if got.count(1) == len(got):
             values.append(0)
         else:
             sampling = compress(plan.seq_ids, plan.samples)
-            _add_items(values, [pair for pair in zip(sampling, events.num_tokens, strict=True) if pair[1] > 1])
+            _add_items(values, [pair for pair in zip(sampling, got, strict=True) if pair[1] > 1])
         _add_items(values, [(finish.seq_id, _REASONS[finish.reason]) for finish in events.finished])
         self._body = leb128(values)
         return closed
@@ -174,35 +179,36 @@ class Fingerprint:
         self._num_sampled = samples.index(False) if False in samples else len(samples)
         """Leading rows that sampled."""
 
-    def _due(self, count: int) -> tuple[int, ...]:
-        """Where the next tokens of the first ``count`` known rows would be."""
-        shift, ends = self._shift, self._ends[:count]
-        return tuple([end + shift for end in ends]) if shift else ends
+    def _due(self) -> tuple[int, ...]:
+        """Where the next tokens of the known rows would be."""
+        shift = self._shift
+        return tuple([end + shift for end in self._ends]) if shift else self._ends
 
-    def _changes(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, ...]]]:
+    def _changes(self, plan: StepPlan, due: tuple[int, ...]) -> tuple[list[int], list[tuple[int, ...]]]:
         """Who had a row in the step before and has none now; which rows do not continue plainly."""
-        lead = self._num_sampled
+        lead, known = self._num_sampled, self._ids
         if not (
-            plan.seq_ids[:lead] == self._ids[:lead]
+            plan.seq_ids[:lead] == known[:lead]
             and plan.lengths[:lead].count(1) == plan.samples[:lead].count(True) == lead
-            and plan.starts[:lead] == self._due(lead)
+            and plan.starts[:lead] == due[:lead]
         ):
             lead = 0
         rows: list[tuple[int, ...]] = []
         if plan.tables[:lead] != self._tables[:lead]:
             tables = enumerate(zip(plan.tables[:lead], self._tables, strict=False))
             rows = [_row(index, plan, old) for index, (new, old) in tables if new is not old and new != old]
-        if lead == len(self._ids) == len(plan.seq_ids):
+        if lead == len(known) == len(plan.seq_ids):
             return [], rows
-        here = set(plan.seq_ids)
-        gone = [seq_id for seq_id in self._ids[lead:] if seq_id not in here]
-        self._add_rows(rows, plan, lead)
+        gone: list[int] = []
+        if lead < len(known):
+            here = set(plan.seq_ids)
+            gone = [seq_id for seq_id in known[lead:] if seq_id not in here]
+        self._add_rows(rows, plan, due, lead)
         return gone, rows
 
-    def _add_rows(self, rows: list[tuple[int, ...]], plan: StepPlan, lead: int) -> None:
+    def _add_rows(self, rows: list[tuple[int, ...]], plan: StepPlan, due: tuple[int, ...], lead: int) -> None:
         """Those from number ``lead`` on; all above continue plainly but for their tables."""
-        shift = self._shift
-        place_of = {seq_id: place for place, seq_id in enumerate(self._ids)}
+        place_of = {self._ids[place]: place for place in range(lead, len(self._ids))}
         last = lead - 1
         for index in range(lead, len(plan.seq_ids)):
             place = place_of.get(plan.seq_ids[index], -1)
@@ -211,7 +217,7 @@ class Fingerprint:
                 and plan.lengths[index] == 1
                 and plan.samples[index]
                 and self._samples[place]
-                and plan.starts[index] == self._ends[place] + shift
+                and plan.starts[index] == due[place]
                 and plan.tables[index] == self._tables[place]
             ):
                 last = place
@@ -242,13 +248,10 @@ def _moves_nothing(plan: StepPlan) -> bool:
     )
 
 
-def _is_plain(plan: StepPlan, events: StepEvents) -> bool:
+def _only_decodes(plan: StepPlan, events: StepEvents) -> bool:
+    """Whether each row computes one token and got one."""
     count = len(plan.seq_ids)
-    return (
-        not events.finished
-        and _moves_nothing(plan)
-        and plan.lengths.count(1) == plan.samples.count(True) == events.num_tokens.count(1) == count
-    )
+    return plan.lengths.count(1) == plan.samples.count(True) == events.num_tokens.count(1) == count
 
 
 def _add_ids(values: list[int], ids: Sequence[int]) -> None:
@@ -268,11 +271,10 @@ def _hash(data: bytes) -> bytes:
 
 def leb128(values: Iterable[int]) -> bytes:
     """Concatenated LEB128 numbers."""
-    out = bytearray()
-    append = out.append
+    out: list[int] = []
     for value in values:
         while value > 127:
-            append(value & 127 | 128)
+            out.append(value & 127 | 128)
             value >>= 7
-        append(value)
+        out.append(value)
     return bytes(out)

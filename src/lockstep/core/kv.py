@@ -94,8 +94,7 @@ class KVCache:
         if self.num_needed(seq, hits, num_positions) > self.pool.num_available:
             return False
         self.pool.take(hits)
-        num_fresh = self._config.blocks_for(num_positions) - len(seq.table) - len(hits)
-        allocation = self.pool.allocate(num_fresh)
+        allocation = self.pool.allocate(self._config.blocks_for(num_positions) - len(seq.table) - len(hits))
         assert allocation is not None
         if allocation.evicted:
             self.prefix.forget(*allocation.evicted)

@@ -84,10 +84,10 @@ class PrefixCache:
 
     def forget(self, *blocks: int) -> None:
         """The blocks' content is given up."""
-        block_of, hash_of, pinned = self._block_of, self._hash_of, self._pinned
+        block_of, hash_of = self._block_of, self._hash_of
         for block in blocks:
             del block_of[hash_of.pop(block)]
-            pinned.discard(block)
+        self._pinned.difference_update(blocks)
 
     def pin(self, hashes: Sequence[bytes]) -> list[int]:
         """Count a pin on each content, published or not; returns the published blocks."""

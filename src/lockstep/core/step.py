@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lockstep.core.request import FinishReason
 
@@ -26,32 +26,32 @@ class Chunk(NamedTuple):
     """Whether the chunk's last token's logits are sampled."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """What must happen in one step, in this order: evict, swap out, swap in, copy, forward."""
 
-    step: int
+    step: Final[int]
     """Number of the step, from 0; the batch id."""
-    evicted: tuple[int, ...]
+    evicted: Final[tuple[int, ...]]
     """Device blocks whose cached content is given up."""
-    swap_out: tuple[tuple[int, int], ...]
+    swap_out: Final[tuple[tuple[int, int], ...]]
     """(device block, host block) to copy to host memory."""
-    swap_in: tuple[tuple[int, int], ...]
+    swap_in: Final[tuple[tuple[int, int], ...]]
     """(host block, device block) to copy back."""
-    copies: tuple[tuple[int, int], ...]
+    copies: Final[tuple[tuple[int, int], ...]]
     """(source device block, destination device block)."""
-    seq_ids: tuple[int, ...]
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    tables: tuple[tuple[int, ...], ...]
-    samples: tuple[bool, ...]
-    admitted: tuple[int, ...] = ()
+    seq_ids: Final[tuple[int, ...]]
+    starts: Final[tuple[int, ...]]
+    lengths: Final[tuple[int, ...]]
+    tables: Final[tuple[tuple[int, ...], ...]]
+    samples: Final[tuple[bool, ...]]
+    admitted: Final[tuple[int, ...]] = ()
     """Ids that left the queue for this step."""
-    resumed: tuple[int, ...] = ()
+    resumed: Final[tuple[int, ...]] = ()
     """Ids that run again from this step on; they may have no row in it yet."""
-    preempted: tuple[int, ...] = ()
+    preempted: Final[tuple[int, ...]] = ()
     """Ids that lost blocks in this step and wait until they get them back."""
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: Final[int] = 0
     """How many of the tokens are prompt."""
 
     @property
