@@ -237,3 +237,13 @@ def test_what_cannot_be_read_is_one_line(check: Check, tmp_path: Path) -> None:
         assert (code, out) == (2, "")
         assert err.startswith(f"lockstep: error: the manifest {path} cannot be read (")
         assert err.count("\n") == 1
+
+
+def test_a_key_that_is_not_set_is_a_warning(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "cluster: c\nmodels:\n  far: {remote: {base_url: 'http://127.0.0.1:9/v1', api_key_env: FAR_KEY}}\n"
+    monkeypatch.setenv("FAR_KEY", "secret")
+    assert facts(check, text)["warnings"] == []
+    monkeypatch.delenv("FAR_KEY")
+    told = facts(check, text)
+    assert told["warnings"] == ["far: FAR_KEY, which api_key_env names, is not set in the environment"]
+    assert told["would_boot"]

@@ -148,6 +148,25 @@ async def test_a_session_of_a_model_that_is_gone_is_given_up() -> None:
         await until(lambda: cluster.sessions()[0].state == "dropped")
 
 
+async def test_what_comes_over_http_sends_nobody_a_variable_that_the_file_does_not_send_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    text = OLD + "fallback: {remote: {base_url: 'http://127.0.0.1:9/v1', api_key_env: CLOUD_KEY}}\n"
+    async with clustered(text) as cluster:
+        assert "fallback: CLOUD_KEY, which api_key_env names, is not set" in caplog.text
+        assert (await cluster.replace(cluster.manifest_text())).changed == ()
+        for stolen in (text.replace("CLOUD_KEY", "HOME"), text.replace("127.0.0.1:9", "127.0.0.2:9")):
+            with pytest.raises(ManifestError, match="does not name for this base_url") as refused:
+                await cluster.replace(stolen)
+            [problem] = refused.value.problems
+            assert (problem.line, problem.where) == (12, "fallback.remote.api_key_env")
+            assert (await cluster.replace(stolen, environment={})).changed == ("fallback",), (
+                "as the server's file it may"
+            )
+            await cluster.replace(stolen)
+            await cluster.replace(text)
+
+
 async def test_a_session_stays_with_a_model_whose_replica_stays() -> None:
     """Another persona is another entry, and the KV is where it was; so it is also given up when nobody comes back."""
     limits = "sessions: {idle_threshold: 300ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -47,7 +48,7 @@ def check(
         problems = [{"line": each.line, "where": each.where, "message": each.message} for each in error.problems]
         _print_json({"name": error.name, "would_boot": False, "problems": problems})
         raise typer.Exit(EXIT_REFUSED) from None
-    placement = place(manifest, Backend(backend), LoadOptions(cache_dir=cache_dir))
+    placement = place(manifest, Backend(backend), LoadOptions(cache_dir=cache_dir), os.environ)
     if as_json:
         _print_json(_facts(STANDARD_INPUT if is_piped else str(file), backend, placement))
     else:

@@ -56,6 +56,8 @@ class ManifestCluster:
         self._created_s = int(time.time())
         self._sweeping: asyncio.Task[None] | None = None
         self._replacing: asyncio.Task[Replaced] | None = None
+        self._keys = _keys_of(manifest)
+        """Whose keys may be sent where, as the operator's own manifests said."""
 
     @property
     def events(self) -> EventLog:
@@ -190,9 +192,13 @@ class ManifestCluster:
             UnavailableError: another one is being brought in.
             LockstepError: it cannot be served; what was served still is.
         """
-        manifest = await asyncio.to_thread(parse, text, validators=self._validators, environment=environment)
+        manifest = await asyncio.to_thread(
+            parse, text, validators=self._validators, environment=environment, keys=frozenset(self._keys)
+        )
         if self._is_replacing:
             raise UnavailableError("another manifest is being brought in; try again when that is done")
+        if environment is not None:
+            self._keys |= _keys_of(manifest)
         self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest))
         return await asyncio.shield(self._replacing)
 
@@ -288,6 +294,12 @@ class ManifestCluster:
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,
         )
+
+
+def _keys_of(manifest: Manifest) -> set[tuple[str, str]]:
+    """The remote servers of a manifest, each with the variable that holds its key."""
+    remotes = [entry.remote for entry in manifest.entries if entry.remote is not None]
+    return {(remote.base_url, remote.api_key_env) for remote in remotes if remote.api_key_env is not None}
 
 
 def _first(error: BaseException) -> BaseException:

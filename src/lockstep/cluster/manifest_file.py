@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from lockstep.cluster.dispatch import NONE_OF_THESE, parse_literal, parse_rule
 from lockstep.cluster.manifest import Entry, Manifest, Resources, Routing, SessionLimits, Tier
-from lockstep.cluster.manifest_checks import EntryDraft, ManifestDraft, check_draft
+from lockstep.cluster.manifest_checks import EntryDraft, ManifestDraft, check_draft, check_keys
 from lockstep.cluster.manifest_keys import RESOURCES, SESSIONS, entry_keys
 from lockstep.cluster.manifest_nodes import FAULTY, ManifestDumper, Place, Reading, shown
 from lockstep.cluster.manifest_readers import Key, check_name, check_set_name, name, read_fields, text, written
@@ -35,6 +35,7 @@ def parse(
     name: str = "manifest",
     validators: Mapping[str, Validator] = {},
     environment: Mapping[str, str] | None = {},
+    keys: Collection[tuple[str, str]] = (),
 ) -> Manifest:
     """Read a manifest.
 
@@ -43,6 +44,7 @@ def parse(
         name: what the text is called in errors, e.g. its file.
         validators: by key, of the blocks that belong to other rooms; a block without one is a fault.
         environment: what ``${NAME}`` stands for in ``remote:``; None, for texts from the network: it is a fault.
+        keys: without an environment, the variables whose values may be sent, each with the base URL of who gets it.
 
     Raises:
         ManifestError: it has faults; all of them, in the order of lines.
@@ -51,7 +53,7 @@ def parse(
     manifest = None
     root = reading.compose(text)
     if root is not None:
-        manifest = _manifest(root, validators, environment)
+        manifest = _manifest(root, validators, environment, keys)
     if manifest is None or reading.problems:
         raise ManifestError(sorted(reading.problems, key=lambda problem: problem.line), name)
     return manifest
@@ -100,7 +102,10 @@ def _routing_written(routing: Routing) -> dict[str, Any]:
 
 
 def _manifest(
-    root: Place, validators: Mapping[str, Validator], environment: Mapping[str, str] | None
+    root: Place,
+    validators: Mapping[str, Validator],
+    environment: Mapping[str, str] | None,
+    known_keys: Collection[tuple[str, str]],
 ) -> Manifest | None:
     """The value; None when something was noted."""
     draft, reading = ManifestDraft(), root.reading
@@ -125,6 +130,8 @@ def _manifest(
     if "rollouts" in places:
         draft.rollouts = _or_none(places["rollouts"].read(lambda place: _foreign(place, validators)))
     check_draft(draft, reading)
+    if environment is None:
+        check_keys(draft, known_keys, reading)
     return None if reading.problems else _built(draft)
 
 

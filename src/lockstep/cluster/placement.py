@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from lockstep.artifacts.hub.source import SCHEME as HUB
 from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
@@ -60,8 +61,14 @@ class Placement:
         return next((row for row in self.table.rows if row.model == id_), None)
 
 
-def place(manifest: Manifest, backend: Backend, base: LoadOptions) -> Placement:
-    """The placement of a manifest. Takes the time of reading headers, and of hashing files that were never seen."""
+def place(
+    manifest: Manifest, backend: Backend, base: LoadOptions, environment: Mapping[str, str] = MappingProxyType({})
+) -> Placement:
+    """The placement of a manifest. Takes the time of reading headers, and of hashing files that were never seen.
+
+    Args:
+        environment: where keys of remote models would be looked up.
+    """
     served = served_by(manifest, backend)
     unknown: dict[str, str] = {}
     refusals: list[str] = []
@@ -92,7 +99,7 @@ def place(manifest: Manifest, backend: Backend, base: LoadOptions) -> Placement:
     for budget, needed in ((budgets.gpu, table.gpu_needed_bytes), (budgets.ram, table.ram_needed_bytes)):
         if budget.effective_bytes is not None and needed > budget.effective_bytes:
             refusals.append(budget_text(budget, needed))
-    warnings = (*_meant_otherwise(manifest), *_found(table, unknown))
+    warnings = (*_meant_otherwise(manifest), *_without_key(served, environment), *_found(table, unknown))
     return Placement(manifest, served, table, unknown, tuple(refusals), warnings)
 
 
@@ -146,6 +153,15 @@ def _meant_otherwise(manifest: Manifest) -> list[str]:
     if manifest.fallback is not None and manifest.routing is None:
         warnings.append("fallback: has no effect, as without `routing:` no request is routed")
     return warnings
+
+
+def _without_key(served: Manifest, environment: Mapping[str, str]) -> list[str]:
+    names = {entry.id: entry.remote.api_key_env for entry in served.entries if entry.remote is not None}
+    return [
+        f"{id_}: {name}, which api_key_env names, is not set in the environment"
+        for id_, name in names.items()
+        if name is not None and not environment.get(name)
+    ]
 
 
 def _found(table: BudgetTable, unknown: Mapping[str, str]) -> list[str]:

@@ -182,7 +182,10 @@ class Stage:
         if old is not None and old.remote is not None and old.entry == entry:
             return old.remote
         key_name = None if entry.remote is None else entry.remote.api_key_env
-        return RemoteModel(entry, None if key_name is None else self.options.environment.get(key_name))
+        key = None if key_name is None else self.options.environment.get(key_name)
+        if key_name is not None and not key:
+            log.warning("%s: %s, which api_key_env names, is not set; it is asked without a key", entry.id, key_name)
+        return RemoteModel(entry, key or None)
 
     def _sweeper(self, model: str) -> Callable[[str], None]:
         """What is done for a session that gives way to another one."""
