@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from tests.waiting import Gate
 
 
 def pytest_configure() -> None:
     """Ctrl-C reaches the processes that tests start, also where the tests themselves run in a shell's background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Holds the endless steps and loads of stubs in this process until the test opens it, or ends."""
+    made = Gate()
+    monkeypatch.setattr("lockstep.executors.stub.time", SimpleNamespace(sleep=made.sleep))
+    yield made
+    made.open()

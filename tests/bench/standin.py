@@ -16,8 +16,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from tests.waiting import HANG_S, until
+
 MODEL = "alpha"
-START_LIMIT_S = 20.0
 
 
 @dataclass
@@ -155,12 +156,9 @@ def serving(behaviour: Behaviour) -> Iterator[str]:
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        deadline_s = time.monotonic() + START_LIMIT_S
-        while not server.started:
-            assert time.monotonic() < deadline_s, "the stand-in does not start"
-            time.sleep(0.005)
+        until(lambda: server.started, "the stand-in starts")
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(START_LIMIT_S)
+            thread.join(HANG_S)

@@ -12,6 +12,7 @@ import pytest
 from lockstep.bench import client as client_module
 from lockstep.bench.client import Client, Exchange
 from lockstep.bench.target import Target
+from tests.waiting import HANG_S
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -46,10 +47,10 @@ async def listening(*answers: bytes, keep_open: bool = True) -> AsyncIterator[tu
         yield Target("127.0.0.1", server.sockets[0].getsockname()[1], False, ""), connections
     finally:
         server.close()
-        await asyncio.wait_for(asyncio.gather(*handlers), 5)
+        await asyncio.wait_for(asyncio.gather(*handlers), HANG_S)
 
 
-async def ask(client: Client, limit_s: float = 5.0) -> Exchange:
+async def ask(client: Client, limit_s: float = HANG_S) -> Exchange:
     exchange = Exchange()
     await client.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n", exchange, limit_s)
     return exchange

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.cli.main import invoke
 from tests.server.process import ServerProcess, serve
+from tests.waiting import HANG_S, until
 
 KEY = "let-me-in"
 
@@ -92,16 +92,9 @@ def test_ctrl_c_ends_the_generations_too(server: ServerProcess) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     until(lambda: counted(server)["num_requests_running"] == 4)
     os.kill(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=HANG_S)
     assert (process.returncode, json.loads(out)["interrupted"]) == (130, 4)
     until(lambda: counted(server)["num_requests_running"] == 0)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def test_a_chat_is_answered_and_remembered(server: ServerProcess) -> None:
@@ -111,7 +104,7 @@ def test_a_chat_is_answered_and_remembered(server: ServerProcess) -> None:
         input="hello\nhello\n/clear\nhello\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from lockstep.bench import runner
 from lockstep.cli.main import invoke
 from tests.bench.conftest import Start
 from tests.bench.standin import MODEL, Behaviour, count_tokens
+from tests.waiting import HANG_S, until
 
 SMALL = ("--random-input-len", "20", "--random-output-len", "4", "--num-prompts", "8")
 
@@ -204,19 +203,12 @@ def test_ctrl_c_prints_what_was_measured(standin: Start) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until(lambda: len(behaviour.measured()) == 4 and behaviour.num_open == 2)
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HANG_S)
     result = json.loads(out)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert (result["completed"], result["failed"], result["interrupted"]) == (2, 0, 8)
     until(lambda: behaviour.num_left == 2)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +247,7 @@ def test_ctrl_c_during_warm_ups_ends_the_command(standin: Start) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until(lambda: behaviour.num_open == 2)
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (130, "")
     assert err == "2 warm-up requests\n"
     assert len(behaviour.measured()) == 2

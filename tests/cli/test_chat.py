@@ -8,13 +8,13 @@ import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from lockstep.cli.main import invoke
 from tests.bench.standin import Behaviour, serving
+from tests.waiting import HANG_S, until
 
 
 @pytest.fixture
@@ -30,14 +30,7 @@ def url(behaviour: Behaviour) -> Iterator[str]:
 
 def chat(url: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "lockstep", "chat", "--base-url", url, *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def test_a_prompt_is_answered_on_standard_output(
@@ -84,7 +77,7 @@ def test_a_terminal_shows_thoughts_dimmed_and_lives_through_errors(url: str, beh
         seen += _read_to(controller, "> ")  # earlier, the terminal's echo would fall into the answer
         os.write(controller, line)
     seen += _read_to(controller, None)
-    assert process.wait(30) == 0
+    assert process.wait(HANG_S) == 0
     assert seen.count("\x1b[2mword0 word1 \x1b[0m\r\n\r\nword2 ") == 2
     assert seen.count("answered 503: the queue is full") == 1
     assert [len(body["messages"]) for body in behaviour.measured()] == [1, 3, 3]
@@ -94,7 +87,7 @@ def _read_to(descriptor: int, end: str | None) -> str:
     """What a terminal shows up to a text, or until its other side is gone."""
     seen = b""
     while end is None or not seen.endswith(end.encode()):
-        assert select.select([descriptor], [], [], 30)[0], f"no {end!r} in {seen!r}"
+        assert select.select([descriptor], [], [], HANG_S)[0], f"no {end!r} in {seen!r}"
         try:
             part = os.read(descriptor, 65536)
         except OSError:  # Linux: the other side of a terminal is gone
@@ -113,7 +106,7 @@ def test_ctrl_c_stops_the_answer_and_the_servers_generation(url: str, behaviour:
     assert process.stdout is not None
     assert process.stdout.read(12) == "word0 word1 "
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (0, "\n")
     assert err.endswith("ended by abort\n")
     until(lambda: behaviour.num_left == 1)

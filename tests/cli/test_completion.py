@@ -11,12 +11,13 @@ import pytest
 
 from lockstep.cli.completion import VARIABLE
 from lockstep.cli.main import invoke
+from tests.waiting import HANG_S
 
 
 def asked(**environment: str) -> str:
     command = [sys.executable, "-m", "lockstep"]
     result = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=True
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert result.stderr == ""
     return result.stdout
@@ -56,7 +57,7 @@ def test_a_script_names_the_program_and_the_variable(shell: str, capsys: pytest.
     assert f"{VARIABLE}=complete_{shell}" in script
     assert "lockstep completion" in script.splitlines()[-1]
     if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=30)
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=HANG_S)
 
 
 def test_an_unknown_shell_is_refused_with_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.artifacts.hub.stand_in import StandIn
+from tests.waiting import HANG_S, until
 from tools.random_models import write_gguf, write_huggingface
 
 Lockstep = Callable[..., subprocess.CompletedProcess[str]]
@@ -36,7 +36,7 @@ def lockstep(hub: StandIn, tmp_path: Path) -> Lockstep:
     def call(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-W", "error", "-m", "lockstep", *arguments]
         env = environment(hub, tmp_path) | more
-        return subprocess.run(command, input="", env=env, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, input="", env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
 
     return call
 
@@ -75,30 +75,30 @@ def test_a_killed_download_goes_on_where_it_stopped(hub: StandIn, lockstep: Lock
     gguf = write_gguf(tmp_path / "tiny-q8_0.gguf", "tiny-llama", "Q8_0")
     data = gguf.read_bytes()
     hub.add_directory("acme/q", tmp_path)
-    hub.bytes_per_s = len(data) // 3
+    hub.bytes_per_s = len(data) // 1000
     command = [sys.executable, "-m", "lockstep", "pull", "hf://acme/q#Q8_0"]
-    process = subprocess.Popen(command, env=environment(hub, tmp_path), stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 30
-    while hub.sent_bytes < len(data) // 3 and time.monotonic() < until:
-        time.sleep(0.01)
+    patient = {"HF_HUB_DOWNLOAD_TIMEOUT": "600"}
+    process = subprocess.Popen(command, env=environment(hub, tmp_path) | patient, stdout=subprocess.DEVNULL)
+
+    def have() -> int:
+        return sum(partial.stat().st_size for partial in (tmp_path / "hub").rglob("*.incomplete"))
+
+    until(lambda: have() > 0, "the first bytes are written")
     process.send_signal(signal.SIGKILL)
-    process.wait(10)
-    [partial] = (tmp_path / "hub").rglob("*.incomplete")
-    have = partial.stat().st_size
-    assert 0 < have < len(data)
+    process.wait(HANG_S)
+    assert have() < len(data)
+    goes_on_at = have()
 
     hub.bytes_per_s = None
     pulled = lockstep("pull", "hf://acme/q#Q8_0")
     assert (pulled.returncode, pulled.stderr) == (0, "")
     assert Path(pulled.stdout.strip()).read_bytes() == data
-    assert [span for _, span, _ in hub.store_requests] == [None, f"bytes={have}-"]
+    assert [span for _, span, _ in hub.store_requests] == [None, f"bytes={goes_on_at}-"]
 
 
 @pytest.mark.parametrize("verb", ["pull", "run"])
-def test_no_network_is_one_line_at_once(hub: StandIn, lockstep: Lockstep, verb: str) -> None:
-    start = time.monotonic()
+def test_no_network_is_one_line(hub: StandIn, lockstep: Lockstep, verb: str) -> None:
     result = lockstep(verb, "hf://acme/tiny", HF_ENDPOINT="http://127.0.0.1:9")
-    assert time.monotonic() - start < 20
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("lockstep: error: hf://acme/tiny: the hub cannot be reached")
     assert result.stderr.count("\n") == 1

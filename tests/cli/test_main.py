@@ -10,13 +10,14 @@ import pytest
 
 from lockstep.cli.main import invoke
 from lockstep.version import __version__
+from tests.waiting import HANG_S
 
 STUB = "stub://alpha"
 
 
 def lockstep(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "lockstep", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def test_version() -> None:
@@ -115,5 +116,5 @@ def test_a_closed_pipe_ends_it_without_a_word() -> None:
     process.stdout.close()
     stderr = process.stderr.read()
     process.stderr.close()
-    process.wait(30)
+    process.wait(HANG_S)
     assert stderr == b""

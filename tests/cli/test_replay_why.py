@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import pytest
 
 from lockstep.cli.main import invoke
 from lockstep.cli.scatter import Point, scatter
+from tests.waiting import HANG_S, until
 
 Call = Callable[..., tuple[int, str, str]]
-START_LIMIT_S = 60
 """For a process that has to start others; far above what it takes."""
 
 
@@ -210,7 +209,7 @@ def test_the_same_bytes_under_every_hash_seed(file: Path, tmp_path: Path) -> Non
         command = [sys.executable, "-m", "lockstep", "diff", str(file), "--json", "--reproducer", str(small)]
         command += ["--set-b", "max_num_seqs=5,max_num_batched_tokens=48,order=fair,num_blocks=50"]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=HANG_S, check=False)
         assert done.returncode == 1, done.stderr
         told.add((done.stdout, small.read_bytes()))
 
@@ -223,17 +222,15 @@ def test_ctrl_c_ends_the_processes_of_a_sweep(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lockstep", "sweep", str(big), "--grid", grid, "--jobs", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     parent = psutil.Process(process.pid)
-    deadline_s = time.monotonic() + START_LIMIT_S
-    while len(children := parent.children(recursive=True)) < 3 and time.monotonic() < deadline_s:  # and a tracker
-        time.sleep(0.05)
-    assert len(children) >= 3
+    until(lambda: len(parent.children(recursive=True)) >= 3, "two, and a tracker")
+    children = parent.children(recursive=True)
 
     os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=START_LIMIT_S)
+    _, err = process.communicate(timeout=HANG_S)
 
     assert process.returncode == 130
     assert "Traceback" not in err
-    _, alive = psutil.wait_procs(children, timeout=START_LIMIT_S)
+    _, alive = psutil.wait_procs(children, timeout=HANG_S)
     assert not alive
 
 

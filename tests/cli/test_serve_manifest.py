@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import invoke
-from tests.server.living import until
 from tests.server.process import IN_THREAD, ServerProcess, serve
+from tests.waiting import until
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = """\

@@ -18,7 +18,8 @@ from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.options import WorkerOptions
-from tests.cluster.support import LIMIT_S, Kind
+from tests.cluster.support import Kind
+from tests.waiting import HANG_S
 
 SUPPORT = (Path(__file__).resolve().parents[2] / "examples" / "customer-support.yaml").read_text()
 QUICK = PlanPolicy(max_wait_s=0.3, linger_s=0.01)
@@ -43,12 +44,12 @@ async def clustered(
     backend: str = "auto",
     kind: Kind = "thread",
     policy: PlanPolicy = QUICK,
-    drain_s: float = 10.0,
+    drain_s: float = HANG_S,
 ) -> AsyncIterator[ManifestCluster]:
     """A started cluster; at the end of the block nothing may be left open, and all blocks are where they belong."""
     options = ClusterOptions(Backend(backend), worker=WorkerOptions(kind), policy=policy, drain_s=drain_s)
     cluster = ManifestCluster(parse(text), options)
-    await asyncio.wait_for(cluster.start(), LIMIT_S)
+    await asyncio.wait_for(cluster.start(), HANG_S)
     try:
         yield cluster
         assert cluster.num_open == 0
@@ -58,7 +59,7 @@ async def clustered(
         for model in cluster.snapshot().models:
             assert (model.num_running, model.num_waiting) == (0, 0), model.id
     finally:
-        await asyncio.wait_for(cluster.close(), LIMIT_S)
+        await asyncio.wait_for(cluster.close(), HANG_S)
 
 
 def asking(
@@ -70,7 +71,7 @@ def asking(
 
 
 async def ask(cluster: ManifestCluster, call: Call) -> Answer:
-    async with asyncio.timeout(LIMIT_S), aclosing(cluster.stream(call)) as stream:
+    async with asyncio.timeout(HANG_S), aclosing(cluster.stream(call)) as stream:
         events = [event async for event in stream if not isinstance(event, Routed)]
     first, last = events[0], events[-1]
     assert isinstance(first, Accepted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -15,9 +16,10 @@ from lockstep.cluster.manifest import Entry, Remote, Tier
 from lockstep.cluster.remote import RemoteModel, RemoteOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.executors.sampling_params import SamplingParams
+from tests.cluster.support import until
+from tests.waiting import HANG_S
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
-LONG_S = 30.0
 KEY = "sk-very-secret"
 
 Reply = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -61,14 +63,16 @@ async def crooked(*replies: Reply) -> AsyncIterator[Crooked]:
         await until(lambda: server.num_open == 0)
 
 
-def says(*pieces: bytes | float) -> Reply:
-    """Sends these bytes and closes; a number is a pause in seconds, or until the client leaves."""
+def says(*pieces: bytes | float | asyncio.Event) -> Reply:
+    """Sends these bytes and closes; a number is a pause in seconds, or until the client leaves; an event is awaited."""
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for piece in pieces:
             if isinstance(piece, bytes):
                 writer.write(piece)
                 await writer.drain()
+            elif isinstance(piece, asyncio.Event):
+                await piece.wait()
             else:
                 with contextlib.suppress(TimeoutError):
                     assert await asyncio.wait_for(reader.read(), piece) == b""
@@ -100,24 +104,24 @@ def whole(*texts: str) -> bytes:
 
 @contextlib.asynccontextmanager
 async def remote(
-    base_url: str, *, timeout_s: float = LONG_S, num_failures: int = 100, max_attempts: int = 1, rest_s: float = 1.0
+    base_url: str,
+    *,
+    timeout_s: float = HANG_S,
+    num_failures: int = 100,
+    max_attempts: int = 1,
+    rest_s: float = 1.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[RemoteModel]:
     """A remote model that tries once and never loses its patience, if it is not told otherwise."""
     entry = Entry("far", "hf://a/b", Tier.REMOTE, remote=Remote(base_url, "served", "FAR_KEY", timeout_s))
     breaker = BreakerOptions(num_failures=num_failures, rest_s=rest_s)
     options = RemoteOptions(max_attempts=max_attempts, backoff_s=0.01, breaker=breaker)
-    model = RemoteModel(entry, KEY, options)
+    model = RemoteModel(entry, KEY, options, clock)
     try:
         yield model
         assert model.num_open == 0
     finally:
         await model.close()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 def call(text: str = "Hello", params: SamplingParams | None = None, **more: Any) -> Call:
@@ -126,7 +130,7 @@ def call(text: str = "Hello", params: SamplingParams | None = None, **more: Any)
 
 
 async def events_of(model: RemoteModel, asked: Call | None = None) -> list[Event]:
-    async with asyncio.timeout(LONG_S), aclosing(model.stream(asked or call())) as stream:
+    async with asyncio.timeout(HANG_S), aclosing(model.stream(asked or call())) as stream:
         return [event async for event in stream]
 
 

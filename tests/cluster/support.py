@@ -18,10 +18,10 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.options import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
+from tests.waiting import HANG_S
 
 Kind = Literal["thread", "process"]
 NAME = "served"
-LIMIT_S = 30.0
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 
@@ -52,11 +52,11 @@ async def served(
 ) -> AsyncIterator[ManifestCluster]:
     """A started model; closed, with its process gone, at the end of the block."""
     model = model_of(source, kind, health, **scheduler)
-    await asyncio.wait_for(model.start(), LIMIT_S)
+    await asyncio.wait_for(model.start(), HANG_S)
     try:
         yield model
     finally:
-        await asyncio.wait_for(model.close(), LIMIT_S)
+        await asyncio.wait_for(model.close(), HANG_S)
 
 
 def call(prompt: Prompt, params: SamplingParams | None = None, **more: object) -> Call:
@@ -85,9 +85,17 @@ async def read(model: ManifestCluster, asked: Call, num_tokens: int) -> None:
                 return
 
 
-async def until(is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    async with asyncio.timeout(limit_s):
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for a truth that comes by itself."""
+    async with asyncio.timeout(HANG_S):
         while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def running(model: ManifestCluster, num_requests: int) -> None:
+    """Wait until so many are being computed."""
+    async with asyncio.timeout(HANG_S):
+        while (await model.metrics())[NAME].gauges["num_requests_running"] != num_requests:
             await asyncio.sleep(0.01)
 
 
@@ -95,7 +103,7 @@ async def settled(model: ManifestCluster) -> None:
     """Nothing is open any more, in the server and in the worker, and all blocks are where they belong."""
     assert model.num_open == 0
     assert worker_of(model).num_open == 0
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANG_S):
         while True:
             checked = await worker_of(model).check()
             assert checked is not None

@@ -22,6 +22,7 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.pocket import DEMO_MESSAGES
 from tests.cluster.clusters import SUPPORT, Answer, ask, asking, clustered, model_of, say
 from tests.cluster.support import until
+from tests.waiting import ENDLESS_MS, HANG_S, Gate
 
 TEN_OF_ONE = "cluster: ten\nmodels:\n" + "".join(
     f"  m{number}: {{source: 'pocket://', system_prompt: 'You are number {number}.', persona: suffix}}\n"
@@ -122,19 +123,20 @@ async def test_without_a_fallback_the_routers_own_answer_stands() -> None:
         assert cluster.snapshot().counters.dispatch_fallbacks == 0
 
 
-async def test_a_client_that_leaves_ends_every_hop() -> None:
-    slow = SUPPORT.replace("hf://neurometric/billing-phi3", "stub://billing?step_ms=20")
+async def test_a_client_that_leaves_ends_every_hop(gate: Gate) -> None:
+    slow = SUPPORT.replace("hf://neurometric/billing-phi3", f"stub://billing?step_ms={ENDLESS_MS}")
     async with clustered(slow, "stub") as cluster:
-        async with aclosing(cluster.stream(asking("a refund, please", max_tokens=400))) as stream:
-            assert isinstance(await anext(stream), Accepted)
-        waiting = asyncio.create_task(say(cluster, "a refund, please", max_tokens=400))
-        await until(lambda: model_of(cluster, "router").num_running + model_of(cluster, "billing").num_running > 0)
+        waiting = asyncio.create_task(say(cluster, "a refund, please"))
+        await until(lambda: gate.num_held == 1)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert cluster.num_open == 0
-        async with asyncio.timeout(10):
+        gate.open()
+        async with asyncio.timeout(HANG_S):
             while any((await cluster.metrics())["billing"].gauges.values()):
                 await asyncio.sleep(0.01)
+        async with aclosing(cluster.stream(asking("a refund, please", max_tokens=400))) as stream:
+            assert isinstance(await anext(stream), Accepted)
 
 
 async def test_what_does_not_fit_is_refused_before_anything_is_loaded() -> None:
@@ -171,11 +173,12 @@ async def test_events_tell_of_hops_and_tiers() -> None:
         assert changes == [("legal", "standby", "loading"), ("legal", "loading", "resident")]
 
 
-async def test_aborting_all_ends_every_call_with_the_error() -> None:
-    slow = SUPPORT.replace("hf://neurometric/legal-phi3", "stub://legal?load_ms=1000")
+async def test_aborting_all_ends_every_call_with_the_error(gate: Gate) -> None:
+    slow = SUPPORT.replace("hf://neurometric/legal-phi3", f"stub://legal?load_ms={ENDLESS_MS}")
     async with clustered(slow, "stub") as cluster:
         tasks: list[asyncio.Task[Answer]] = [asyncio.create_task(say(cluster, "hello", "legal")) for _ in range(3)]
         await until(lambda: model_of(cluster, "legal").num_waiting == 3)
         cluster.abort_all(UnavailableError("enough"))
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [str(result) for result in results] == ["enough"] * 3
+        gate.open()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -45,11 +47,14 @@ from tests.cluster.support import (
     model_of,
     one_model,
     read,
+    running,
     served,
     settled,
     tokens_of,
+    until,
     worker_of,
 )
+from tests.waiting import ENDLESS_MS, Gate
 
 KINDS: tuple[Kind, ...] = ("thread", "process")
 shares_a_model = pytest.mark.asyncio(loop_scope="module")
@@ -155,7 +160,7 @@ async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(
 @shares_a_model
 async def test_cancelled_tasks_leave_nothing(stub: ManifestCluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(60)]
-    await asyncio.sleep(0.1)
+    await until(lambda: stub.num_open == 60)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -165,8 +170,7 @@ async def test_cancelled_tasks_leave_nothing(stub: ManifestCluster) -> None:
 @shares_a_model
 async def test_all_calls_end_with_the_error_that_is_given(stub: ManifestCluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(10)]
-    await asyncio.sleep(0.1)
-    assert stub.num_open == 10
+    await until(lambda: stub.num_open == 10)
     stub.abort_all(UnavailableError("draining", retry_after_s=4.0))
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(outcome, UnavailableError)
@@ -177,14 +181,16 @@ async def test_all_calls_end_with_the_error_that_is_given(stub: ManifestCluster)
 
 async def test_a_deadline_is_an_error_and_not_a_short_answer() -> None:
     for kind in KINDS:
-        async with served("stub://alpha?step_ms=10", kind, max_num_seqs=1) as model:
-            running = asyncio.create_task(answer(model, call("x", ENDLESS, deadline_s=0.6)))
-            await asyncio.sleep(0.1)
-            with pytest.raises(QueueDeadlineError):
-                await answer(model, call("x", queue_deadline_s=0.2))
+        async with served("stub://alpha?step_ms=20", kind, max_num_seqs=1) as model:
             with pytest.raises(DeadlineError) as caught:
-                await running
+                await answer(model, call("x", ENDLESS, deadline_s=0.2))
             assert not isinstance(caught.value, QueueDeadlineError)
+            first = asyncio.create_task(answer(model, call("x", ENDLESS)))
+            await running(model, 1)
+            with pytest.raises(QueueDeadlineError):
+                await answer(model, call("x", queue_deadline_s=0.1))
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
             await settled(model)
 
 
@@ -196,15 +202,15 @@ async def test_a_step_that_fails_ends_its_requests_with_the_reason(kind: Kind) -
         await settled(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_metrics_are_told_while_a_long_step_runs(kind: Kind) -> None:
-    async with served("stub://alpha?step_ms=2000", kind) as model:
+async def test_metrics_are_told_while_a_step_runs_that_has_no_end() -> None:
+    async with served(f"stub://alpha?step_ms={ENDLESS_MS}", "process") as model:
         task = asyncio.create_task(answer(model, call("x", SamplingParams(max_tokens=1))))
-        await asyncio.sleep(0.3)
-        async with asyncio.timeout(1.2):
-            assert (await model.metrics())[NAME].gauges["num_requests_running"] == 1
+        await running(model, 1)
+        assert (await model.metrics())[NAME].gauges["num_requests_running"] == 1
         assert not task.done()
-        await task
+        assert model.worker_pid is not None
+        os.kill(model.worker_pid, signal.SIGKILL)
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @shares_a_model
@@ -221,10 +227,12 @@ async def test_what_is_known_of_the_model_is_told(stub: ManifestCluster) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_before_and_after_its_life_a_model_says_that_it_is_not_there(kind: Kind) -> None:
-    model = model_of("stub://alpha?load_ms=800", kind)
+async def test_while_it_loads_a_model_says_that_it_is_not_there(kind: Kind, gate: Gate) -> None:
+    model = model_of(f"stub://alpha?load_ms={ENDLESS_MS}", kind)
     starting = asyncio.create_task(model.start())
-    await asyncio.sleep(0.1)
+    with pytest.raises(UnavailableError, match="loading"):
+        await answer(model, call("abc"))
+    await until(lambda: worker_of(model)._link is not None)
     assert (model.card("alias").name, model.card(None).tier) == (NAME, "loading")
     assert model.health().reason == "the model is loading"
     assert await model.metrics() == {}
@@ -234,10 +242,19 @@ async def test_before_and_after_its_life_a_model_says_that_it_is_not_there(kind:
         await answer(model, structs.replace(call("abc"), model="other"))
     with pytest.raises(UnavailableError):
         model.tokenizer("alias")
-    await starting
-    assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
-    open_call = asyncio.create_task(answer(model, call("x", structs.replace(ENDLESS, max_tokens=8000))))
-    await asyncio.sleep(0.02)
+    if kind == "process":  # the gate is of this process
+        starting.cancel()
+    gate.open()
+    await asyncio.gather(starting, return_exceptions=kind == "process")
+    await model.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_after_its_life_a_model_says_that_it_is_not_there(kind: Kind) -> None:
+    model = model_of("stub://alpha?step_ms=20", kind)
+    await model.start()
+    open_call = asyncio.create_task(answer(model, call("x", ENDLESS)))
+    await until(lambda: model.num_open == 1)
     await model.close()
     with pytest.raises(UnavailableError, match="closing"):
         await open_call

@@ -24,7 +24,6 @@ from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.remotes import (
     HEAD,
     KEY,
-    LONG_S,
     Reply,
     answer_of,
     call,
@@ -36,14 +35,15 @@ from tests.cluster.remotes import (
     remote,
     says,
     tokens_of,
-    until,
     whole,
 )
+from tests.cluster.support import until
+from tests.waiting import HANG_S
 
 BEGUN = HEAD + chunk({"role": "assistant", "content": "Once"})
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n<h1>Welcome</h1>"
 CUT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n"
-PINGS: list[bytes | float] = [b": ping\n\n", 0.2] * 20
+PINGS: list[bytes | float] = [b": ping\n\n", 0.2] * round(HANG_S / 0.2)
 FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
     "500": (refuses(500, {"error": {"message": "boom"}}), RequestFailedError, "answered 500: boom"),
     "500, no JSON": (refuses(500), RequestFailedError, "answered 500"),
@@ -52,10 +52,6 @@ FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
     "redirect": (refuses(307, None, "Location: http://example.com/"), RequestFailedError, "redirect"),
     "nothing": (says(), UnavailableError, "broke the connection"),
     "not HTTP": (says(b"220 mail.example.com ESMTP\r\n"), UnavailableError, "broke the connection"),
-    "slow first byte": (says(LONG_S), DeadlineError, "did not begin"),
-    "slow first event": (says(HEAD, LONG_S), DeadlineError, "did not begin"),
-    "pings and no event": (says(HEAD, *PINGS), DeadlineError, "did not begin"),
-    "silence in the middle": (says(BEGUN, LONG_S), DeadlineError, "silent"),
     "no event": (says(HEAD), UnavailableError, "before its answer"),
     "cut": (says(BEGUN), RequestFailedError, "broke off"),
     "cut in an event": (says(BEGUN + b'data: {"choi'), RequestFailedError, "broke off"),
@@ -71,15 +67,31 @@ FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
     "error frame first": (says(HEAD + event({"error": "boom"})), RequestFailedError, "ended its answer: boom"),
     "ending": (says(BEGUN + chunk({}, "abort")), RequestFailedError, "'abort'"),
 }
+SILENCES = {
+    "slow first byte": (says(HANG_S), "did not begin"),
+    "slow first event": (says(HEAD, HANG_S), "did not begin"),
+    "pings and no event": (says(HEAD, *PINGS), "did not begin"),
+    "silence in the middle": (says(BEGUN, HANG_S), "was silent|did not begin"),  # where even the beginning is slow
+}
 
 
 @pytest.mark.parametrize("name", FAILURES)
 async def test_every_failure_has_its_error_and_counts(name: str) -> None:
     reply, kind, match = FAILURES[name]
-    async with crooked(reply) as server, remote(server.url, timeout_s=0.5, num_failures=1) as model:
+    async with crooked(reply) as server, remote(server.url, num_failures=1) as model:
         with pytest.raises(LockstepError, match=match) as caught:
             await events_of(model)
         assert type(caught.value) is kind
+        assert model.state is BreakerState.OPEN
+
+
+@pytest.mark.parametrize("name", SILENCES)
+async def test_silence_is_not_waited_out_and_counts(name: str) -> None:
+    reply, match = SILENCES[name]
+    async with crooked(reply) as server, remote(server.url, num_failures=1) as model:
+        model._silence_s = 0.3  # the entry's timeout would bound the connecting, too
+        with pytest.raises(DeadlineError, match=match):
+            await events_of(model)
         assert model.state is BreakerState.OPEN
 
 
@@ -144,8 +156,10 @@ async def test_after_the_first_byte_nothing_is_tried_again() -> None:
 
 async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    replies = (says(BEGUN), refuses(500), says(HEAD, 0.5, whole("Once").removeprefix(HEAD)), says(whole("Twice")))
-    async with crooked(*replies) as server, remote(server.url, num_failures=2) as model:
+    goes_on, now_s = asyncio.Event(), 100.0
+    trying = says(HEAD, goes_on, whole("Once").removeprefix(HEAD))
+    replies = (says(BEGUN), refuses(500), trying, says(whole("Twice")))
+    async with crooked(*replies) as server, remote(server.url, num_failures=2, clock=lambda: now_s) as model:
         for _ in range(2):
             with pytest.raises(RequestFailedError):
                 await events_of(model)
@@ -154,11 +168,13 @@ async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.Log
         assert caught.value.retry_after_s >= 1.0
         assert not model.health().ready
         assert len(server.requests) == 2
-        await until(lambda: model.health().ready)
+        now_s += 1.0
+        assert model.health().ready
         trial = asyncio.create_task(events_of(model))
         await until(lambda: len(server.requests) == 3)
         with pytest.raises(UnavailableError, match="left alone"):
             await events_of(model)
+        goes_on.set()
         assert answer_of(await trial).text == "Once"
         assert answer_of(await events_of(model)).text == "Twice"
     assert "far is not asked for 1.0 s" in caplog.text
@@ -168,8 +184,8 @@ async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.Log
 
 async def test_a_client_that_leaves_while_it_tries_leaves_the_place_to_the_next() -> None:
     async with (
-        crooked(refuses(500), says(LONG_S), says(whole("Once"))) as server,
-        remote(server.url, num_failures=1) as model,
+        crooked(refuses(500), says(HANG_S), says(whole("Once"))) as server,
+        remote(server.url, num_failures=1, rest_s=0.01) as model,
     ):
         with pytest.raises(RequestFailedError):
             await events_of(model)
@@ -183,7 +199,7 @@ async def test_a_client_that_leaves_while_it_tries_leaves_the_place_to_the_next(
 
 
 async def test_leaving_closes_the_connection() -> None:
-    async with crooked(says(BEGUN, LONG_S)) as server, remote(server.url) as model:
+    async with crooked(says(BEGUN, HANG_S)) as server, remote(server.url) as model:
         async with aclosing(model.stream(call())) as stream:
             await anext(stream)
             assert server.num_open == 1
@@ -192,9 +208,9 @@ async def test_leaving_closes_the_connection() -> None:
 
 
 async def test_deadlines_are_the_calls_and_say_nothing_against_the_server() -> None:
-    async with crooked(says(BEGUN, LONG_S), says(LONG_S)) as server, remote(server.url, num_failures=1) as model:
+    async with crooked(says(BEGUN, HANG_S), says(HANG_S)) as server, remote(server.url, num_failures=1) as model:
         with pytest.raises(DeadlineError, match=r"0\.2 s") as caught:
-            await events_of(model, call(deadline_s=0.2, queue_deadline_s=0.1))
+            await events_of(model, call(deadline_s=0.2, queue_deadline_s=HANG_S))
         assert type(caught.value) is DeadlineError
         with pytest.raises(QueueDeadlineError):
             await events_of(model, call(queue_deadline_s=0.1))

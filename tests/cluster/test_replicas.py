@@ -21,13 +21,15 @@ from lockstep.errors import NotLoadableError, QueueFullError, UnavailableError
 from lockstep.worker.options import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import QUICK
-from tests.cluster.support import LIMIT_S, until
+from tests.cluster.support import until
+from tests.waiting import ENDLESS_MS, HANG_S, Gate
 
 TEXT = "cluster: c\nmodels:\n  a: {source: 'stub://a?load_ms=50'}\n  b: {source: 'stub://b'}\n"
 
 
-def spec_of(id_: str, measure: Callable[[object], int] = lambda loaded: 800_000_000) -> ReplicaSpec:
-    opened = open_manifest(served_by(parse(TEXT), Backend.AUTO), LoadOptions())
+def spec_of(id_: str, measure: Callable[[object], int] = lambda loaded: 800_000_000, load_ms: int = 50) -> ReplicaSpec:
+    text = TEXT.replace("load_ms=50", f"load_ms={load_ms}")
+    opened = open_manifest(served_by(parse(text), Backend.AUTO), LoadOptions())
     return replace(opened.specs[id_], measure=measure)
 
 
@@ -51,7 +53,7 @@ async def shell(
     try:
         yield replicas, moves
     finally:
-        await asyncio.wait_for(replicas.close(), LIMIT_S)
+        await asyncio.wait_for(replicas.close(), HANG_S)
         await worker.close()
 
 
@@ -95,7 +97,7 @@ async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_mu
         replicas.release(busy)
         now_s += waited_s
         replicas.retire(busy)
-        await replicas.drain(busy, LIMIT_S, "by hand")
+        await replicas.drain(busy, HANG_S, "by hand")
         assert (warm.phase is not Phase.ABSENT) == is_loaded
 
 
@@ -106,9 +108,9 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
         assert moves == []
 
 
-async def test_those_who_wait_are_bounded_and_closing_tells_them() -> None:
+async def test_those_who_wait_are_bounded_and_closing_tells_them(gate: Gate) -> None:
     async with shell() as (replicas, _):
-        held = replicas.hold(spec_of("a"))
+        held = replicas.hold(spec_of("a", load_ms=ENDLESS_MS))
         waiting = [asyncio.create_task(replicas.acquire(held)) for _ in range(MAX_WAITING_CALLS)]
         await until(lambda: len(held.waiting) == MAX_WAITING_CALLS)
         with pytest.raises(QueueFullError):
@@ -138,7 +140,7 @@ async def test_a_defect_over_a_load_is_told_to_those_who_wait_and_leaves_nothing
     async with shell() as (replicas, _):
         held = replicas.hold(spec_of("b", broken))
         with pytest.raises(UnavailableError, match="a defect"):
-            await asyncio.wait_for(replicas.acquire(held), LIMIT_S)
+            await asyncio.wait_for(replicas.acquire(held), HANG_S)
         assert held.phase is Phase.ABSENT
         assert replicas.held_bytes == 0
 

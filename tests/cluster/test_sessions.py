@@ -14,7 +14,8 @@ from lockstep.cluster.manifest import PRIORITIES, SessionLimits
 from lockstep.cluster.sessions import MAX_SESSIONS, MAX_WAITING_SESSIONS, ModelSessions, Sessions
 from lockstep.errors import QueueFullError, SessionNotFoundError
 from tests.cluster.clusters import clustered, model_of, say
-from tests.cluster.support import LIMIT_S, until
+from tests.cluster.support import until
+from tests.waiting import HANG_S
 
 ONE = "cluster: c\nmodels:\n  m: {source: 'stub://m?step_ms=2', max_active_sessions: 2}\n"
 
@@ -178,7 +179,7 @@ async def test_idle_sessions_of_low_models_are_swept_first_and_of_critical_ones_
             await say(cluster, "hello", name, session=f"{name}-{number}")
         await cluster.replace(text.replace("1h", "1ms"))
         swept: list[str] = []
-        async with asyncio.timeout(LIMIT_S), aclosing(cluster.events.subscribe(begin)) as events:
+        async with asyncio.timeout(HANG_S), aclosing(cluster.events.subscribe(begin)) as events:
             while len(swept) < 5:
                 event = await anext(events)
                 if event.type == "session_evicted":

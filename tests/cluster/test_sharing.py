@@ -11,7 +11,7 @@ from lockstep.cluster.base import Call, Conversation
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.clusters import ask, clustered
-from tests.cluster.support import LIMIT_S
+from tests.waiting import HANG_S
 
 NUM_MODELS = 10
 NUM_TOKENS = 200
@@ -61,7 +61,7 @@ async def most_in_a_step(cluster: ManifestCluster) -> int:
 async def test_ten_models_of_one_artifact_take_the_memory_of_one_and_share_steps() -> None:
     used: dict[int, int] = {}
     for num_models in (1, NUM_MODELS):
-        async with asyncio.timeout(4 * LIMIT_S), clustered(manifest(num_models), kind="process") as cluster:
+        async with asyncio.timeout(HANG_S), clustered(manifest(num_models), kind="process") as cluster:
             [replica] = cluster.snapshot().replicas
             assert len(replica.models) == num_models
             assert replica.measured_bytes is not None

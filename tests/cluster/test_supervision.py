@@ -24,8 +24,10 @@ from lockstep.pocket import pocket_path
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.messages import TrialOptions
 from lockstep.worker.options import WorkerOptions
+from lockstep.worker.restarts import FIRST_DELAY_S
 from lockstep.worker.thread import ThreadLink
-from tests.cluster.support import ENDLESS, LIMIT_S, answer, call, model_of, one_model, served, settled, until, worker_of
+from tests.cluster.support import ENDLESS, answer, call, model_of, one_model, running, served, settled, until, worker_of
+from tests.waiting import ENDLESS_MS, HANG_S
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
 
@@ -44,14 +46,11 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_a_killed_worker_ends_what_was_in_flight_and_comes_back() -> None:
-    async with served("pocket://", "process") as model:
+    async with served("stub://alpha?step_ms=20", "process") as model:
         asked = call("Hello there", SamplingParams(max_tokens=16, temperature=0.0))
         before = (await answer(model, asked)).completions
-        tasks = [
-            asyncio.create_task(answer(model, call("x", SamplingParams(max_tokens=1900, ignore_eos=True))))
-            for _ in range(20)
-        ]
-        await asyncio.sleep(0.3)
+        tasks = [asyncio.create_task(answer(model, call("x", ENDLESS))) for _ in range(20)]
+        await running(model, 20)
         os.kill(pid_of(model), signal.SIGKILL)
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, WorkerLostError), outcome
@@ -72,16 +71,16 @@ async def test_a_worker_that_keeps_dying_is_started_ever_more_rarely() -> None:
         first = pid_of(model)
         os.kill(first, signal.SIGKILL)
         await until(lambda: model.worker_pid not in (first, None))
-        os.kill(pid_of(model), signal.SIGKILL)
-        await until(lambda: model.worker_pid is None)
-        lost_s = time.monotonic()
+        second, killed_s = pid_of(model), time.monotonic()
+        os.kill(second, signal.SIGKILL)
+        await until(lambda: model.worker_pid not in (first, second, None))
+        assert time.monotonic() - killed_s >= FIRST_DELAY_S
         await until(lambda: model.health().ready)
-        assert time.monotonic() - lost_s > 0.5
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
 
 
 async def test_a_worker_that_dies_over_its_first_load_is_a_failed_start() -> None:
-    model = model_of("stub://alpha?load_ms=20000", "process")
+    model = model_of(f"stub://alpha?load_ms={ENDLESS_MS}", "process")
     starting = asyncio.create_task(model.start())
     await until(lambda: model.worker_pid is not None)
     pid = pid_of(model)
@@ -131,11 +130,11 @@ async def test_signals_of_the_terminal_are_the_servers_to_decide_on() -> None:
 
 
 async def test_closing_ends_the_process_also_under_load() -> None:
-    model = model_of("stub://alpha?step_ms=5", "process")
+    model = model_of("stub://alpha?step_ms=20", "process")
     await model.start()
     pid = pid_of(model)
     tasks = [asyncio.create_task(answer(model, call("x", ENDLESS))) for _ in range(5)]
-    await asyncio.sleep(0.1)
+    await running(model, 5)
     await model.close()
     assert not is_alive(pid)
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
@@ -148,13 +147,12 @@ async def test_closing_ends_a_process_that_listens_to_nothing() -> None:
     await model.start()
     pid = pid_of(model)
     os.kill(pid, signal.SIGSTOP)
-    await asyncio.wait_for(model.close(), LIMIT_S)
+    await asyncio.wait_for(model.close(), HANG_S)
     assert not is_alive(pid)
 
 
 async def test_a_worker_that_does_not_answer_is_not_ready() -> None:
     async with served("stub://alpha", "process", HealthLimits(answer_s=1.5)) as model:
-        await asyncio.sleep(0.1)
         os.kill(pid_of(model), signal.SIGSTOP)
         try:
             await until(lambda: not model.health().ready)
@@ -166,10 +164,10 @@ async def test_a_worker_that_does_not_answer_is_not_ready() -> None:
 
 async def test_a_step_without_end_while_requests_wait_is_not_ready() -> None:
     async with served("stub://alpha?step_ms=1500", "process", HealthLimits(step_s=0.2)) as model:
-        task = asyncio.create_task(answer(model, call("x", SamplingParams(max_tokens=1))))
+        task = asyncio.create_task(answer(model, call("x", ENDLESS)))
         await until(lambda: not model.health().ready)
         assert "no step was completed" in model.health().reason
-        await task
+        task.cancel()
         await until(lambda: model.health().ready)
 
 
@@ -184,15 +182,16 @@ async def main():
     from lockstep.cluster.base import Call
     stream = model.stream(Call(None, "x"))
     task = asyncio.create_task(anext(stream))
-    await asyncio.sleep(0.2)
+    while not (task.done() or (await model.metrics())["served"].gauges["num_requests_running"]):
+        await asyncio.sleep(0.01)
     print(model.worker_pid, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("source", ["stub://alpha", "stub://alpha?step_ms=60000"])
+@pytest.mark.parametrize("source", ["stub://alpha", f"stub://alpha?step_ms={ENDLESS_MS}"], ids=["idle", "in a step"])
 async def test_a_worker_whose_server_was_killed_ends_too(source: str) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT.format(source=source)], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
@@ -203,9 +202,9 @@ async def test_a_worker_whose_server_was_killed_ends_too(source: str) -> None:
 
 
 async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_the_server() -> None:
-    async with served("stub://alpha?step_ms=5", "thread") as model:
+    async with served("stub://alpha?step_ms=20", "thread") as model:
         task = asyncio.create_task(answer(model, call("x", ENDLESS)))
-        await asyncio.sleep(0.1)
+        await running(model, 1)
         link = worker_of(model)._link
         assert isinstance(link, ThreadLink)
         with patch.object(link._worker._turns, "choose", side_effect=ZeroDivisionError("a defect")):
@@ -230,7 +229,11 @@ async def test_unloading_frees_the_name_for_another_load(tmp_path: Path) -> None
 
 async def test_leaving_a_load_lets_it_go_and_frees_it() -> None:
     async with served("stub://alpha", "process") as model:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(worker_of(model).load("other", "stub://beta?load_ms=500", LoadOptions()), 0.1)
-        loaded = await worker_of(model).load("other", "stub://gamma", LoadOptions(EngineOptions(num_blocks=64)))
+        options = LoadOptions(EngineOptions(num_blocks=64))
+        leaving = asyncio.create_task(worker_of(model).load("other", "stub://beta?load_ms=500", options))
+        await asyncio.sleep(0)  # it runs until it waits
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        loaded = await worker_of(model).load("other", "stub://gamma", options)
         assert loaded.name == "gamma"

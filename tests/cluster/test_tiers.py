@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import pytest
 
 from lockstep.cluster.base import Accepted, Routed
 from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.held import MAX_BACKOFF_S
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
 from lockstep.pocket import pocket_path
-from tests.cluster.clusters import Answer, asking, clustered, model_of, say
-from tests.cluster.remotes import LONG_S, crooked, says
+from tests.cluster.clusters import QUICK, Answer, asking, clustered, model_of, say
+from tests.cluster.remotes import crooked, says
 from tests.cluster.support import until
+from tests.waiting import ENDLESS_MS, HANG_S, Gate
 
 TWO_THAT_DO_NOT_FIT = """
 cluster: two
@@ -57,7 +60,8 @@ async def test_requests_to_a_cold_model_share_one_load() -> None:
 
 
 async def test_two_models_that_do_not_fit_take_turns_without_thrashing() -> None:
-    async with clustered(TWO_THAT_DO_NOT_FIT) as cluster:
+    """How soon one gives way to the other is another question, and would depend on the machine."""
+    async with clustered(TWO_THAT_DO_NOT_FIT, policy=replace(QUICK, max_wait_s=HANG_S)) as cluster:
         answers = await asyncio.gather(*(say(cluster, "hello", name) for name in islice(cycle("ab"), 40)))
         assert [said.model for said in answers] == list(islice(cycle("ab"), 40))
         assert num_loads(cluster) == 2, "those who wait for one model are served together"
@@ -85,23 +89,25 @@ async def test_a_steady_stream_to_one_model_does_not_starve_the_other() -> None:
         assert num_loads(cluster) <= 3
 
 
-async def test_a_waiter_that_leaves_leaves_no_count_and_its_load_finishes() -> None:
-    async with clustered(TWO_THAT_DO_NOT_FIT.replace("load_ms=20", "load_ms=100")) as cluster:
+async def test_a_waiter_that_leaves_leaves_no_count_and_its_load_finishes(gate: Gate) -> None:
+    async with clustered(TWO_THAT_DO_NOT_FIT.replace("load_ms=20", f"load_ms={ENDLESS_MS}")) as cluster:
         waiter = asyncio.create_task(say(cluster, "hello", "a"))
         await until(lambda: model_of(cluster, "a").num_waiting == 1)
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
         replica = cluster.snapshot().replicas[0]
         assert (replica.num_busy, replica.num_waiting, model_of(cluster, "a").num_sessions) == (0, 0, 0)
+        gate.open()
         await until(lambda: model_of(cluster, "a").state == "resident")
 
 
-async def test_deadlines_count_while_a_model_is_loaded() -> None:
-    async with clustered(TWO_THAT_DO_NOT_FIT.replace("load_ms=20", "load_ms=400")) as cluster:
+async def test_deadlines_count_while_a_model_is_loaded(gate: Gate) -> None:
+    async with clustered(TWO_THAT_DO_NOT_FIT.replace("load_ms=20", f"load_ms={ENDLESS_MS}")) as cluster:
         with pytest.raises(DeadlineError):
             await say(cluster, "hello", "a", deadline_s=0.05)
         with pytest.raises(QueueDeadlineError):
             await say(cluster, "hello", "a", queue_deadline_s=0.05)
+        gate.open()
 
 
 FAILING = """
@@ -112,14 +118,15 @@ models:
 """
 
 
-async def test_a_load_that_fails_tells_all_who_wait_and_backs_off() -> None:
+async def test_a_load_that_fails_tells_all_who_wait_and_backs_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.cluster.held.FIRST_BACKOFF_S", MAX_BACKOFF_S)
     async with clustered(FAILING) as cluster:
         results = await asyncio.gather(*(say(cluster, "hello", "bad") for _ in range(4)), return_exceptions=True)
         assert all(isinstance(result, UnavailableError) for result in results)
         assert {"max_model_len is 100000" in str(result) for result in results} == {True}
         with pytest.raises(UnavailableError, match="max_model_len") as refused:
             await say(cluster, "hello", "bad")
-        assert 0 < refused.value.retry_after_s <= 1
+        assert 0 < refused.value.retry_after_s <= MAX_BACKOFF_S
         assert num_loads(cluster) == 2, "the good one's at boot, and one that failed"
         assert (model_of(cluster, "bad").state, cluster.health().ready) == ("failed", True)
         assert "max_model_len" in model_of(cluster, "bad").reason
@@ -165,23 +172,25 @@ async def test_a_routed_call_says_who_answers_before_that_model_is_there() -> No
 
 
 async def test_a_routed_call_says_that_another_server_answers_before_it_does() -> None:
-    async with crooked(says(LONG_S)) as far:
-        fallback = f"fallback: {{remote: {{base_url: '{far.url}', timeout: 200ms}}}}\n"
+    """That server never answers."""
+    async with crooked(says(HANG_S)) as far:
+        fallback = f"fallback: {{remote: {{base_url: '{far.url}'}}}}\n"
         async with clustered(ROUTED + fallback) as cluster, aclosing(cluster.stream(asking("hello"))) as events:
             first = await anext(events)
             assert isinstance(first, Routed)
             assert (first.model, first.hops[0].target) == ("fallback", "fallback")
-            with pytest.raises(DeadlineError, match="did not begin"):
-                await anext(events)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(events), 0.1)
 
 
 async def test_a_model_is_demoted_when_nobody_has_used_it_for_its_time() -> None:
     text = TWO_THAT_DO_NOT_FIT.replace("id: a,", "id: a, keep_alive: 50ms,")
     async with clustered(text) as cluster:
         await say(cluster, "hello", "a")
-        assert model_of(cluster, "a").state == "resident"
         await until(lambda: model_of(cluster, "a").state == "standby")
-        assert cluster.snapshot().transitions[-1].reason == "idle"
+        moves = [(change.after, change.reason) for change in cluster.snapshot().transitions]
+        assert [after for after, _ in moves] == ["loading", "resident", "unloading", "standby"]
+        assert moves[-1] == ("standby", "idle")
         assert (await say(cluster, "again", "a")).text.startswith("[stub:a]")
 
 
@@ -197,8 +206,8 @@ async def test_models_are_loaded_and_unloaded_by_hand() -> None:
         assert cluster.tokenizer("legal").encode("a") == [97], "known before it is loaded"
 
 
-async def test_unloading_by_hand_lets_calls_end_and_refuses_new_ones_until_then() -> None:
-    text = "cluster: c\nmodels:\n  m: {source: 'stub://m?step_ms=10'}\n"
+async def test_unloading_by_hand_lets_calls_end_and_refuses_new_ones_until_then(gate: Gate) -> None:
+    text = f"cluster: c\nmodels:\n  m: {{source: 'stub://m?step_ms={ENDLESS_MS}'}}\n"
     async with clustered(text) as cluster:
         running = asyncio.create_task(say(cluster, "hello"))
         await until(lambda: model_of(cluster, "m").num_running == 1)
@@ -206,6 +215,7 @@ async def test_unloading_by_hand_lets_calls_end_and_refuses_new_ones_until_then(
         await asyncio.sleep(0)
         with pytest.raises(UnavailableError, match="out of service"):
             await say(cluster, "hello")
+        gate.open()
         await unloading
         assert (await running).text.startswith("[stub:m] ok")
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
@@ -49,7 +51,7 @@ def test_the_package_builds_from_what_is_copied_alone(tmp_path: Path) -> None:
         else:
             shutil.copy(path, source / name)
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=HANG_S)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"lockstep/cli/main.py", "lockstep/py.typed"} <= names
@@ -98,5 +100,5 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "lockstep.service"
     unit.write_text(UNIT.replace("/opt/lockstep/bin/lockstep", "/bin/true"))
     command = ["systemd-analyze", "verify", str(unit)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (result.returncode, result.stderr) == (0, "")

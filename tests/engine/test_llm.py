@@ -10,7 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from lockstep import LLM, AsyncEngine, EngineOptions, GenerationRequest, LoadOptions, SamplingParams
+from lockstep.engine.outputs import RequestOutput
 from lockstep.errors import ConfigError, ExecutorError, InvalidParameterError, RequestFailedError, UsageError
+from tests.waiting import HANG_S
 
 OPTIONS = LoadOptions(engine=EngineOptions(num_blocks=256))
 SHORT = SamplingParams(max_tokens=40)
@@ -62,41 +64,46 @@ async def test_async_answers_stream_and_agree() -> None:
     assert "".join(pieces) == chat.text == "[stub:alpha] ok len=3 max=40"
 
 
-async def _open(engine: AsyncEngine) -> int:
-    while True:
-        gauges = engine.metrics().gauges
-        if not any(gauges.values()):
-            return 0
-        await asyncio.sleep(0.005)
+async def _idle(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(HANG_S):
+        while any(engine.metrics().gauges.values()):
+            await asyncio.sleep(0.005)
+
+
+async def _endless(engine: AsyncEngine) -> asyncio.Task[RequestOutput]:
+    """A request that is being computed, for at least a minute."""
+    task = asyncio.create_task(engine.generate("abc", SamplingParams(max_tokens=3000, ignore_eos=True)))
+    async with asyncio.timeout(HANG_S):
+        while not engine.metrics().gauges["num_requests_running"]:
+            await asyncio.sleep(0.005)
+    return task
 
 
 async def test_leaving_a_stream_aborts_its_request() -> None:
-    async with AsyncEngine("stub://alpha?step_ms=2", OPTIONS) as engine:
+    async with AsyncEngine("stub://alpha?step_ms=20", OPTIONS) as engine:
         stream = engine.stream("abc", SamplingParams(max_tokens=3000, ignore_eos=True))
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 assert output.text
                 break
-        await asyncio.wait_for(_open(engine), 5)
+        await _idle(engine)
         assert engine.metrics().finished == {"abort": 1}
 
 
 async def test_cancelling_an_await_aborts_its_request() -> None:
-    async with AsyncEngine("stub://alpha?step_ms=2", OPTIONS) as engine:
-        task = asyncio.create_task(engine.generate("abc", SamplingParams(max_tokens=3000, ignore_eos=True)))
-        await asyncio.sleep(0.03)
+    async with AsyncEngine("stub://alpha?step_ms=20", OPTIONS) as engine:
+        task = await _endless(engine)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(_open(engine), 5)
+        await _idle(engine)
 
 
 async def test_closing_ends_open_streams_with_abort() -> None:
-    engine = AsyncEngine("stub://alpha?step_ms=2", OPTIONS)
-    task = asyncio.create_task(engine.generate("abc", SamplingParams(max_tokens=3000, ignore_eos=True)))
-    await asyncio.sleep(0.03)
+    engine = AsyncEngine("stub://alpha?step_ms=20", OPTIONS)
+    task = await _endless(engine)
     await asyncio.to_thread(engine.close)
-    output = await asyncio.wait_for(task, 5)
+    output = await asyncio.wait_for(task, HANG_S)
     assert output.completions[0].finish_reason.value == "abort"
     engine.close()
     with pytest.raises(UsageError, match="closed"):
@@ -111,15 +118,14 @@ async def test_a_stream_raises_what_ended_it() -> None:
 
 
 async def test_a_broken_loop_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with AsyncEngine("stub://alpha?step_ms=2", OPTIONS) as engine:
-        task = asyncio.create_task(engine.generate("abc", SamplingParams(max_tokens=3000, ignore_eos=True)))
-        await asyncio.sleep(0.03)
+    async with AsyncEngine("stub://alpha?step_ms=20", OPTIONS) as engine:
+        task = await _endless(engine)
 
         def broken() -> None:
             raise AssertionError("conservation violated")
 
         monkeypatch.setattr(engine.engine.scheduler, "schedule", broken)
         with pytest.raises(RequestFailedError, match="conservation violated"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, HANG_S)
         with pytest.raises(UsageError, match="closed"):
             await engine.generate("abc")

@@ -16,7 +16,7 @@ from lockstep.replay.playback import Playback, Played
 from lockstep.replay.rerun import Obeyed
 from lockstep.replay.trace import Trace
 from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Pinned, Swept
-from tests.server.process import ServerProcess
+from tests.server.process import ServerProcess, plain_async_client
 
 MANIFEST = """\
 cluster: recorded
@@ -60,8 +60,7 @@ async def mixed_load(
     """Send requests in bursts; statuses by number, 0 for those whose client left."""
     draw = random.Random(seed)
     statuses: Counter[int] = Counter()
-    limits = httpx2.Limits(max_connections=4 * BURST)
-    async with httpx2.AsyncClient(base_url=server.base_url, timeout=120.0, trust_env=False, limits=limits) as client:
+    async with plain_async_client(server.base_url) as client:
         for first in range(0, num_requests, BURST):
             bodies = [_body(draw) for _ in range(BURST)]
             burst = asyncio.gather(*[_ask(client, body, draw.random() < 0.15) for body in bodies])

@@ -22,6 +22,7 @@ from lockstep.replay.report import from_json, report_of, to_json
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload
 from tests.replay.sample import request, workload
+from tests.waiting import HANG_S
 
 CLOCKS = (
     "time",
@@ -72,7 +73,7 @@ def test_ten_runs_under_five_hash_seeds_give_the_same_bytes() -> None:
     for seed in (0, 1, 2, 4096, 4294967295):
         environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": path}
         run = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, check=True, timeout=60
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, check=True, timeout=HANG_S
         )
         assert run.stdout == expected * 2
 

@@ -10,6 +10,7 @@ import pytest
 from tests.server.living import Living, living
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import NAME
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="session")
@@ -49,5 +50,5 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="session")
 def client(served: ServerProcess) -> Iterator[openai.OpenAI]:
     """The official client of `served`."""
-    with openai.OpenAI(base_url=f"{served.base_url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+    with openai.OpenAI(base_url=f"{served.base_url}/v1", api_key="none", max_retries=0, timeout=HANG_S) as made:
         yield made

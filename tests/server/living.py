@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import httpx2
 import uvicorn
 import uvloop
 
@@ -17,17 +17,8 @@ from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import RequestRecord
 from tests.cluster.support import one_model
-
-START_S = 60.0
-UNTIL_S = 20.0
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    """Wait for a truth that comes by itself."""
-    end_s = time.monotonic() + UNTIL_S
-    while not is_so():
-        assert time.monotonic() < end_s, what
-        time.sleep(0.01)
+from tests.server.process import plain_client
+from tests.waiting import HANG_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +30,14 @@ class Living:
     cluster: Cluster
     records: list[RequestRecord]
     """Of requests that have ended."""
+
+    def get(self, path: str) -> httpx2.Response:
+        with plain_client(self.url) as client:
+            return client.get(path)
+
+    def post(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> httpx2.Response:
+        with plain_client(self.url) as client:
+            return client.post(path, json=body, headers=headers)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -74,12 +73,12 @@ def living(source: str, options: ServerOptions | None = None, *, name: str = "m"
 
     thread = threading.Thread(target=main, daemon=True)
     thread.start()
-    assert ready.wait(START_S), "the server did not come up"
+    assert ready.wait(HANG_S), "the server did not come up"
     assert not failures, failures
     try:
         yield Living(f"http://127.0.0.1:{listening.getsockname()[1]}", cluster, records)
     finally:
         server.should_exit = True
-        thread.join(START_S)
+        thread.join(HANG_S)
         listening.close()
         assert not failures, failures

@@ -17,14 +17,26 @@ from typing import IO
 
 import httpx2
 
+from tests.waiting import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 IN_THREAD = ("--worker", "thread")
 """For tests that do not care where the model runs: a second process would only take longer to start."""
-START_S = 60.0
-"""For a model to load on a busy machine."""
-STOP_S = 45.0
 _LISTENING = re.compile(r"listening on (http://\S+), ")
 _READY = re.compile(r"ready on (http://\S+), ")
+
+
+def plain_client(
+    base_url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = HANG_S
+) -> httpx2.Client:
+    """A client that reads no certificates, which are for others than 127.0.0.1 and take it 70 ms."""
+    return httpx2.Client(base_url=base_url, headers=headers, timeout=timeout_s, trust_env=False, verify=False)
+
+
+def plain_async_client(base_url: str, *, timeout_s: float = HANG_S) -> httpx2.AsyncClient:
+    """As `plain_client`, for any number of requests at once."""
+    limits = httpx2.Limits(max_connections=None)
+    return httpx2.AsyncClient(base_url=base_url, timeout=timeout_s, limits=limits, trust_env=False, verify=False)
 
 
 class ServerProcess:
@@ -69,25 +81,25 @@ class ServerProcess:
         """The log so far."""
         return self._stderr.text()
 
-    def wait_listening(self, timeout_s: float = START_S) -> None:
+    def wait_listening(self, timeout_s: float = HANG_S) -> None:
         """Until the port is open; the model may still be loading."""
         self.base_url = self._wait_for(_LISTENING, timeout_s)
 
-    def wait_ready(self, timeout_s: float = START_S) -> None:
+    def wait_ready(self, timeout_s: float = HANG_S) -> None:
         """Until the model answers."""
         self.base_url = self._wait_for(_READY, timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def wait(self, timeout_s: float = STOP_S) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """The exit code of a process that ends by itself, its output read to the end."""
         code = self._process.wait(timeout_s)
         self._stdout.join()
         self._stderr.join()
         return code
 
-    def stop(self, timeout_s: float = STOP_S) -> int:
+    def stop(self, timeout_s: float = HANG_S) -> int:
         """End it by SIGTERM, by SIGKILL if that does not help; returns the exit code."""
         if self._process.poll() is None:
             self._process.terminate()
@@ -97,9 +109,9 @@ class ServerProcess:
             self._process.kill()
             return self.wait(timeout_s)
 
-    def client(self, *, api_key: str | None = None, timeout_s: float = 30.0) -> httpx2.Client:
+    def client(self, *, api_key: str | None = None, timeout_s: float = HANG_S) -> httpx2.Client:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        return httpx2.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
+        return plain_client(self.base_url, headers=headers, timeout_s=timeout_s)
 
     def __enter__(self) -> ServerProcess:
         return self
@@ -136,7 +148,7 @@ class _Lines:
         return "".join(self._parts)
 
     def join(self) -> None:
-        self._thread.join(STOP_S)
+        self._thread.join(HANG_S)
 
     def _read(self) -> None:
         with self._pipe:

@@ -14,10 +14,10 @@ from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.recording import RecordObserver
 from tests.cluster.support import one_model
+from tests.waiting import HANG_S
 
 JSON = {"Content-Type": "application/json"}
 NAME = "org/alpha"
-SOCKET_TIMEOUT_S = 30.0
 
 
 @contextlib.asynccontextmanager
@@ -51,7 +51,7 @@ def error_of(response: httpx2.Response) -> dict[str, Any]:
 def connect(base_url: str) -> socket.socket:
     parts = urlsplit(base_url)
     assert parts.hostname is not None
-    return socket.create_connection((parts.hostname, parts.port or 80), timeout=SOCKET_TIMEOUT_S)
+    return socket.create_connection((parts.hostname, parts.port or 80), timeout=HANG_S)
 
 
 def received(connection: socket.socket) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-import httpx2
 import openai
 import pytest
 from openai.types.chat import (
@@ -16,8 +15,9 @@ from openai.types.chat import (
 )
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.server.living import Living, until
+from tests.server.living import Living
 from tests.server.process import ServerProcess
+from tests.waiting import until
 
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "I was charged twice"}]
 
@@ -117,12 +117,12 @@ def test_the_tokens_of_logprobs_are_the_text(client: openai.OpenAI, is_stream: b
 
 
 def test_what_the_document_gives_as_examples_is_answered(stub: Living) -> None:
-    document = httpx2.get(f"{stub.url}/openapi.json").json()
+    document = stub.get("/openapi.json").json()
     for path, name in (("/v1/chat/completions", "ChatBody"), ("/v1/completions", "CompletionBody")):
         examples = document["components"]["schemas"][name]["examples"]
         assert examples
         for example in examples:
-            answer = httpx2.post(f"{stub.url}{path}", json=example)
+            answer = stub.post(path, example)
             assert answer.status_code == 200, answer.text
 
 
@@ -228,7 +228,7 @@ def test_a_named_call_and_its_result_go_back_into_the_conversation(client: opena
 
 def test_the_record_has_what_was_asked_and_what_it_cost(pocket: Living) -> None:
     body = {"messages": ASK, "max_tokens": 3, "user": "u7", "metadata": {"run": "9"}}
-    answer = httpx2.post(f"{pocket.url}/v1/chat/completions", json=body, headers={"x-request-id": "named-by-us"})
+    answer = pocket.post("/v1/chat/completions", body, headers={"x-request-id": "named-by-us"})
     assert answer.json()["lockstep"]["request_id"] == "named-by-us"
     until(lambda: any(record.request_id == "named-by-us" for record in pocket.records), "it is remembered")
     [record] = [record for record in pocket.records if record.request_id == "named-by-us"]
@@ -275,6 +275,6 @@ def test_the_record_has_what_was_asked_and_what_it_cost(pocket: Living) -> None:
     ],
 )
 def test_what_is_wrong_is_refused_by_name(pocket: Living, body: dict[str, object], param: str) -> None:
-    answer = httpx2.post(f"{pocket.url}/v1/chat/completions", json={"messages": ASK, **body})
+    answer = pocket.post("/v1/chat/completions", {"messages": ASK, **body})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param

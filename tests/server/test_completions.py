@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
@@ -25,7 +24,7 @@ def test_choices_are_numbered_prompt_by_prompt(client: openai.OpenAI) -> None:
 
 
 def test_a_prompt_may_be_its_tokens(client: openai.OpenAI, pocket: Living) -> None:
-    tokens = httpx2.post(f"{pocket.url}/tokenize", json={"prompt": "One more"}).json()["tokens"]
+    tokens = pocket.post("/tokenize", {"prompt": "One more"}).json()["tokens"]
     answer = client.completions.create(model="pocket", prompt=["One more", tokens], temperature=0, max_tokens=8)
     assert answer.choices[0].text == answer.choices[1].text
     assert answer.usage is not None
@@ -48,9 +47,9 @@ def test_a_stream_of_several_prompts_is_their_texts(client: openai.OpenAI) -> No
 
 def test_echo_begins_with_the_prompt(client: openai.OpenAI, pocket: Living) -> None:
     body = {"prompt": ["To be", "Or"], "echo": True, "max_tokens": 5, "seed": 2}
-    echoed = httpx2.post(f"{pocket.url}/v1/completions", json=body).json()["choices"]
-    plain = httpx2.post(f"{pocket.url}/v1/completions", json={**body, "echo": False}).json()["choices"]
-    streamed = httpx2.post(f"{pocket.url}/v1/completions", json={**body, "stream": True})
+    echoed = pocket.post("/v1/completions", body).json()["choices"]
+    plain = pocket.post("/v1/completions", {**body, "echo": False}).json()["choices"]
+    streamed = pocket.post("/v1/completions", {**body, "stream": True})
     assert [choice["text"] for choice in echoed] == ["To be" + plain[0]["text"], "Or" + plain[1]["text"]]
     assert texts_of(events_of(streamed.text)) == {0: echoed[0]["text"], 1: echoed[1]["text"]}
 
@@ -58,7 +57,7 @@ def test_echo_begins_with_the_prompt(client: openai.OpenAI, pocket: Living) -> N
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_logprobs_lie_over_the_text(pocket: Living, is_stream: bool) -> None:
     body = {"prompt": "Hello", "logprobs": 2, "max_tokens": 16, "seed": 8, "stream": is_stream}
-    answer = httpx2.post(f"{pocket.url}/v1/completions", json=body)
+    answer = pocket.post("/v1/completions", body)
     if is_stream:
         events = events_of(answer.text)
         text = texts_of(events)[0]
@@ -79,7 +78,7 @@ KEYS = ("tokens", "text_offset", "top_logprobs", "token_logprobs")
 
 def test_echoed_logprobs_begin_with_the_prompts(pocket: Living) -> None:
     body = {"prompt": "Hello you", "echo": True, "logprobs": 1, "max_tokens": 3, "seed": 8}
-    [choice] = httpx2.post(f"{pocket.url}/v1/completions", json=body).json()["choices"]
+    [choice] = pocket.post("/v1/completions", body).json()["choices"]
     logprobs = choice["logprobs"]
     assert "".join(logprobs["tokens"]) == choice["text"]
     assert choice["text"].startswith("Hello you")
@@ -93,7 +92,7 @@ def test_echoed_logprobs_begin_with_the_prompts(pocket: Living) -> None:
 
 def test_prompt_logprobs_have_vllms_shape(pocket: Living) -> None:
     body = {"prompt": "Hello you", "prompt_logprobs": 2, "max_tokens": 1, "return_token_ids": True}
-    [choice] = httpx2.post(f"{pocket.url}/v1/completions", json=body).json()["choices"]
+    [choice] = pocket.post("/v1/completions", body).json()["choices"]
     first, *others = choice["prompt_logprobs"]
     assert first is None
     assert len(others) + 1 == len(choice["prompt_token_ids"])
@@ -105,11 +104,11 @@ def test_prompt_logprobs_have_vllms_shape(pocket: Living) -> None:
 
 def test_token_ids_on_request(pocket: Living) -> None:
     body = {"prompt": "Hello", "max_tokens": 4, "return_token_ids": True, "seed": 1}
-    [choice] = httpx2.post(f"{pocket.url}/v1/completions", json=body).json()["choices"]
-    detokenized = httpx2.post(f"{pocket.url}/detokenize", json={"tokens": choice["token_ids"]}).json()
+    [choice] = pocket.post("/v1/completions", body).json()["choices"]
+    detokenized = pocket.post("/detokenize", {"tokens": choice["token_ids"]}).json()
     assert detokenized["prompt"] == choice["text"]
     assert len(choice["token_ids"]) == 4
-    streamed = events_of(httpx2.post(f"{pocket.url}/v1/completions", json={**body, "stream": True}).text)
+    streamed = events_of(pocket.post("/v1/completions", {**body, "stream": True}).text)
     assert [i for event in streamed for choice in event["choices"] for i in choice.get("token_ids", ())] == choice[
         "token_ids"
     ]
@@ -117,28 +116,28 @@ def test_token_ids_on_request(pocket: Living) -> None:
 
 def test_a_bias_bans_a_token(stub: Living) -> None:
     body: dict[str, Any] = {"prompt": "x", "max_tokens": 3, "temperature": 0, "return_token_ids": True}
-    [choice] = httpx2.post(f"{stub.url}/v1/completions", json=body).json()["choices"]
+    [choice] = stub.post("/v1/completions", body).json()["choices"]
     banned = choice["token_ids"][0]
-    [other] = httpx2.post(
-        f"{stub.url}/v1/completions", json={**body, "logit_bias": {str(banned): -100}, "min_tokens": 1}
-    ).json()["choices"]
+    [other] = stub.post("/v1/completions", {**body, "logit_bias": {str(banned): -100}, "min_tokens": 1}).json()[
+        "choices"
+    ]
     assert other["token_ids"][0] != banned
 
 
 def test_the_context_is_the_end_of_an_answer_without_limit(stub: Living) -> None:
     body = {"prompt": "x" * 8100, "max_tokens": None, "ignore_eos": True}
-    answer = httpx2.post(f"{stub.url}/v1/completions", json=body).json()
+    answer = stub.post("/v1/completions", body).json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["total_tokens"] == 8192
 
 
 def test_a_prompt_that_is_too_long_can_be_cut_to_its_end(stub: Living) -> None:
     body: dict[str, Any] = {"prompt": "y" * 9000 + "z", "max_tokens": 2}
-    refused = httpx2.post(f"{stub.url}/v1/completions", json=body)
+    refused = stub.post("/v1/completions", body)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
-    cut = httpx2.post(
-        f"{stub.url}/v1/completions", json={**body, "truncate_prompt_tokens": 3, "echo": True, "return_token_ids": True}
+    cut = stub.post(
+        "/v1/completions", {**body, "truncate_prompt_tokens": 3, "echo": True, "return_token_ids": True}
     ).json()
     assert cut["choices"][0]["prompt_token_ids"] == [*b"yyz"]
     assert cut["choices"][0]["text"].startswith("yyz")
@@ -146,10 +145,10 @@ def test_a_prompt_that_is_too_long_can_be_cut_to_its_end(stub: Living) -> None:
 
 def test_a_deadline_that_passes_is_told_and_never_a_short_answer(stub: Living) -> None:
     body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "deadline_ms": 30}
-    late = httpx2.post(f"{stub.url}/v1/completions", json=body)
+    late = stub.post("/v1/completions", body)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
     assert late.headers["x-should-retry"] == "false"
-    *_, last = events_of(httpx2.post(f"{stub.url}/v1/completions", json={**body, "stream": True}).text)
+    *_, last = events_of(stub.post("/v1/completions", {**body, "stream": True}).text)
     assert last["error"]["code"] == "deadline"
 
 
@@ -177,6 +176,6 @@ def test_a_deadline_that_passes_is_told_and_never_a_short_answer(stub: Living) -
     ],
 )
 def test_what_is_wrong_is_refused_by_name(stub: Living, body: dict[str, object], param: str) -> None:
-    answer = httpx2.post(f"{stub.url}/v1/completions", json={"prompt": "x", "max_tokens": 1, **body})
+    answer = stub.post("/v1/completions", {"prompt": "x", "max_tokens": 1, **body})
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     assert answer.json()["error"]["param"] == param

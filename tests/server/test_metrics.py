@@ -19,6 +19,7 @@ from lockstep.server.record import RequestRecord
 from tests.cluster.support import one_model
 from tests.server.process import ServerProcess
 from tests.server.support import NAME, client_of
+from tests.waiting import until
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
@@ -37,7 +38,8 @@ def of(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 
 def test_both_formats_are_read_by_prometheus_own_parsers_and_agree(server: ServerProcess) -> None:
     with server.client() as client:
-        client.get("/version")  # requests are counted when they have ended: there is one
+        # A request is counted when it has ended, which may be after its client has seen the end.
+        until(lambda: "http_requests_total{" in client.get("/metrics").text, "a request has been counted")
         plain = client.get("/metrics")
         open_ = client.get("/metrics", headers={"Accept": OPENMETRICS})
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import httpx2
 import pytest
 
-from tests.server.process import IN_THREAD, ServerProcess
+from tests.server.process import ServerProcess
 from tests.server.support import NAME, client_of, error_of
+from tests.waiting import ENDLESS_MS
 
 READINESS = ("/health", "/healthz", "/health/ready", "/ping")
 
@@ -58,7 +60,7 @@ def test_a_loaded_server_is_ready(server: ServerProcess, path: str) -> None:
 
 def test_while_it_loads_it_says_so() -> None:
     """The port is open at once; what needs the model is told when to come back."""
-    with serving_slowly() as slow, slow.client() as client:
+    with ServerProcess(f"stub://alpha?load_ms={ENDLESS_MS}") as loading, loading_client(loading) as client:
         for path in READINESS:
             response = client.get(path)
             assert response.status_code == 503
@@ -69,14 +71,11 @@ def test_while_it_loads_it_says_so() -> None:
         refused = client.post("/tokenize", json={"prompt": "a"})
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
-        slow.wait_ready()
-        assert client.get("/health").status_code == 200
 
 
-def serving_slowly() -> ServerProcess:
-    process = ServerProcess("stub://alpha?load_ms=2500", *IN_THREAD)
-    process.wait_listening()
-    return process
+def loading_client(server: ServerProcess) -> httpx2.Client:
+    server.wait_listening()
+    return server.client()
 
 
 async def test_the_debug_endpoints_are_off_unless_asked_for(server: ServerProcess) -> None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
 import signal
 import socket
-import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
 import psutil
 import pytest
 
-from tests.server.process import ServerProcess, serve
+from tests.server.process import ServerProcess, plain_async_client, serve
 from tests.server.support import connect
+from tests.waiting import HANG_S, until
 
 FLAGS = ("--served-model-name", "pocket", "--enable-debug-endpoints", "--max-num-seqs", "32")
-SETTLE_S = 30.0
 PROMPT = "I was charged twice for my subscription last week"
 NUM_OTHERS = 31
 
@@ -40,24 +37,35 @@ def total(text: str, name: str) -> float:
     return float(value)
 
 
-@contextlib.asynccontextmanager
-async def client_of(server: ServerProcess, timeout_s: float = 60.0) -> AsyncIterator[httpx2.AsyncClient]:
-    limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(base_url=server.base_url, timeout=timeout_s, limits=limits) as client:
-        yield client
-
-
 async def content(client: httpx2.AsyncClient, asked: dict[str, Any]) -> str:
     response = await client.post("/v1/chat/completions", json=asked)
     response.raise_for_status()
     return str(response.json()["choices"][0]["message"]["content"])
 
 
-async def frames(client: httpx2.AsyncClient, asked: dict[str, Any]) -> list[str]:
-    """The data of every frame of a stream."""
+async def frames(
+    client: httpx2.AsyncClient, asked: dict[str, Any], begun: asyncio.Semaphore | None = None
+) -> list[str]:
+    """The data of every frame of a stream; the semaphore is told of the first."""
+    told: list[str] = []
     async with client.stream("POST", "/v1/chat/completions", json={**asked, "stream": True}) as response:
         response.raise_for_status()
-        return [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                told.append(line.removeprefix("data: "))
+                if begun is not None and len(told) == 1:
+                    begun.release()
+    return told
+
+
+async def streaming(client: httpx2.AsyncClient, count: int, **more: Any) -> list[asyncio.Task[list[str]]]:
+    """So many streams, all of which have begun."""
+    begun = asyncio.Semaphore(0)
+    asked = [body(f"{number} {PROMPT}", **more) for number in range(count)]
+    tasks = [asyncio.create_task(frames(client, each, begun)) for each in asked]
+    for _ in range(count):
+        await asyncio.wait_for(begun.acquire(), HANG_S)
+    return tasks
 
 
 def text_of(told: list[str]) -> str:
@@ -68,11 +76,15 @@ def text_of(told: list[str]) -> str:
 
 def settled(server: ServerProcess) -> str:
     """The metrics once nothing is open any more; the blocks are conserved then."""
-    until_s = time.monotonic() + SETTLE_S
+    text = ""
+
+    def is_idle() -> bool:
+        nonlocal text
+        text = client.get("/metrics").text
+        return not any(gauges(text).values()) and not client.get("/load").json()["server_load"]
+
     with server.client() as client:
-        while any(gauges(text := client.get("/metrics").text).values()) or client.get("/load").json()["server_load"]:
-            assert time.monotonic() < until_s, gauges(text)
-            time.sleep(0.05)
+        until(is_idle, "nothing is open")
         assert client.get("/debug/check").json()["ok"] is True
     return text
 
@@ -95,7 +107,7 @@ async def test_counts_over_http_are_exact(pocket: ServerProcess) -> None:
     num_requests, num_tokens = 5, 9
     before = settled(pocket)
     asked = body(max_tokens=num_tokens, ignore_eos=True, cache_salt="alone")
-    async with client_of(pocket) as client:
+    async with plain_async_client(pocket.base_url) as client:
         answers = [(await client.post("/v1/chat/completions", json=asked)).json() for _ in range(num_requests)]
     after = settled(pocket)
 
@@ -112,14 +124,14 @@ async def test_counts_over_http_are_exact(pocket: ServerProcess) -> None:
 
 
 async def test_200_clients_that_give_up_are_forgotten_and_the_next_is_answered(pocket: ServerProcess) -> None:
-    async with client_of(pocket, timeout_s=0.5) as impatient:
+    async with plain_async_client(pocket.base_url, timeout_s=0.5) as impatient:
         asked = body(max_tokens=1500, ignore_eos=True)
         answers = await asyncio.gather(
             *(impatient.post("/v1/chat/completions", json=asked) for _ in range(200)), return_exceptions=True
         )
     gave_up = sum(isinstance(answer, httpx2.TimeoutException) for answer in answers)
     assert gave_up > 100, f"only {gave_up} gave up: nothing was tried"
-    async with client_of(pocket, timeout_s=5.0) as client:
+    async with plain_async_client(pocket.base_url) as client:
         assert await content(client, body(max_tokens=4))
     settled(pocket)
 
@@ -136,7 +148,7 @@ async def test_500_clients_that_connect_and_drop_leave_nothing(pocket: ServerPro
             connection.sendall(request[: cuts[index % len(cuts)]])
             if index % 2:  # a reset instead of an orderly end
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    async with client_of(pocket, timeout_s=30.0) as client:
+    async with plain_async_client(pocket.base_url) as client:
         assert await content(client, body(max_tokens=4))
     settled(pocket)
 
@@ -145,13 +157,10 @@ async def test_a_prompt_has_one_answer_whatever_happens_around_it() -> None:
     """Streamed and not, alone and among 31 others, before and after the worker's death: the same bytes."""
     asked = body(max_tokens=48, temperature=0.8, seed=7)
     with serve("pocket://", *FLAGS) as server:
-        async with client_of(server) as client:
+        async with plain_async_client(server.base_url) as client:
             alone = await content(client, asked)
             told = {"streamed": text_of(await frames(client, asked))}
-            others = [
-                asyncio.create_task(frames(client, body(f"{i} {PROMPT}", max_tokens=200))) for i in range(NUM_OTHERS)
-            ]
-            await asyncio.sleep(0.3)
+            others = await streaming(client, NUM_OTHERS, max_tokens=200)
             told["busy"], told["busy, streamed"] = await asyncio.gather(
                 content(client, asked), asyncio.create_task(streamed(client, asked))
             )
@@ -170,20 +179,15 @@ async def streamed(client: httpx2.AsyncClient, asked: dict[str, Any]) -> str:
 
 
 async def serving_again(client: httpx2.AsyncClient) -> None:
-    until_s = time.monotonic() + SETTLE_S
-    while (await client.post("/v1/chat/completions", json=body(max_tokens=1))).status_code != 200:
-        assert time.monotonic() < until_s
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(HANG_S):
+        while (await client.post("/v1/chat/completions", json=body(max_tokens=1))).status_code != 200:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_worker_that_is_killed_under_load_ends_its_requests_and_the_server_serves_again() -> None:
     with serve("pocket://", *FLAGS) as server:
-        async with client_of(server) as client:
-            streams = [
-                asyncio.create_task(frames(client, body(f"{i} {PROMPT}", max_tokens=1200, ignore_eos=True)))
-                for i in range(32)
-            ]
-            await asyncio.sleep(1.0)
+        async with plain_async_client(server.base_url) as client:
+            streams = await streaming(client, 32, max_tokens=1900, ignore_eos=True)
             first = worker_of(server)
             first.kill()
             for told in await asyncio.gather(*streams):
@@ -199,16 +203,12 @@ async def test_a_worker_that_is_killed_under_load_ends_its_requests_and_the_serv
 
 async def test_a_server_that_is_killed_leaves_no_worker_and_starts_again() -> None:
     with serve("pocket://", *FLAGS) as server:
-        async with client_of(server) as client:
-            streams = [
-                asyncio.create_task(frames(client, body(f"{i} {PROMPT}", max_tokens=1200, ignore_eos=True)))
-                for i in range(8)
-            ]
-            await asyncio.sleep(0.5)
+        async with plain_async_client(server.base_url) as client:
+            streams = await streaming(client, 8, max_tokens=1900, ignore_eos=True)
             worker, port = worker_of(server), server.base_url.rpartition(":")[2]
             os.kill(server.pid, signal.SIGKILL)
             await asyncio.gather(*streams, return_exceptions=True)
-        worker.wait(10)
+        worker.wait(HANG_S)
     with serve("pocket://", *FLAGS, "--port", port) as again:
-        async with client_of(again) as client:
+        async with plain_async_client(again.base_url) as client:
             assert await content(client, body(max_tokens=4))

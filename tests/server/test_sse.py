@@ -19,8 +19,10 @@ from lockstep.server.options import ServerOptions
 from lockstep.server.reading import ClientLeft, OpenCall
 from lockstep.server.sse import EventStream
 from tests.server.frames import events_of, texts_of
-from tests.server.living import UNTIL_S, Living, living, until
+from tests.server.living import Living, living
 from tests.server.making import answer_of, completion_encoder
+from tests.server.process import plain_async_client
+from tests.waiting import HANG_S, until
 
 LONG = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 
@@ -39,7 +41,7 @@ def connect(server: Living, body: dict[str, Any], *, receive_buffer_bytes: int |
     client = socket.socket()
     if receive_buffer_bytes is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-    client.settimeout(UNTIL_S)
+    client.settimeout(HANG_S)
     client.connect(server.address)
     client.sendall(request_bytes(body))
     return client
@@ -64,7 +66,7 @@ def unchunked(response: bytes) -> bytes:
 
 def test_a_stream_says_what_it_is(stub: Living) -> None:
     body = {"prompt": "x", "max_tokens": 3, "stream": True}
-    answer = httpx2.post(f"{stub.url}/v1/completions", json=body)
+    answer = stub.post("/v1/completions", body)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["cache-control"] == "no-cache"
@@ -83,20 +85,20 @@ def test_a_stream_says_what_it_is(stub: Living) -> None:
 def test_what_cannot_be_served_has_a_status_of_its_own_also_as_a_stream(
     stub: Living, body: dict[str, Any], status: int
 ) -> None:
-    answer = httpx2.post(f"{stub.url}/v1/completions", json={**LONG, **body})
+    answer = stub.post("/v1/completions", {**LONG, **body})
     assert (answer.status_code, answer.json()["error"]["message"] != "") == (status, True)
 
 
 def test_silence_is_filled_with_comments() -> None:
     with living("stub://alpha?step_ms=300", ServerOptions(ping_interval_s=0.05)) as server:
-        answer = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2, "stream": True})
+        answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2, "stream": True})
         assert answer.text.count(": ping\n\n") >= 2
         assert events_of(answer.text)
 
 
 def test_a_failure_in_a_stream_is_an_error_frame_and_the_end() -> None:
     with living("stub://alpha?fail_every=20") as server:
-        answer = httpx2.post(f"{server.url}/v1/completions", json=LONG)
+        answer = server.post("/v1/completions", LONG)
         assert answer.status_code == 200
         *_, last = events_of(answer.text)
         assert last["error"]["type"] == "server_error"
@@ -113,7 +115,7 @@ def test_a_client_that_leaves_aborts_its_request() -> None:
         until(lambda: server.cluster.num_open == 0, "their calls are closed")
         records = server.records
         until(lambda: all(record.status == 499 for record in records), "and are remembered as left")
-        answer = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1})
+        answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
         assert answer.status_code == 200, "others are served"
 
 
@@ -145,7 +147,7 @@ def test_a_slow_reader_gets_fewer_chunks_and_the_same_text(stub: Living) -> None
     until(lambda: stub.cluster.num_open == 0, "the engine does not wait for the reader")
     events = events_of(unchunked(read_all(client)))
     client.close()
-    quick = httpx2.post(f"{stub.url}/v1/completions", json={**LONG, "max_tokens": 2000, "stream": False})
+    quick = stub.post("/v1/completions", {**LONG, "max_tokens": 2000, "stream": False})
     assert texts_of(events)[0] == quick.json()["choices"][0]["text"]
     assert len(events) < quick.json()["usage"]["completion_tokens"]
 
@@ -181,23 +183,21 @@ async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.Mo
     answer = answer_of(completion_encoder(), 1)
     stream = EventStream([OpenCall(accepted, events(), {})], answer, ServerOptions(ping_interval_s=0.05))
     with pytest.raises(ClientLeft):
-        await asyncio.wait_for(stream.run(send), UNTIL_S)
+        await asyncio.wait_for(stream.run(send), HANG_S)
     assert is_closed.is_set()
 
 
 @pytest.fixture
-async def busy() -> AsyncIterator[httpx2.AsyncClient]:
-    limits = httpx2.Limits(max_connections=64)
-    async with httpx2.AsyncClient(timeout=60, limits=limits, trust_env=False) as client:
+async def busy(pocket: Living) -> AsyncIterator[httpx2.AsyncClient]:
+    async with plain_async_client(pocket.url) as client:
         yield client
 
 
-async def test_thirty_two_at_once_get_what_each_gets_alone(pocket: Living, busy: httpx2.AsyncClient) -> None:
-    url = f"{pocket.url}/v1/completions"
+async def test_thirty_two_at_once_get_what_each_gets_alone(busy: httpx2.AsyncClient) -> None:
 
     async def ask(number: int, *, is_stream: bool) -> str:
         body = {"prompt": f"Question {number}:", "max_tokens": 12, "seed": number, "stream": is_stream}
-        answer = await busy.post(url, json=body)
+        answer = await busy.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         if is_stream:
             return texts_of(events_of(answer.text))[0]

@@ -19,8 +19,7 @@ from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.watch import MAX_WATCHERS, description
 from tests.server.managing import Managed
-
-LIMIT_S = 20.0
+from tests.waiting import HANG_S
 
 
 class Watcher:
@@ -64,7 +63,7 @@ class Watcher:
         ]
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANG_S):
             while not is_so():
                 self._news.clear()
                 await self._news.wait()
@@ -93,7 +92,7 @@ async def watching(
         yield watcher, cluster, app
     finally:
         watcher.has_left.set()
-        await asyncio.wait_for(watcher.task, LIMIT_S)
+        await asyncio.wait_for(watcher.task, HANG_S)
         assert app.state.watchers.num_open == 0
 
 
@@ -132,7 +131,7 @@ async def test_silence_is_broken_by_comments() -> None:
 async def test_the_stream_ends_when_the_server_drains() -> None:
     async with watching() as (watcher, _, app):
         app.state.serving.lifecycle.on_signal()
-        await asyncio.wait_for(watcher.task, LIMIT_S)
+        await asyncio.wait_for(watcher.task, HANG_S)
     assert watcher.messages[-1].get("more_body", False) is False
 
 
@@ -141,7 +140,7 @@ async def test_there_are_only_so_many_watchers() -> None:
         for _ in range(MAX_WATCHERS - 1):
             app.state.watchers.enter()
         refused = Watcher(app)
-        await asyncio.wait_for(refused.task, LIMIT_S)
+        await asyncio.wait_for(refused.task, HANG_S)
         for _ in range(MAX_WATCHERS - 1):
             app.state.watchers.leave()
     assert refused.status == 429
@@ -150,7 +149,7 @@ async def test_there_are_only_so_many_watchers() -> None:
 async def test_an_unknown_type_is_refused_with_those_there_are() -> None:
     app = create_app(Managed())
     refused = Watcher(app, "type=zebra")
-    await asyncio.wait_for(refused.task, LIMIT_S)
+    await asyncio.wait_for(refused.task, HANG_S)
     assert refused.status == 400
     assert "tier_changed" in refused.text
 

@@ -29,8 +29,8 @@ from lockstep.worker.messages import (
     Stop,
     TrialOptions,
 )
+from tests.waiting import HANG_S
 
-LIMIT_S = 20.0
 SMALL = LoadOptions(EngineOptions(num_blocks=256))
 SHORT = SamplingParams(max_tokens=40)
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
@@ -65,7 +65,7 @@ class Bench:
             return bool(found)
 
         with self._said:
-            assert self._said.wait_for(is_there, LIMIT_S), f"no {kind.__name__} among {self.events}"
+            assert self._said.wait_for(is_there, HANG_S), f"no {kind.__name__} among {self.events}"
         return found[0]
 
     def load(self, key: str, source: str, options: LoadOptions = SMALL, priority: int = 0) -> None:
@@ -117,5 +117,5 @@ def running(clock: Clock | None = None, trace: TraceOptions | None = None) -> It
         yield bench
     finally:
         bench.tell(Stop())
-        bench.steps.join(LIMIT_S)
+        bench.steps.join(HANG_S)
     assert not bench.steps.is_alive()

@@ -12,12 +12,13 @@ import pytest
 from lockstep.worker.messages import Event, Loading, Unloaded
 from lockstep.worker.outbox import Outbox
 from lockstep.worker.wire import FrameReader, event_decoder
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair()
-    ours.settimeout(20)
+    ours.settimeout(HANG_S)
     with ours, theirs:
         yield ours, theirs
 
@@ -35,10 +36,10 @@ def test_a_reader_that_sleeps_gets_everything_in_order_when_it_wakes(pair: tuple
     events: list[Event] = [Loading("x" * 1000, "read", float(number)) for number in range(5000)]
     posting = threading.Thread(target=lambda: deque(map(outbox.post, events)))
     posting.start()
-    posting.join(20)  # five megabytes, of which a socket takes a fraction: this ends only if nobody waits
+    posting.join(HANG_S)  # five megabytes, of which a socket takes a fraction: this ends only if nobody waits
     assert not posting.is_alive()
     assert read(ours, len(events)) == events
-    outbox.flush(20)
+    outbox.flush(HANG_S)
     outbox.post(Unloaded("last"))
     assert read(ours, 1) == [Unloaded("last")]
 

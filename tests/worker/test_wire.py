@@ -16,7 +16,14 @@ from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import Completion, GenerationRequest, RequestOutput, Timings, TokenOutput
 from lockstep.engine.reasoning import THINK_TAGS, Reasoning
 from lockstep.engine.sizing import EngineOptions
-from lockstep.errors import ArtifactError, InvalidParameterError, LockstepError, RequestError, UnavailableError
+from lockstep.errors import (
+    ArtifactError,
+    InvalidParameterError,
+    LockstepError,
+    OverBudgetError,
+    RequestError,
+    UnavailableError,
+)
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.sampling import TokenLogprobs
@@ -142,6 +149,8 @@ def test_every_error_keeps_its_class_and_all_that_it_says(kind: type[LockstepErr
         told["retry_after_s"] = 2.5
     if issubclass(kind, ArtifactError):
         told["path"] = Path("/models/a.gguf")
+    if issubclass(kind, OverBudgetError):
+        told["table"] = "model  bytes"
     error = kind("what was wrong", **told)
     event = event_decoder().decode(event_encoder().encode(Refused(3, error)))
     assert isinstance(event, Refused)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx2
@@ -54,15 +55,23 @@ class RemoteModel:
     Args:
         entry: its `remote` says where; its timeout bounds the wait for the first byte and every silence after.
         api_key: the value of the environment variable that the entry names; sent, and never shown.
+        clock: by which it rests after failures.
     """
 
-    def __init__(self, entry: Entry, api_key: str | None = None, options: RemoteOptions | None = None) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        api_key: str | None = None,
+        options: RemoteOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         remote = entry.remote
         assert remote is not None, f"{entry.id} has no remote"
         self.entry = entry
         self.tokenizer: Tokenizer = remote_tokenizer()
         """For those who plan a call; without a vocabulary."""
         self._options = options or RemoteOptions()
+        self._clock = clock
         self._model = remote.model or entry.id
         self._silence_s = remote.timeout_s
         self._who = Named(entry.id, remote.api_key_env)
@@ -97,7 +106,7 @@ class RemoteModel:
 
     def health(self) -> Health:
         """Not ready while the other server is left alone after its failures."""
-        is_resting = self.state is BreakerState.OPEN and self._breaker.wait_s(time.monotonic()) > 0
+        is_resting = self.state is BreakerState.OPEN and self._breaker.wait_s(self._clock()) > 0
         return Health(not is_resting, str(self._rested()) if is_resting else "")
 
     async def stream(self, call: Call) -> EventStream:
@@ -147,12 +156,12 @@ class RemoteModel:
         """Try until an answer begins, waiting longer each time."""
         options = self._options
         for attempt in range(options.max_attempts):
-            admission = self._breaker.admit(time.monotonic())
+            admission = self._breaker.admit(self._clock())
             if admission is None:
                 self._counts.refusals_total += 1
                 raise self._rested()
             self._counts.attempts_total += 1
-            sent_s = time.monotonic()
+            sent_s = self._clock()
             exchange = Exchange(self._client, self._who, request, patience, self._silence_s)
             try:
                 await exchange.begin()
@@ -169,7 +178,7 @@ class RemoteModel:
                 await exchange.close()
                 raise
             else:
-                self._counts.began(time.monotonic() - sent_s)
+                self._counts.began(self._clock() - sent_s)
                 return exchange, self._began(admission)
         raise AssertionError("the last attempt returns or raises")
 
@@ -186,13 +195,13 @@ class RemoteModel:
             return
         before = self.state
         self._counts.failures_total += 1
-        self._breaker.failed(admission, time.monotonic())
+        self._breaker.failed(admission, self._clock())
         if self.state is not before:
-            rest_s = self._breaker.wait_s(time.monotonic())
+            rest_s = self._breaker.wait_s(self._clock())
             log.warning("remote %s is not asked for %.1f s: %s", self.entry.id, rest_s, refused.error)
 
     def _rested(self) -> UnavailableError:
-        wait_s = self._breaker.wait_s(time.monotonic())
+        wait_s = self._breaker.wait_s(self._clock())
         return UnavailableError(
             f"{self._who} failed too often in a row and is left alone; try again in {wait_s:.1f} s",
             retry_after_s=max(RETRY_AFTER_S, wait_s),

@@ -15,6 +15,7 @@ from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.loading import choose_device, compile_properties, environment_of
 from lockstep.executors.openvino.options import OpenVINOOptions
 from tests.executors.openvino.support import random_artifact
+from tests.waiting import HANG_S
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,9 @@ import openvino_telemetry  # stays importable for others
 def test_importing_openvino_talks_to_nobody_and_writes_nothing(tmp_path: Path) -> None:
     pytest.importorskip("openvino_telemetry")
     environment = {"HOME": str(tmp_path), "PATH": "", "USERPROFILE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", SILENT], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", SILENT], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -135,5 +138,5 @@ assert base[-1] - base[0] < 15, base
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_closing_gives_the_memory_back() -> None:
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr

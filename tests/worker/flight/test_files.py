@@ -20,6 +20,7 @@ from lockstep.worker.flight.entries import EntryReader, Header
 from lockstep.worker.flight.recorder import DEFECT
 from lockstep.worker.messages import AskHealth, AskMetrics, HealthReport, MetricsReport
 from tests.replay.recordings import POOL, files_of, options, record, submit
+from tests.waiting import HANG_S
 from tests.worker.support import Bench, running
 
 MAX_BATCHES = 40
@@ -101,12 +102,17 @@ with running(trace=options(folder)) as bench:
     bench.ready("a", "stub://alpha")
     bench.ready("b", "stub://beta")
     submit(bench, 12)
+    report, number = bench.worker._recorder.report, 100
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
-    submit(bench, 60, 100)
+    while not report().num_gaps:
+        submit(bench, 60, number)
+        number += 60
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    time.sleep(0.2)
-    submit(bench, 12, 200)
-    gaps, fault = bench.worker._recorder.report().num_gaps, bench.worker._recorder.report().fault
+    written = report().num_bytes
+    while report().num_bytes == written:
+        submit(bench, 12, number)
+        number += 12
+    gaps, fault = report().num_gaps, report().fault
 found = verify(open_trace(folder))
 print(gaps > 0, found.is_identical, len(found.cuts) > 0, found.num_steps > 0, found.parted, fault)
 """
@@ -115,9 +121,8 @@ print(gaps > 0, found.is_identical, len(found.cuts) > 0, found.num_steps > 0, fo
 def test_a_full_disk_ends_a_file_and_the_next_begins_with_a_checkpoint(tmp_path: Path) -> None:
     """A process of its own, whose files may not grow for a while; all its requests are answered."""
     root = Path(__file__).resolve().parents[3]
-    ended = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True, cwd=root
-    )
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True, cwd=root)
     assert ended.stdout == "True True True True None \n", "and in the end it is recorded again"
     assert ended.stderr.count("has a gap") == 1
 
@@ -181,7 +186,9 @@ def test_what_was_recorded_a_second_ago_survives_a_kill(tmp_path: Path) -> None:
         "from tests.replay.recordings import options, submit\nfrom tests.worker.support import running\n"
         "with running(trace=options(sys.argv[1])) as bench:\n"
         "    bench.ready('a', 'stub://alpha?step_ms=1')\n    bench.ready('b', 'stub://beta?step_ms=1')\n"
-        "    submit(bench, 24)\n    time.sleep(2.5)\n    print('done', flush=True)\n    time.sleep(60)\n"
+        "    submit(bench, 24)\n    recorder = bench.worker._recorder\n"
+        "    while recorder.out or recorder._files._num_queued:\n        time.sleep(0.01)\n"
+        "    print('done', flush=True)\n    time.sleep(3600)\n"
     )
     root = Path(__file__).resolve().parents[3]
     with subprocess.Popen(
