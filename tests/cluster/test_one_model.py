@@ -38,7 +38,6 @@ from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.support import (
     ENDLESS,
-    LIMIT_S,
     NAME,
     Kind,
     answer,
@@ -54,7 +53,7 @@ from tests.cluster.support import (
     until,
     worker_of,
 )
-from tests.waiting import ENDLESS_MS, Gate
+from tests.waiting import ENDLESS_MS, HANG_S, Gate
 
 KINDS: tuple[Kind, ...] = ("thread", "process")
 shares_a_model = pytest.mark.asyncio(loop_scope="module")
@@ -292,7 +291,7 @@ async def test_no_request_waits_for_another_that_has_no_session_either() -> None
     """A manifest's models hold 16 sessions if nothing is said; one model holds as many as its engine runs."""
     async with served("stub://alpha?step_ms=5", "thread", max_num_seqs=64) as model:
         tasks = [asyncio.create_task(answer(model, call("x", ENDLESS))) for _ in range(40)]
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANG_S):
             while (await model.metrics())[NAME].gauges["num_requests_running"] < len(tasks):
                 await asyncio.sleep(0.01)
         for task in tasks:

@@ -101,7 +101,8 @@ async def test_variables_that_are_parameters_there_pass_through() -> None:
     [
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"return_token_ids": True}, "return_token_ids"),
-        ({"logprobs": True}, "top_logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ],
 )
