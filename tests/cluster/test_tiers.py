@@ -14,11 +14,14 @@ import pytest
 
 from lockstep.cluster.base import Accepted, Routed
 from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.stage import ClusterOptions
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
 from lockstep.pocket import pocket_path
+from lockstep.worker.options import WorkerOptions
 from tests.cluster.clusters import Answer, asking, clustered, model_of, say
 from tests.cluster.remotes import LONG_S, crooked, says
-from tests.cluster.support import until
+from tests.cluster.support import LIMIT_S, until
 
 TWO_THAT_DO_NOT_FIT = """
 cluster: two
@@ -208,6 +211,21 @@ async def test_unloading_by_hand_lets_calls_end_and_refuses_new_ones_until_then(
             await say(cluster, "hello")
         await unloading
         assert (await running).text.startswith("[stub:m] ok")
+
+
+async def test_nothing_is_changed_by_hand_while_the_first_models_are_loaded() -> None:
+    text = "cluster: c\nmodels:\n  m: {source: 'stub://m?load_ms=200'}\n"
+    cluster = ManifestCluster(parse(text), ClusterOptions(worker=WorkerOptions("thread")))
+    starting = asyncio.create_task(cluster.start())
+    try:
+        await until(lambda: bool(cluster.cards()) and model_of(cluster, "m").state == "loading")
+        for change in (cluster.unload_model("m"), cluster.load_model("m"), cluster.replace(text.replace("m:", "n:"))):
+            with pytest.raises(UnavailableError, match="for the first time"):
+                await change
+        await asyncio.wait_for(starting, LIMIT_S)
+        assert (await say(cluster, "hello", "m")).text.startswith("[stub:m]")
+    finally:
+        await cluster.close()
 
 
 async def test_what_is_remote_cannot_be_loaded_here() -> None:
