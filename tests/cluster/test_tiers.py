@@ -20,7 +20,7 @@ from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineE
 from lockstep.pocket import pocket_path
 from lockstep.worker.options import WorkerOptions
 from tests.cluster.clusters import Answer, asking, clustered, model_of, say
-from tests.cluster.remotes import LONG_S, crooked, says
+from tests.cluster.remotes import HEAD, LONG_S, crooked, says
 from tests.cluster.support import LIMIT_S, until
 
 TWO_THAT_DO_NOT_FIT = """
@@ -165,6 +165,20 @@ async def test_a_routed_call_says_who_answers_before_that_model_is_there() -> No
         assert isinstance(accepted, Accepted)
         assert isinstance(again, Accepted)
         assert accepted.hops == first.hops
+
+
+async def test_what_bounds_sessions_on_the_device_bounds_no_calls_of_another_server() -> None:
+    async with crooked(says(HEAD, LONG_S)) as far:
+        text = (
+            f"cluster: c\nmodels:\n  far: {{remote: {{base_url: '{far.url}'}}}}\nsessions: {{max_active_sessions: 1}}\n"
+        )
+        async with clustered(text) as cluster:
+            calls = [asyncio.create_task(say(cluster, "hello", "far")) for _ in range(20)]
+            await until(lambda: len(far.requests) == 20)
+            assert model_of(cluster, "far").num_running == 20
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def test_a_routed_call_says_that_another_server_answers_before_it_does() -> None:
