@@ -16,10 +16,13 @@ import pytest
 from lockstep.cluster.base import Accepted, Routed
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.held import MAX_BACKOFF_S
+from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.stage import ClusterOptions
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
 from lockstep.pocket import pocket_path
+from lockstep.worker.options import WorkerOptions
 from tests.cluster.clusters import QUICK, Answer, asking, clustered, model_of, say
-from tests.cluster.remotes import crooked, says
+from tests.cluster.remotes import HEAD, crooked, says
 from tests.cluster.support import until
 from tests.waiting import ENDLESS_MS, HANG_S, Gate
 
@@ -171,6 +174,20 @@ async def test_a_routed_call_says_who_answers_before_that_model_is_there() -> No
         assert accepted.hops == first.hops
 
 
+async def test_what_bounds_sessions_on_the_device_bounds_no_calls_of_another_server() -> None:
+    async with crooked(says(HEAD, HANG_S)) as far:
+        text = (
+            f"cluster: c\nmodels:\n  far: {{remote: {{base_url: '{far.url}'}}}}\nsessions: {{max_active_sessions: 1}}\n"
+        )
+        async with clustered(text) as cluster:
+            calls = [asyncio.create_task(say(cluster, "hello", "far")) for _ in range(20)]
+            await until(lambda: len(far.requests) == 20)
+            assert model_of(cluster, "far").num_running == 20
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+
 async def test_a_routed_call_says_that_another_server_answers_before_it_does() -> None:
     """That server never answers."""
     async with crooked(says(HANG_S)) as far:
@@ -218,6 +235,21 @@ async def test_unloading_by_hand_lets_calls_end_and_refuses_new_ones_until_then(
         gate.open()
         await unloading
         assert (await running).text.startswith("[stub:m] ok")
+
+
+async def test_nothing_is_changed_by_hand_while_the_first_models_are_loaded() -> None:
+    text = "cluster: c\nmodels:\n  m: {source: 'stub://m?load_ms=200'}\n"
+    cluster = ManifestCluster(parse(text), ClusterOptions(worker=WorkerOptions("thread")))
+    starting = asyncio.create_task(cluster.start())
+    try:
+        await until(lambda: bool(cluster.cards()) and model_of(cluster, "m").state == "loading")
+        for change in (cluster.unload_model("m"), cluster.load_model("m"), cluster.replace(text.replace("m:", "n:"))):
+            with pytest.raises(UnavailableError, match="for the first time"):
+                await change
+        await asyncio.wait_for(starting, LIMIT_S)
+        assert (await say(cluster, "hello", "m")).text.startswith("[stub:m]")
+    finally:
+        await cluster.close()
 
 
 async def test_what_is_remote_cannot_be_loaded_here() -> None:

@@ -189,12 +189,13 @@ class ManifestCluster:
 
         Raises:
             ManifestError: the text is no manifest; every fault is named.
-            UnavailableError: another one is being brought in.
+            UnavailableError: another one is being brought in, or the first one's models are being loaded.
             LockstepError: it cannot be served; what was served still is.
         """
         manifest = await asyncio.to_thread(
             parse, text, validators=self._validators, environment=environment, keys=frozenset(self._keys)
         )
+        self._check_booted()
         if self._is_replacing:
             raise UnavailableError("another manifest is being brought in; try again when that is done")
         if environment is not None:
@@ -266,8 +267,14 @@ class ManifestCluster:
                 self._stage.worker.watch_steps(STEPS_PER_S if is_watched else 0.0)
                 was_watched = is_watched
 
+    def _check_booted(self) -> None:
+        """Whoever takes a model away while the first ones are loaded would make the boot fail."""
+        if not self._stage.is_booted:
+            raise UnavailableError("the models are being loaded for the first time; try again when they are there")
+
     def _held(self, id_: str) -> Held:
         held = self._stage.roster.find(id_).held
+        self._check_booted()
         if held is None:
             raise InvalidParameterError(f"{id_} is remote: there is nothing to load here", param="model")
         return held

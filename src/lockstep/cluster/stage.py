@@ -21,7 +21,7 @@ from lockstep.cluster.models import Model, Names, Roster
 from lockstep.cluster.opening import Opened, corrected, open_manifest
 from lockstep.cluster.plan_flight import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy
-from lockstep.cluster.remote import RemoteModel
+from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replicas import FAILED, Replicas
 from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
@@ -364,4 +364,8 @@ class Stage:
 
 
 def _session_limit(entry: Entry, manifest: Manifest) -> int | None:
-    return manifest.sessions.max_active_sessions if entry.max_active_sessions is None else entry.max_active_sessions
+    """Sessions of a model at once; those of a remote one hold nothing on the device, so that its connections bound
+    them."""
+    if entry.max_active_sessions is not None:
+        return entry.max_active_sessions
+    return MAX_CONNECTIONS if entry.tier is Tier.REMOTE else manifest.sessions.max_active_sessions

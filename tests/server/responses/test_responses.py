@@ -277,7 +277,7 @@ def test_a_failure_in_the_middle_ends_the_stream_as_failed() -> None:
 
 def test_a_server_that_is_told_to_end_ends_its_streams() -> None:
     arguments = ("stub://alpha?step_ms=20", "--served-model-name", "alpha", "--shutdown-timeout", "0.2")
-    endless = {"max_output_tokens": 4000, "ignore_eos": True}
+    endless = {"max_output_tokens": 4000}
     with serve(*arguments) as server, client_of(server.base_url) as client:
         with client.responses.create(input="Hi", model="alpha", stream=True, extra_body=endless) as stream:
             events = []
