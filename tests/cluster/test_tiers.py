@@ -237,16 +237,18 @@ async def test_unloading_by_hand_lets_calls_end_and_refuses_new_ones_until_then(
         assert (await running).text.startswith("[stub:m] ok")
 
 
-async def test_nothing_is_changed_by_hand_while_the_first_models_are_loaded() -> None:
-    text = "cluster: c\nmodels:\n  m: {source: 'stub://m?load_ms=200'}\n"
+async def test_nothing_is_changed_by_hand_while_the_first_models_are_loaded(gate: Gate) -> None:
+    text = f"cluster: c\nmodels:\n  m: {{source: 'stub://m?load_ms={ENDLESS_MS}'}}\n"
     cluster = ManifestCluster(parse(text), ClusterOptions(worker=WorkerOptions("thread")))
     starting = asyncio.create_task(cluster.start())
     try:
-        await until(lambda: bool(cluster.cards()) and model_of(cluster, "m").state == "loading")
+        await until(lambda: gate.num_held == 1)
+        assert model_of(cluster, "m").state == "loading"
         for change in (cluster.unload_model("m"), cluster.load_model("m"), cluster.replace(text.replace("m:", "n:"))):
             with pytest.raises(UnavailableError, match="for the first time"):
                 await change
-        await asyncio.wait_for(starting, LIMIT_S)
+        gate.open()
+        await starting
         assert (await say(cluster, "hello", "m")).text.startswith("[stub:m]")
     finally:
         await cluster.close()
