@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 
 class FinishReason(Enum):
@@ -19,10 +20,10 @@ class FinishReason(Enum):
 class Priority:
     """Named priority classes; any integer is a class, lower is served first."""
 
-    CRITICAL = -2
-    HIGH = -1
-    NORMAL = 0
-    LOW = 1
+    CRITICAL: Final = -2
+    HIGH: Final = -1
+    NORMAL: Final = 0
+    LOW: Final = 1
 
 
 @dataclass(frozen=True, slots=True)

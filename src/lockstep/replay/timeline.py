@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lockstep.core.step import StepEvents, StepPlan
 
@@ -35,31 +35,31 @@ class Tick(NamedTuple):
     """Held during the step, before those that end give theirs back."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutcome:
     """What became of one request. Ticks and times are of the logical clock; -1: it never came so far."""
 
-    name: str
-    seq_id: int
+    name: Final[str]
+    seq_id: Final[int]
     """-1: refused at its arrival."""
-    priority: int
-    tenant: str
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
-    arrival_tick: int
-    admitted_tick: int
-    first_token_tick: int
-    finished_tick: int
-    arrival_ps: int
-    admitted_ps: int
+    priority: Final[int]
+    tenant: Final[str]
+    num_prompt_tokens: Final[int]
+    num_output_tokens: Final[int]
+    num_cached_tokens: Final[int]
+    num_preemptions: Final[int]
+    arrival_tick: Final[int]
+    admitted_tick: Final[int]
+    first_token_tick: Final[int]
+    finished_tick: Final[int]
+    arrival_ps: Final[int]
+    admitted_ps: Final[int]
     """Begin of the step that admitted it."""
-    first_token_ps: int
+    first_token_ps: Final[int]
     """End of the step that brought its first token."""
-    finished_ps: int
+    finished_ps: Final[int]
     """End of its last step."""
-    refusal: str = ""
+    refusal: Final[str] = ""
     """Why it was refused."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from lockstep.core.request import Priority
 
@@ -21,24 +22,24 @@ class ArrivalUnit(Enum):
     """Picoseconds of logical time; steps take what the cost model says, idle time is skipped."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkloadRequest:
     """One request of a workload."""
 
-    name: str
+    name: Final[str]
     """Its id in the file, or its number there."""
-    num_prompt_tokens: int
-    max_output_tokens: int
-    num_output_tokens: int
+    num_prompt_tokens: Final[int]
+    max_output_tokens: Final[int]
+    num_output_tokens: Final[int]
     """What it gets if nothing ends it before; at most ``max_output_tokens``."""
-    arrival: int
+    arrival: Final[int]
     """From the workload's start on, in its unit; never less than that of the request before."""
-    priority: int = Priority.NORMAL
-    tenant: str = ""
-    contents: tuple[int, ...] = ()
+    priority: Final[int] = Priority.NORMAL
+    tenant: Final[str] = ""
+    contents: Final[tuple[int, ...]] = ()
     """One dense id for each block of ``content_size`` tokens of the prompt, a partial last one included; equal ids are
     equal content with equal past. Blocks without an id, all of them or the last ones, share nothing."""
-    place: str = ""
+    place: Final[str] = ""
     """Where it stands in its file, for messages: ``trace.jsonl:17``."""
 
 

@@ -65,7 +65,8 @@ def shaped(
     origin = None if from_first else 0
     for arrival, request in islice(timed, options.limit):
         origin = arrival if origin is None else origin
-        yield replace(request, arrival=(arrival - origin) * speed.denominator // speed.numerator)
+        given = (arrival - origin) * speed.denominator // speed.numerator
+        yield request if given == request.arrival else replace(request, arrival=given)
 
 
 def _in_order(requests: Iterable[WorkloadRequest]) -> Iterator[Timed]:
