@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason
 from lockstep.core.stats import SchedulerStats
@@ -44,16 +46,15 @@ class Histogram:
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._count = 0
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += count
-        self._count += count
         self._sum += value * count
 
     def snapshot(self) -> HistogramSnapshot:
-        return HistogramSnapshot(self._bounds, tuple(self._counts), self._count, self._sum)
+        counts = tuple(self._counts)
+        return HistogramSnapshot(self._bounds, counts, sum(counts), self._sum)
 
 
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
@@ -99,7 +100,7 @@ class MetricsSnapshot:
     """Facts that do not change, as the labels of a gauge that is 1."""
 
 
-class SequenceSpan(NamedTuple):
+class SequenceSpan(msgspec.Struct, frozen=True):
     """When a sequence reached what, on the engine's clock, and how much that was."""
 
     arrival_s: float

@@ -46,6 +46,8 @@ class Publisher:
         """Who gets the step's hidden states: whose, from which position, which offsets of the chunk."""
         self._judged: list[tuple[Generation, int]] = []
         """Whose prompt is judged by the rows that follow the sampled ones, and by how many of them."""
+        self._sampling: list[Generation] = []
+        """Who samples in the step under way, in plan order."""
 
     def open(self, generation: Generation) -> None:
         self.generations[generation.seq_id] = generation
@@ -63,16 +65,18 @@ class Publisher:
         generations = self.generations
         ids: list[int] = []
         rows: list[int] = []
+        sampling: list[Generation] = []
         for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
-            tokens = generations[seq_id].tokens
+            generation = generations[seq_id]
             if length == 1:
-                ids.append(tokens[start])
+                ids.append(generation.tokens[start])
             else:
-                ids += tokens[start : start + length]
+                ids += generation.tokens[start : start + length]
             if samples:
+                sampling.append(generation)
                 rows.append(len(ids) - 1)
-        self._pooled.clear()
-        self._judged.clear()
+        self._sampling = sampling
+        self._pooled, self._judged = [], []
         hidden = self._look_at_prompts(plan, rows, now_s) if plan.num_prompt_tokens else None
         return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden)
 
@@ -103,8 +107,8 @@ class Publisher:
             self._pool()
         if self._judged:
             logits = self._judge(plan.num_samples, logits)
-        sampling = self._sampling(plan)
-        if False not in [generation.takes_likeliest for generation in sampling]:
+        sampling = self._sampling
+        if all(generation.takes_likeliest for generation in sampling):
             return likeliest(logits)
         states = [generation.sampler for generation in sampling]
         positions = [len(generation.tokens) for generation in sampling]
@@ -117,48 +121,58 @@ class Publisher:
 
     def accept(self, plan: StepPlan, samples: Samples, now_s: float) -> tuple[StepResult, list[Generation]]:
         """Append what was sampled; returns the result for the scheduler and the sequences that it touched."""
-        metrics = self._metrics
-        touched = self._sampling(plan)
+        touched = self._sampling
+        counts: list[int] = []
         finishes: list[FinishReason | None] = []
-        counts = [1] * len(touched)
+        num_after: dict[float, int] = {}
+        """Tokens by the time of the one before; those of a batch mostly came together."""
         num_tokens = 0
-        for row, (generation, token, logprobs, finite) in enumerate(
-            zip(touched, samples.token_ids, samples.logprobs, samples.finite, strict=True)
+        for generation, token, logprobs, finite in zip(
+            touched, samples.token_ids, samples.logprobs, samples.finite, strict=True
         ):
-            if not finite or generation.fault is not None:
-                metrics.corrupted_requests += not finite or isinstance(generation.fault, NumericsError)
-                generation.live.error = generation.fault or self._not_finite(len(generation.tokens))
-                generation.end(FinishReason.ERROR)
-                finishes.append(FinishReason.ERROR)
-                continue
-            if generation.pooler is not None:
-                generation.end(FinishReason.STOP)
-                finishes.append(FinishReason.STOP)
-                self._first_token(generation, now_s)
+            if not finite or generation.fault is not None or generation.pooler is not None:
+                counts.append(1)
+                finishes.append(self._end_without_token(generation, finite, now_s))
                 continue
             got = generation.accept(token, logprobs)
+            counts.append(got)
             finishes.append(generation.finish_reason)
+            num_tokens += got
             if generation.first_token_s is None:
                 self._first_token(generation, now_s)
             else:
-                metrics.observe_itl_s(now_s - generation.last_token_s)
+                last_s = generation.last_token_s
+                num_after[last_s] = num_after.get(last_s, 0) + 1
             if got > 1:
-                counts[row] = got
-                metrics.observe_itl_s(0.0, got - 1)  # forced tokens come with the sampled one
+                num_after[now_s] = num_after.get(now_s, 0) + got - 1  # forced tokens come with the sampled one
             generation.last_token_s = now_s
-            num_tokens += got
+        metrics = self._metrics
+        for last_s, count in num_after.items():
+            metrics.observe_itl_s(now_s - last_s, count)
         metrics.num_steps += 1
         metrics.generation_tokens += num_tokens
         metrics.observe_step_tokens(num_tokens + plan.num_prompt_tokens)
         return StepResult(tuple(counts), tuple(finishes)), touched
 
+    def _end_without_token(self, generation: Generation, finite: bool, now_s: float) -> FinishReason:
+        """End one whose logits are faulty, whose grammar cannot go on, or who only wanted a vector; returns why."""
+        if finite and generation.fault is None:
+            generation.end(FinishReason.STOP)
+            self._first_token(generation, now_s)
+            return FinishReason.STOP
+        self._metrics.corrupted_requests += not finite or isinstance(generation.fault, NumericsError)
+        generation.live.error = generation.fault or self._not_finite(len(generation.tokens))
+        generation.end(FinishReason.ERROR)
+        return FinishReason.ERROR
+
     def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
         """Give every sink its output; returns the requests whose sink raised."""
-        return [
-            generation.live.request_id
-            for generation in touched
-            if generation.live.sink is not None and not hand_over(generation.live.sink, generation.take_output(now_s))
-        ]
+        lost: list[int] = []
+        for generation in touched:
+            sink = generation.live.sink
+            if sink is not None and not hand_over(sink, generation.take_output(now_s)):
+                lost.append(generation.live.request_id)
+        return lost
 
     def _pool(self) -> None:
         executor = self._executor
@@ -184,12 +198,6 @@ class Publisher:
             f"model {self._name!r} produced NaN or infinity at position {position}; "
             "its weights or its precision are at fault"
         )
-
-    def _sampling(self, plan: StepPlan) -> list[Generation]:
-        generations = self.generations
-        if all(plan.samples):
-            return [generations[seq_id] for seq_id in plan.seq_ids]
-        return [generations[seq_id] for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
 
     def _first_token(self, generation: Generation, now_s: float) -> None:
         live = generation.live

@@ -33,6 +33,8 @@ Floats = npt.NDArray[np.float32]
 
 _ROOM = 16
 """New tokens of the output before the arrays of a state grow, by doubling."""
+_FEW_ROWS = 8
+"""So many are read one by one sooner than together."""
 
 __all__ = ["SamplerState", "Samples", "TokenLogprobs", "likeliest", "sample"]
 
@@ -151,10 +153,12 @@ def sample(
         row = logits[index]
         banned = suppressed[index] if suppressed is not None else ()
         bits = allowed.get(index) if allowed is not None else None
-        if bits is not None and not math.isfinite(row.max()):  # a fault counts also where the constraint hides it
-            samples.finite[index] = False
-            continue
         token: int | None = samples.token_ids[index]
+        if bits is not None:  # a fault counts also where the constraint hides it
+            if token == -1:
+                samples.finite[index] = math.isfinite(row.max())
+            if not samples.finite[index]:
+                continue
         if token == -1 or token in banned or (bits is not None and not _has(bits, token)):
             edited = row
             if state.edits or banned or bits is not None:
@@ -174,8 +178,12 @@ def likeliest(logits: Floats) -> Samples:
     NaN counts as the greatest, so a faulty row costs no second look at the row.
     """
     best = logits.argmax(axis=1)
-    peaks = logits[np.arange(len(best)), best].tolist()
-    return Samples(best.tolist(), [None] * len(peaks), [math.isfinite(peak) for peak in peaks])
+    tokens: list[int] = best.tolist()
+    if len(tokens) <= _FEW_ROWS:
+        peaks = [logits[row, token] for row, token in enumerate(tokens)]
+    else:
+        peaks = logits[np.arange(len(tokens)), best].tolist()
+    return Samples(tokens, [None] * len(tokens), [math.isfinite(peak) for peak in peaks])
 
 
 def _has(bits: TokenBits, token: int | None) -> bool:

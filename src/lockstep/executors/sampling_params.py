@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -104,9 +104,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         Raises:
             InvalidParameterError: names a field at fault in `param`, its value, and what would be right.
         """
-        for name, check in _CHECKS.items():
+        for name, default, check in _CHECKS:
             value = getattr(self, name)
-            if value is not getattr(_NOTHING_SAID, name):
+            if value is not default:
                 check(name, value)
         check_logprobs("logprobs", self.logprobs, vocab_size)
         _biases(self.logit_bias, vocab_size)
@@ -141,13 +141,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def _filled(self, defaults: Mapping[str, float | int]) -> SamplingParams:
         """With an artifact's defaults where nothing was said; they have the same ranges as a request's values."""
-        given = {name: defaults[name] for name in _DEFAULTED if getattr(self, name) is None and name in defaults}
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given: dict[str, Any] = {
+            name: defaults[name] for name in names if getattr(self, name) is None and name in defaults
+        }
         top_k = given.get("top_k")
         if isinstance(top_k, float) and top_k.is_integer():
             given["top_k"] = int(top_k)
         try:
-            for name, value in given.items():
-                _CHECKS[name](name, value)
+            SamplingParams(**given).validate(vocab_size=1)
         except InvalidParameterError as error:
             raise InvalidParameterError(
                 f"the model's default sampling parameters cannot be used: {error}; give {error.param} in the request",
@@ -242,25 +244,20 @@ def _stop_tokens(value: object, vocab_size: int) -> None:
             raise InvalidParameterError(str(error), param="stop_token_ids") from None
 
 
-_NOTHING_SAID = SamplingParams()
-_CHECKS: Mapping[str, Callable[[str, object], None]] = MappingProxyType(
-    {
-        "temperature": partial(_real, low=0.0, high=MAX_TEMPERATURE),
-        "top_k": partial(_whole, low=-1, high=None),
-        "top_p": partial(_real, low=0.0, high=1.0, open_low=True),
-        "min_p": partial(_real, low=0.0, high=1.0),
-        "repetition_penalty": partial(_real, low=MIN_PENALTY, high=MAX_PENALTY),
-        "presence_penalty": partial(_real, low=-2.0, high=2.0),
-        "frequency_penalty": partial(_real, low=-2.0, high=2.0),
-        "seed": partial(_whole, low=-(2**63), high=2**64 - 1),
-        "max_tokens": partial(_whole, low=1, high=None),
-        "min_tokens": partial(_whole, low=0, high=None),
-        "stop": _stop_strings,
-        "ignore_eos": _flag,
-        "n": partial(_whole, low=1, high=MAX_CHOICES),
-        "constraint": _constraint,
-    }
+_CHECKS: tuple[tuple[str, object, Callable[[str, object], None]], ...] = (
+    ("temperature", None, partial(_real, low=0.0, high=MAX_TEMPERATURE)),
+    ("top_k", None, partial(_whole, low=-1, high=None)),
+    ("top_p", None, partial(_real, low=0.0, high=1.0, open_low=True)),
+    ("min_p", None, partial(_real, low=0.0, high=1.0)),
+    ("repetition_penalty", None, partial(_real, low=MIN_PENALTY, high=MAX_PENALTY)),
+    ("presence_penalty", 0.0, partial(_real, low=-2.0, high=2.0)),
+    ("frequency_penalty", 0.0, partial(_real, low=-2.0, high=2.0)),
+    ("seed", None, partial(_whole, low=-(2**63), high=2**64 - 1)),
+    ("max_tokens", None, partial(_whole, low=1, high=None)),
+    ("min_tokens", 0, partial(_whole, low=0, high=None)),
+    ("stop", (), _stop_strings),
+    ("ignore_eos", False, _flag),
+    ("n", 1, partial(_whole, low=1, high=MAX_CHOICES)),
+    ("constraint", None, _constraint),
 )
-"""What a value must be that was said."""
-_DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""What an artifact may have defaults for."""
+"""A field, its default, and what any other value must be."""

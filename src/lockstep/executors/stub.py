@@ -91,7 +91,7 @@ def reply_of(options: StubOptions, prompt_ids: Sequence[int], max_output_tokens:
         begin = len(prompt_ids) - prompt_ids[::-1].index(USER_ID) if USER_ID in prompt_ids else 0
         text = bytes([token for token in prompt_ids[begin:] if token < 256]).decode(errors="replace").lower()
         return f"{options.field}={_route(text, options.ids)}".encode()
-    num_bytes = sum(map((256).__gt__, prompt_ids))
+    num_bytes = sum([token < 256 for token in prompt_ids])
     return f"[stub:{options.name}] ok len={num_bytes} max={max_output_tokens}".encode()
 
 
@@ -102,8 +102,7 @@ def _route(text: str, ids: tuple[str, ...]) -> str:
     return next((specialist for specialist in ids if specialist.lower() in text), NONE_OF_THESE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Script:
+class _Script(msgspec.Struct, frozen=True):
     prompt_len: int
     reply: bytes
 

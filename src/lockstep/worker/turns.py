@@ -100,11 +100,8 @@ class Turns:
             for seat in self._seats.values():
                 seat.credit_us = seat.grant_us
             return None
-        able = [seat for seat in self._busy if seat.credit_us > 0]
-        if not able:
-            self._begin_round()
-            able = [seat for seat in self._busy if seat.credit_us > 0]
-        chosen = min(able, key=_by_turn)
+        able = [seat for seat in self._busy if seat.credit_us > 0] or self._begin_round()
+        chosen = able[0] if len(able) == 1 else min(able, key=_by_turn)
         self._num_turns += 1
         chosen.last_turn = self._num_turns
         return chosen.key
@@ -128,8 +125,10 @@ class Turns:
             if seat.grant_us != grant_us:
                 seat.grant_us, seat.credit_us = grant_us, min(seat.credit_us, grant_us)
 
-    def _begin_round(self) -> None:
-        """Give credit until one of those who have work has some: all the rounds at once that this takes."""
+    def _begin_round(self) -> list[_Seat]:
+        """Give credit until some of those who have work have some: all the rounds at once that this takes. Returns
+        them."""
         num_rounds = min(-seat.credit_us // seat.grant_us + 1 for seat in self._busy)
         for seat in self._seats.values():
             seat.credit_us = min(seat.credit_us + num_rounds * seat.grant_us, seat.grant_us)
+        return [seat for seat in self._busy if seat.credit_us > 0]
