@@ -55,9 +55,10 @@ def test_tokens_of_ordinary_messages_are_those_of_the_rendered_text(family: str,
 
 def test_half_a_character_is_no_text() -> None:
     tokenizer = chat(CHATML)
-    for ask in (lambda: tokenizer.encode("a\ud83d"), lambda: tokenizer.encode_chat(user("<|im_start|>\ud83d"))):
-        with pytest.raises(InvalidParameterError, match="half of a character"):
-            ask()
+    with pytest.raises(InvalidParameterError, match="half of a character"):
+        tokenizer.encode("a\ud83d")
+    with pytest.raises(InvalidParameterError, match="half of a character"):
+        tokenizer.encode_chat(user("<|im_start|>\ud83d"))
 
 
 def test_generation_prompt_and_variables_reach_the_template() -> None:
