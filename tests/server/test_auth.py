@@ -145,3 +145,49 @@ def test_a_page_that_points_its_name_at_loopback_is_refused(server: ServerProces
 def test_with_a_key_any_name_will_do(keyed: ServerProcess) -> None:
     with keyed.client(api_key=KEYS[0]) as client:
         assert client.get("/v1/models", headers={"Host": "models.example"}).status_code == 200
+
+
+OPERATED = (
+    ("GET", "/v1/cluster"),
+    ("GET", "/v1/manifest"),
+    ("PUT", "/v1/manifest"),
+    ("GET", "/v1/sessions"),
+    ("DELETE", "/v1/sessions/a/b"),
+    ("GET", "/v1/events"),
+    ("POST", "/v1/models/org/alpha/load"),
+    ("POST", "/v1/models/alpha/unload"),
+    ("POST", "/reset_prefix_cache"),
+    ("GET", "/debug/check"),
+)
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATED)
+def test_what_all_callers_share_needs_an_admin_key_where_there_is_one(method: str, path: str) -> None:
+    keys = AccessKeys(KEYS, ("root",))
+    tenants = [keys.tenant([(b"x-api-key", key)]) for key in (b"nobody", KEYS[0].encode(), b"root")]
+    assert tenants == [None, "key-1", "admin-1"]
+    refusals = [keys.refusal(tenant, path) for tenant in tenants]
+    assert [refusal and refusal.status for refusal in refusals] == [401, 403, None]
+    assert AccessKeys(KEYS).refusal("key-1", path) is None, "without one any key will do"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/models", "/v1/models/alpha", "/v1/responses/x", "/v1/cluster2"]
+)
+def test_an_admin_key_opens_what_callers_use_and_guards_it_from_nobody(path: str) -> None:
+    assert AccessKeys(KEYS, ("root",)).refusal("admin-1", path) is None
+    assert AccessKeys(KEYS, ("root",)).refusal("key-1", path) is None
+    assert AccessKeys((), ("root",)).refusal(None, path) is None, "no key is asked of callers"
+
+
+def test_an_admin_key_works_on_a_real_server() -> None:
+    keys = ("--api-key", KEYS[0], "--admin-key", "root", "--enable-debug-endpoints")
+    with serve("stub://alpha", *keys, *IN_THREAD) as server:
+        asked = {}
+        for key in (None, KEYS[0], "root"):
+            with server.client(api_key=key) as client:
+                asked[key] = [client.get(path).status_code for path in ("/debug/check", "/v1/models")]
+        log = server.stderr
+    assert asked == {None: [401, 401], KEYS[0]: [403, 200], "root": [200, 200]}
+    assert "tenant=admin-1" in log
+    assert "root" not in log

@@ -91,6 +91,7 @@ def server_options(
         host=host,
         port=port,
         api_keys=split_keys(listen.api_key or ()),
+        admin_keys=split_keys(listen.admin_key or (), "--admin-key"),
         allow_unauthenticated=listen.allow_unauthenticated,
         allowed_hosts=_allowed_hosts(listen, host),
         cors_origins=tuple(listen.cors_origin or ()),
@@ -220,9 +221,9 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "0.0.0.0", int(port)
 
 
-def split_keys(given: tuple[str, ...] | list[str]) -> tuple[str, ...]:
+def split_keys(given: tuple[str, ...] | list[str], flag: str = "--api-key") -> tuple[str, ...]:
     """Keys, each once. One variable may hold several, so a comma always separates."""
     keys = [key.strip() for text in given for key in text.split(",")]
     if not all(keys):
-        raise UsageError("--api-key is empty; give a key, or leave it out")
+        raise UsageError(f"{flag} is empty; give a key, or leave it out")
     return tuple(dict.fromkeys(keys))

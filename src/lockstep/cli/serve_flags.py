@@ -23,6 +23,10 @@ class ListenFlags:
         list[str] | None,
         typer.Option(help="A key that opens the server; may be repeated, or hold several with commas between them."),
     ] = None
+    admin_key: Annotated[
+        list[str] | None,
+        typer.Option(help="As --api-key, and the only ones that then open the cluster, its manifest and sessions."),
+    ] = None
     allow_unauthenticated: Annotated[
         bool, typer.Option("--allow-unauthenticated", help="Listen beyond loopback without a key.")
     ] = False

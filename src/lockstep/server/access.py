@@ -1,8 +1,9 @@
-"""Who a request comes from: API keys, compared in constant time, and the paths that need none."""
+"""Who a request comes from: API keys, compared in constant time, and the paths that need none or an operator's."""
 
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import sha256
 
@@ -11,16 +12,39 @@ from lockstep.server.errors import HttpError
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/healthz", "/metrics", "/ping", "/version"})
 """Answered without a key: what probes and scrapers ask for. They tell nothing of any request's content."""
 _BEARER = b"bearer "
+_ADMIN = "admin-"
+_OPERATED = re.compile(
+    r"/v1/(cluster|manifest|events|sessions(/.*)?|models/.+/(load|unload))|/reset_prefix_cache|/debug/.*"
+)
+
+
+def is_operators(path: str) -> bool:
+    """Whether a path shows or changes what belongs to all callers together."""
+    return _OPERATED.fullmatch(path) is not None
 
 
 class AccessKeys:
-    """The keys of a server. A key's owner is named by its position, so that no log holds a part of a key."""
+    """The keys of a server. A key's owner is named by its position, so that no log holds a part of a key.
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [(f"key-{i + 1}", sha256(key.encode()).digest()) for i, key in enumerate(keys)]
+    Args:
+        keys: open what callers use.
+        admin_keys: open everything.
+    """
+
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+        named = [*_named("key-", keys), *_named(_ADMIN, admin_keys)]
+        self._digests = [(name, sha256(key.encode()).digest()) for name, key in named]
+        self._has_keys, self._has_admin_keys = bool(keys), bool(admin_keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
+
+    def refusal(self, tenant: str | None, path: str) -> HttpError | None:
+        """Why a key's owner, or nobody's, may not have a path; None: it may."""
+        if self._has_admin_keys and is_operators(path):
+            is_admin = tenant is not None and tenant.startswith(_ADMIN)
+            return None if is_admin else _unauthenticated() if tenant is None else _forbidden()
+        return _unauthenticated() if self._has_keys and tenant is None else None
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         """The owner of the key in ``Authorization: Bearer`` or ``X-Api-Key``; None: no key, or none that we know.
@@ -36,7 +60,21 @@ class AccessKeys:
         return found
 
 
-def unauthenticated() -> HttpError:
+def _named(prefix: str, keys: Sequence[str]) -> list[tuple[str, str]]:
+    return [(f"{prefix}{i + 1}", key) for i, key in enumerate(keys)]
+
+
+def _forbidden() -> HttpError:
+    """What is said to a caller's key where an operator's is needed."""
+    return HttpError(
+        403,
+        "permission_error",
+        "This needs an admin key, since it shows or changes what belongs to all callers; this key is not one.",
+        code="admin_key_needed",
+    )
+
+
+def _unauthenticated() -> HttpError:
     """What is said to a request without a valid key; not whether it had one."""
     return HttpError(
         401,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.errors import UnavailableError
-from lockstep.server.access import OPEN_PATHS, AccessKeys, host_fault, unauthenticated
+from lockstep.server.access import OPEN_PATHS, AccessKeys, host_fault
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.limits import RateLimits
 from lockstep.server.record import RequestRecord
@@ -30,7 +30,7 @@ class GateMiddleware:
         self._app = app
         self._serving = serving
         self._now_s = now_s
-        self._keys = AccessKeys(options.api_keys)
+        self._keys = AccessKeys(options.api_keys, options.admin_keys)
         self._limits = RateLimits(options.requests_per_minute, options.tokens_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,10 +57,8 @@ class GateMiddleware:
         if not self._keys:
             return None
         tenant = self._keys.tenant(scope["headers"])
-        if tenant is None:
-            return unauthenticated()
-        record.tenant = tenant
-        return None
+        record.tenant = tenant or ""
+        return self._keys.refusal(tenant, scope["path"])
 
     def _admit(self, record: RequestRecord) -> HttpError | None:
         serving = self._serving

@@ -17,6 +17,8 @@ class ServerOptions:
     port: int = 9000
     api_keys: tuple[str, ...] = ()
     """Any of them opens the guarded endpoints; none: no key is asked for."""
+    admin_keys: tuple[str, ...] = ()
+    """Open all endpoints; where there are any, only they open those that show or change what all callers share."""
     allow_unauthenticated: bool = False
     """Whether to listen beyond loopback without a key."""
     allowed_hosts: tuple[str, ...] = ()
