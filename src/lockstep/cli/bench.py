@@ -201,10 +201,10 @@ def replay(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace, as for `lockstep replay`.")],
     settings: asked.Set = None,
     rounds: Annotated[int, typer.Option(help="Times that each way is run; the best counts.", min=1, max=100)] = 3,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
     *,
     reading: asked.ReadFlags,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Measure replaying: requests per second, and that counting steps changes no decision; fails if it does."""
     from lockstep.bench.replay import run_replay_bench, text_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,20 +37,21 @@ def bisect(
     config_b: To,
     metric: Metric = "ttft_p99",
     settings: asked.Set = None,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
     *,
     reading: asked.ReadFlags,
     costs: asked.CostFlags,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Take over each differing field alone, and all but each, and tell which of them makes the metric."""
     from lockstep.replay.bisect import bisect_fields
-    from lockstep.replay.metrics import metric_named, numbers_of
+    from lockstep.replay.metrics import check_metric, metric_named, numbers_of
     from lockstep.replay.readers import read_workload
     from lockstep.replay.render.terminal import show_table
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
 
+    check_metric(metric)
     workload = read_workload(file, reading.options())
     workload = replace(workload, requests=tuple(workload.requests))
     common, cost = settings_of(settings), costs.model()
@@ -72,7 +72,6 @@ def bisect(
             show_table(_table(found))
             print()
         print(_conclusion(found, metric))
-    sys.stdout.flush()
 
 
 def _table(found: Bisection) -> Table:
@@ -88,7 +87,10 @@ def _rows(found: Bisection) -> Iterator[tuple[str, ...]]:
         cells = [effect.name, str(effect.value_a), str(effect.value_b)]
         for metric in (effect.alone, effect.all_but):
             share = found.share(metric)
-            cells += ["cannot work" if metric is None else f"{metric:,g}", "" if share is None else f"{share:.0%}"]
+            cells += [
+                "cannot work" if metric is None else f"{metric:,g}",
+                "" if share is None else f"{round(100 * share)}%",
+            ]
         yield tuple(cells)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.writing import write_file
+from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def calibrate(
     trace: TracePath,
     output: OutputFile = Path("cost.json"),
     engine: EngineNumber = None,
+    as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
     """Fit a step-time model to a recording, and say how far it can be trusted."""
@@ -36,6 +38,7 @@ def calibrate(
     from lockstep.replay.render.cost import show_cost
     from lockstep.replay.trace import live_steps, open_trace
 
+    check_place(output, "the cost model")
     recording = open_trace(trace.expanduser())
     traced = _engine(recording, engine, trace)
     made_on = MadeOn(
@@ -47,8 +50,10 @@ def calibrate(
         environment=dict(traced.environment),
     )
     file = fitting.calibrate(live_steps(recording, traced.number), made_on)
-    write_file(output, to_bytes(file), "the cost model")
-    show_cost(file)
+    data = to_bytes(file)
+    write_file(output, data, "the cost model")
+    print(f"cost model written to {output}", file=sys.stderr)
+    print(data.decode(), end="") if as_json else show_cost(file)
 
 
 def _engine(recording: Trace, number: int | None, trace: Path) -> TracedEngine:

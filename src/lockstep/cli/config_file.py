@@ -33,12 +33,14 @@ def read_config(
     repeatable: Iterable[str],
     option: str = "--config ",
     keys: str = "the flags that --help lists",
+    null: str | None = None,
 ) -> dict[str, Any]:
     """The file's values by parameter name.
 
     Args:
         option: what stands before the path in messages.
         keys: what the keys are, for messages.
+        null: what a null stands for; None: it stands for nothing, and is refused.
         known: names that may be given; the file writes them like the flags, or with underscores.
         repeatable: names that take a list; one value alone is a list of one.
 
@@ -52,17 +54,20 @@ def read_config(
             raise UsageError(f"{option}{path} is larger than {MAX_CONFIG_BYTES} bytes")
         root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option}{path} cannot be read ({error})") from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{option}{path} cannot be read ({why})") from error
     except yaml.YAMLError as error:
         raise UsageError(f"{option}{path} is not YAML: {error}") from error
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{option}{path} must hold `flag: value` lines")
-    return _values(f"{option}{path}", root, set(known), set(repeatable), keys)
+    return _values(f"{option}{path}", root, set(known), set(repeatable), keys, null)
 
 
-def _values(source: str, root: yaml.MappingNode, known: set[str], repeatable: set[str], keys: str) -> dict[str, Any]:
+def _values(
+    source: str, root: yaml.MappingNode, known: set[str], repeatable: set[str], keys: str, null: str | None
+) -> dict[str, Any]:
     import yaml
 
     values: dict[str, Any] = {}
@@ -82,7 +87,7 @@ def _values(source: str, root: yaml.MappingNode, known: set[str], repeatable: se
             raise UsageError(f"{where}: {error}") from error
         finally:
             loader.dispose()
-        values[name] = _plain(where, value, name in repeatable)
+        values[name] = _plain(where, null if value is None else value, name in repeatable)
     return values
 
 

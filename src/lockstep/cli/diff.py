@@ -67,11 +67,11 @@ def diff(
     settings_b: SetB = None,
     reproducer: ReproducerFile = None,
     html: asked.Html = None,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
     *,
     reading: asked.ReadFlags,
     costs: asked.CostFlags,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Tell the first step that A and B decide differently, and why; exit code 1 if there is one."""
     from lockstep.replay.diff import diff_configs, diff_workloads
@@ -101,7 +101,6 @@ def diff(
         print(f"{sides.workload.name}: {found.num_requests:,} request{'s' * (found.num_requests != 1)}")
         print(configs_line(found, sides.a, sides.b))
         _print_told(words)
-    sys.stdout.flush()
     if html is not None:
         _write_page(html, sides, cost, found, words)
     if reproducer is not None:
@@ -156,7 +155,6 @@ def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as
             if each.fields and each.b is not None:
                 words = ["lockstep", "diff", str(a), "--engine", str(each.engine), *_set_b(each.fields, each.b.config)]
                 print(f"what decides, and on how few requests: {shlex.join(words)}")
-    sys.stdout.flush()
     if html is not None:
         write_file(html, recordings_page(str(a), str(b), engines).encode(), "the page")
         print(f"page written to {html}", file=sys.stderr)

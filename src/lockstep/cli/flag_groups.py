@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
     """Make flags of the fields of every parameter that is a dataclass; the command is called with its values.
 
-    Each field is an ``Annotated`` option with a default, as a parameter would be.
+    Each field is an ``Annotated`` option with a default, as a parameter would be; they stand where the group stands.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {
@@ -30,9 +30,11 @@ def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
         made = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
         return command(**values, **made)
 
-    plain = [parameter for parameter in own if parameter.name not in groups]
-    flags = [flag for group in groups.values() for flag in _flags(group)]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*plain, *flags)]
+    parameters = [
+        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own
+        for each in (_flags(groups[parameter.name]) if parameter.name in groups else (parameter,))
+    ]
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # both are what typer reads
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called

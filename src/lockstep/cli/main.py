@@ -3,6 +3,7 @@ line and a table; exit code 2. `--debug` shows the traceback."""
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -78,6 +79,9 @@ def _root(
 
 def main() -> None:
     """Run the command line and exit."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started us closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
     sys.exit(invoke(sys.argv[1:]))
 
 
@@ -87,7 +91,7 @@ def invoke(argv: list[str]) -> int:
         enable_completion()
     try:
         code = app(args=argv, prog_name="lockstep", standalone_mode=False)
-        sys.stdout.flush()
+        return _flushed(code if isinstance(code, int) else 0)
     except typer.TyperException as error:
         return _fail(f"{error.format_message()} (see --help)", argv)
     except ManifestError as error:
@@ -102,12 +106,36 @@ def invoke(argv: list[str]) -> int:
         return _fail(str(error), argv)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away: nothing to report, and nobody to report it to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit as error:  # typer's own way to end when the reader of our output went away
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
         return 0
-    except Exception as error:  # a defect of ours; still one line, and the way to see more
-        return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", argv)
-    return code if isinstance(code, int) else 0
+    except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            _forget_output()
+            return _fail(f"the output cannot be written: {error.strerror}", argv)
+        return _defect(error, argv)
+    except Exception as error:
+        return _defect(error, argv)
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once all output is written or nobody is there to read it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # nothing to report, and nobody to report it to
+        _forget_output()
+    return code
+
+
+def _forget_output() -> None:
+    """What is still to be written would only fail again when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _defect(error: Exception, argv: list[str]) -> int:
+    """A defect of ours; still one line, and the way to see more."""
+    return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", argv)
 
 
 def _fail(message: str, argv: list[str]) -> int:

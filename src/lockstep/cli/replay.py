@@ -72,11 +72,11 @@ def replay(
     verify: asked.Verify = None,
     execute: asked.Execute = None,
     model: asked.Model = None,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
     *,
     reading: asked.ReadFlags,
     costs: asked.CostFlags,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> int:
     """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
     if verify is not None or execute is not None:

@@ -31,7 +31,7 @@ def file_settings(path: Path) -> dict[str, str]:
     from lockstep.core.policy import SchedulerConfig
 
     names = [field.name for field in fields(SchedulerConfig)]
-    values = read_config(path, names, (), "", f"a scheduler's fields: {', '.join(names)}")
+    values = read_config(path.expanduser(), names, (), "", f"a scheduler's fields: {', '.join(names)}", null="none")
     return {name: str(value) for name, value in values.items()}
 
 

@@ -34,7 +34,7 @@ Objective = Annotated[
         "--objective",
         metavar="METRIC",
         help="What the front is about; the first two are plotted.",
-        show_default="ttft_p99 and output_tokens_per_s",
+        show_default="ttft_p99 and output_tokens_per_s, or total_ticks",
     ),
 ]
 Slo = Annotated[
@@ -52,6 +52,8 @@ SloPercent = Annotated[
 ]
 Jobs = Annotated[int | None, typer.Option(min=1, metavar="N", help="Processes.", show_default="one per core")]
 DEFAULT_OBJECTIVES = ("ttft_p99", "output_tokens_per_s")
+DEFAULT_OBJECTIVES_IN_TICKS = ("ttft_p99", "total_ticks")
+"""Where nobody said how long a tick is, nothing is per second."""
 DEFAULT_SLO_PERCENT = 99.0
 
 
@@ -66,11 +68,11 @@ def sweep(
     jobs: Jobs = None,
     output: asked.Output = None,
     html: asked.Html = None,
-    as_json: flags.Json = False,
-    debug: flags.Debug = False,
     *,
     reading: asked.ReadFlags,
     costs: asked.CostFlags,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them."""
     from lockstep.executors.machine import available_cores
@@ -98,7 +100,7 @@ def sweep(
     job = Job(workload, common, costs.priced(), goals)
     outcomes = _run(job, all_settings, jobs or available_cores())
     percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent
-    swept = _judged(job, outcomes, objective or DEFAULT_OBJECTIVES, percent)
+    swept = _judged(job, outcomes, objective, percent)
     text = json.dumps(facts(swept), indent=2) + "\n"
     if output is not None:
         write_file(output, text.encode(), "the sweep")
@@ -106,7 +108,6 @@ def sweep(
     if html is not None:
         _write_page(html, swept)
     print(text, end="") if as_json else _show(swept)
-    sys.stdout.flush()
     if goals and swept.best is None:
         raise typer.Exit(EXIT_NONE_MEETS)
 
@@ -124,13 +125,15 @@ def _run(job: Job, all_settings: Sequence[dict[str, str]], num_processes: int) -
         return run_all(job, all_settings, num_processes, lambda: progress.advance(task))
 
 
-def _judged(job: Job, outcomes: tuple[Outcome, ...], wanted: Sequence[str], percent: float) -> Swept:
+def _judged(job: Job, outcomes: tuple[Outcome, ...], wanted: Sequence[str] | None, percent: float) -> Swept:
     """A grid in which nothing works has no objectives."""
     from lockstep.replay.metrics import metric_named
     from lockstep.replay.render.sweep import Swept
     from lockstep.replay.sweep import cheapest, front
 
     names = dict.fromkeys(name for outcome in outcomes for name in outcome.figures)
+    is_timed = any(name.startswith("latency_ms.") for name in names)
+    wanted = wanted or (DEFAULT_OBJECTIVES if is_timed else DEFAULT_OBJECTIVES_IN_TICKS)
     objectives = tuple(metric_named(each, names) for each in wanted) if names else ()
     return Swept(
         name=job.workload.name,
@@ -159,7 +162,7 @@ def _show(swept: Swept) -> None:
             for is_best, outcome in marked
             if x in outcome.figures and y in outcome.figures
         ]
-        print("\n".join(["", *scatter(points, short_name(x), short_name(y)), ""]))
+        print("\n".join(["", *scatter(points, short_name(x), short_name(y)), ""]) if len(points) > 1 else "")
     for note in sweep_notes(swept):
         print(note)
     if swept.goals_ms:

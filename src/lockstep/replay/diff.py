@@ -77,7 +77,9 @@ def diff_workloads(
     found = compare(Simulation(sides[0], config_a, cost), Simulation(sides[1], config_b, cost))
     requests_a, requests_b = (tuple(side.requests) for side in sides)
     names, divergence = differing_fields(config_a, config_b), found.divergence
-    asked = differing_request(requests_a, requests_b, a.unit) if a.unit is b.unit else "arrivals have other units"
+    asked = "one has arrivals in ticks, and the other in time"
+    if a.unit is b.unit:
+        asked = differing_request(requests_a, requests_b, a.unit)
     if divergence is None:
         return Diff(names, len(requests_a), found.num_equal_steps, None, input=asked)
     here = witness("A", Simulation(sides[0], config_a, cost), requests_a, divergence.a)

@@ -8,7 +8,7 @@ from math import prod
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.errors import UsageError
-from lockstep.replay.configs import check_field
+from lockstep.replay.configs import check_field, parse_value
 
 MAX_CONFIGS = 1024
 """Combinations of one grid: at seconds for each, an hour."""
@@ -21,7 +21,8 @@ def parse_grid(axes: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """``["max_num_seqs=8,16,32"]`` as values by field, in the order given.
 
     Raises:
-        UsageError: not ``field=value,value``, no field of a scheduler, or a field or value given twice.
+        UsageError: not ``field=value,value``, no field of a scheduler, a value that is not of its type, or a field or
+            value given twice.
     """
     grid: dict[str, tuple[str, ...]] = {}
     for axis in axes:
@@ -34,6 +35,8 @@ def parse_grid(axes: Iterable[str]) -> dict[str, tuple[str, ...]]:
             raise UsageError(f"--grid names {name} twice; give all its values at once")
         if len(set(values)) < len(values):
             raise UsageError(f"--grid {axis!r} has a value twice")
+        for value in values:
+            parse_value(name, value)
         grid[name] = values
     return grid
 

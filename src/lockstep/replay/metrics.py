@@ -52,8 +52,8 @@ def metric_named(wanted: str, names: Collection[str]) -> str:
             return name
     shorts = dict.fromkeys(short_name(name) for name in names)
     near = difflib.get_close_matches(wanted, [*names, *shorts], n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UsageError(f"no report has a metric {wanted!r}; {hint}There are {', '.join(shorts)}")
+    hint = f"did you mean {' or '.join(near)}? There are" if near else "there are"
+    raise UsageError(f"no report has a metric {wanted!r}; {hint} {', '.join(shorts)}")
 
 
 def check_metric(wanted: str) -> None:

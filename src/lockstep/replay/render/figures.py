@@ -25,11 +25,14 @@ class Figure(NamedTuple):
     value: float | str
     unit: str = ""
     """Written behind the value: ``%`` or a word."""
+    is_measure: bool = False
+    """A speed or a time, of which four digits say all; else counts and ratios, which are shown whole."""
 
     @property
     def text(self) -> str:
         """As it is shown."""
-        return " ".join(filter(None, (value_text(self.value), self.unit)))
+        text = short_text(self.value) if self.is_measure and not isinstance(self.value, str) else value_text(self.value)
+        return " ".join(filter(None, (text, self.unit)))
 
 
 class Group(NamedTuple):
@@ -107,8 +110,8 @@ def _requests(report: Report) -> tuple[Figure, ...]:
     if report.busy_ticks != report.total_ticks:
         figures.append(Figure("ticks with work", report.busy_ticks))
     if report.latency_ms is not None:
-        figures.append(Figure("duration", report.duration_ms, "ms"))
-        figures.append(Figure("completed per second", report.requests_per_s))
+        figures.append(Figure("duration", report.duration_ms, "ms", is_measure=True))
+        figures.append(Figure("completed per second", report.requests_per_s, is_measure=True))
     return tuple(figures)
 
 
@@ -119,7 +122,7 @@ def _tokens(report: Report) -> tuple[Figure, ...]:
         Figure("decode tokens", report.decode_tokens),
     ]
     if report.latency_ms is not None:
-        figures.append(Figure("output tokens per second", report.output_tokens_per_s))
+        figures.append(Figure("output tokens per second", report.output_tokens_per_s, is_measure=True))
     return tuple(figures)
 
 
@@ -173,5 +176,5 @@ def _goals(report: Report) -> tuple[Figure, ...]:
         Figure("goals", goals),
         Figure("requests that met them", goodput.requests),
         Figure("of all", goodput.ratio),
-        Figure("goodput", goodput.requests_per_s, "requests per second"),
+        Figure("goodput", goodput.requests_per_s, "requests per second", is_measure=True),
     )

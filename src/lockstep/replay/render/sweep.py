@@ -12,8 +12,10 @@ from lockstep.replay.sweep import Outcome
 
 VERSION = 1
 """Of the JSON form."""
-_SHOWN = ("output_tokens_per_s", "kv_occupancy", "preemptions", "requests_refused")
-"""Figures that a table has beside times and objectives."""
+_SHOWN = ("kv_occupancy", "preemptions", "requests_refused", "goodput.ratio")
+"""Figures that a table has beside times, speed and objectives."""
+_SPEED = {"latency_ms": "output_tokens_per_s", "latency_ticks": "total_ticks"}
+"""By what times count: where nobody said how long a tick is, nothing is per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def metrics_shown(swept: Swept) -> list[str]:
     figures = next((outcome.figures for outcome in swept.outcomes if outcome.figures), {})
     form = next((form for form in SHORT_FORMS if f"{form}.ttft.p50" in figures), SHORT_FORMS[0])
     times = [f"{form}.{measure}.{kind}" for measure in ("ttft", "tpot") for kind in ("p50", "p99")]
-    others = [name for name in (*times, *_SHOWN, "goodput.ratio") if name in figures]
+    others = [name for name in (_SPEED[form], *times, *_SHOWN) if name in figures]
     return list(dict.fromkeys((*swept.objectives, *others)))
 
 

@@ -133,7 +133,7 @@ def _beside(figure: Figure, other: Figure | None) -> tuple[str, ...]:
         return figure.label, figure.text, ABSENT, ABSENT, ABSENT
     if isinstance(figure.value, str) or isinstance(other.value, str):
         return figure.label, figure.text, other.text, "" if figure.value == other.value else "differs", ""
-    return figure.label, figure.text, other.text, *difference(figure.value, other.value)
+    return figure.label, figure.text, other.text, *difference(figure.value, other.value, short=figure.is_measure)
 
 
 def difference(before: float, after: float, *, short: bool = False) -> tuple[str, str]:
