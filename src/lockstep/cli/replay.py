@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ from lockstep.cli.replay_trace import replay_trace
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from lockstep.replay.cache_oracle import UnlimitedCache
     from lockstep.replay.cost import CostModel
     from lockstep.replay.report import Report
     from lockstep.replay.workload import Workload
@@ -111,6 +113,7 @@ def _simulate(
     has_ticks: bool,
     shown: Shown,
 ) -> Report:
+    from lockstep.replay.cache_oracle import UnlimitedCache
     from lockstep.replay.configs import config_for
     from lockstep.replay.records import TickRecorder
     from lockstep.replay.render.html import HtmlPage
@@ -118,7 +121,8 @@ def _simulate(
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
 
-    recorder = TickRecorder() if has_ticks else None
+    recorder, ceiling = TickRecorder() if has_ticks else None, UnlimitedCache()
+    workload = replace(workload, requests=ceiling.passing(workload.requests))
     page = HtmlPage() if shown.html is not None else None
     with ExitStack() as stack:
         writer = None
@@ -129,7 +133,7 @@ def _simulate(
         start_s = time.perf_counter()
         replay = simulation.run()
         _tell_speed(len(replay.outcomes), time.perf_counter() - start_s)
-        _tell_ceiling(workload)
+        _tell_ceiling(ceiling, workload.content_size)
         if writer is not None:
             writer.add_requests(replay.outcomes)
     report = report_of(replay, goals_ms, recorder)
@@ -148,14 +152,14 @@ def _tell_speed(num_requests: int, passed_s: float) -> None:
     )
 
 
-def _tell_ceiling(workload: Workload) -> None:
-    from lockstep.replay.cache_oracle import unlimited_hit_rate
-
-    hits, blocks = unlimited_hit_rate(workload)
-    if blocks:
+def _tell_ceiling(ceiling: UnlimitedCache, content_size: int) -> None:
+    hits, blocks = ceiling.num_hits, ceiling.num_blocks
+    if ceiling.is_exceeded:
+        print("too many different blocks to say what a cache without bounds would hit", file=sys.stderr)
+    elif blocks:
         print(
             f"a cache without bounds would hit {hits / blocks:.2%} of the prompts' blocks "
-            f"({hits:,} of {blocks:,}, {workload.content_size} tokens each)",
+            f"({hits:,} of {blocks:,}, {content_size} tokens each)",
             file=sys.stderr,
         )
 
