@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +23,7 @@ from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from lockstep.replay.cache_oracle import UnlimitedCache
     from lockstep.replay.cost_file import Priced
     from lockstep.replay.render.side import Side
     from lockstep.replay.report import Report
@@ -131,6 +132,7 @@ def _check_places(output: Path | None, html: Path | None, files: Files, is_pair:
 def _simulate(
     workload: Workload, overrides: Mapping[str, str], settings: Settings, files: Files
 ) -> tuple[Report, Side | None]:
+    from lockstep.replay.cache_oracle import UnlimitedCache
     from lockstep.replay.configs import config_for
     from lockstep.replay.cost import CostModel
     from lockstep.replay.extrapolation import Extrapolation
@@ -146,6 +148,8 @@ def _simulate(
     extrapolation = Extrapolation(ranges) if ranges else None
     recorder = TickRecorder() if settings.has_ticks else None
     side = Side() if settings.has_page else None
+    ceiling = UnlimitedCache()
+    workload = replace(workload, requests=ceiling.passing(workload.requests))
     with ExitStack() as stack:
         writer = recording = None
         if files.perfetto is not None:
@@ -158,7 +162,7 @@ def _simulate(
         start_s = time.perf_counter()
         replay = simulation.run()
         _tell_speed(len(replay.outcomes), time.perf_counter() - start_s)
-        _tell_ceiling(workload)
+        _tell_ceiling(ceiling, workload.content_size)
         if writer is not None:
             writer.add_requests(replay.outcomes)
     for path, what in ((files.trace, "recording"), (files.perfetto, "trace")):
@@ -180,14 +184,14 @@ def _tell_speed(num_requests: int, passed_s: float) -> None:
     )
 
 
-def _tell_ceiling(workload: Workload) -> None:
-    from lockstep.replay.cache_oracle import unlimited_hit_rate
-
-    hits, blocks = unlimited_hit_rate(workload)
-    if blocks:
+def _tell_ceiling(ceiling: UnlimitedCache, content_size: int) -> None:
+    hits, blocks = ceiling.num_hits, ceiling.num_blocks
+    if ceiling.is_exceeded:
+        print("too many different blocks to say what a cache without bounds would hit", file=sys.stderr)
+    elif blocks:
         print(
             f"a cache without bounds would hit {hits / blocks:.2%} of the prompts' blocks "
-            f"({hits:,} of {blocks:,}, {workload.content_size} tokens each)",
+            f"({hits:,} of {blocks:,}, {content_size} tokens each)",
             file=sys.stderr,
         )
 

@@ -110,13 +110,17 @@ def thaw(
     return root
 
 
-def _names_of(kind: type[Any], value: Any) -> tuple[str, ...]:
-    """The attributes that make up an object."""
-    return _declared(kind) or tuple(vars(value))
+def _names_of(kind: type[Any], value: Any) -> list[str]:
+    """The attributes that make up an object, in an order that does not depend on how the core was built."""
+    return _declared(kind) or sorted(vars(value))
 
 
-def _declared(kind: type[Any]) -> tuple[str, ...]:
-    return FinishedSequence._fields if kind is FinishedSequence else tuple(getattr(kind, "__slots__", ()))
+def _declared(kind: type[Any]) -> list[str]:
+    """What a class itself says of its attributes: named tuples, compiled classes, slots."""
+    for where in ("_fields", "__mypyc_attrs__", "__slots__"):
+        if names := getattr(kind, where, ()):
+            return sorted(names)
+    return []
 
 
 def _checked(layout: Frozen, config: SchedulerConfig) -> dict[int, list[str]]:
@@ -124,8 +128,8 @@ def _checked(layout: Frozen, config: SchedulerConfig) -> dict[int, list[str]]:
     known = {number: names for number, *names in _Freezer(lambda value: value, lambda value: value).layout(config)}
     for number, *names in layout:
         kind = _CLASSES[number]
-        ours = known.get(number) or list(_declared(kind)) or names
-        if names != ours:
+        ours = known.get(number) or _declared(kind) or names
+        if sorted(names) != sorted(ours):
             raise TraceError(
                 f"a checkpoint has a {kind.__name__} made of {', '.join(names)}; here it is made of {', '.join(ours)}: "
                 "it was recorded by another version"
@@ -139,7 +143,7 @@ class _Freezer:
         self._name = name
         self._numbers: dict[int, int] = {}
         """id() to number of every mutable value met so far; all of them live as long as the root."""
-        self._layout: dict[int, tuple[str, ...]] = {}
+        self._layout: dict[int, list[str]] = {}
 
     def freeze(self, root: Scheduler | Fingerprint) -> Frozen:
         value = self._object(Scheduler if isinstance(root, Scheduler) else Fingerprint, root)
@@ -236,7 +240,7 @@ class _Thawer:
 
     def _object(self, kind: type[Any], names: list[str], values: list[Frozen]) -> Any:
         place = len(self._met)
-        thawed = None if kind is FinishedSequence else object.__new__(kind)
+        thawed = None if kind is FinishedSequence else kind.__new__(kind)
         self._met.append(thawed)
         held = dict(zip(names, self._items(values), strict=True))
         if thawed is None:
