@@ -108,6 +108,8 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
         ((STUB, "--backend", "stub"), "--backend is said of a manifest's models"),
         ((STUB, "--watch"), "--watch is said of a manifest's models"),
         (("--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
+        (("", "--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
+        (("",), "Missing argument 'model'"),
         (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name is said of one model"),
         (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template is said of one model"),
         (("--manifest", "c.yaml", "--backend", "mock"), "--backend"),

@@ -16,6 +16,7 @@ from lockstep.errors import (
     ConfigError,
     InvalidParameterError,
     ModelNotFoundError,
+    PromptTooLongError,
     UnavailableError,
 )
 from lockstep.executors.sampling_params import SamplingParams
@@ -182,3 +183,17 @@ async def test_aborting_all_ends_every_call_with_the_error(gate: Gate) -> None:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [str(result) for result in results] == ["enough"] * 3
         gate.open()
+
+
+async def test_what_is_too_long_for_the_router_alone_is_told_so() -> None:
+    text = """
+cluster: c
+models:
+  router: {source: 'stub://router?field=intent&ids=billing&max_model_len=64'}
+  specialists: [{id: billing, source: 'stub://billing'}]
+routing: {entry: router, dispatch_rule: 'router.output.intent -> specialists.{intent}'}
+"""
+    async with clustered(text) as cluster:
+        with pytest.raises(PromptTooLongError, match=r"router cannot read what it is to route: .* holds 64"):
+            await say(cluster, "hello " * 20)
+        assert (await say(cluster, "hello " * 20, "billing")).model == "billing"

@@ -160,6 +160,7 @@ def _cluster(
     from lockstep.server.reloading import ManifestReload, stamp_of
     from lockstep.worker.options import WorkerOptions
 
+    model = model or None  # what a unit's variable that is not set leaves of an argument
     _check_together(model, what, many)
     load = LoadOptions(
         engine=engine_options(engine, "fcfs" if many.manifest is None else "priority"),

@@ -21,7 +21,7 @@ from lockstep.cluster.sessions import Sessions
 from lockstep.cluster.snapshot import Counters
 from lockstep.engine.outputs import GenerationRequest, TokenOutput
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import DeadlineError, LockstepError, QueueDeadlineError, UnavailableError
+from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker
 
 MAX_WAIT_S = 300.0
@@ -87,7 +87,11 @@ class Answering:
         """The entry's hop, whole, and then the events of who answers."""
         started_s = self._clock()
         self._counters.router_hits += 1
-        accepted, outputs = await self._ask(router, entry, router.question(call))
+        try:
+            accepted, outputs = await self._ask(router, entry, router.question(call))
+        except PromptTooLongError as error:
+            told = f"{entry.id} cannot read what it is to route: {error}; or name a model whose context is longer"
+            raise PromptTooLongError(told, param=error.param) from None
         answer = outputs[-1].request
         assert answer is not None, "a stream ends with the whole answer"
         roster = self._roster()  # the manifest may have been replaced meanwhile; what holds now decides
