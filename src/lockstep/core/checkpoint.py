@@ -111,13 +111,13 @@ def thaw(
 
 
 def _names_of(kind: type[Any], value: Any) -> list[str]:
-    """The attributes that make up an object, in an order that does not depend on how the core was built."""
+    """The attributes that make up an object, in an order that does not depend on how its class is written."""
     return _declared(kind) or sorted(vars(value))
 
 
 def _declared(kind: type[Any]) -> list[str]:
-    """What a class itself says of its attributes: named tuples, compiled classes, slots."""
-    for where in ("_fields", "__mypyc_attrs__", "__slots__"):
+    """What a class itself says of its attributes: named tuples, slots."""
+    for where in ("_fields", "__slots__"):
         if names := getattr(kind, where, ()):
             return sorted(names)
     return []
@@ -240,7 +240,7 @@ class _Thawer:
 
     def _object(self, kind: type[Any], names: list[str], values: list[Frozen]) -> Any:
         place = len(self._met)
-        thawed = None if kind is FinishedSequence else kind.__new__(kind)
+        thawed = None if kind is FinishedSequence else object.__new__(kind)
         self._met.append(thawed)
         held = dict(zip(names, self._items(values), strict=True))
         if thawed is None:
