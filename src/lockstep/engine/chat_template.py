@@ -24,28 +24,14 @@ from lockstep.engine.template_budget import (
     checked_arguments,
     limit_environment,
 )
+from lockstep.engine.template_reading import cut_words, literals, names
 from lockstep.errors import ChatTemplateError, InvalidParameterError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from jinja2.nodes import Template
 
 RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now")
-
-_CUTTING_METHODS = frozenset(
-    [
-        "endswith",
-        "find",
-        "index",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rpartition",
-        "rsplit",
-        "split",
-        "startswith",
-    ]
-)
 
 
 class ChatTemplate:
@@ -76,39 +62,21 @@ class ChatTemplate:
 
     @cached_property
     def cut_words(self) -> frozenset[str]:
-        """Strings that the template looks for in values, as in ``content.split('</think>')`` or ``'x' in content``."""
-        from jinja2 import nodes
-
-        tree = self._environment.parse(self.source)
-        words: set[object] = set()
-        for call in tree.find_all(nodes.Call):
-            if isinstance(call.node, nodes.Getattr) and call.node.attr in _CUTTING_METHODS:
-                words |= {arg.value for arg in call.args if isinstance(arg, nodes.Const)}
-        for filtered in tree.find_all(nodes.Filter):
-            words |= {arg.value for arg in filtered.args if isinstance(arg, nodes.Const)}
-        for compare in tree.find_all(nodes.Compare):
-            if isinstance(compare.expr, nodes.Const) and any(op.op in ("in", "notin") for op in compare.ops):
-                words.add(compare.expr.value)
-        return frozenset(word for word in words if isinstance(word, str))
+        """Strings that the template looks for in values."""
+        return cut_words(self._tree())
 
     @cached_property
     def literals(self) -> frozenset[str]:
         """Every piece of text that the template itself holds."""
-        from jinja2 import nodes
-
-        tree = self._environment.parse(self.source)
-        texts = {data.data for data in tree.find_all(nodes.TemplateData)}
-        return frozenset(
-            texts.union(const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str))
-        )
+        return literals(self._tree())
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names that the template looks up, its own included."""
-        from jinja2 import nodes
+        return names(self._tree())
 
-        tree = self._environment.parse(self.source)
-        return frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+    def _tree(self) -> Template:
+        return self._environment.parse(self.source)
 
     def context(
         self,
