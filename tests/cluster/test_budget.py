@@ -55,7 +55,6 @@ class TestEffectiveBudgets:
             (None, 32, None, (None, 32)),
             (18, 32, Machine(64), (18, 32)),
             (18, 32, Machine(25), (9, 16)),
-            (18, 32, Machine(35, load_peak_bytes=10), (9, 16)),
             (18, 32, Machine(25, accelerator_bytes=16), (16, 25)),
             (18, None, Machine(25), (18, 7)),
             (None, 32, Machine(25), (0, 25)),
@@ -74,16 +73,14 @@ class TestEffectiveBudgets:
         gpu=st.none() | st.integers(0, 2**50),
         ram=st.none() | st.integers(0, 2**50),
         memory=st.integers(0, 2**50),
-        peak=st.integers(0, 2**50),
     )
     def test_together_they_never_exceed_the_memory_that_they_share_nor_what_is_declared(
-        self, gpu: int | None, ram: int | None, memory: int, peak: int
+        self, gpu: int | None, ram: int | None, memory: int
     ) -> None:
-        machine = Machine(memory, load_peak_bytes=peak)
-        budgets = effective_budgets(Resources(gpu_budget_bytes=gpu, ram_budget_bytes=ram), machine)
+        budgets = effective_budgets(Resources(gpu_budget_bytes=gpu, ram_budget_bytes=ram), Machine(memory))
         effective = [budget.effective_bytes for budget in (budgets.gpu, budgets.ram)]
         assert None not in effective
-        assert sum(each or 0 for each in effective) <= max(0, memory - peak)
+        assert sum(each or 0 for each in effective) <= memory
         for budget, declared in ((budgets.gpu, gpu), (budgets.ram, ram)):
             assert declared is None or (budget.effective_bytes or 0) <= declared
             assert budget.is_cut == (declared is not None and budget.effective_bytes != declared)

@@ -64,11 +64,9 @@ class Machine:
     """What there is to share."""
 
     memory_bytes: int
-    """That this process may still take."""
+    """That this process may still take. Loading takes no more at its height than the loaded model at its end."""
     accelerator_bytes: int | None = None
     """None: there is no accelerator, and resident models live in memory as well."""
-    load_peak_bytes: int = 0
-    """Of memory, that loading takes on top while it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ def effective_budgets(resources: Resources, machine: Machine | None) -> Budgets:
     gpu, ram = resources.gpu_budget_bytes, resources.ram_budget_bytes
     if machine is None:
         return Budgets(Budget(GPU_BUDGET, gpu, gpu), Budget(RAM_BUDGET, ram, ram))
-    memory = max(0, machine.memory_bytes - machine.load_peak_bytes)
+    memory = machine.memory_bytes
     if machine.accelerator_bytes is not None:
         (gpu_bytes,), (ram_bytes,) = _share([gpu], machine.accelerator_bytes), _share([ram], memory)
     else:
