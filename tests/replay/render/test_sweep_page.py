@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_the_table_has_all_and_marks_the_front_and_the_cheapest(page: Page) -> N
     assert ["★" in row[0] for row in rows] == [True, True, False, True, False]
     assert ["cheapest" in row[0] for row in rows] == [False, False, False, True, False]
     assert rows[4][-1] == "cannot work: max_num_seqs is 0; at least 1 is needed"
-    assert "cheapest that meets ttft of 250 ms: max_num_seqs=32, order=fair" in page.locator("header").inner_text()
+    assert "Cheapest that meets ttft of 250 ms: max_num_seqs=32, order=fair" in page.locator("header").inner_text()
 
 
 def test_a_head_sorts_the_table_both_ways_and_what_has_no_figure_stays_last(page: Page) -> None:
@@ -145,3 +146,15 @@ def test_the_same_is_told_in_words_and_as_an_object() -> None:
     assert verdict(sweep) == ""
     assert facts(sweep)["objectives"] == [{"name": TTFT, "better": "less"}, {"name": SPEED, "better": "more"}]
     assert facts(sweep)["common"] == {"block_size": "16"}
+
+
+def test_figures_of_many_sizes_are_laid_out_by_their_logarithms(visit: Visit, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.html"
+    far = outcome(4, (10_000.0, 130.0, 1.0))
+    path.write_text(sweep_page(swept(far)))
+    page = visit.open(path)
+    page.wait_for_selector("#plot circle")
+    places = page.locator("#plot circle.point").evaluate_all("points => points.map(p => Number(p.getAttribute('cx')))")
+    first, second, *_, before, last = places
+    assert last - before == pytest.approx((second - first) * math.log(25) / math.log(2), rel=1e-3)
+    assert page.locator("#plot text.name").first.text_content() == "ttft_p99, ms, less is better (logarithmic)"

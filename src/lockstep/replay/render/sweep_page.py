@@ -28,11 +28,11 @@ def sweep_page(swept: Swept) -> str:
     metrics = _plotted(swept)
     axes = [*swept.objectives, *metrics][:2]
     tiles = list(_tiles(swept))
-    settings = list(swept.outcomes[0].settings)
+    settings, said = list(swept.outcomes[0].settings), verdict(swept)
     page = {
         "title": f"Sweep of {printable(swept.name)}",
         "lead": _lead(swept),
-        "verdict": printable(verdict(swept)),
+        "verdict": printable(said[:1].upper() + said[1:]),
         "notes": list(extrapolation_notes(swept)),
         "tiles": tiles,
         "tiles_by": tiles_by(len(tiles)),

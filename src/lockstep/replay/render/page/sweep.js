@@ -6,6 +6,7 @@
   const host = document.getElementById("plot");
   const SVG = "http://www.w3.org/2000/svg";
   const HEIGHT = 380, LEFT = 84, RIGHT = 18, TOP = 16, BOTTOM = 52, RADIUS = 5;
+  const LOG_FROM = 30; // the greatest by the least
   const number = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 5 });
 
   function make(parent, name, attributes, text) {
@@ -24,9 +25,19 @@
     return Array.from({ length: last - first + 1 }, (_, index) => (first + index) * step);
   }
 
-  function span(values) {
-    const low = Math.min(...values), high = Math.max(...values), room = (high - low || Math.abs(high) || 1) * 0.06;
-    return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
+  // Values whose greatest is many times their least are laid out by their logarithms
+  function scaleOf(values, from, to, count) {
+    const low = Math.min(...values), high = Math.max(...values), isLog = low > 0 && high / low > LOG_FROM;
+    const turn = isLog ? Math.log10 : (value) => value;
+    const room = (turn(high) - turn(low) || Math.abs(turn(high)) || 1) * 0.06;
+    const least = isLog || low < 0 ? turn(low) - room : Math.max(0, low - room), most = turn(high) + room;
+    const place = (value) => from + ((turn(value) - least) / (most - least)) * (to - from);
+    return { place, isLog, ticks: isLog ? logTicks(10 ** least, 10 ** most) : ticks(least, most, count) };
+  }
+
+  function logTicks(low, high) {
+    const powers = Array.from({ length: Math.ceil(Math.log10(high)) - Math.floor(Math.log10(low)) + 1 }, (_, index) => 10 ** (Math.floor(Math.log10(low)) + index));
+    return powers.flatMap((power) => (powers.length > 4 ? [power] : [power, 2 * power, 5 * power])).filter((value) => value >= low && value <= high);
   }
 
   // Points that no other is as good as in both and better in one, from left to right
@@ -55,19 +66,19 @@
     host.replaceChildren();
     const svg = make(host, "svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${metrics.y.label} over ${metrics.x.label}` });
     if (!points.length) return;
-    const [minX, maxX] = span(points.map(({ x }) => x)), [minY, maxY] = span(points.map(({ y }) => y));
-    const toX = (value) => LEFT + ((value - minX) / (maxX - minX)) * (width - LEFT - RIGHT);
-    const toY = (value) => HEIGHT - BOTTOM - ((value - minY) / (maxY - minY)) * (HEIGHT - TOP - BOTTOM);
-    for (const value of ticks(minX, maxX, Math.max(3, Math.floor(width / 130)))) {
+    const across = scaleOf(points.map(({ x }) => x), LEFT, width - RIGHT, Math.max(3, Math.floor(width / 130)));
+    const up = scaleOf(points.map(({ y }) => y), HEIGHT - BOTTOM, TOP, 6);
+    const toX = across.place, toY = up.place;
+    for (const value of across.ticks) {
       make(svg, "line", { class: "grid", x1: toX(value), x2: toX(value), y1: TOP, y2: HEIGHT - BOTTOM });
       make(svg, "text", { class: "axis", x: toX(value), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }, number.format(value));
     }
-    for (const value of ticks(minY, maxY, 6)) {
+    for (const value of up.ticks) {
       make(svg, "line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: toY(value), y2: toY(value) });
       make(svg, "text", { class: "axis", x: LEFT - 8, y: toY(value) + 4, "text-anchor": "end" }, number.format(value));
     }
-    make(svg, "text", { class: "name", x: LEFT + (width - LEFT - RIGHT) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, `${metrics.x.label}, ${metrics.x.better} is better`);
-    make(svg, "text", { class: "name", x: -(TOP + (HEIGHT - TOP - BOTTOM) / 2), y: 14, transform: "rotate(-90)", "text-anchor": "middle" }, `${metrics.y.label}, ${metrics.y.better} is better`);
+    make(svg, "text", { class: "name", x: LEFT + (width - LEFT - RIGHT) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, nameOf(metrics.x, across));
+    make(svg, "text", { class: "name", x: -(TOP + (HEIGHT - TOP - BOTTOM) / 2), y: 14, transform: "rotate(-90)", "text-anchor": "middle" }, nameOf(metrics.y, up));
     const best = front(points, { x: metrics.x.better, y: metrics.y.better }), isBest = new Set(best);
     const corner = metrics.x.better === "less";
     // Between two of the front one gets no further than a step, which hugs the points behind it
@@ -88,6 +99,7 @@
     if (chosen !== null) choose(points.find(({ index }) => index === chosen) || null);
   }
 
+  const nameOf = ({ label, better }, { isLog }) => `${label}, ${better} is better${isLog ? " (logarithmic)" : ""}`;
   const told = ({ x, y }) => `${data.metrics[axes.x.value].label} ${number.format(x)}, ${data.metrics[axes.y.value].label} ${number.format(y)}`;
 
   function choose(point) {

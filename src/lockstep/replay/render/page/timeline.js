@@ -251,7 +251,7 @@
     ctx.restore();
   }
 
-  function drawLimit(u, limit, colors) {
+  function drawLimit(u, limit, isLeft, colors) {
     if (!limit.value || limit.value > u.scales.y.max) return;
     dashed(u, colors, (ctx, scale) => {
       const y = Math.round(u.valToPos(limit.value, "y", true)) + 0.5;
@@ -259,9 +259,10 @@
       ctx.moveTo(u.bbox.left, y);
       ctx.lineTo(u.bbox.left + u.bbox.width, y);
       ctx.stroke();
-      ctx.textAlign = "right";
+      ctx.textAlign = isLeft ? "left" : "right";
       ctx.textBaseline = "bottom";
-      ctx.fillText(`${limit.label} ${format(limit.value)}`, u.bbox.left + u.bbox.width - 4 * scale, y - 2 * scale);
+      const x = u.bbox.left + (isLeft ? 4 * scale : u.bbox.width - 4 * scale);
+      ctx.fillText(`${limit.label} ${format(limit.value)}`, x, y - 2 * scale);
     });
   }
 
@@ -334,7 +335,7 @@
     return [
       { ...common, ...whole, size: 30, values: (u, splits) => splits.map(place), label: isLast ? shown[unit].name : undefined, labelFont: FONT, labelSize: 18 },
       chart.isLanes ? { ...common, size: GUTTER, grid: { show: false }, values: (u, splits) => splits.map(() => "") }
-        : { ...common, size: GUTTER, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7], space: 32, values: (u, splits) => splits.map(format) },
+        : { ...common, size: GUTTER, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7], space: 24, values: (u, splits) => splits.map(format) },
     ];
   }
 
@@ -365,7 +366,7 @@
           view.set(from, to);
         }],
         draw: [(u) => {
-          for (const limit of chart.limits) drawLimit(u, limit, colors);
+          chart.limits.forEach((limit, number) => drawLimit(u, limit, number > 0, colors)); // lines may lie close
           if (chart.hasMarks) data.sides.forEach((side, number) => drawPreemptions(u, number, isPair ? colors[side.name.toLowerCase()] : colors.alarm));
           if (chart.draw) chart.draw(u);
           if (data.mark) drawMark(u, isFirst, colors);
