@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
@@ -90,17 +90,46 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports_of(path: Path) -> Iterator[tuple[str, int]]:
-    """Every absolute module name that a file imports, lazy and type-only imports included, with its line."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the rules ask of a file."""
+
+    num_lines: int
+    imports: tuple[tuple[str, int], ...]
+    """Every absolute module name that is imported, lazily or for types, too, with its line."""
+    functions: tuple[tuple[str, int, int], ...]
+    """Name, line, length in lines."""
+    global_lines: tuple[int, ...]
+    has_docstring: bool
+
+
+@cache
+def facts_of(path: Path) -> Facts:
+    """Parsed once for all rules; the tree is not kept."""
+    text = path.read_text()
+    module = ast.parse(text)
+    imports: list[tuple[str, int]] = []
+    functions: list[tuple[str, int, int]] = []
+    global_lines: list[int] = []
+    for node in ast.walk(module):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno
+            imports += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{relative(path)}:{node.lineno}: relative import; write the full name"
-            yield node.module or "", node.lineno
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", node.lineno
+            imports.append((node.module or "", node.lineno))
+            imports += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append((node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1))
+        elif isinstance(node, ast.Global):
+            global_lines.append(node.lineno)
+    has_docstring = bool(ast.get_docstring(module))
+    return Facts(text.count("\n"), tuple(imports), tuple(functions), tuple(global_lines), has_docstring)
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Fail over the first fault and tell them all, a line each."""
+    told = "\n".join(faults)
+    assert not told, told
 
 
 def module_name(path: Path) -> str:
@@ -108,16 +137,20 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_imports_go_one_way(path: Path) -> None:
-    own = room_of(module_name(path))
-    if not own:
-        return  # the package's own surface re-exports
-    assert own in FLOOR_OF, f"{relative(path)}: room {own!r} stands on no floor; add it to FLOORS"
-    for name, line in imports_of(path):
-        other = room_of(name) if name.startswith("lockstep.") else ""
-        if other in FLOOR_OF and other != own:
-            assert FLOOR_OF[other] < FLOOR_OF[own], f"{relative(path)}:{line}: {own} must not import {other}"
+def test_imports_go_one_way() -> None:
+    def faults(path: Path) -> Iterator[str]:
+        own = room_of(module_name(path))
+        if not own:
+            return  # the package's own surface re-exports
+        if own not in FLOOR_OF:
+            yield f"{relative(path)}: room {own!r} stands on no floor; add it to FLOORS"
+            return
+        for name, line in facts_of(path).imports:
+            other = room_of(name) if name.startswith("lockstep.") else ""
+            if other in FLOOR_OF and other != own and FLOOR_OF[other] >= FLOOR_OF[own]:
+                yield f"{relative(path)}:{line}: {own} must not import {other}"
+
+    refuse(fault for path in MODULES for fault in faults(path))
 
 
 def test_executors_do_not_know_each_other() -> None:
@@ -125,7 +158,7 @@ def test_executors_do_not_know_each_other() -> None:
     for path in MODULES:
         parts = module_name(path).split(".")
         if len(parts) > 2 and parts[1] == "executors" and parts[2] in families:
-            for name, line in imports_of(path):
+            for name, line in facts_of(path).imports:
                 named = name.split(".")
                 other = named[2] if named[:2] == ["lockstep", "executors"] and len(named) > 2 else ""
                 assert other not in families - {parts[2]}, f"{relative(path)}:{line}: executors are siblings"
@@ -136,17 +169,17 @@ def is_pure(module: str) -> bool:
     return any(module == each or module.startswith(f"{each}.") for each in PURE)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_pure_modules_import_data_types_and_each_other_only(path: Path) -> None:
-    if not is_pure(module_name(path).removeprefix("lockstep.")):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        for name in names:
+def test_pure_modules_import_data_types_and_each_other_only() -> None:
+    def faults(path: Path) -> Iterator[str]:
+        for name, line in facts_of(path).imports:
             own = name.removeprefix("lockstep.")
-            is_ours = own != name and (is_pure(own) or own in PURE_MAY_IMPORT_OF_US)
-            assert is_ours or name in PURE_MAY_IMPORT, f"{relative(path)}: this is closed; {name} is no data type"
+            is_ours = own != name and (is_pure(own) or own.split(".")[0] in PURE_MAY_IMPORT_OF_US)
+            is_data_type = name in PURE_MAY_IMPORT or name.rpartition(".")[0] in PURE_MAY_IMPORT
+            if not (is_ours or is_data_type):
+                yield f"{relative(path)}:{line}: this is closed; {name} is no data type"
+
+    closed = [path for path in MODULES if is_pure(module_name(path).removeprefix("lockstep."))]
+    refuse(fault for path in closed for fault in faults(path))
 
 
 def test_everything_pure_exists() -> None:
@@ -154,33 +187,38 @@ def test_everything_pure_exists() -> None:
     assert set(PURE) <= names
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_internal_interfaces_are_confined(path: Path) -> None:
-    for name, line in imports_of(path):
-        for guarded, home in CONFINED.items():
-            if name == guarded or name.startswith(guarded + "."):
-                place = path.relative_to(PACKAGE).as_posix()
-                assert place.startswith(home), f"{relative(path)}:{line}: {guarded} belongs to {home}"
+def test_internal_interfaces_are_confined() -> None:
+    refuse(
+        f"{relative(path)}:{line}: {guarded} belongs to {home}"
+        for path in MODULES
+        for name, line in facts_of(path).imports
+        for guarded, home in CONFINED.items()
+        if name == guarded or name.startswith(guarded + ".")
+        if not path.relative_to(PACKAGE).as_posix().startswith(home)
+    )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_sizes_and_annotations(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= MAX_FILE_LINES, f"{relative(path)}: over {MAX_FILE_LINES} lines; split it by idea"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{relative(path)}:{node.lineno}: {node.name} has {length} lines"
-        assert not isinstance(node, ast.Global), f"{relative(path)}:{node.lineno}: no module globals"
+def test_sizes_and_annotations() -> None:
+    def faults(path: Path) -> Iterator[str]:
+        facts = facts_of(path)
+        if facts.num_lines > MAX_FILE_LINES:
+            yield f"{relative(path)}: over {MAX_FILE_LINES} lines; split it by idea"
+        for name, line, length in facts.functions:
+            if length > MAX_FUNCTION_LINES:
+                yield f"{relative(path)}:{line}: {name} has {length} lines"
+        for line in facts.global_lines:
+            yield f"{relative(path)}:{line}: no module globals"
+
+    refuse(fault for path in SOURCES for fault in faults(path))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_modules_say_what_they_are(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{relative(path)}: a module docstring says what it owns"
+def test_modules_say_what_they_are() -> None:
+    silent = [path for path in MODULES if not facts_of(path).has_docstring]
+    refuse(f"{relative(path)}: a module docstring says what it owns" for path in silent)
 
 
 def test_no_dead_modules() -> None:
-    imported = {name for path in MODULES for name, _ in imports_of(path)}
+    imported = {name for path in MODULES for name, _ in facts_of(path).imports}
     entry_points = {"lockstep", "lockstep.cli.main", "lockstep.__main__"}
     entry_points |= {"lockstep.worker.child", "lockstep.worker.trial_child"}
     for path in MODULES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -47,8 +48,12 @@ def test_a_prompt_is_answered_on_standard_output(
     assert (body["max_tokens"], body["temperature"], body["seed"], body["top_k"]) == (3, 0.0, 1, 2)
 
 
-def test_raw_completes_a_prompt_as_it_is(url: str, behaviour: Behaviour) -> None:
-    assert chat(url, "--raw", "-p", "-", "--max-tokens", "2", stdin="once upon").stdout == "word0 word1 \n"
+def test_raw_completes_a_prompt_as_it_is(
+    url: str, behaviour: Behaviour, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("once upon"))
+    assert invoke(["chat", "--base-url", url, "--raw", "-p", "-", "--max-tokens", "2"]) == 0
+    assert capsys.readouterr().out == "word0 word1 \n"
     assert behaviour.measured()[0]["prompt"] == "once upon"
 
 

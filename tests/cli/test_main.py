@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +15,8 @@ from lockstep.version import __version__
 from tests.waiting import HANG_S
 
 STUB = "stub://alpha"
+Told = Callable[..., tuple[int, str, str]]
+"""Exit code, standard output, standard error."""
 
 
 def lockstep(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -24,12 +28,30 @@ def test_version() -> None:
     assert lockstep("--version").stdout == f"lockstep {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [(), ("models",), ("--help",), ("run", "--help"), ("pull", "--help")])
-def test_help_is_printed(arguments: tuple[str, ...]) -> None:
-    result = lockstep(*arguments)
-    assert result.returncode == 0
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Told:
+    """Runs a command in this process, for speed; the tests around it use real ones."""
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        code = invoke(list(arguments))
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def test_without_arguments_help_is_printed() -> None:
+    result = lockstep()
+    assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("Usage: lockstep")
-    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [("models",), ("--help",), ("run", "--help"), ("pull", "--help")])
+def test_help_is_printed(arguments: tuple[str, ...], told: Told) -> None:
+    code, out, err = told(*arguments)
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: lockstep")
 
 
 def test_a_prompt_is_answered_on_standard_output() -> None:
@@ -38,14 +60,13 @@ def test_a_prompt_is_answered_on_standard_output() -> None:
     assert result.stdout == "[stub:alpha] ok len=5 max=50\n"
 
 
-def test_a_prompt_from_standard_input_raw_and_templated() -> None:
-    assert "len=6 max" in lockstep("run", STUB, "-p", "-", "--raw", stdin="hello\n").stdout
-    assert "len=8 max" in lockstep("run", STUB, "-p", "hello", "--system", "abc").stdout
+def test_a_prompt_from_standard_input_raw_and_templated(told: Told) -> None:
+    assert "len=6 max" in told("run", STUB, "-p", "-", "--raw", stdin="hello\n")[1]
+    assert "len=8 max" in told("run", STUB, "-p", "hello", "--system", "abc")[1]
 
 
-def test_json_holds_text_usage_and_timings() -> None:
-    result = lockstep("run", STUB, "-p", "hello", "--json", "--max-tokens", "4")
-    answer = json.loads(result.stdout)
+def test_json_holds_text_usage_and_timings(told: Told) -> None:
+    answer = json.loads(told("run", STUB, "-p", "hello", "--json", "--max-tokens", "4")[1])
     assert answer["text"] == "[stu"
     assert answer["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 4
@@ -53,10 +74,10 @@ def test_json_holds_text_usage_and_timings() -> None:
     assert answer["timings"]["ttft_ms"] > 0
 
 
-def test_sampling_flags_reach_the_engine() -> None:
-    result = lockstep("run", STUB, "-p", "hello", "--stop", " ok", "--max-tokens", "50", "-v")
-    assert result.stdout == "[stub:alpha]\n"
-    assert "prompt tokens" in result.stderr
+def test_sampling_flags_reach_the_engine(told: Told) -> None:
+    _, out, err = told("run", STUB, "-p", "hello", "--stop", " ok", "--max-tokens", "50", "-v")
+    assert out == "[stub:alpha]\n"
+    assert "prompt tokens" in err
 
 
 def test_a_chat_remembers_until_it_is_cleared() -> None:
@@ -88,16 +109,12 @@ def test_a_chat_remembers_until_it_is_cleared() -> None:
         (("models", "info", "stub://x"), "a stub is a fake model"),
     ],
 )
-def test_an_error_is_one_line_and_exit_code_2(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this process, for speed; the tests around it use real ones."""
-    assert invoke(list(arguments)) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert message in printed.err
-    assert printed.err.startswith("lockstep: error: ")
-    assert printed.err.count("\n") == 1
+def test_an_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str, told: Told) -> None:
+    code, out, err = told(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("lockstep: error: ")
+    assert err.count("\n") == 1
 
 
 def test_debug_shows_the_traceback() -> None:

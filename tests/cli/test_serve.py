@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -55,9 +56,17 @@ def models_of(server: ServerProcess) -> dict[str, int]:
         return {model["id"]: model["max_model_len"] for model in client.get("/v1/models").json()["data"]}
 
 
-def test_the_file_gives_what_nobody_else_does(config: Path) -> None:
-    with serve("--config", str(config)) as server:
-        assert models_of(server) == {"from-file": 100, "alias": 100}
+@pytest.fixture(scope="module")
+def flagged(config: Path) -> Iterator[ServerProcess]:
+    """With a file, two hosts and ports, and flags of others."""
+    addresses = ("--addr", "127.0.0.1:0", "--host", "192.0.2.1")
+    others = ("--trust-remote-code", "--gpu-memory-utilization", "0.9", "-tp", "1", "--log-format", "text")
+    with serve("--config", str(config), *addresses, *others) as server:
+        yield server
+
+
+def test_the_file_gives_what_nobody_else_does(flagged: ServerProcess) -> None:
+    assert models_of(flagged) == {"from-file": 100, "alias": 100}
 
 
 def test_a_flag_goes_before_the_environment_and_that_before_the_file(config: Path) -> None:
@@ -67,33 +76,31 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(config: Pat
         assert models_of(server) == {"from-environment": 300}
 
 
-def test_a_second_port_is_the_one_of_addr() -> None:
-    with serve(STUB, *IN_THREAD, "--addr", "127.0.0.1:0", "--host", "192.0.2.1") as server:
-        assert server.base_url.startswith("http://127.0.0.1:")
+def test_a_second_port_is_the_one_of_addr(flagged: ServerProcess) -> None:
+    assert flagged.base_url.startswith("http://127.0.0.1:")
 
 
-def test_flags_without_effect_are_said_once(config: Path) -> None:
-    with serve(STUB, *IN_THREAD, "--trust-remote-code", "--gpu-memory-utilization", "0.9", "-tp", "1") as server:
-        warnings = [line for line in server.stderr.splitlines() if " WARNING " in line]
+def test_flags_without_effect_are_said_once(flagged: ServerProcess) -> None:
+    warnings = [line for line in flagged.stderr.splitlines() if " WARNING " in line]
     assert len(warnings) == 2
     assert "--gpu-memory-utilization has no effect: no GPU memory is reserved" in warnings[0]
     assert "--trust-remote-code has no effect: no code of a model is ever run" in warnings[1]
 
 
 def test_a_stream_interval_makes_fewer_frames_of_the_same_text() -> None:
-    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "return_token_ids": True, "stream": True}
-    streams = []
-    for interval_ms in ("0", "500"):
-        with (
-            serve("stub://alpha?step_ms=4", *IN_THREAD, "--stream-interval-ms", interval_ms) as server,
-            server.client() as client,
-        ):
-            streams.append(events_of(client.post("/v1/completions", json=body).text))
-    each, together = streams
-    assert texts_of(each) == texts_of(together)
-    assert token_ids_of(each) == token_ids_of(together)
-    assert len(token_ids_of(each)) == 100
-    assert len(together) < len(each) / 2
+    """As many at most as there are intervals in the time that the stream takes, and those that wait for nobody."""
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "return_token_ids": True}
+    interval_s, unhurried = 0.5, 4
+    flags = ("--stream-interval-ms", str(interval_s * 1e3))
+    with serve("stub://alpha?step_ms=4", *IN_THREAD, *flags) as server, server.client() as client:
+        [whole] = client.post("/v1/completions", json=body).json()["choices"]
+        began_s = time.monotonic()
+        events = events_of(client.post("/v1/completions", json={**body, "stream": True}).text)
+        took_s = time.monotonic() - began_s
+    assert texts_of(events)[0] == whole["text"]
+    assert token_ids_of(events) == whole["token_ids"]
+    assert len(whole["token_ids"]) == 100
+    assert len(events) <= took_s / interval_s + unhurried
 
 
 def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
@@ -162,6 +169,14 @@ def test_what_the_model_cannot_is_said_when_it_is_known(
     assert printed.out.count("\n") == 1, "where it listens; that it is ready is not said"
     assert message in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a worker process as in a thread; what says that there is none is the listening server."""
+    assert invoke(["serve", "no/such/model.gguf", "--port", "0"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("lockstep: error: no/such/model.gguf: nothing is there")
+    assert printed.count("\n") == 1
 
 
 def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:

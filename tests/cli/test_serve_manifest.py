@@ -42,7 +42,7 @@ def names_of(server: ServerProcess) -> list[str]:
 
 
 def test_the_example_boots_as_it_stands_and_routes() -> None:
-    with serve("--manifest", str(EXAMPLES / "customer-support.yaml"), "--backend", "stub") as server:
+    with serve("--manifest", str(EXAMPLES / "customer-support.yaml"), "--backend", "stub", *IN_THREAD) as server:
         assert names_of(server) == ["router", "billing", "technical", "legal", "fallback"]
         body = {"messages": [{"role": "user", "content": "My invoice shows a wrong payment"}], "max_tokens": 4}
         with server.client() as client:
@@ -58,8 +58,8 @@ def test_the_example_boots_as_it_stands_and_routes() -> None:
 @pytest.mark.parametrize(
     ("example", "num_models", "num_resident", "num_standby", "resident_bytes"),
     [
-        ("customer-support", 5, 3, 1, 2_400_000_000),
-        ("density-50", 51, 26, 25, 20_800_000_000),
+        pytest.param("customer-support", 5, 3, 1, 2_400_000_000, marks=pytest.mark.slow),  # booted above
+        pytest.param("density-50", 51, 26, 25, 20_800_000_000, marks=pytest.mark.slow),  # tests/bench/test_cluster.py
         ("warming-heavy", 9, 1, 8, 800_000_000),
     ],
 )
@@ -67,7 +67,7 @@ def test_every_example_boots_with_its_models_in_their_tiers_and_its_bytes(
     example: str, num_models: int, num_resident: int, num_standby: int, resident_bytes: int
 ) -> None:
     path, body = EXAMPLES / f"{example}.yaml", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-    with serve("--manifest", str(path), "--backend", "stub") as server, server.client() as client:
+    with serve("--manifest", str(path), "--backend", "stub", *IN_THREAD) as server, server.client() as client:
         told = client.get("/v1/cluster").json()
         assert client.post("/v1/chat/completions", json=body).status_code == 200
         warmed = client.get("/v1/cluster").json()["counters"]["co_activation_warms"]

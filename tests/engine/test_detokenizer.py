@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ FAMILIES: dict[str, Callable[[], Library]] = {
 TABLED = [name for name in FAMILIES if name != "wordpiece"]
 
 
+@cache
 def tokenizer_of(family: str) -> Tokenizer:
     return Tokenizer(parts(FAMILIES[family]()))
 

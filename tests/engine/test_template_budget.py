@@ -7,6 +7,7 @@ import time
 import pytest
 
 from lockstep.engine.chat_messages import MAX_MESSAGES
+from lockstep.engine.template_budget import MAX_WORK
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError
 from tests.engine.chat_templates import FAMILIES
@@ -14,7 +15,7 @@ from tests.engine.text_models import byte_level, parts
 
 FOREVER = "range(100000)"
 UNMETERED_S = 60.0
-"""A million units are one to three seconds of a processor; work that nothing counts takes minutes to centuries."""
+"""The budget is a second or less of a processor; work that nothing counts takes minutes to centuries."""
 DOUBLED_LIST = "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
 DOUBLED_TUPLE = DOUBLED_LIST.replace("[ns.a, ns.a]", "(ns.a, ns.a)").replace("[1]", "(1, 2)")
 LONG = "{% set s = 'x' * 100000 %}{% set s = s * 100 %}"
@@ -81,8 +82,10 @@ def tokenizer(template: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_stopped(name: str) -> None:
-    """A budget is counted, so what ends early is right on any machine; the bound finds what is not counted."""
+def test_a_hostile_template_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tenth of the budget, as by all of it. What ends early is right on any machine, as work is counted; the
+    bound finds what is not."""
+    monkeypatch.setattr("lockstep.engine.template_budget.MAX_WORK", MAX_WORK // 10)
     start = time.thread_time()
     with pytest.raises(ChatTemplateError) as caught:
         tokenizer(HOSTILE[name]).encode_chat([{"role": "user", "content": "hi"}])

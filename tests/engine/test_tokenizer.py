@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ CONVERSATION: list[dict[str, object]] = [
 ]
 
 
+@cache
 def chat(template: str | None, *, spm: bool = False) -> Tokenizer:
     return Tokenizer(parts(sentencepiece(legacy=False) if spm else byte_level(), template))
 

@@ -31,12 +31,15 @@ class Living:
     records: list[RequestRecord]
     """Of requests that have ended."""
 
+    def client(self) -> httpx2.Client:
+        return plain_client(self.url)
+
     def get(self, path: str) -> httpx2.Response:
-        with plain_client(self.url) as client:
+        with self.client() as client:
             return client.get(path)
 
     def post(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> httpx2.Response:
-        with plain_client(self.url) as client:
+        with self.client() as client:
             return client.post(path, json=body, headers=headers)
 
     @property
@@ -48,7 +51,13 @@ class Living:
 @contextlib.contextmanager
 def living(source: str, options: ServerOptions | None = None, *, name: str = "m") -> Iterator[Living]:
     """Serve a model under a name until the block ends."""
-    cluster = one_model(source, (name,))
+    with living_cluster(one_model(source, (name,)), options) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def living_cluster(cluster: Cluster, options: ServerOptions | None = None) -> Iterator[Living]:
+    """Start a cluster and serve it until the block ends."""
     records: list[RequestRecord] = []
     app = create_app(cluster, options, observers=[lambda record, _: records.append(record)])
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))

@@ -153,23 +153,22 @@ async def test_500_clients_that_connect_and_drop_leave_nothing(pocket: ServerPro
     settled(pocket)
 
 
-async def test_a_prompt_has_one_answer_whatever_happens_around_it() -> None:
+async def test_a_prompt_has_one_answer_whatever_happens_around_it(pocket: ServerProcess) -> None:
     """Streamed and not, alone and among 31 others, before and after the worker's death: the same bytes."""
     asked = body(max_tokens=48, temperature=0.8, seed=7)
-    with serve("pocket://", *FLAGS) as server:
-        async with plain_async_client(server.base_url) as client:
-            alone = await content(client, asked)
-            told = {"streamed": text_of(await frames(client, asked))}
-            others = await streaming(client, NUM_OTHERS, max_tokens=200)
-            told["busy"], told["busy, streamed"] = await asyncio.gather(
-                content(client, asked), asyncio.create_task(streamed(client, asked))
-            )
-            await asyncio.gather(*others)
-            worker_of(server).kill()
-            await serving_again(client)
-            told["after a crash"] = await content(client, asked)
-            told["after a crash, streamed"] = text_of(await frames(client, asked))
-        settled(server)
+    async with plain_async_client(pocket.base_url) as client:
+        alone = await content(client, asked)
+        told = {"streamed": text_of(await frames(client, asked))}
+        others = await streaming(client, NUM_OTHERS, max_tokens=200)
+        told["busy"], told["busy, streamed"] = await asyncio.gather(
+            content(client, asked), asyncio.create_task(streamed(client, asked))
+        )
+        await asyncio.gather(*others)
+        worker_of(pocket).kill()
+        await serving_again(client)
+        told["after a crash"] = await content(client, asked)
+        told["after a crash, streamed"] = text_of(await frames(client, asked))
+    settled(pocket)
     assert told == dict.fromkeys(told, alone)
     assert len(alone) > 20
 
@@ -184,21 +183,22 @@ async def serving_again(client: httpx2.AsyncClient) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_worker_that_is_killed_under_load_ends_its_requests_and_the_server_serves_again() -> None:
-    with serve("pocket://", *FLAGS) as server:
-        async with plain_async_client(server.base_url) as client:
-            streams = await streaming(client, 32, max_tokens=1900, ignore_eos=True)
-            first = worker_of(server)
-            first.kill()
-            for told in await asyncio.gather(*streams):
-                assert told[-1] == "[DONE]"
-                assert json.loads(told[-2])["error"]["code"] == "worker_lost"
-            refused = await client.post("/v1/chat/completions", json=body(max_tokens=1))
-            assert refused.status_code in (200, 503)
-            assert refused.status_code == 200 or int(refused.headers["retry-after"]) >= 1
-            await serving_again(client)
-        assert worker_of(server).pid != first.pid
-        settled(server)
+async def test_a_worker_that_is_killed_under_load_ends_its_requests_and_the_server_serves_again(
+    pocket: ServerProcess,
+) -> None:
+    async with plain_async_client(pocket.base_url) as client:
+        streams = await streaming(client, 32, max_tokens=1900, ignore_eos=True)
+        first = worker_of(pocket)
+        first.kill()
+        for told in await asyncio.gather(*streams):
+            assert told[-1] == "[DONE]"
+            assert json.loads(told[-2])["error"]["code"] == "worker_lost"
+        refused = await client.post("/v1/chat/completions", json=body(max_tokens=1))
+        assert refused.status_code in (200, 503)
+        assert refused.status_code == 200 or int(refused.headers["retry-after"]) >= 1
+        await serving_again(client)
+    assert worker_of(pocket).pid != first.pid
+    settled(pocket)
 
 
 async def test_a_server_that_is_killed_leaves_no_worker_and_starts_again() -> None:

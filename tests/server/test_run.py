@@ -139,13 +139,7 @@ def test_a_signal_while_loading_ends_it() -> None:
         assert "ready on" not in server.stdout
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line_and_code_2() -> None:
-    with ServerProcess("no/such/model.gguf") as server:
-        assert server.wait() == 2
-        assert server.stderr.startswith("lockstep: error: no/such/model.gguf: nothing is there")
-        assert server.stderr.count("\n") == 1
-
-
+@pytest.mark.slow  # test_promises.py has one with a worker
 def test_a_server_that_is_killed_leaves_its_port_free() -> None:
     with serve("stub://alpha", *IN_THREAD) as first:
         port = first.base_url.rpartition(":")[2]

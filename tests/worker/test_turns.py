@@ -119,7 +119,7 @@ REPLICAS = st.lists(st.tuples(st.integers(-3, 2), st.integers(1, 80)), min_size=
 
 
 @given(REPLICAS, st.data())
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_nobody_with_work_waits_longer_than_the_bound(replicas: list[tuple[int, int]], data: st.DataObject) -> None:
     """The bound in the module's docstring, whatever the others do and however long steps take."""
     priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}

@@ -59,7 +59,7 @@ def test_they_are_so_in_every_architecture(name: str) -> None:
     assert report.deterministic, [case for case in report.cases if not case.passed]
 
 
-@pytest.mark.parametrize("name", ["tiny-mistral", "tiny-gemma3"])
+@pytest.mark.parametrize("name", [pytest.param("tiny-mistral", marks=pytest.mark.slow), "tiny-gemma3"])
 def test_chunks_that_end_anywhere_in_a_sliding_window_change_nothing(name: str) -> None:
     """Chunks of every size against windows of 16 tokens, contexts of 75 and of 600."""
     shape = replace(TINY[name], num_layers=2, windows=(16, 16 if name == "tiny-mistral" else 0))

@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseInputParam
 
 from lockstep.server.options import ServerOptions
 from tests.server.living import living
-from tests.server.process import ServerProcess, plain_client, serve
+from tests.server.process import IN_THREAD, ServerProcess, plain_client, serve
 from tests.server.responses.shapes import check_events, check_response
 from tests.waiting import HANG_S
 
@@ -308,7 +308,8 @@ def test_one_key_cannot_read_what_another_stored() -> None:
 
 def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
     """Also when the first server was killed, with nothing to clean by hand."""
-    arguments = ("stub://alpha", "--served-model-name", "alpha", "--responses-db", str(tmp_path / "responses.db"))
+    stored = ("--responses-db", str(tmp_path / "responses.db"))
+    arguments = ("stub://alpha", *IN_THREAD, "--served-model-name", "alpha", *stored)
     with serve(*arguments) as server, client_of(server.base_url) as client:
         first = client.responses.create(input="Hi", model="alpha")
         second = client.responses.create(input="And?", previous_response_id=first.id, model="alpha")
