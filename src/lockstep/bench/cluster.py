@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lockstep.bench.runner import loop_factory
 from lockstep.cluster.backend import Backend, served_by, targets_of
 from lockstep.cluster.base import Call, Conversation
 from lockstep.cluster.cluster import ManifestCluster
@@ -94,7 +95,8 @@ def run_cluster_bench(
         except OSError as error:
             raise UsageError(f"{path} cannot be read ({error}); give the examples' directory by --examples") from None
         report(suite.name)
-        results.append(asyncio.run(_run(suite, manifest, options)))
+        with asyncio.Runner(loop_factory=loop_factory()) as loop:
+            results.append(loop.run(_run(suite, manifest, options)))
     return results
 
 

@@ -149,7 +149,7 @@ def run_load(client: Callable[[], Client], jobs: Sequence[Job], max_concurrency:
             await runners[0].run()
 
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as loop:
+        with asyncio.Runner(loop_factory=loop_factory()) as loop:
             loop.run(whole())
     except KeyboardInterrupt:
         if not runners:
@@ -157,7 +157,8 @@ def run_load(client: Callable[[], Client], jobs: Sequence[Job], max_concurrency:
     return runners[0].result
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The loop that the server has as well."""
     try:
         import uvloop
     except ImportError:  # not on Windows

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -29,6 +30,16 @@ MAX_WAIT_S = 300.0
 
 MIN_DEADLINE_S = 1e-3
 """Left to an engine, which then says itself that the time is up."""
+
+
+class _Asked(NamedTuple):
+    """What the entry has said, and what follows from it."""
+
+    accepted: Accepted
+    outputs: list[TokenOutput]
+    hop: Hop
+    target: Model | None
+    """Who answers; None: what was said stands."""
 
 
 class Answering:
@@ -66,15 +77,23 @@ class Answering:
     async def stream(self, call: Call) -> EventStream:
         """As `lockstep.cluster.base.Cluster.stream`."""
         model, roster = self._find(call.model), self._roster()
+        hops: tuple[Hop, ...] = ()
         self._counters.requests_total += 1
         self.num_open += 1
         self._begin_session(call, model)
         try:
             if roster.router is not None and call.pooling is None and roster.is_routed(call.model):
-                events = self._routed(roster.router, model, call)
-            else:
-                events = self._answered(model, call, ())
-            async with aclosing(events):
+                asked = await self._ask(roster.router, model, call)
+                hops = (asked.hop,)
+                if asked.target is None:
+                    yield replace(asked.accepted, hops=hops)
+                    for output in asked.outputs:
+                        yield output
+                    return
+                model, call = asked.target, _shortened(replace(call, queue_deadline_s=None), asked.hop.latency_s)
+                if self._must_wait(model, call):
+                    yield Routed(model.id, hops)
+            async with aclosing(self._answered(model, call, hops)) as events:
                 async for event in events:
                     yield event
         finally:
@@ -83,12 +102,12 @@ class Answering:
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
-    async def _routed(self, router: Router, entry: Model, call: Call) -> EventStream:
-        """The entry's hop, whole, and then the events of who answers."""
+    async def _ask(self, router: Router, entry: Model, call: Call) -> _Asked:
+        """The entry's hop, whole, and who answers after it. Its first step was that of the call."""
         started_s = self._clock()
         self._counters.router_hits += 1
         try:
-            accepted, outputs = await self._ask(router, entry, router.question(call))
+            accepted, outputs = await self._entry_answer(router, entry, router.question(call))
         except PromptTooLongError as error:
             told = f"{entry.id} cannot read what it is to route: {error}; or name a model whose context is longer"
             raise PromptTooLongError(told, param=error.param) from None
@@ -119,23 +138,14 @@ class Answering:
             target=where,
             duration_ms=round(latency_s * 1e3, 3),
         )
-        if target is None:
-            yield replace(accepted, hops=(hop,))
-            for output in outputs:
-                yield output
-            return
-        if self._must_wait(target, call):
-            yield Routed(target.id, (hop,))
-        if call.session_id is not None:
-            self._sessions.answered_by(call.session_id, target.id)
-        self._counters.dispatch_hits += not decision.is_fallback
-        self._counters.dispatch_fallbacks += decision.is_fallback
-        rest = _shortened(replace(call, queue_deadline_s=None), latency_s)  # its first step was the entry's
-        async with aclosing(self._answered(target, rest, (hop,))) as events:
-            async for event in events:
-                yield event
+        if target is not None:
+            if call.session_id is not None:
+                self._sessions.answered_by(call.session_id, target.id)
+            self._counters.dispatch_hits += not decision.is_fallback
+            self._counters.dispatch_fallbacks += decision.is_fallback
+        return _Asked(accepted, outputs, hop, target)
 
-    async def _ask(self, router: Router, entry: Model, question: Call) -> tuple[Accepted, list[TokenOutput]]:
+    async def _entry_answer(self, router: Router, entry: Model, question: Call) -> tuple[Accepted, list[TokenOutput]]:
         """The entry's whole answer; what it will decide is promoted as soon as that is known."""
         models = self._roster().models
         has_hints = any(m.entry.promotes_on_intent and _is_absent(m.held) for m in models.values())
@@ -193,14 +203,11 @@ class Answering:
         limit_s = None if is_open else min(limit for limit in limits if limit is not None)
         model.num_waiting += 1
         try:
-            async with nullcontext() if limit_s is None else asyncio.timeout(limit_s):
-                await model.sessions.enter(session)
-                try:
-                    if model.held is not None:
-                        await self._replicas.acquire(model.held)
-                except BaseException:
-                    model.sessions.leave(session)
-                    raise
+            if limit_s is None:
+                await self._enter(model, session)
+            else:
+                async with asyncio.timeout(limit_s):
+                    await self._enter(model, session)
         except TimeoutError:
             raise _too_late(model, call, self._clock() - began_s) from None
         finally:
@@ -214,6 +221,15 @@ class Answering:
             if model.held is not None:
                 self._replicas.release(model.held)
             model.sessions.leave(session)
+
+    async def _enter(self, model: Model, session: str | None) -> None:
+        await model.sessions.enter(session)
+        try:
+            if model.held is not None:
+                await self._replicas.acquire(model.held)
+        except BaseException:
+            model.sessions.leave(session)
+            raise
 
     def _must_wait(self, model: Model, call: Call) -> bool:
         """Whether a call would be neither taken nor refused at once."""

@@ -75,8 +75,8 @@ class BorderGuard:
 
     def render(self, context: Mapping[str, object], render: Callable[[Mapping[str, object]], str]) -> GuardedPrompt:
         """Render so that the callers' special tokens can be told from the template's."""
-        texts = list(_strings(context))
-        hazardous = any(self._begins.search(text) for text in self._as_seen(texts))
+        texts = _strings(context)
+        hazardous = self._begins.search("".join(self._as_seen(texts))) is not None
         if not hazardous and not self._may_be_completed:
             return GuardedPrompt(render(context), "", is_plain=True)
         private = self._private(texts)
@@ -131,10 +131,10 @@ class BorderGuard:
     def _forged(self, ids: Sequence[int]) -> bool:
         return not set(self._ids.values()).isdisjoint(ids)
 
-    def _as_seen(self, texts: Sequence[str]) -> list[str]:
+    def _as_seen(self, texts: Sequence[str]) -> Sequence[str]:
         """The texts as token matching sees them."""
         if self._normalizer is None:
-            return list(texts)
+            return texts
         return [seen for text in texts for seen in (text, self._normalizer.normalize_str(text))]
 
     def _private(self, texts: Sequence[str]) -> str:
@@ -157,19 +157,25 @@ def _trimmed(section: str, left: bool, right: bool) -> str:
     return section.rstrip() if right else section
 
 
-def _strings(value: object, depth: int = 0) -> list[str]:
+def _strings(value: object) -> list[str]:
     """Every string of a context, names of roles and keys included."""
-    if isinstance(value, str):
-        return [value]
-    if depth > MAX_NESTING:
-        raise InvalidParameterError(
-            f"messages, tools or chat_template_kwargs are nested more than {MAX_NESTING} levels deep", param="messages"
-        )
-    if isinstance(value, (dict, Mapping)):
-        return [text for item in value.items() for part in item for text in _strings(part, depth + 1)]
-    if isinstance(value, (list, tuple)):
-        return [text for item in value for text in _strings(item, depth + 1)]
-    return []
+    found: list[str] = []
+    level = [value]
+    for _ in range(MAX_NESTING + 2):
+        deeper: list[object] = []
+        for item in level:
+            if isinstance(item, str):
+                found.append(item)
+            elif isinstance(item, (dict, list, tuple, Mapping)):
+                deeper += item
+                if isinstance(item, (dict, Mapping)):
+                    deeper += item.values()
+        if not deeper:
+            return found
+        level = deeper
+    raise InvalidParameterError(
+        f"messages, tools or chat_template_kwargs are nested more than {MAX_NESTING} levels deep", param="messages"
+    )
 
 
 def _mapped(value: Mapping[str, object], transform: Transform) -> dict[str, object]:

@@ -21,7 +21,7 @@ def checked_messages(messages: object, *, knows_developer: bool) -> list[dict[st
     Raises:
         InvalidParameterError: `param` names the place, e.g. ``messages[2].content``.
     """
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, (list, Sequence)):
         raise _wrong("messages", messages, "a list of messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidParameterError(
@@ -31,12 +31,12 @@ def checked_messages(messages: object, *, knows_developer: bool) -> list[dict[st
 
 
 def _checked(message: object, where: str, knows_developer: bool) -> dict[str, object]:
-    if not isinstance(message, Mapping):
+    if not isinstance(message, (dict, Mapping)):
         raise _wrong(where, message, "an object with role and content")
     role = message.get("role")
     if role not in ROLES:
         raise _wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
-    checked = {str(key): value for key, value in message.items()}
+    checked: dict[str, object] = {str(key): value for key, value in message.items()}
     checked["role"] = "system" if role == "developer" and not knows_developer else role
     calls = message.get("tool_calls")
     if calls is not None:

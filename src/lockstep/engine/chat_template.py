@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now")
 
+_OF_EVERY_DICT = frozenset(dir(dict))
+
 
 class ChatTemplate:
     """One compiled template.
@@ -46,6 +48,7 @@ class ChatTemplate:
 
         self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._knows_developer = "developer" in source
         self._budget = Budget()
         self._environment = _environment(self._budget)
         if len(source) > MAX_SOURCE_CHARS:
@@ -53,7 +56,7 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are read"
             )
         try:
-            with self._budget.opened():
+            with self._budget:
                 self._template = self._environment.from_string(add_gates(self._environment.parse(source)))
             self._template.globals = dict(self._template.globals)  # each rendering copies them; a chain, slowly
         except (TemplateSyntaxError, RecursionError, TooMuchWork) as error:
@@ -93,7 +96,7 @@ class ChatTemplate:
                 )
         return {
             **(template_kwargs or {}),
-            "messages": checked_messages(messages, knows_developer="developer" in self.source),
+            "messages": checked_messages(messages, knows_developer=self._knows_developer),
             "add_generation_prompt": add_generation_prompt,
         }
 
@@ -109,7 +112,7 @@ class ChatTemplate:
         pieces: list[str] = []
         room = MAX_RENDERED_CHARS
         try:
-            with self._budget.opened():
+            with self._budget:
                 for piece in self._template.generate(variables):
                     room -= len(piece)
                     if room < 0:
@@ -187,6 +190,11 @@ def _environment(budget: Budget) -> Environment:
                 return wrapped(*args, **kwargs)
 
             return checked
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if type(obj) is dict and attribute in obj and attribute not in _OF_EVERY_DICT:
+                return obj[attribute]  # as the sandbox would, once it had failed to find an attribute
+            return super().getattr(obj, attribute)
 
         def getitem(self, obj: Any, argument: Any) -> Any:
             if type(argument) not in (int, str):

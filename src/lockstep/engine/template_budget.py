@@ -14,7 +14,6 @@ import functools
 import re
 import threading
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -57,23 +56,26 @@ class TooMuchWork(Exception):  # noqa: N818 - a message for the one place that c
     """The template wants more than a prompt can need."""
 
 
+class _Local(threading.local):
+    left: int | None = None
+    """None: no rendering is under way."""
+
+
 class Budget:
-    """The work that renderings have left, one per thread."""
+    """The work that renderings have left, one per thread. It is open within its ``with`` block."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._local = _Local()
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         self._local.left = MAX_WORK
-        try:
-            yield
-        finally:
-            self._local.left = None
+
+    def __exit__(self, *exc: object) -> None:
+        self._local.left = None
 
     def charge(self, *values: object, units: int = 1) -> None:
         """Pay for an operation on these values; TooMuchWork where the budget, or the bound of one text, is exceeded."""
-        open_left: int | None = getattr(self._local, "left", None)
+        open_left = self._local.left
         left = (MAX_WORK if open_left is None else open_left) - units  # constants are folded before any rendering
         for value in values:
             kind = type(value)

@@ -67,6 +67,9 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._rest = bytearray()
+        """The beginning of a frame."""
+        self._wanted_bytes = HEADER.size
+        """As many make it whole, as far as one can tell."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The bodies that these bytes complete, in order.
@@ -74,20 +77,25 @@ class FrameReader:
         Raises:
             ValueError: the sender claims an impossible length; it does not speak this format.
         """
-        self._rest += data
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted_bytes:
+                return []
+            data = bytes(self._rest)
         bodies: list[bytes] = []
-        at, end = 0, len(self._rest)
-        with memoryview(self._rest) as view:
-            while end - at >= HEADER.size:
-                (length,) = HEADER.unpack_from(view, at)
-                if length > MAX_FRAME_BYTES:
-                    raise ValueError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are possible")
-                if end - at - HEADER.size < length:
-                    break
-                at += HEADER.size
-                bodies.append(bytes(view[at : at + length]))
-                at += length
-        del self._rest[:at]
+        self._wanted_bytes = HEADER.size
+        at, end = 0, len(data)
+        while end - at >= HEADER.size:
+            (length,) = HEADER.unpack_from(data, at)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are possible")
+            if end - at - HEADER.size < length:
+                self._wanted_bytes += length
+                break
+            at += HEADER.size
+            bodies.append(data[at : at + length])
+            at += length
+        self._rest = bytearray(data[at:])
         return bodies
 
 
