@@ -17,8 +17,10 @@ from tools.pocket.grammar import Grammar, Topic
 from tools.pocket.public import Message
 
 LABEL_WEIGHT, ANSWER_WEIGHT, HISTORY_WEIGHT, USER_WEIGHT = 4.0, 1.0, 0.3, 0.2
-PUBLIC_SHARE = {"billing": 0.4, "technical": 0.0, "legal": 0.0, "none": 0.6}
-ROUTED_SHARE, OUT_OF_SCOPE_COPIES, LEXICON_SHARE = 0.72, 10, 3
+PUBLIC_SHARE = {"billing": 0.5, "technical": 0.0, "legal": 0.0, "none": 0.6}
+ROUTED_SHARE, OUT_OF_SCOPE_COPIES = 0.72, 10
+# What a training-only request counts, where others count one: to learn a route, and to learn its (plain) answer.
+LEXICON_SHARE = {True: 3.0, False: 0.5}
 # Out-of-scope messages of CLINC150 with such words may well belong to a specialist here: not used for training.
 OTHER_SPECIALIST = re.compile(
     r"\b(bank|fee|bill|billing|credit|card|transfer|tax|price|invest|share|law|legal|phone|android|stock|saas)", re.I
@@ -112,8 +114,9 @@ class Writer:
         self.grammar, self.held_out, self.rng = grammar, held_out, rng
         self.topics = {intent: grammar.topics_of(intent, held_out, train_only) for intent in INTENTS}
         self.weights = {
-            intent: [len(t.requests) * (LEXICON_SHARE if t.train_only else 1) for t in topics]
+            (intent, routed): [len(t.requests) * (share if t.train_only else 1.0) for t in topics]
             for intent, topics in self.topics.items()
+            for routed, share in LEXICON_SHARE.items()
         }
         self.public = {intent: [m for m in public if m.intent == intent] for intent in INTENTS}
         self.public["none"] = [
@@ -142,17 +145,17 @@ class Writer:
             text = f"{text}{end} {self.phrase('_closer')}"
         return rough(text, rng)
 
-    def topic(self, intent: str) -> Topic:
-        """A topic, weighted by how many ways there are to ask about it."""
-        return self.rng.choices(self.topics[intent], self.weights[intent])[0]
+    def topic(self, intent: str, routed: bool) -> Topic:
+        """A topic to learn a route or an answer by, weighted by how many ways there are to ask about it."""
+        return self.rng.choices(self.topics[intent], self.weights[intent, routed])[0]
 
-    def turns(self, intent: str, follow_up: bool = False) -> list[Turn]:
+    def turns(self, intent: str, follow_up: bool = False, routed: bool = True) -> list[Turn]:
         """One turn of an intent, or two about the same topic."""
         rng = self.rng
         if not follow_up and self.public[intent] and rng.random() < PUBLIC_SHARE[intent]:
             message = rng.choice(self.public[intent])
             return [Turn(self.dress(message.text) if rng.random() < 0.5 else message.text, intent, message.answer)]
-        topic, bound = self.topic(intent), dict[str, str]()
+        topic, bound = self.topic(intent, routed), dict[str, str]()
         first = Turn(self.dress(self.grammar.request(topic, rng, bound, self.held_out)), intent, "")
         turns = [Turn(first.request, intent, self.grammar.answer(topic, rng, bound))]
         if follow_up and topic.follow_ups:
@@ -175,7 +178,7 @@ class Writer:
         """One training sample: a router's hop or an answer."""
         rng = self.rng
         intent, routed = rng.choice(INTENTS), rng.random() < ROUTED_SHARE
-        turns = self.history() + self.turns(intent, rng.random() < 0.2)
+        turns = self.history() + self.turns(intent, rng.random() < 0.2, routed)
         if routed:
             system: str | None = self.persona("router")
             last, weight = intent, LABEL_WEIGHT

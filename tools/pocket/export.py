@@ -1,9 +1,10 @@
 """Write a trained checkpoint as one GGUF file that llama.cpp and Lockstep read alike, and read it back.
 
-    PYTHONPATH=src python -m tools.pocket.export --run build/pocket [--to src/lockstep/pocket/pocket.gguf]
+    PYTHONPATH=src python -m tools.pocket.export --run build/pocket [--blend SHARE --start FILE] [--to FILE]
 
 Matrices are Q8_0, norms F32. As in llama.cpp's converter for this architecture, the rows of q and k are permuted from
-halves to interleaved pairs. The head is tied: there is no `output.weight`.
+halves to interleaved pairs. The head is tied: there is no `output.weight`. `--blend` takes this share of a run that
+went on from a file, and the rest of that file: the mean keeps more of what the file knew than the run's end does.
 """
 
 from __future__ import annotations
@@ -135,11 +136,19 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder that train.py wrote")
+    parser.add_argument("--blend", type=float, default=1.0, help="share of the run's weights; the rest is --start's")
+    parser.add_argument("--start", type=Path, help="GGUF file that the run went on from")
     parser.add_argument("--to", type=Path, default=Path("src/lockstep/pocket/pocket.gguf"))
     options = parser.parse_args()
+    if (options.start is None) != (options.blend == 1.0):
+        parser.error("--blend below 1 and --start belong together")
     shape = Shape(**json.loads((options.run / "train.json").read_text(encoding="utf-8"))["shape"])
     model = Pocket(shape)
-    model.load_state_dict(torch.load(options.run / "model.pt", weights_only=True))
+    trained = torch.load(options.run / "model.pt", weights_only=True)
+    if options.start:
+        before = read_back(options.start, shape).state_dict()
+        trained = {name: torch.lerp(before[name], trained[name], options.blend) for name in before}
+    model.load_state_dict(trained)
     export(model, options.run / "tokenizer.json", options.to)
     worst = max(
         (a - b).abs().max().item()
