@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -216,22 +216,59 @@ def test_the_same_bytes_under_every_hash_seed(file: Path, tmp_path: Path) -> Non
     assert len(told) == 1
 
 
-def test_ctrl_c_ends_the_processes_of_a_sweep(tmp_path: Path) -> None:
-    big = write_workload(tmp_path / "big.json", 20_000)
+@pytest.fixture
+def long_sweep(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A sweep of two processes that goes on for minutes."""
+    big = write_workload(tmp_path / "big.json", 4_000)
     grid = f"max_num_batched_tokens={','.join(map(str, range(32, 232)))}"
     command = [sys.executable, "-m", "lockstep", "sweep", str(big), "--grid", grid, "--jobs", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def family(process: subprocess.Popen[str], size: int) -> list[psutil.Process]:
+    """Its children as soon as there are so many: a tracker, and one after the other."""
     parent = psutil.Process(process.pid)
-    until(lambda: len(parent.children(recursive=True)) >= 3, "two, and a tracker")
-    children = parent.children(recursive=True)
+    until(lambda: len(parent.children(recursive=True)) >= size, f"{size} processes")
+    return parent.children(recursive=True)
 
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=HANG_S)
 
-    assert process.returncode == 130
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ctrl_c_ends_the_processes_of_a_sweep_however_many_have_begun(
+    long_sweep: subprocess.Popen[str], size: int
+) -> None:
+    children = family(long_sweep, size)
+
+    os.kill(long_sweep.pid, signal.SIGINT)
+    _, err = long_sweep.communicate(timeout=HANG_S)  # until nobody holds its output
+
+    assert long_sweep.returncode == 130
     assert "Traceback" not in err
     _, alive = psutil.wait_procs(children, timeout=HANG_S)
     assert not alive
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_sweep_that_is_killed_leaves_no_process_behind(long_sweep: subprocess.Popen[str]) -> None:
+    children = family(long_sweep, 3)
+
+    long_sweep.kill()
+
+    _, alive = psutil.wait_procs(children, timeout=HANG_S)
+    assert not alive
+
+
+def test_a_sweep_says_that_one_of_its_processes_was_ended_from_outside(long_sweep: subprocess.Popen[str]) -> None:
+    children = family(long_sweep, 3)
+    worker = next(each for each in children if "spawn_main" in "".join(each.cmdline()))
+
+    worker.kill()
+    _, err = long_sweep.communicate(timeout=HANG_S)
+
+    assert long_sweep.returncode == 2
+    assert "a process of the sweep was ended from outside" in err
+    assert "Traceback" not in err
 
 
 def test_points_fall_where_their_values_say() -> None:

@@ -4,11 +4,13 @@ configs, whoever was first."""
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.errors import LockstepError
@@ -20,6 +22,7 @@ from lockstep.replay.metrics import as_less_is_better, numbers_of
 from lockstep.replay.report import report_of
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import Workload
+from lockstep.worker.lifeline import die_with_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +91,71 @@ def sweep(
 
 @contextmanager
 def _answers(job: Job, combinations: Sequence[Settings], num_processes: int) -> Iterator[Iterator[Outcome]]:
-    """The outcomes as they are asked for. Whatever ends the asking, ends the processes."""
+    """The outcomes as they are asked for. Whatever ends the asking, ends the processes.
+
+    Each process has every n-th combination from the start and a pipe of its own: a pool sends each combination with
+    the whole job, and waits for ever to send it once its processes are gone.
+    """
     if num_processes <= 1:
         yield (evaluate(job, settings) for settings in combinations)
         return
     context = multiprocessing.get_context("spawn")
-    others = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(num_processes, context, initializer=_end_on_interrupt)
+    processes, readers = [], []
     try:
-        futures = [pool.submit(evaluate, job, settings) for settings in combinations]
-        yield (future.result() for future in futures)
-    except BaseException:
-        for child in multiprocessing.active_children():
-            if child not in others:
-                child.terminate()
-        raise
+        with _interrupt_kept_back():
+            for first in range(num_processes):
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_work, args=(os.getpid(), job, combinations[first::num_processes], writer), daemon=True
+                )
+                process.start()
+                writer.close()
+                processes.append(process)
+                readers.append(reader)
+        yield (_received(readers[index % num_processes]) for index in range(len(combinations)))
     finally:
-        pool.shutdown(cancel_futures=True)
+        for process, reader in zip(processes, readers, strict=True):
+            process.kill()
+            process.join()
+            reader.close()
 
 
-def _end_on_interrupt() -> None:
-    """Ctrl-C reaches every process of the terminal; those of the pool end without a word."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _work(parent_pid: int, job: Job, combinations: Sequence[Settings], answers: Connection) -> None:
+    die_with_parent(parent_pid)
+    for settings in combinations:
+        answers.send(evaluate(job, settings))
+
+
+def _received(answers: Connection) -> Outcome:
+    try:
+        outcome: Outcome = answers.recv()
+    except EOFError:
+        raise LockstepError(
+            "a process of the sweep was ended from outside; run it again, with fewer --jobs if memory was short"
+        ) from None
+    return outcome
+
+
+@contextmanager
+def _interrupt_kept_back() -> Iterator[None]:
+    """Let Ctrl-C wait until the block ends: a process that is begun by halves is known to nobody who would end it.
+
+    A terminal sends it to the new processes as well. They keep it back for good and end by their parent.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: came.set())
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
+    try:
+        yield
+    finally:
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if came.is_set():
+            signal.raise_signal(signal.SIGINT)
 
 
 def front(outcomes: Sequence[Outcome], objectives: Sequence[str]) -> tuple[bool, ...]:
