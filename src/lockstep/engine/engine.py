@@ -27,7 +27,7 @@ from lockstep.engine.intake import prepare
 from lockstep.engine.metrics import EngineMetrics, Inbox, MetricsSnapshot, cache_config_labels, snapshot
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
-from lockstep.engine.publish import Publisher, hand_over
+from lockstep.engine.publish import Publisher
 from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
 from lockstep.engine.stream import LoopMailboxes, OutputStream, collect, stream
 from lockstep.engine.taped import Tape, TapedScheduler
@@ -52,7 +52,7 @@ class Engine:
         model: what loading produced; the engine does not close it.
         config: limits and policy of the scheduler; ``lockstep.engine.sizing`` makes one from the geometry.
         clock: where durations and deadlines come from.
-        observer: called after each commit with the plan, its result and its events.
+        observer: called after each committed step, when its outputs are told, with the plan, its result and its events.
         on_added: called on the engine's thread with the id of each request that got its place in the queue.
         on_session: called on the engine's thread with each change of a session.
         tape: hears all that decides a step.
@@ -116,10 +116,14 @@ class Engine:
             raise QueueFullError(f"{MAX_INBOX} commands already wait for the next step; try again later")
         request_id = next(self._ids) if request_id is None else request_id
         live = LiveRequest(request_id, prepared, self._now_s(), callback)
-        self._open[live.request_id] = live
-        self._inbox.append(live)
-        self.wake()
-        return live.request_id
+        self._open[request_id] = live
+        try:
+            self._inbox.append(live)
+            self.wake()
+        except BaseException:  # an interrupt: nobody will ever know this id
+            self.abort(request_id)
+            raise
+        return request_id
 
     async def submit_async(self, request: GenerationRequest) -> RequestOutput:
         """The whole answer; leaving the await aborts the request."""
@@ -212,7 +216,12 @@ class Engine:
         self._mailboxes.dispatch(on_lost=lambda request_id: None)
 
     def step(self) -> StepPlan | None:
-        """Drain the inbox, then plan, execute and publish one step; None when there was nothing to do."""
+        """Drain the inbox, then plan, execute and publish one step; None when there was nothing to do.
+
+        Whatever the executor, the sampler or a grammar raises fails the step: its requests end with the reason and the
+        next step can come. Interrupts (no `Exception`) among it or out of callbacks, and what the observer raises, come
+        out of here when the step is over. A signal's may come amid a decision: no main thread should call this.
+        """
         self.drain()
         plan = self.scheduler.schedule()
         if plan.has_work:
@@ -220,23 +229,22 @@ class Engine:
         else:
             assert not self.scheduler.has_unfinished, "sequences wait, but the plan is empty: nothing would ever change"
         self._mailboxes.dispatch(on_lost=self._abort_now)
+        self._publisher.raise_interrupt()
         return plan if plan.has_work else None
 
     def _run_plan(self, plan: StepPlan) -> None:
         try:
             samples = self._publisher.compute(plan, self._now_s())
-        except Exception as error:  # whatever a step raises ends its requests with the reason, never the engine
+            now_s = self._now_s()
+            result, touched = self._publisher.accept(plan, samples, now_s)
+        except BaseException as error:  # whatever a step raises ends its requests with the reason, never the engine
             log.exception("step %d failed", plan.step)
             self._fail_step(plan, error)
             return
-        now_s = self._now_s()
-        result, touched = self._publisher.accept(plan, samples, now_s)
         events = self.scheduler.commit(plan, result)
         record = self._fingerprint.observe(plan, events)
         if self._tape is not None:
             self._tape.committed(record, result, touched)
-        if self._observer is not None:
-            self._observer(plan, result, events)
         self._account(self.scheduler.drain_finished())
         for finish in events.finished:
             self._close(self._publisher.generations[finish.seq_id], finish.reason, now_s)
@@ -245,20 +253,24 @@ class Engine:
             self._publisher.retire(finish.seq_id)
         for request_id in lost:
             self._abort_now(request_id)
+        if self._observer is not None:
+            try:
+                self._observer(plan, result, events)
+            except BaseException as error:
+                self._publisher.interrupt = error
 
-    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+    def _fail_step(self, plan: StepPlan, error: BaseException) -> None:
         self._metrics.num_failed_steps += 1
-        generations = self._publisher.generations
-        failed = dict.fromkeys(generations[seq_id].live.request_id for seq_id in plan.seq_ids)
+        failed = self._publisher.take_back(plan, error)
         self.scheduler.fail(plan)
         record = self._fingerprint.observe_failure(plan)
         if self._tape is not None:
             self._tape.failed(record)
-        reason = (
-            error if isinstance(error, LockstepError) else RequestFailedError(f"step {plan.step} failed: {error!r}")
-        )
+        if not isinstance(error, LockstepError):
+            error, cause = RequestFailedError(f"step {plan.step} failed: {error!r}"), error
+            error.__cause__ = cause
         for request_id in failed:
-            self._end(request_id, FinishReason.ERROR, reason)
+            self._end(request_id, FinishReason.ERROR, error)
 
     def drain(self) -> None:
         """Take what waited for a session, then what was submitted, in order, then what is due.
@@ -335,7 +347,9 @@ class Engine:
         self._finish(live, now_s)
         if live.sink is not None:
             output = live.output(now_s)
-            hand_over(live.sink, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=output))
+            self._publisher.hand_over(
+                live.sink, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=output)
+            )
 
     def _end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
         """End what is still open of a request, outside a step."""

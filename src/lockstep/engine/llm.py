@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.engine.aside import Aside, Task
 from lockstep.engine.chat import chat_request
 from lockstep.engine.engine import Engine, Observer
 from lockstep.engine.generation import Sink
@@ -31,7 +32,10 @@ _IDLE_WAIT_S = 1.0
 
 
 class LLM:
-    """A model that answers in the caller's thread. Several prompts share one continuous batch.
+    """A model that answers while the caller waits. Several prompts share one continuous batch.
+
+    An interrupt (Ctrl-C) ends a call with the step under way: its requests are gone, and the model is as it was. Calls
+    from several threads take turns.
 
     Args:
         model: a path, ``hf://org/name``, ``pocket://`` or ``stub://NAME``.
@@ -52,7 +56,12 @@ class LLM:
         observer: Observer | None = None,
     ) -> None:
         self.model, config = load_model(model, options or LoadOptions(), progress)
-        self.engine = Engine(self.model, config, observer=observer)
+        try:
+            self.engine = Engine(self.model, config, observer=observer)
+            self._aside = Aside(f"lockstep-{self.model.name}")
+        except BaseException:
+            self.model.close()
+            raise
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -100,36 +109,60 @@ class LLM:
         vectors = np.stack([_vector(output) for output in outputs])
         return unit_vectors(vectors) if normalize else vectors
 
+    def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:
+        """What each step brings, as it comes; leaving the loop, or an interrupt in it, aborts the request.
+
+        Raises:
+            RequestError: the request is refused.
+            LockstepError: what ended it after it had been accepted.
+        """
+        task = Task[TokenOutput, list[int]](lambda task: self._serve([request], task.news.put, task))
+        try:
+            self._aside.begin(task)
+            while (output := task.news.get()) is not None:
+                if output.error is not None:
+                    raise output.error
+                yield output
+        except BaseException:
+            self._aside.stop(task)
+            raise
+        task.result()
+
     def _run(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
-        ids: list[int] = []
 
         def collect(output: TokenOutput) -> None:
             if output.request is not None:
                 outputs[output.request_id] = output.request
 
-        waiting = deque(requests)
-        try:
-            while waiting or self.engine.has_work:
-                room = self.engine.num_free_places
-                while waiting and (room >= waiting[0].params.n or not self.engine.has_work):
-                    room -= waiting[0].params.n
-                    ids.append(self.engine.submit(waiting.popleft(), collect))
-                self.engine.step()
-        except BaseException:  # Ctrl-C or a refused prompt: what was queued must not run with the next call
-            for request_id in ids:
-                self.engine.abort(request_id)
-            self.engine.run()
-            raise
+        ids = self._aside.do(lambda task: self._serve(requests, collect, task))
         for request_id in ids:
             error = outputs[request_id].error
             if error is not None:
                 raise error
         return [outputs[request_id] for request_id in ids]
 
+    def _serve(self, requests: Sequence[GenerationRequest], sink: Sink, task: Task[Any, list[int]]) -> list[int]:
+        """Answer requests, as many at once as the queue takes; returns their ids. On the model's thread."""
+        engine, waiting, ids = self.engine, deque(requests), list[int]()
+        try:
+            while (waiting or engine.has_work) and not task.is_stopped:
+                room = engine.num_free_places
+                while waiting and (room >= waiting[0].params.n or not engine.has_work):
+                    room -= waiting[0].params.n
+                    ids.append(engine.submit(waiting.popleft(), sink))
+                engine.step()
+        finally:  # stopped, or a prompt was refused: what was queued must not run with the next call
+            for request_id in ids:
+                engine.abort(request_id)
+            engine.drain()
+        return ids
+
     def close(self) -> None:
-        """Free the model; using it afterwards is an error."""
-        self.model.close()
+        """Free the model; using it afterwards is an error. Calling it again does nothing."""
+        if self._aside.is_alive:
+            self._aside.do(lambda task: self.model.close())
+        self._aside.end()
 
     def __enter__(self) -> LLM:
         return self
@@ -208,13 +241,10 @@ class AsyncEngine:
         return self.engine.metrics()
 
     def close(self) -> None:
-        """End what is open, stop the thread, free the model. Calling it again does nothing."""
-        if self._stopping.is_set():
-            return
+        """End what is open, stop the thread, free the model. Calling it again does nothing, or what is left of it."""
         self._stopping.set()
         self.engine.wake()
         self._thread.join()
-        self.model.close()
 
     def __enter__(self) -> AsyncEngine:
         return self
@@ -254,13 +284,25 @@ class AsyncEngine:
         engine = self.engine
         try:
             while not self._stopping.is_set():
-                if not engine.step():
+                if not self._step():
                     engine.wait(_IDLE_WAIT_S)
             engine.abort_all()
         except Exception as error:  # a defect of ours: nobody may wait for answers that cannot come
             log.exception("the engine's thread broke")
             self._stopping.set()
             engine.abandon(RequestFailedError(f"the engine broke: {error!r}; load the model again"))
+        finally:  # here, since a wait for this thread may be interrupted
+            self.model.close()
+
+    def _step(self) -> bool:
+        """Whether there was anything to do."""
+        try:
+            return self.engine.step() is not None
+        except Exception:
+            raise
+        except BaseException:  # the step is over, its requests know, and nobody above this thread can be interrupted
+            log.exception("an interrupt in the engine's thread")
+            return True
 
 
 def _vector(output: RequestOutput) -> npt.NDArray[np.float32]:

@@ -23,16 +23,6 @@ from lockstep.executors.sampling import Samples, likeliest, sample
 log = logging.getLogger(__name__)
 
 
-def hand_over(sink: Sink, output: TokenOutput) -> bool:
-    """Call a sink; False when it raised, which is its request's fault and never the engine's."""
-    try:
-        sink(output)
-    except Exception:  # a caller's code may raise anything
-        log.exception("the callback of request %d raised; the request is aborted", output.request_id)
-        return False
-    return True
-
-
 class Publisher:
     """Owns the live sequences of an engine. Engine thread only."""
 
@@ -48,6 +38,8 @@ class Publisher:
         """Whose prompt is judged by the rows that follow the sampled ones, and by how many of them."""
         self._sampling: list[Generation] = []
         """Who samples in the step under way, in plan order."""
+        self.interrupt: BaseException | None = None
+        """What is to come out of the step when it is over."""
 
     def open(self, generation: Generation) -> None:
         self.generations[generation.seq_id] = generation
@@ -165,12 +157,38 @@ class Publisher:
         generation.end(FinishReason.ERROR)
         return FinishReason.ERROR
 
+    def take_back(self, plan: StepPlan, error: BaseException) -> list[int]:
+        """The step failed before its commit, so nobody ended with it; returns the requests that it was for."""
+        if not isinstance(error, Exception):
+            self.interrupt = error
+        generations = [self.generations[seq_id] for seq_id in plan.seq_ids]
+        for generation in generations:
+            generation.finish_reason = generation.stop_reason = None
+        return list(dict.fromkeys(generation.live.request_id for generation in generations))
+
+    def raise_interrupt(self) -> None:
+        """Let out what waited for the end of the step."""
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+    def hand_over(self, sink: Sink, output: TokenOutput) -> bool:
+        """Call a sink; False when it raised, which is its request's fault and never the engine's."""
+        try:
+            sink(output)
+        except BaseException as error:  # a caller's code may raise anything
+            log.exception("the callback of request %d raised; the request is aborted", output.request_id)
+            if not isinstance(error, Exception):
+                self.interrupt = error
+            return False
+        return True
+
     def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
         """Give every sink its output; returns the requests whose sink raised."""
         lost: list[int] = []
         for generation in touched:
             sink = generation.live.sink
-            if sink is not None and not hand_over(sink, generation.take_output(now_s)):
+            if sink is not None and not self.hand_over(sink, generation.take_output(now_s)):
                 lost.append(generation.live.request_id)
         return lost
 

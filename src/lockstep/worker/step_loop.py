@@ -176,7 +176,13 @@ class StepLoop:
             return
         engine = replicas[chosen].engine
         started_s = self._now_s()
-        plan = engine.step()
+        plan: StepPlan | None = None
+        try:
+            plan = engine.step()
+        except Exception:
+            raise
+        except BaseException:  # the step is over, its requests know, and nobody above this thread can be interrupted
+            log.exception("an interrupt in a step of %s", chosen)
         ended_s = self._now_s()
         started_us, ended_us = int(started_s * 1e6), int(ended_s * 1e6)
         self._turns.spend(chosen, ended_us - started_us)
