@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.answers import AnswerWriter
+from lockstep.cli.answers import AnswerWriter, Piece
 from lockstep.cli.main import invoke
-from lockstep.core.request import FinishReason
-from lockstep.engine.outputs import TokenOutput
 
 THINKING = "stub://a?field=%3Cthink%3Ewhy%3C/think%3Eroute"
 TEMPLATE = "{% for m in messages %}<|user|>{{ greeting }}{{ m.content.split('</think>')[-1] }}{% endfor %}<|assistant|>"
@@ -44,12 +42,13 @@ def test_variables_reach_the_template(template: str, capsys: pytest.CaptureFixtu
 def test_thoughts_are_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     writer = AnswerWriter()
-    for reasoning, text in (("why", ""), (" not", ""), ("", "so"), ("", " be it")):
-        writer.write(TokenOutput(1, 0, (7,), text, reasoning=reasoning))
-    writer.write(TokenOutput(1, 0, (7,), "", FinishReason.STOP))
+    for piece in (Piece("", "why"), Piece("", " not"), Piece("so"), Piece(" be it")):
+        writer.write(piece)
+    writer.end()
     assert capsys.readouterr().out == "\x1b[2mwhy not\x1b[0m\n\nso be it"
     unfinished = AnswerWriter()
-    unfinished.write(TokenOutput(1, 0, (7,), "", FinishReason.LENGTH, reasoning="why"))
+    unfinished.write(Piece("", "why"))
+    unfinished.end()
     assert capsys.readouterr().out == "\x1b[2mwhy\x1b[0m", "the terminal is left as it was"
 
 

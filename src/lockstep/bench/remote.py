@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -29,12 +29,7 @@ class Remote:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        limits = httpx2.Timeout(READ_LIMIT_S, connect=CONNECT_LIMIT_S)
-        # As the measuring client does it: no proxies from the environment, and the system's certificates.
-        verify = ssl.create_default_context() if target.tls else False
-        self._client = httpx2.Client(
-            base_url=target.url, headers=target.headers, timeout=limits, trust_env=False, verify=verify
-        )
+        self._client = _client_of(target)
 
     def models(self) -> list[str]:
         """Names that the server answers to, in its order."""
@@ -78,6 +73,15 @@ class Remote:
         Raises:
             RemoteError: the server refuses, breaks off, or says in mid-stream what went wrong.
         """
+        try:
+            yield from self._stream(path, body)
+        except KeyboardInterrupt:  # it may have come amid the client's own bookkeeping: go on with another client
+            interrupted, self._client = self._client, _client_of(self.target)
+            with suppress(Exception):
+                interrupted.close()
+            raise
+
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk]:
         reader = ChunkReader()
         with self._spoken(), self._client.stream("POST", path, json=body) as response:
             if response.status_code != _OK:
@@ -117,6 +121,13 @@ class Remote:
             raise RemoteError(f"{url} was silent for too long ({type(error).__name__})") from None
         except httpx2.HTTPError as error:
             raise RemoteError(f"the connection to {url} broke: {error or type(error).__name__}") from None
+
+
+def _client_of(target: Target) -> httpx2.Client:
+    limits = httpx2.Timeout(READ_LIMIT_S, connect=CONNECT_LIMIT_S)
+    # As the measuring client does it: no proxies from the environment, and the system's certificates.
+    verify = ssl.create_default_context() if target.tls else False
+    return httpx2.Client(base_url=target.url, headers=target.headers, timeout=limits, trust_env=False, verify=verify)
 
 
 def _read(reader: ChunkReader, line: str) -> Chunk | None:

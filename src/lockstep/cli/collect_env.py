@@ -18,7 +18,7 @@ from lockstep.version import __version__
 PACKAGES = (
     *("openvino", "numpy", "tokenizers", "jinja2", "llguidance", "msgspec", "huggingface-hub", "fastapi", "uvicorn"),
     *("uvloop", "httptools", "httpx2", "pydantic", "prometheus-client", "typer", "rich", "psutil", "platformdirs"),
-    *("opentelemetry-sdk", "openai", "torch", "transformers", "llama-cpp-python"),
+    *("prompt-toolkit", "opentelemetry-sdk", "openai", "torch", "transformers", "llama-cpp-python"),
 )
 MAX_CACHE_FILES = 100_000
 """A cache of more files is not measured to its end."""

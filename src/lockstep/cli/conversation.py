@@ -1,36 +1,31 @@
-"""A conversation at the terminal, whoever answers: the prompt, the commands and what is shown after each answer."""
+"""A conversation at the terminal, whoever answers: what was said, the commands, and what is shown after each answer."""
 
 from __future__ import annotations
 
-import contextlib
+import json
+import os
 import sys
-from collections.abc import Callable
-from importlib import import_module
-from typing import Protocol, TypeVar
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
-from lockstep.cli.answers import AnswerWriter
+from msgspec.structs import replace
+
+from lockstep.cli.answers import Answer, Answerer, AnswerWriter, Message, write_answer
+from lockstep.cli.terminal import CtrlC, Pipe, Reader, Terminal, unquoted
 from lockstep.errors import LockstepError, UsageError
+from lockstep.executors.sampling_params import SamplingParams
 
-CHAT_HELP = "Type a message. /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
-
-Answer = TypeVar("Answer", covariant=True)
-
-
-class Session(Protocol[Answer]):
-    """Who answers, and remembers."""
-
-    @property
-    def has_history(self) -> bool:
-        """False: each message is completed on its own."""
-        ...
-
-    def clear(self) -> None:
-        """Forget the conversation."""
-        ...
-
-    def answer(self, text: str, writer: AnswerWriter | None) -> Answer:
-        """Stream the answer through the writer; Ctrl-C ends it early and keeps what came."""
-        ...
+GREETING = "Type a message. /help lists the commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves."
+MAX_LOADED_BYTES = 1 << 24
+"""Of a conversation that is read from a file."""
+ANY_VOCABULARY = 1 << 31
+"""For checks that need no model."""
+_UNSET = "default"
 
 
 def prompt_of(said: str) -> str:
@@ -53,44 +48,312 @@ def whole_text(text: str, what: str) -> str:
     return text
 
 
-def converse(session: Session[Answer], figures: Callable[[Answer], str] | None) -> None:
-    """Talk until the end of input.
+class Conversation:
+    """What was said so far, and how the next answer is asked for."""
 
-    Args:
-        figures: a line to print after each answer.
+    def __init__(self, answerer: Answerer, params: SamplingParams, system: str | None, *, is_verbose: bool) -> None:
+        self._answerer = answerer
+        self.params = params
+        self.is_verbose = is_verbose
+        self.messages: list[Message] = []
+        """Without the system message."""
+        self._system: str | None = None
+        self.system = system
+
+    @property
+    def knows_roles(self) -> bool:
+        """False: each message is completed on its own."""
+        return self._answerer.knows_roles
+
+    @property
+    def system(self) -> str | None:
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        if text is not None and not self.knows_roles:
+            raise UsageError("/system or --system needs a chat template: the model has none, or --raw turned it off")
+        self._system = text
+
+    def transcript(self) -> list[Message]:
+        """All messages, as a chat completion's request has them."""
+        first = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return first + self.messages
+
+    def ask(self, text: str, writer: AnswerWriter | None, answer: Answer) -> None:
+        """Have a message answered. It is not yet remembered."""
+        asked = {"role": "user", "content": whole_text(text, "the message")}
+        messages = [*self.transcript(), asked] if self.knows_roles else [asked]
+        write_answer(self._answerer, messages, self.params, answer, writer)
+
+    def remember(self, text: str, answer: Answer) -> None:
+        """A message and its answer, as far as it came."""
+        if self.knows_roles:
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
+
+
+def answer_one(conversation: Conversation, prompt: str) -> None:
+    """Answer what ``-p`` said; an interrupt ends the program."""
+    answer = Answer()
+    conversation.ask(prompt_of(prompt), AnswerWriter(), answer)
+    print(flush=True)
+    if conversation.is_verbose:
+        _tell(answer.figures)
+
+
+def converse(conversation: Conversation) -> None:
+    """Talk until the end of input.
 
     Raises:
         LockstepError: a message was refused and nobody is at the terminal to read why.
     """
-    with contextlib.suppress(ImportError):  # where it exists, importing it gives input() line editing and history
-        import_module("readline")
-    interactive = sys.stdin.isatty()
-    if interactive:
-        print(CHAT_HELP, file=sys.stderr)
-        if not session.has_history:
-            print("There is no chat template: each message is completed on its own.", file=sys.stderr)
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            if interactive:
-                print(file=sys.stderr)
-            return
-        if line == "/exit":
-            return
-        if line == "/clear":
-            session.clear()
-        elif line:
+    with _reader() as reader:
+        if reader.is_terminal:
+            _tell(GREETING)
+            if not conversation.knows_roles:
+                _tell("There is no chat template: each message is completed on its own.")
+        while True:
             try:
-                _say(session, line, figures)
+                line = reader.read().strip()
+            except EOFError:
+                return
+            try:
+                if line.startswith("/") and not line.startswith("//"):
+                    if _obey(conversation, line):
+                        return
+                elif line:
+                    _say(conversation, reader, unquoted(line[1:] if line.startswith("//") else line))
             except LockstepError as error:
-                if not interactive:
+                if not reader.is_terminal:
                     raise
-                print(f"error: {error}", file=sys.stderr)
+                _tell(f"error: {error}")
 
 
-def _say(session: Session[Answer], line: str, figures: Callable[[Answer], str] | None) -> None:
-    answer = session.answer(line, AnswerWriter())
+@contextmanager
+def _reader() -> Iterator[Reader]:
+    """A person, if one sits there and sees something; else a pipe."""
+    is_seen = sys.stdout.isatty() or sys.stderr.isatty()
+    if not (sys.stdin.isatty() and is_seen and threading.current_thread() is threading.main_thread()):
+        yield Pipe()
+        return
+    ctrl_c = CtrlC()
+    with ctrl_c.caught():
+        yield Terminal(list(COMMANDS), ctrl_c)
+
+
+def _say(conversation: Conversation, reader: Reader, text: str) -> None:
+    """Answer a message. An answer that Ctrl-C stopped is remembered if it has words: templates expect some."""
+    answer, is_stopped = Answer(), False
+    try:
+        with reader.stoppable():
+            conversation.ask(text, AnswerWriter(), answer)
+    except KeyboardInterrupt:
+        if not reader.is_terminal:
+            raise
+        is_stopped = True
     print(flush=True)
-    if figures is not None:
-        print(figures(answer), file=sys.stderr)
+    is_kept = bool(answer.text.strip()) or not is_stopped
+    if is_kept:
+        conversation.remember(text, answer)
+    if is_stopped:
+        _tell("(stopped)" if is_kept else "(stopped before the first word: the message is not remembered)")
+    elif conversation.is_verbose:
+        _tell(answer.figures)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a line that begins with a slash means."""
+
+    usage: str
+    help: str
+    run: Callable[[Conversation, str], None] | None
+    """With what follows the word. None: leave."""
+
+
+def _obey(conversation: Conversation, line: str) -> bool:
+    """Do what a line commands; True: leave. UsageError: it commands nothing that is known."""
+    word, *rest = line.split(maxsplit=1)
+    command = COMMANDS.get(word)
+    if command is None:
+        near = get_close_matches(word, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "/help lists them all."
+        raise UsageError(f"there is no command {word}. {hint} To send a message that begins so, type /{word}")
+    if command.run is not None:
+        command.run(conversation, "".join(rest))
+    return command.run is None
+
+
+def _help(conversation: Conversation, rest: str) -> None:
+    shown = {command.usage: command.help for command in COMMANDS.values()}
+    width = max(map(len, shown))
+    for usage, text in shown.items():
+        _tell(f"  {usage:{width}}  {text}")
+    for usage, text in (
+        ('"""', 'Begins a message of several lines; """ at a line\'s end ends it.'),
+        ("//TEXT", "Sends /TEXT as a message."),
+        ("Ctrl-C", "Stops an answer, whose words so far are kept; at the prompt, twice, leaves."),
+    ):
+        _tell(f"  {usage:{width}}  {text}")
+    _tell(f"Parameters of /set: {', '.join(SETTINGS)}.")
+
+
+def _clear(conversation: Conversation, rest: str) -> None:
+    conversation.messages.clear()
+
+
+def _system(conversation: Conversation, rest: str) -> None:
+    if not rest:
+        _tell("there is no system message" if conversation.system is None else conversation.system)
+        return
+    conversation.system = None if rest == _UNSET else whole_text(unquoted(rest), "the system message")
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    """A text, or a JSON string or list of strings."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return (text,)
+    return tuple(value) if isinstance(value, list) else (value if isinstance(value, str) else text,)
+
+
+def _flag(text: str) -> bool:
+    return {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}[text.lower()]
+
+
+SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "temperature": (float, "a number; 0 is greedy"),
+    "top_k": (int, "an integer; 0 is all"),
+    "top_p": (float, "a number above 0, at most 1"),
+    "min_p": (float, "a number of 0 to 1"),
+    "repetition_penalty": (float, "a number; 1 is none"),
+    "presence_penalty": (float, "a number of -2 to 2"),
+    "frequency_penalty": (float, "a number of -2 to 2"),
+    "seed": (int, "an integer"),
+    "max_tokens": (int, "an integer"),
+    "min_tokens": (int, "an integer"),
+    "stop": (_texts, 'a text, or several as JSON: ["a", "b"]'),
+    "ignore_eos": (_flag, "true or false"),
+}
+"""How each parameter is read, and what it must be."""
+
+
+def _set(conversation: Conversation, rest: str) -> None:
+    name, _, value = rest.removeprefix("parameter ").partition(" ")
+    if name == "system":
+        _system(conversation, value.strip())
+        return
+    name, value = name.replace("-", "_"), value.strip()
+    if name and name not in SETTINGS:
+        near = get_close_matches(name, SETTINGS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"there is no parameter {name}. {hint}There are {', '.join(SETTINGS)}")
+    if not value:
+        for each in [name] if name else SETTINGS:
+            _tell(f"  {each:18}  {_shown(getattr(conversation.params, each))}")
+        return
+    changed = replace(conversation.params, **{name: _setting(name, value)})
+    changed.validate(ANY_VOCABULARY)
+    conversation.params = changed
+
+
+def _setting(name: str, text: str) -> Any:
+    """The value of a parameter; UsageError says what it must be."""
+    if text == _UNSET:
+        return getattr(SamplingParams(), name)
+    read, right = SETTINGS[name]
+    try:
+        return read(text)
+    except (ValueError, KeyError):
+        raise UsageError(f"{name} is {text!r}; it must be {right}, or {_UNSET}") from None
+
+
+def _shown(value: object) -> str:
+    return _UNSET if value is None or value == () else json.dumps(value, ensure_ascii=False)
+
+
+def _save(conversation: Conversation, rest: str) -> None:
+    """Write the transcript, for its owner's eyes; a file that exists is replaced only by --force."""
+    is_forced = rest.startswith("--force ")
+    path = _path_of(rest.removeprefix("--force "), "/save")
+    if not conversation.knows_roles:
+        raise UsageError("there is no conversation to save: each message is completed on its own")
+    data = json.dumps(conversation.transcript(), ensure_ascii=False, indent=1).encode() + b"\n"
+    beside = path.with_name(f"{path.name}.{os.getpid()}") if is_forced else path
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        if is_forced:
+            os.replace(beside, path)
+    except FileExistsError:
+        raise UsageError(f"{path} exists; /save --force {path} replaces it") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    _tell(f"{len(conversation.transcript())} messages are in {path}")
+
+
+def _load(conversation: Conversation, rest: str) -> None:
+    """Go on with a conversation as /save writes it."""
+    path = _path_of(rest, "/load")
+    if not conversation.knows_roles:
+        raise UsageError("no conversation can be loaded: each message is completed on its own")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_LOADED_BYTES + 1)
+        messages = json.loads(data) if len(data) <= MAX_LOADED_BYTES else None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        messages = None
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise UsageError(
+            f'{path} is no conversation; it must be a list of {{"role": "user" or "assistant", "content": "..."}}, the '
+            f"first of which may be of the system, of at most {MAX_LOADED_BYTES >> 20} MiB"
+        )
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    if any(message["role"] == "system" for message in messages[has_system:]):
+        raise UsageError(f"{path} has a system message behind the first message")
+    conversation.system = messages[0]["content"] if has_system else None
+    conversation.messages = messages[has_system:]
+    _tell(f"{len(messages)} messages were read from {path}")
+
+
+def _is_message(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"role", "content"}
+        and value["role"] in ("system", "user", "assistant")
+        and isinstance(value["content"], str)
+    )
+
+
+def _path_of(text: str, command: str) -> Path:
+    name = text.strip().strip("'\"")
+    if not name:
+        raise UsageError(f"{command} needs a file: {command} FILE")
+    return Path(name).expanduser()
+
+
+_LEAVE = Command("/bye, /exit, /quit", "Leave.", None)
+_HELP = Command("/help, /?", "Show this.", _help)
+COMMANDS: dict[str, Command] = {
+    "/help": _HELP,
+    "/?": _HELP,
+    "/clear": Command("/clear", "Forget the conversation, but not the system message.", _clear),
+    "/system": Command("/system [TEXT]", f"Set the system message, or show it; {_UNSET} takes it away.", _system),
+    "/set": Command("/set [NAME [VALUE]]", f"Set a parameter, or show all; {_UNSET} takes it back.", _set),
+    "/save": Command("/save [--force] FILE", "Write the conversation as JSON: a request's messages.", _save),
+    "/load": Command("/load FILE", "Go on with a conversation that was saved.", _load),
+    "/bye": _LEAVE,
+    "/exit": _LEAVE,
+    "/quit": _LEAVE,
+}

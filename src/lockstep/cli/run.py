@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from lockstep.cli import constraints
 from lockstep.cli import options as flags
-from lockstep.cli.answers import AnswerWriter
-from lockstep.cli.conversation import converse, prompt_of, system_of
+from lockstep.cli.answers import Answer, Message, Piece
+from lockstep.cli.conversation import ANY_VOCABULARY, Conversation, answer_one, converse, prompt_of, system_of
 from lockstep.cli.progress import loading_progress
 from lockstep.engine.chat import chat_request
 from lockstep.engine.llm import LLM
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.outputs import GenerationRequest, RequestOutput
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
 
-Message = dict[str, str]
 Prompt = Annotated[
     str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")]
-_ANY_VOCABULARY = 1 << 31
 
 
 def run(
@@ -82,8 +80,9 @@ def run(
         ignore_eos=ignore_eos,
         constraint=constraints.constraint_of(json_schema, regex, choice, grammar),
     )
-    params.validate(_ANY_VOCABULARY)  # what is wrong whatever the model is said before it is loaded
-    ask = _Ask(params, system_of(system), raw, flags.template_kwargs(chat_template_kwargs), reasoning)
+    params.validate(ANY_VOCABULARY)  # what is wrong whatever the model is said before it is loaded
+    answering = partial(LocalAnswerer, flags.template_kwargs(chat_template_kwargs), reasoning, raw)
+    conversing = partial(Conversation, params=params, system=system_of(system), is_verbose=verbose)
     load = flags.load_options(
         max_model_len=max_model_len,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
@@ -98,8 +97,26 @@ def run(
     )
     if prompt is None and as_json:
         raise UsageError("--json needs a prompt: add -p TEXT (or -p - for standard input)")
-    with _load(model, load) as llm:
-        _talk(_Session(llm, ask), prompt, as_json, verbose)
+    _talk(model, load, answering, conversing, prompt, as_json)
+
+
+def _talk(
+    model: str,
+    options: LoadOptions,
+    answering: Callable[[LLM], LocalAnswerer],
+    conversing: Callable[[LocalAnswerer], Conversation],
+    prompt: str | None,
+    as_json: bool,
+) -> None:
+    with _load(model, options) as llm:
+        answerer = answering(llm)
+        conversation = conversing(answerer)
+        if prompt is None:
+            converse(conversation)
+        elif as_json:
+            print(json.dumps(_as_json(llm, answerer, conversation, prompt), ensure_ascii=False))
+        else:
+            answer_one(conversation, prompt)
 
 
 def _load(model: str, options: LoadOptions) -> LLM:
@@ -107,112 +124,45 @@ def _load(model: str, options: LoadOptions) -> LLM:
         return LLM(model, options, progress=progress)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """How every answer of this run is asked for."""
+class LocalAnswerer:
+    """A model in this process."""
 
-    params: SamplingParams
-    system: str | None
-    raw: bool
-    """Prompts are completed as they are."""
-    template_kwargs: Mapping[str, Any]
-    reasoning: str
+    def __init__(self, template_kwargs: Mapping[str, Any], reasoning: str, raw: bool, llm: LLM) -> None:
+        self.knows_roles = llm.model.tokenizer.has_chat_template and not raw
+        self.output: RequestOutput | None = None
+        """The last whole answer."""
+        self._llm = llm
+        self._template_kwargs = template_kwargs
+        self._reasoning = reasoning
 
-
-class _Session:
-    """A conversation with its history; one answer at a time."""
-
-    def __init__(self, llm: LLM, ask: _Ask) -> None:
-        self.llm = llm
-        self._ask = ask
-        self._plain = ask.raw or not llm.model.tokenizer.has_chat_template
-        if self._plain and ask.system is not None:
-            raise UsageError("--system needs a chat template: the model has none, or --raw turned it off")
-        self._start: list[Message] = [] if ask.system is None else [{"role": "system", "content": ask.system}]
-        self._messages = list(self._start)
-
-    @property
-    def has_history(self) -> bool:
-        return not self._plain
-
-    def clear(self) -> None:
-        self._messages = list(self._start)
-
-    def answer(self, text: str, writer: AnswerWriter | None) -> RequestOutput:
-        """Stream the answer through ``writer``; Ctrl-C ends it early and keeps what came."""
-        self._messages.append({"role": "user", "content": text})
-        try:
-            output = self._generate(self._request(text), writer)
-        except BaseException:
-            self._messages.pop()
-            raise
-        self._messages.append({"role": "assistant", "content": output.text})
-        return output
-
-    def _request(self, text: str) -> GenerationRequest:
-        ask = self._ask
-        if self._plain:
-            return GenerationRequest(text, ask.params)
-        return chat_request(
-            self.llm.model.tokenizer,
-            self._messages,
-            ask.params,
-            template_kwargs=ask.template_kwargs,
-            reasoning=ask.reasoning,
-        )
-
-    def _generate(self, request: GenerationRequest, writer: AnswerWriter | None) -> RequestOutput:
-        engine = self.llm.engine
-        outputs: list[TokenOutput] = []
-        request_id = engine.submit(request, outputs.append)
-        written = 0
-        while not engine.is_complete(request_id):
-            try:
-                engine.step()
-                for output in outputs[written:]:
-                    written += 1
-                    if writer is not None:
-                        writer.write(output)
-            except KeyboardInterrupt:
-                engine.abort(request_id)
-        last = outputs[-1]
-        if last.error is not None:
-            raise last.error
-        assert last.request is not None, "the last output of a request carries the whole answer"
-        return last.request
+    def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
+        """Stream the answer; leaving it aborts the request."""
+        if self.knows_roles:
+            tokenizer, variables = self._llm.model.tokenizer, self._template_kwargs
+            request = chat_request(tokenizer, messages, params, template_kwargs=variables, reasoning=self._reasoning)
+        else:
+            request = GenerationRequest(messages[-1]["content"], params)
+        with closing(self._llm.stream(request)) as outputs:
+            for output in outputs:
+                if output.request is not None:
+                    self.output = output.request
+                    _fill_in(answer, output.request)
+                yield Piece(output.text, output.reasoning)
 
 
-def _talk(session: _Session, prompt: str | None, as_json: bool, verbose: bool) -> None:
-    if prompt is None:
-        converse(session, _figures if verbose else None)
-        return
-    output = session.answer(prompt_of(prompt), None if as_json else AnswerWriter())
-    if as_json:
-        print(json.dumps(_as_json(session.llm, output), ensure_ascii=False))
-        return
-    print(flush=True)
-    if verbose:
-        print(_figures(output), file=sys.stderr)
+def _fill_in(answer: Answer, output: RequestOutput) -> None:
+    answer.finish_reason = output.completions[0].finish_reason.value
+    answer.prompt_tokens, answer.cached_tokens = output.num_prompt_tokens, output.num_cached_tokens
+    answer.output_tokens = output.num_output_tokens
+    answer.ttft_s, answer.total_s = output.timings.ttft_s, output.timings.total_s
 
 
-def _figures(output: RequestOutput) -> str:
-    timings = output.timings
-    rate = _tokens_per_second(output)
-    return (
-        f"{len(output.prompt_token_ids)} prompt tokens ({output.num_cached_tokens} cached), "
-        f"{output.num_output_tokens} new, {0.0 if rate is None else rate:.1f} tokens/s, "
-        f"first after {(timings.ttft_s or 0.0) * 1e3:.0f} ms"
-    )
-
-
-def _tokens_per_second(output: RequestOutput) -> float | None:
-    timings = output.timings
-    if timings.ttft_s is None or output.num_output_tokens < 2:
-        return None
-    return (output.num_output_tokens - 1) / max(timings.total_s - timings.ttft_s, 1e-9)
-
-
-def _as_json(llm: LLM, output: RequestOutput) -> dict[str, Any]:
+def _as_json(llm: LLM, answerer: LocalAnswerer, conversation: Conversation, prompt: str) -> dict[str, Any]:
+    """Answer a prompt, and all that is known of the answer."""
+    answer = Answer()
+    conversation.ask(prompt_of(prompt), None, answer)
+    output = answerer.output
+    assert output is not None, "an answer that was not interrupted has come whole"
     completion = output.completions[0]
     probe = llm.model.probe
     num_prompt, num_new = len(output.prompt_token_ids), output.num_output_tokens
@@ -232,7 +182,7 @@ def _as_json(llm: LLM, output: RequestOutput) -> dict[str, Any]:
             "queue_ms": round(output.timings.queue_s * 1e3, 3),
             "ttft_ms": None if output.timings.ttft_s is None else round(output.timings.ttft_s * 1e3, 3),
             "total_ms": round(output.timings.total_s * 1e3, 3),
-            "tokens_per_second": _tokens_per_second(output),
+            "tokens_per_second": answer.tokens_per_s,
         },
         "deterministic": None if probe is None else probe.deterministic,
         "artifact": llm.model.fingerprint,

@@ -1,0 +1,241 @@
+"""Who types: a person at a terminal, with history, editing and Ctrl-C, or a pipe, line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+QUOTES = '"""'
+LEAVE_S = 2.0
+"""Within which a second Ctrl-C at the prompt leaves."""
+LEAVE_HINT = "(Ctrl-C once more within two seconds leaves; so do /bye and Ctrl-D)"
+MAX_HISTORY_BYTES = 1 << 18
+"""Beyond it the older half is forgotten when a chat begins."""
+MAX_ENTRY_BYTES = 1 << 14
+"""Longer messages are not remembered for the next chat."""
+_PROMPT, _CONTINUED = "> ", "... "
+
+
+class Reader(Protocol):
+    """Where messages come from."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Somebody reads what is said, and can try again."""
+        ...
+
+    def read(self) -> str:
+        """The next message or command; EOFError: there is none, or who typed wants to leave."""
+        ...
+
+    def stoppable(self) -> AbstractContextManager[object]:
+        """While it is open, Ctrl-C raises KeyboardInterrupt."""
+        ...
+
+
+def is_open(text: str) -> bool:
+    """Whether a text goes on in the next line: it, or what it commands, began with three quotes that do not end."""
+    begun = text.lstrip()
+    begins = begun.startswith(QUOTES) or (begun.startswith("/") and f" {QUOTES}" in begun.partition("\n")[0])
+    return begins and begun.count(QUOTES) % 2 == 1
+
+
+def unquoted(text: str) -> str:
+    """What stands between three quotes, or the text itself."""
+    text = text.strip()
+    is_quoted = len(text) >= 2 * len(QUOTES) and text.startswith(QUOTES) and text.endswith(QUOTES)
+    return text[len(QUOTES) : -len(QUOTES)].strip("\n") if is_quoted else text
+
+
+class Pipe:
+    """Lines of standard input, from whatever is no terminal."""
+
+    is_terminal = False
+
+    def read(self) -> str:
+        text = input()
+        while is_open(text):
+            try:
+                text += "\n" + input()
+            except EOFError:
+                raise UsageError(f"the message that {QUOTES} opened never ends; end it with {QUOTES}") from None
+        return text
+
+    def stoppable(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class CtrlC:
+    """Ctrl-C as a chat means it: it stops what can be stopped, and is only noted anywhere else.
+
+    So no interrupt comes between an answer and its being remembered, nor into the drawing of the prompt.
+    """
+
+    def __init__(self) -> None:
+        self._stops = False
+        self._is_noted = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Until it is left, Ctrl-C means this. For the main thread, where Python has signals handled."""
+        before = signal.signal(signal.SIGINT, self._pressed)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """While it is open, Ctrl-C raises KeyboardInterrupt, once; one that was noted before does so now."""
+        try:
+            self._stops = True
+            self.raise_noted()
+            yield
+        finally:
+            self._stops = False
+
+    def raise_noted(self) -> None:
+        """Take account of one that came when nothing could be stopped."""
+        is_noted, self._is_noted = self._is_noted, False
+        if is_noted:
+            raise KeyboardInterrupt
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        if not self._stops:
+            self._is_noted = True
+            return
+        self._stops = False
+        raise KeyboardInterrupt
+
+
+class Terminal:
+    """A person at a terminal.
+
+    Args:
+        words: what Tab completes at the beginning of a line.
+        ctrl_c: caught while this is used.
+    """
+
+    is_terminal = True
+
+    def __init__(self, words: Sequence[str], ctrl_c: CtrlC) -> None:
+        self._ctrl_c = ctrl_c
+        self._history = HistoryFile(_history_path())
+        self._session = _session(words, self._history.entries())
+        self._pressed_s = -LEAVE_S
+
+    def read(self) -> str:
+        while True:
+            try:
+                text = self._session.prompt(pre_run=self._begin)
+            except KeyboardInterrupt:
+                self._press(time.monotonic())
+                continue
+            self._pressed_s = -LEAVE_S
+            self._history.append(text)
+            return text
+
+    def stoppable(self) -> AbstractContextManager[object]:
+        return self._ctrl_c.stoppable()
+
+    def _begin(self) -> None:
+        """The prompt is there, and takes Ctrl-C from now on; an earlier one counts as well."""
+        from prompt_toolkit.application import get_app
+
+        try:
+            self._ctrl_c.raise_noted()
+        except KeyboardInterrupt as noted:
+            get_app().exit(exception=noted)
+
+    def _press(self, now_s: float) -> None:
+        """Ctrl-C at the prompt, whose line is gone; EOFError: it was the second one."""
+        if now_s - self._pressed_s < LEAVE_S:
+            raise EOFError
+        self._pressed_s = now_s
+        print(LEAVE_HINT, file=sys.stderr)
+
+
+def _session(words: Sequence[str], entries: list[str]) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.history import InMemoryHistory
+    from prompt_toolkit.output import create_output
+
+    output: Any = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
+    output.enable_cpr = False  # it only serves menus, and terminals that do not answer get a warning
+    return PromptSession(
+        _PROMPT,
+        history=InMemoryHistory(entries),
+        multiline=Condition(lambda: is_open(get_app().current_buffer.text)),
+        prompt_continuation=_CONTINUED,
+        completer=WordCompleter(list(words), sentence=True),
+        complete_while_typing=False,
+        reserve_space_for_menu=0,
+        output=output,
+    )
+
+
+def _history_path() -> Path:
+    import platformdirs
+
+    return platformdirs.user_state_path("lockstep") / "chat_history.jsonl"
+
+
+class HistoryFile:
+    """What was typed in earlier chats: a JSON string a line, for its owner's eyes. What cannot be kept is not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last = ""
+
+    def entries(self) -> list[str]:
+        """The oldest first; forgets the older half of a long history."""
+        try:
+            data = self._path.read_bytes()
+            if len(data) > MAX_HISTORY_BYTES:
+                data = data[-MAX_HISTORY_BYTES // 2 :].partition(b"\n")[2]
+                self._replace(data)
+        except OSError:
+            return []
+        read: list[str] = []
+        for line in data.splitlines():
+            with suppress(ValueError):  # half a line, of a disk that was full
+                entry = json.loads(line)
+                if isinstance(entry, str):
+                    read.append(entry)
+        return read
+
+    def append(self, text: str) -> None:
+        """Remember an entry; not twice in a row."""
+        line = json.dumps(text).encode() + b"\n"
+        if not text.strip() or text == self._last or len(line) > MAX_ENTRY_BYTES:
+            return
+        self._last = text
+        with suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(line)
+
+    def _replace(self, data: bytes) -> None:
+        """Another chat may be adding to it: whole or not at all."""
+        beside = self._path.with_suffix(f".{os.getpid()}")
+        descriptor = os.open(beside, os.O_WRONLY | os.O_TRUNC | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(beside, self._path)

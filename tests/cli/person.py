@@ -1,0 +1,100 @@
+"""Somebody at a real terminal of which a command is the foreground process."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from tests.waiting import HANG_S
+
+CTRL_C, CTRL_D = "\x03", "\x04"
+_TAKES_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
+)
+_ESCAPES = re.compile(r"\x1b\[(?!2m|0m)[0-9;?]*[a-zA-Z]")
+"""All but those that dim a text."""
+
+
+class Person:
+    """Types, and sees what the terminal shows.
+
+    Args:
+        home: where the state of this user's programs lies.
+        words: what `lockstep` is called with.
+        script: a Python program to be run in its place.
+    """
+
+    def __init__(self, home: Path, *words: str, script: str | None = None) -> None:
+        self._terminal, inner = pty.openpty()
+        program = ["-m", "lockstep"] if script is None else ["-c", script]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _TAKES_TERMINAL, sys.executable, *program, *words],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
+            env={**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm"},
+        )
+        os.close(inner)
+        self._unread = ""
+        self.sees("/bye or Ctrl-D leaves.")
+
+    def types(self, text: str) -> None:
+        """A line, and Enter."""
+        self.presses(text + "\r")
+
+    def presses(self, keys: str) -> None:
+        os.write(self._terminal, keys.encode())
+
+    def sees(self, text: str) -> str:
+        """Wait until a text is shown; returns what was shown before it, of what was not looked at yet."""
+        while text not in self._unread:
+            assert self._reads(), f"no {text!r} in {self._unread!r}"
+        before, _, self._unread = self._unread.partition(text)
+        return before
+
+    def leaves(self, *keys: str) -> int:
+        """Say goodbye; returns the exit code, when all is read."""
+        for key in keys or ("/bye\r",):
+            self.presses(key)
+        while self._reads():
+            pass
+        return self._process.wait(HANG_S)
+
+    @property
+    def has_seen(self) -> str:
+        """What was shown and not looked at."""
+        return self._unread
+
+    def _reads(self) -> bool:
+        """Whether anything more is shown."""
+        assert select.select([self._terminal], [], [], HANG_S)[0], f"nothing more after {self._unread!r}"
+        try:
+            part = os.read(self._terminal, 65_536)
+        except OSError:  # Linux: the other side of a terminal is gone
+            part = b""
+        self._unread = _ESCAPES.sub("", self._unread + part.decode(errors="replace"))
+        return bool(part)
+
+    def __enter__(self) -> Person:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(HANG_S)
+        os.close(self._terminal)
+
+
+def pause(duration_s: float) -> None:
+    """Let the other side go on to a moment that nothing shows."""
+    time.sleep(duration_s)

@@ -1,0 +1,266 @@
+"""The chat at a real terminal: commands, several lines, history, and Ctrl-C wherever it comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import invoke
+from lockstep.cli.terminal import MAX_HISTORY_BYTES, HistoryFile, is_open, unquoted
+from tests.bench.standin import Behaviour
+from tests.cli.person import CTRL_C, CTRL_D, Person, pause
+from tests.waiting import HANG_S, until
+
+SLOW_STUB = "stub://alpha?step_ms=20"
+ENDLESS = ("--ignore-eos", "--max-tokens", "2000")
+CHECKED = """
+import sys
+from lockstep.cli.main import invoke
+from lockstep.engine.llm import LLM
+
+close = LLM.close
+
+def checked_close(llm):
+    engine = llm.engine
+    engine.scheduler.check()
+    assert not engine.has_work and engine.num_open == engine.scheduler.num_held_blocks == 0
+    print("nothing is left", file=sys.stderr)
+    close(llm)
+
+LLM.close = checked_close
+sys.exit(invoke(sys.argv[1:]))
+"""
+
+
+def saved(person: Person, path: Path) -> list[dict[str, str]]:
+    person.types(f"/save {path}")
+    person.sees(f"messages are in {path}")
+    messages: list[dict[str, str]] = json.loads(path.read_text())
+    return messages
+
+
+def test_commands_are_obeyed_and_never_sent(tmp_path: Path, url: str, behaviour: Behaviour) -> None:
+    file = tmp_path / "said.json"
+    with Person(tmp_path, "chat", "--base-url", url, "--system", "be brief", "--max-tokens", "1") as person:
+        person.types("/claer")
+        person.sees("error: there is no command /claer. did you mean /clear? To send a message that begins so, type //")
+        person.types("/set temprature 1")
+        person.sees("there is no parameter temprature. did you mean temperature?")
+        person.types("/set temperature warm")
+        person.sees("temperature is 'warm'; it must be a number; 0 is greedy, or default")
+        person.types("/set top_p 7")
+        person.sees("top_p is 7.0; it must be a number above 0 and at most 1")
+        person.types("/set temperature 0.5")
+        person.types('/set stop ["a", "b"]')
+        person.types("/set parameter seed 7")
+        person.types("/set temperature")
+        person.sees("temperature         0.5")
+        person.types("//bin is a folder")
+        person.sees("word0")
+        person.types("/system")
+        person.sees("be brief\r\n")
+        person.types("/system be loud")
+        person.types("/set seed default")
+        person.types('"""/two')
+        person.types('lines"""')
+        person.sees("word0")
+        asked = {"role": "user", "content": "//bin is a folder"[1:]}, {"role": "user", "content": "/two\nlines"}
+        said = {"role": "assistant", "content": "word0 "}
+        system = {"role": "system", "content": "be loud"}
+        assert saved(person, file) == [system, asked[0], said, asked[1], said]
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        person.types(f"/save {file}")
+        person.sees(f"{file} exists; /save --force {file} replaces it")
+        person.types("/clear")
+        person.types("anew")
+        person.sees("word0")
+        person.types(f"/load {file}")
+        person.sees("5 messages were read")
+        person.types("on")
+        person.sees("word0")
+        person.types(f"/save --force {file}")
+        person.sees("7 messages are in")
+        assert person.leaves("/quit\r") == 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [file.name]
+    first, second, third, fourth = behaviour.measured()
+    assert first["messages"] == [{"role": "system", "content": "be brief"}, asked[0]]
+    assert (first["temperature"], first["stop"], first["seed"]) == (0.5, ["a", "b"], 7)
+    assert "seed" not in second
+    assert third["messages"] == [system, {"role": "user", "content": "anew"}]
+    assert len(fourth["messages"]) == 6
+
+
+def test_help_names_every_command_and_parameter(tmp_path: Path) -> None:
+    with Person(tmp_path, "run", "stub://alpha") as person:
+        person.types("/?")
+        shown = person.sees("ignore_eos.")
+        assert person.leaves("/exit\r") == 0
+    for word in ("/help", "/clear", "/system", "/set", "/save", "/load", "/bye", '"""', "//TEXT", "Ctrl-C", "top_p"):
+        assert word in shown
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tmp_path: Path) -> None:
+    with Person(tmp_path, "run", SLOW_STUB, *ENDLESS, script=CHECKED) as person:
+        person.types("hello")
+        person.sees("[stub:a")
+        person.presses(CTRL_C)
+        person.sees("(stopped)")
+        person.types("/set max_tokens 4")
+        person.types("go on")
+        person.sees("[stu")
+        user, answer, again, last = saved(person, tmp_path / "said.json")
+        assert answer["role"] == "assistant"
+        assert answer["content"].startswith("[stub:a")
+        assert (user["content"], again["content"], last["content"]) == ("hello", "go on", "[stu")
+        assert person.leaves() == 0
+        assert "nothing is left" in person.has_seen
+
+
+def test_an_answer_stopped_before_its_first_word_is_not_remembered(
+    tmp_path: Path, url: str, behaviour: Behaviour
+) -> None:
+    behaviour.token_delay_s = HANG_S
+    with Person(tmp_path, "chat", "--base-url", url, "--max-tokens", "1") as person:
+        person.types("hello")
+        until(lambda: behaviour.num_open == 1)
+        person.presses(CTRL_C)
+        person.sees("(stopped before the first word")
+        until(lambda: behaviour.num_open == 0)
+        behaviour.token_delay_s = 0.0
+        person.types("again")
+        person.sees("word0 \r\n")
+        person.sees(">")  # the prompt: before it, a terminal means nothing by Ctrl-D
+        assert person.leaves(CTRL_D) == 0
+    assert [len(body["messages"]) for body in behaviour.measured()] == [1, 1]
+
+
+def test_ctrl_c_at_the_prompt_takes_the_line_and_twice_leaves(tmp_path: Path) -> None:
+    with Person(tmp_path, "run", "stub://alpha", script=CHECKED) as person:
+        person.presses("never sent")
+        person.sees("never sent")
+        person.presses(CTRL_C)
+        person.sees("(Ctrl-C once more within two seconds leaves")
+        person.types("sent")
+        person.sees("[stub:alpha] ok len=4 max=")
+        person.sees(">")
+        person.presses(CTRL_C)
+        person.sees("(Ctrl-C once more within two seconds leaves")
+        assert person.leaves(CTRL_C) == 0
+        assert "nothing is left" in person.has_seen
+        assert "Traceback" not in person.has_seen
+
+
+def test_what_was_typed_is_there_in_the_next_chat(tmp_path: Path) -> None:
+    for keys in ("remember me\r", "\x1b[A\x1b[A\r"):
+        with Person(tmp_path, "run", "stub://alpha") as person:
+            person.presses(keys)
+            person.sees("[stub:alpha] ok len=11 ")
+            assert person.leaves() == 0
+    (history,) = tmp_path.rglob("chat_history*")
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert [json.loads(line) for line in history.read_text().splitlines()].count("remember me") == 2
+
+
+def test_a_history_is_bounded_and_may_be_broken(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "history"
+    history = HistoryFile(path)
+    assert history.entries() == []
+    for number in range(3):
+        history.append(f"entry {number}")
+        history.append(f"entry {number}")
+    assert history.entries() == ["entry 0", "entry 1", "entry 2"]
+    with path.open("a") as file:
+        file.write('"half')
+        file.write('\n{"no": "text"}\n')
+        file.writelines(f'"{number:050}"\n' for number in range(MAX_HISTORY_BYTES // 40))
+    assert HistoryFile(path).entries()[-1] == f"{MAX_HISTORY_BYTES // 40 - 1:050}"
+    assert path.stat().st_size <= MAX_HISTORY_BYTES // 2
+    history.append("x" * MAX_HISTORY_BYTES)
+    assert "x" not in HistoryFile(path).entries()[-1]
+    unwritable = HistoryFile(path / "no" / "folder")
+    unwritable.append("lost")
+    assert unwritable.entries() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "opens"),
+    [
+        ('"""', True),
+        ('"""a', True),
+        ('"""a"""', False),
+        ('a """', False),
+        ('/system """a', True),
+        ('/system a"""', False),
+    ],
+)
+def test_three_quotes_open_what_three_quotes_close(text: str, opens: bool) -> None:
+    assert is_open(text) == opens
+
+
+def test_quotes_are_taken_away_around_a_whole_text_only() -> None:
+    assert unquoted('"""\na\n b\n"""') == "a\n b"
+    assert unquoted('"""a""" and b') == '"""a""" and b'
+    assert unquoted('"""""') == '"""""'
+
+
+def piped(*words: str, stdin: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "lockstep", "run", "stub://alpha", *words]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=HANG_S, check=False)
+
+
+def test_a_pipe_is_read_by_lines_and_ends_at_its_first_error() -> None:
+    result = piped("--max-tokens", "2", stdin='/set max_tokens 3\nhello\n"""a\nb"""\n/nothing\nnever\n')
+    assert (result.returncode, result.stdout) == (2, "[st\n[st\n")
+    assert result.stderr.startswith("lockstep: error: there is no command /nothing. /help lists them all.")
+    unended = piped(stdin='"""a\nb')
+    assert (unended.returncode, unended.stdout) == (2, "")
+    assert "never ends" in unended.stderr
+
+
+def test_what_a_model_without_roles_cannot_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["run", "stub://alpha", "--raw", "--system", "x", "-p", "y"]) == 2
+    assert "--system needs a chat template" in capsys.readouterr().err
+    for command, message in (("/system x", "needs a chat template"), ("/save x", "no conversation to save")):
+        result = piped("--raw", stdin=f"{command}\n")
+        assert result.returncode == 2
+        assert message in result.stderr
+
+
+def test_ctrl_c_ends_a_single_answer_with_130_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "lockstep", "run", SLOW_STUB, *ENDLESS, "-p", "hello"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.read(7) == "[stub:a"
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=HANG_S)
+    assert (process.returncode, err) == (130, "")
+
+
+@pytest.mark.parametrize("num_times", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_ctrl_c_at_random_moments_leaves_the_chat_usable(num_times: int, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    with Person(tmp_path, "run", "stub://alpha?step_ms=4", "--max-tokens", "30", script=CHECKED) as person:
+        for number in range(num_times):
+            person.types(f"message {number}")
+            pause(rng.random() * rng.choice((0.02, 0.2)))
+            person.presses(CTRL_C)
+            person.types(f"/nothing{number}")
+            person.sees(f"there is no command /nothing{number}.")
+        person.types("hello")
+        person.sees("[stub:alpha] ok len=")
+        messages = saved(person, tmp_path / "said.json")
+        assert person.leaves() == 0
+        assert "nothing is left" in person.has_seen
+    assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+    assert messages[-2]["content"] == "hello"
+    assert all(message["content"] for message in messages)
