@@ -6,8 +6,10 @@ from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from lockstep.core.fingerprint import Fingerprint, chained
+from lockstep.core.fingerprint import NUM_CODES, Fingerprint, chained, leb128
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.step import Finish, StepEvents, StepPlan
 from tests.core.drive import commit, scheduler
@@ -88,6 +90,33 @@ def test_reading_closes_nothing() -> None:
         unread.observe(plan, events_of(plan))
         read.hexdigest()
     assert read.hexdigest() == unread.hexdigest()
+
+
+@given(st.lists(st.integers(0, 1 << 40)))
+@example([0, 127, 128, 16_383, 16_384, NUM_CODES - 1, NUM_CODES, NUM_CODES])
+def test_numbers_are_seven_bits_a_byte_lowest_first(numbers: list[int]) -> None:
+    """Remembered or not, and again when they are."""
+    for _ in range(2):
+        read, value, shift = [], 0, 0
+        for byte in leb128(numbers):
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                read.append(value)
+                value = shift = 0
+        assert read == numbers
+        assert len(leb128(numbers)) == sum(max(1, -(-number.bit_length() // 7)) for number in numbers)
+
+
+def test_equal_tables_need_not_be_the_same_objects() -> None:
+    copied = replace(THIRD, tables=tuple((*table[:1], *table[1:]) for table in THIRD.tables))
+    assert copied.tables[0] is not THIRD.tables[0]
+    fourth = replace(copied, step=3, starts=(7, 7))
+    seen = Fingerprint()
+    for plan in (SECOND, copied, fourth):
+        seen.observe(plan, events_of(plan))
+    assert seen.num_open_steps == 2
+    assert seen.hexdigest() == fingerprint_of(SECOND, THIRD, replace(THIRD, step=3, starts=(7, 7)))
 
 
 TWINS = {

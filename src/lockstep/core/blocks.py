@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 NULL_BLOCK = 0
@@ -64,16 +65,16 @@ class BlockPool:
         if count > self.num_available:
             return None
         cut = max(0, len(self._free) - count)
-        blocks = self._free[cut:][::-1]
+        free = tuple(self._free[: cut - 1 if cut else None : -1])
         del self._free[cut:]
-        num_free = len(blocks)
-        for cached in (self._cached, self._pinned):
-            blocks += [cached.popitem(last=False)[0] for _ in range(min(count - len(blocks), len(cached)))]
+        evicted = _take_first(self._cached, count - len(free))
+        evicted += _take_first(self._pinned, count - len(free) - len(evicted))
+        blocks = free + evicted
         refs = self._refs
         for block in blocks:
             refs[block] = 1
         self.num_allocated += count
-        return Allocation(tuple(blocks), tuple(blocks[num_free:]))
+        return Allocation(blocks, evicted)
 
     def take(self, blocks: Sequence[int]) -> None:
         """Hold cached or held blocks once more."""
@@ -133,6 +134,14 @@ class BlockPool:
         assert len(free) + len(held) + self.num_cached == self.num_blocks, "free + held + cached != total"
         for block in range(1, self.num_blocks + 1):
             assert self._refs[block] == held.get(block, 0), f"block {block}: references do not add up"
+
+
+def _take_first(cached: OrderedDict[int, None], most: int) -> tuple[int, ...]:
+    """Remove the blocks that were cached first, ``most`` of them if there are as many."""
+    blocks = tuple(islice(cached, most))
+    for block in blocks:
+        del cached[block]
+    return blocks
 
 
 class HostPool:

@@ -31,13 +31,15 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import compress
-from operator import add
+from operator import add, is_
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepEvents, StepPlan
 
 _SEED = b"lockstep fingerprint 1"
 _DIGEST_BYTES = 8
+NUM_CODES = 1 << 17
+"""Numbers below it have their encoding remembered once it was wanted, some 100 bytes each."""
 _STEP, _FAILED_STEP = 1, 2
 _SEVEN_EMPTY_LISTS = (0,) * 7
 _REASONS = {reason: index for index, reason in enumerate(FinishReason)}
@@ -68,7 +70,7 @@ class Fingerprint:
             and self._before_plain
             and plan.starts == due
             and plan.seq_ids == self._ids
-            and plan.tables == self._tables
+            and _are_same(plan.tables, self._tables)
         ):
             self._repeats += 1
             self._shift += 1
@@ -194,9 +196,13 @@ class Fingerprint:
         ):
             lead = 0
         rows: list[tuple[int, ...]] = []
-        if plan.tables[:lead] != self._tables[:lead]:
+        if not all(map(is_, plan.tables[:lead], self._tables)):
             tables = enumerate(zip(plan.tables[:lead], self._tables, strict=False))
-            rows = [_row(index, plan, old) for index, (new, old) in tables if new is not old and new != old]
+            rows = [
+                _row(index, plan, old)
+                for index, (new, old) in tables
+                if new is not old and (len(new) != len(old) or new != old)
+            ]
         if lead == len(known) == len(plan.seq_ids):
             return [], rows
         gone: list[int] = []
@@ -241,6 +247,12 @@ def _row(index: int, plan: StepPlan, known: tuple[int, ...]) -> tuple[int, ...]:
     return (index, plan.seq_ids[index], plan.starts[index], length_and_samples, kept, len(new), *new)
 
 
+def _are_same(tables: Sequence[tuple[int, ...]], known: Sequence[tuple[int, ...]]) -> bool:
+    """Whether two steps of as many rows have equal tables. Most are the same object, and one that grew is longer: the
+    blocks of a long table are not compared one by one."""
+    return all(map(is_, tables, known)) or (list(map(len, tables)) == list(map(len, known)) and tables == known)
+
+
 def _moves_nothing(plan: StepPlan) -> bool:
     """Whether it moves no block and lists nobody."""
     return not (
@@ -269,12 +281,23 @@ def _hash(data: bytes) -> bytes:
     return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
+class _Codes(dict[int, bytes]):
+    """LEB128 of each number. Small ones are remembered: the same block ids come again and again."""
+
+    def __missing__(self, number: int) -> bytes:
+        out, left = [], number
+        while left > 127:
+            out.append(left & 127 | 128)
+            left >>= 7
+        code = bytes((*out, left))
+        if number < NUM_CODES:
+            self[number] = code
+        return code
+
+
+_code_of = _Codes().__getitem__
+
+
 def leb128(values: Iterable[int]) -> bytes:
     """Concatenated LEB128 numbers."""
-    out: list[int] = []
-    for value in values:
-        while value > 127:
-            out.append(value & 127 | 128)
-            value >>= 7
-        out.append(value)
-    return bytes(out)
+    return b"".join(map(_code_of, values))

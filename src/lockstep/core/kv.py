@@ -106,7 +106,7 @@ class KVCache:
             self._swap_in.extend(zip(seq.host_table, back, strict=True))
             self.host.release_after_plan(seq.host_table)
             seq.host_table = ()
-        seq.table = (*seq.table, *back, *hits, *fresh)
+        seq.table = seq.table + back + hits + fresh
         seq.num_computed += len(hits) * self._block_size
         return True
 

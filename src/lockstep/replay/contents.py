@@ -6,7 +6,6 @@ from lockstep.core.prefix import HASH_BYTES
 
 ID_BYTES = 12
 """Of a hash; the rest is the block's place within its content."""
-_PLACE = 1 << (8 * ID_BYTES)
 
 
 def content_hashes(
@@ -26,9 +25,9 @@ def content_hashes(
     to_bytes = int.to_bytes
     if per_content == 1:
         return tuple([to_bytes(content, HASH_BYTES, "little") for content in contents[:count]])
-    places = [place * _PLACE for place in range(per_content)]
-    hashes = [to_bytes(content + place, HASH_BYTES, "little") for content in contents for place in places]
-    return tuple(hashes[:count])
+    places = [to_bytes(place, HASH_BYTES - ID_BYTES, "little") for place in range(per_content)]
+    ids = [to_bytes(content, ID_BYTES, "little") for content in contents]
+    return tuple([name + place for name in ids for place in places][:count])
 
 
 def content_number(block_hash: bytes, per_content: int) -> int:
