@@ -38,6 +38,7 @@ PURE = (
     "cluster.manifest",
     "cluster.plan",
     "cluster.planner",
+    "replay.cache_oracle",
     "replay.contents",
     "replay.cost",
     "replay.progress",

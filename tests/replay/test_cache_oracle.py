@@ -1,53 +1,113 @@
-"""How much a cache without bounds would hit."""
+"""How much a cache without bounds would hit: what the real scheduler's hits, and never less."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.core.policy import SchedulerConfig
 from lockstep.replay import cache_oracle
-from lockstep.replay.cache_oracle import UnlimitedCache
-from lockstep.replay.workload import WorkloadRequest
+from lockstep.replay.cache_oracle import UnboundedCache
+from lockstep.replay.report import report_of
+from lockstep.replay.simulator import Replay, Simulation
+from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
+from tests.replay.strategies import configs, workloads
+
+CONTENT = 8
+AMPLE = SchedulerConfig(
+    block_size=4, num_blocks=4_000, max_model_len=400, max_num_seqs=4, max_num_batched_tokens=512, max_chunk_tokens=512
+)
 
 
-def requests_of(*contents: Sequence[int]) -> list[WorkloadRequest]:
-    return [WorkloadRequest("", 9, 1, 1, 0, contents=tuple(each)) for each in contents]
+def workload_of(*prompts: tuple[int, tuple[int, ...]], apart: int = 1_000) -> Workload:
+    """Prompts of so many tokens and these contents, each long after the one before has ended."""
+    requests = [
+        WorkloadRequest(f"r{number}", num_tokens, 3, 3, number * apart, contents=contents)
+        for number, (num_tokens, contents) in enumerate(prompts)
+    ]
+    return Workload("made up", tuple(requests), ArrivalUnit.TICKS, CONTENT)
 
 
-def hit_rate(requests: Iterable[WorkloadRequest]) -> tuple[int, int]:
-    """(hits, blocks)."""
-    cache = UnlimitedCache()
-    deque(cache.passing(requests), maxlen=0)
-    return cache.num_hits, cache.num_blocks
+def replay_of(workload: Workload, config: SchedulerConfig = AMPLE) -> Replay:
+    return Simulation(workload, config).run()
 
 
-def test_every_block_that_came_before_is_a_hit() -> None:
-    assert hit_rate(requests_of((0, 1, 2), (0, 1, 3), (), (0,), (4, 5))) == (3, 9)
-    assert hit_rate(()) == (0, 0)
+def hits(replay: Replay) -> tuple[int, int | None]:
+    """Tokens that the pool hit, and those without bounds."""
+    return replay.stats.prefix_hits_tokens, replay.num_unbounded_hit_tokens
 
 
-@given(st.lists(st.lists(st.integers(0, 20) | st.integers(0, 1 << 63), max_size=8), max_size=20))
-def test_ids_need_not_be_dense(contents: list[list[int]]) -> None:
-    """What is remembered as one number and what one by one add up to a set of all."""
-    every = [content for each in contents for content in each]
-    assert hit_rate(requests_of(*contents)) == (len(every) - len(set(every)), len(every))
+@given(workloads(), configs())
+@settings(max_examples=120)
+def test_no_pool_hits_more(workload: Workload, config: SchedulerConfig) -> None:
+    """Whatever is preempted, overtaken, evicted or computed at the same time."""
+    pool, unbounded = hits(replay_of(workload, config))
+    if config.enable_prefix_caching:
+        assert unbounded is not None
+        assert pool <= unbounded
+    else:
+        assert (pool, unbounded) == (0, None)
 
 
-def test_requests_pass_as_they_are() -> None:
-    requests = requests_of((0, 1), (1, 7))
-    cache = UnlimitedCache()
-    assert [*cache.passing(requests)] == requests
-    assert (cache.num_hits, cache.num_blocks) == (1, 4)
+PROMPTS = st.tuples(
+    st.integers(1, 60), st.lists(st.integers(0, 6) | st.sampled_from([100, 1 << 63]), max_size=8, unique=True)
+)
+
+
+@given(st.lists(PROMPTS, max_size=20), st.sampled_from([2, 4, 8]))
+@settings(max_examples=100)
+def test_a_pool_that_evicts_nothing_hits_the_same(prompts: list[tuple[int, list[int]]], block_size: int) -> None:
+    """One request after the other, with contents that are cut anywhere, come dense or far apart, or end too early."""
+    cut = [(num_tokens, tuple(ids[: -(-num_tokens // CONTENT)])) for num_tokens, ids in prompts]
+    replay = replay_of(workload_of(*cut), replace(AMPLE, block_size=block_size))
+    assert replay.stats.num_evicted_blocks == 0
+    pool, unbounded = hits(replay)
+    assert pool == unbounded
+
+
+def test_a_prompt_is_hit_up_to_its_last_two_tokens_and_of_one_token_not_at_all() -> None:
+    one_block = dict.fromkeys((4, 5), 0) | {6: 4}
+    for num_tokens, hit in one_block.items():
+        assert hits(replay_of(workload_of((8, (0,)), (num_tokens, (0,))))) == (hit, hit)
+    config = replace(AMPLE, block_size=1, max_chunk_tokens=3)
+    assert hits(replay_of(workload_of((1, (0,)), (8, (0,))), config)) == (0, 0)
+
+
+def test_what_a_preempted_request_finds_again_is_no_hit() -> None:
+    """Two grow until one has to give its blocks up, and finds them published when it returns."""
+    requests = [WorkloadRequest(f"r{n}", 12, 24, 24, 0, contents=(2 * n, 2 * n + 1)) for n in range(2)]
+    workload = Workload("made up", tuple(requests), ArrivalUnit.TICKS, CONTENT)
+    replay = replay_of(workload, replace(AMPLE, num_blocks=12, max_model_len=40, preemption="recompute"))
+    assert replay.stats.num_preemptions > 0
+    assert hits(replay) == (0, 0)
+
+
+def test_both_rates_are_of_the_same_tokens() -> None:
+    """The second prompt comes while the first is computed, the third when all is there but evicted in part."""
+    prompts = ((32, (0, 1, 2, 3)), (32, (0, 1, 2, 3)), (40, (4, 5, 6, 7, 8)), (32, (0, 1, 2, 3)))
+    report = report_of(replay_of(workload_of(*prompts, apart=0), replace(AMPLE, num_blocks=20, max_model_len=80)))
+    assert report.prefix_queried_tokens == 136
+    assert report.prefix_unbounded_hit_tokens == 2 * 28
+    assert report.prefix_unbounded_hit_rate == round(56 / 136, 6)
+    assert report.prefix_hit_rate < report.prefix_unbounded_hit_rate
+
+
+def test_where_nothing_is_shared_there_is_no_figure() -> None:
+    """Blocks that no content is made of, or a cache that is off."""
+    workload = workload_of((32, (0, 1, 2, 3)), (32, (0, 1, 2, 3)))
+    for config in (replace(AMPLE, block_size=3), replace(AMPLE, enable_prefix_caching=False)):
+        report = report_of(replay_of(workload, config))
+        assert (report.prefix_unbounded_hit_tokens, report.prefix_unbounded_hit_rate) == (None, None)
 
 
 def test_memory_is_bounded_by_giving_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that are numbered as they come need none, whole or cut."""
     monkeypatch.setattr(cache_oracle, "MAX_CONTENTS", 3)
-    dense, sparse = UnlimitedCache(), UnlimitedCache()
-    for cache, stride in ((dense, 1), (sparse, 2)):
-        assert len([*cache.passing(requests_of(range(0, 8 * stride, stride), (0,)))]) == 2
-    assert (dense.is_exceeded, dense.num_hits, dense.num_blocks) == (False, 1, 9)
-    assert sparse.is_exceeded
+    for stride, expected in ((1, 60), (2, None)):
+        cache = UnboundedCache(CONTENT, AMPLE)
+        for _ in range(2):
+            cache.admit(tuple(range(0, 8 * stride, stride)), 62)
+        assert cache.num_hit_tokens == expected

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,6 @@ from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.replay.cache_oracle import UnlimitedCache
     from lockstep.replay.cost_file import Priced
     from lockstep.replay.render.side import Side
     from lockstep.replay.report import Report
@@ -132,7 +131,6 @@ def _check_places(output: Path | None, html: Path | None, files: Files, is_pair:
 def _simulate(
     workload: Workload, overrides: Mapping[str, str], settings: Settings, files: Files
 ) -> tuple[Report, Side | None]:
-    from lockstep.replay.cache_oracle import UnlimitedCache
     from lockstep.replay.configs import config_for
     from lockstep.replay.cost import CostModel
     from lockstep.replay.extrapolation import Extrapolation
@@ -148,8 +146,6 @@ def _simulate(
     extrapolation = Extrapolation(ranges) if ranges else None
     recorder = TickRecorder() if settings.has_ticks else None
     side = Side() if settings.has_page else None
-    ceiling = UnlimitedCache()
-    workload = replace(workload, requests=ceiling.passing(workload.requests))
     with ExitStack() as stack:
         writer = recording = None
         if files.perfetto is not None:
@@ -162,7 +158,6 @@ def _simulate(
         start_s = time.perf_counter()
         replay = simulation.run()
         _tell_speed(len(replay.outcomes), time.perf_counter() - start_s)
-        _tell_ceiling(ceiling, workload.content_size)
         if writer is not None:
             writer.add_requests(replay.outcomes)
     for path, what in ((files.trace, "recording"), (files.perfetto, "trace")):
@@ -182,18 +177,6 @@ def _tell_speed(num_requests: int, passed_s: float) -> None:
         f"peak memory {peak_bytes / 1e6:,.0f} MB",
         file=sys.stderr,
     )
-
-
-def _tell_ceiling(ceiling: UnlimitedCache, content_size: int) -> None:
-    hits, blocks = ceiling.num_hits, ceiling.num_blocks
-    if ceiling.is_exceeded:
-        print("too many different blocks to say what a cache without bounds would hit", file=sys.stderr)
-    elif blocks:
-        print(
-            f"a cache without bounds would hit {hits / blocks:.2%} of the prompts' blocks "
-            f"({hits:,} of {blocks:,}, {content_size} tokens each)",
-            file=sys.stderr,
-        )
 
 
 def _write_page(path: Path, sides: Sequence[Side]) -> None:

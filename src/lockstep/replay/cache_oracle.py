@@ -1,55 +1,66 @@
-"""What a prefix cache can give at most: how many blocks of a workload were there before. No scheduler takes part."""
+"""What a prefix cache can give at most: how many tokens of the prompts were there before. No scheduler takes part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from lockstep.replay.workload import WorkloadRequest
+from lockstep.core.policy import SchedulerConfig
 
 MAX_CONTENTS = 1 << 22
-"""Different ids that are remembered one by one, some 70 bytes each; a workload with more has no figure."""
+"""Different ids that are remembered one by one, some 100 bytes each; a workload with more has no figure."""
 
 
-class UnlimitedCache:
-    """A cache that forgets nothing and has each block at once, in the file's own blocks.
+class UnboundedCache:
+    """A cache that forgets nothing, and has the full blocks of a prompt as soon as its request is admitted.
 
-    Equal ids are equal blocks with equal past, so every id that came before is a hit; partial last blocks count. Ids
-    that are dense, each new one the next number, are remembered as one number.
+    Asked in the order of admission it counts what the scheduler's own cache counts, by the same rules: full blocks, at
+    least two tokens left to compute, and each request once, so that what a preempted one finds again is no hit. So no
+    pool hits more, and one that evicts nothing hits the same if each request comes after the one before has ended.
+
+    Args:
+        content_size: tokens that an id stands for, a multiple of the block size.
     """
 
-    def __init__(self) -> None:
-        self.num_blocks = 0
-        self.num_hits = 0
-        self.is_exceeded = False
-        """Whether there were too many different ids to count on; the figures are of those before."""
-        self._first_unseen = 0
-        """All ids below it came."""
-        self._seen: set[int] = set()
-        """Those above it that came."""
+    def __init__(self, content_size: int, config: SchedulerConfig) -> None:
+        self._block_size = config.block_size
+        self._per_content = content_size // config.block_size
+        self._num_hits = 0
+        self._is_exceeded = False
+        self._first_new = 0
+        """All ids below it came, with all their blocks unless ``_blocks`` knows better: most traces number them so."""
+        self._blocks: dict[int, int] = {}
+        """Blocks of an id that were there, as far as the number above does not say it."""
 
-    def passing(self, requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
-        """The same requests, counted when they are taken: one pass over a file serves a replay and this."""
-        for request in requests:
-            if not self.is_exceeded:
-                self._count(request.contents)
-            yield request
+    @property
+    def num_hit_tokens(self) -> int | None:
+        """Found so far; None: there were too many different ids to say."""
+        return None if self._is_exceeded else self._num_hits * self._block_size
 
-    def _count(self, contents: tuple[int, ...]) -> None:
-        first_unseen, seen = self._first_unseen, self._seen
-        num_new = 0
+    def admit(self, contents: tuple[int, ...], num_prompt_tokens: int) -> None:
+        """Look a prompt up, and keep it."""
+        if num_prompt_tokens == 1 or self._is_exceeded:
+            return
+        num_left = num_prompt_tokens // self._block_size
+        num_wanted = (num_prompt_tokens - 2) // self._block_size
         for content in contents:
-            if content == first_unseen:
-                num_new += 1
-                first_unseen += 1
-                while first_unseen in seen:
-                    seen.remove(first_unseen)
-                    first_unseen += 1
-            elif content > first_unseen and content not in seen:
-                num_new += 1
-                seen.add(content)
-        self._first_unseen = first_unseen
-        self.num_blocks += len(contents)
-        self.num_hits += len(contents) - num_new
-        if len(seen) > MAX_CONTENTS:
-            self.is_exceeded = True
-            seen.clear()
+            num_full = min(num_left, self._per_content)
+            num_left -= num_full
+            num_known = self._num_known(content)
+            num_found = min(max(0, num_known), num_full, num_wanted)
+            self._num_hits += num_found
+            num_wanted = num_wanted - num_found if num_found == self._per_content else 0
+            if num_full > num_known:
+                self._keep(content, num_full)
+        self._is_exceeded = len(self._blocks) > MAX_CONTENTS
+
+    def _num_known(self, content: int) -> int:
+        """Blocks of the id that were there; -1: it is new."""
+        return self._blocks.get(content, self._per_content if content < self._first_new else -1)
+
+    def _keep(self, content: int, num_blocks: int) -> None:
+        blocks, whole = self._blocks, self._per_content
+        blocks[content] = num_blocks
+        if content < self._first_new and num_blocks == whole:
+            del blocks[content]
+        while (known := blocks.get(self._first_new)) is not None:
+            if known == whole:
+                del blocks[self._first_new]
+            self._first_new += 1

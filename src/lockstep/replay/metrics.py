@@ -19,6 +19,8 @@ MORE_IS_BETTER = (
     "decode_tokens",
     "prefix_hit_tokens",
     "prefix_hit_rate",
+    "prefix_unbounded_hit_tokens",
+    "prefix_unbounded_hit_rate",
     "prefill_utilization",
     "decode_utilization",
     "kv_occupancy",

@@ -95,6 +95,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     prefix_hit_rate: float
+    """Hit by looked up."""
+    prefix_unbounded_hit_tokens: int | None = None
+    """What a cache without bounds would have hit of the same tokens, never less; likewise the next. None: prompts share
+    nothing, or too much to count."""
+    prefix_unbounded_hit_rate: float | None = None
     requests_per_s: float
     """Completed, by logical time; likewise the next."""
     output_tokens_per_s: float
@@ -127,6 +132,7 @@ def report_of(
         recorder: what watched the simulation; its records and every request's outcome become part of the report.
     """
     config, totals, stats = replay.config, replay.totals, replay.stats
+    unbounded = replay.num_unbounded_hit_tokens
     done = [each for each in replay.outcomes if each.finished_tick >= 0]
     num_decoded = sum(each.num_output_tokens for each in replay.outcomes)
     tenants = list(dict.fromkeys(each.tenant for each in done))
@@ -165,6 +171,8 @@ def report_of(
         prefix_queried_tokens=stats.prefix_queries_tokens,
         prefix_hit_tokens=stats.prefix_hits_tokens,
         prefix_hit_rate=ratio(stats.prefix_hits_tokens, stats.prefix_queries_tokens),
+        prefix_unbounded_hit_tokens=unbounded,
+        prefix_unbounded_hit_rate=None if unbounded is None else ratio(unbounded, stats.prefix_queries_tokens),
         requests_per_s=ratio(len(done) * _PS_PER_S, replay.duration_ps),
         output_tokens_per_s=ratio(num_decoded * _PS_PER_S, replay.duration_ps),
         latency_ticks=latencies_in_ticks(done, replay.gaps),

@@ -17,6 +17,7 @@ from lockstep.core.request import Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.stats import SchedulerStats
 from lockstep.errors import RequestError, UsageError
+from lockstep.replay.cache_oracle import UnboundedCache
 from lockstep.replay.contents import content_hashes
 from lockstep.replay.cost import CostModel
 from lockstep.replay.progress import Gaps, Life, Progress
@@ -51,6 +52,8 @@ class Replay:
     """Logical time at the end of the last step."""
     num_reserved_blocks: int
     """Blocks that prompt and maximal output of the admitted requests come to."""
+    num_unbounded_hit_tokens: int | None = None
+    """Prompt tokens that a cache without bounds would have had; None: nobody shares anything, or it is not known."""
     notes: tuple[str, ...] = ()
     """What a reader of the figures must know."""
 
@@ -99,6 +102,9 @@ class Simulation:
         self._outcomes: list[RequestOutcome | None] = []
         self._num_reserved_blocks = 0
         self._content_size = self._usable_content_size()
+        self._unbounded: UnboundedCache | None = None
+        if self._content_size and config.enable_prefix_caching:
+            self._unbounded = UnboundedCache(self._content_size, config)
         self._requests = iter(workload.requests)
         self._next: WorkloadRequest | None = next(self._requests, None)
 
@@ -145,6 +151,7 @@ class Simulation:
             num_ticks=self.tick,
             duration_ps=self.now_ps,
             num_reserved_blocks=self._num_reserved_blocks,
+            num_unbounded_hit_tokens=None if self._unbounded is None else self._unbounded.num_hit_tokens,
             notes=tuple(self.notes),
         )
 
@@ -264,6 +271,8 @@ class Simulation:
         for seq_id in admitted:
             request = self._progress.lives[seq_id].request
             self._num_reserved_blocks += self.config.blocks_for(request.num_prompt_tokens + request.max_output_tokens)
+            if self._unbounded is not None:
+                self._unbounded.admit(request.contents, request.num_prompt_tokens)
 
     def _end(self) -> None:
         """Keep what became of those who ended with this step."""

@@ -152,11 +152,15 @@ def _blocks(report: Report) -> tuple[Figure, ...]:
 
 
 def _prefix(report: Report) -> tuple[Figure, ...]:
-    return (
+    figures = [
         Figure("looked up", report.prefix_queried_tokens, "tokens"),
         Figure("hit", report.prefix_hit_tokens, "tokens"),
         Figure("hit rate", report.prefix_hit_rate),
-    )
+    ]
+    if report.prefix_unbounded_hit_tokens is not None and report.prefix_unbounded_hit_rate is not None:
+        figures.append(Figure("hit by a cache without bounds", report.prefix_unbounded_hit_tokens, "tokens"))
+        figures.append(Figure("hit rate without bounds", report.prefix_unbounded_hit_rate))
+    return tuple(figures)
 
 
 def _preemption(report: Report) -> tuple[Figure, ...]:

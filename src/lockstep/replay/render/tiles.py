@@ -46,7 +46,9 @@ def tiles_of(report: Report) -> Iterator[Tile]:
             yield Tile(label, median, f"median; p99 {tail}")
     yield Tile("Greatest queue", f"{report.max_queued:,}", f"{report.queue_pressure_ticks:,} ticks with a queue")
     if report.prefix_queried_tokens:
-        yield Tile("Prefix hits", _percent(report.prefix_hit_rate), f"{report.prefix_hit_tokens:,} tokens")
+        most = report.prefix_unbounded_hit_rate
+        note = "" if most is None else f"; {_percent(most)} without bounds"
+        yield Tile("Prefix hits", _percent(report.prefix_hit_rate), f"{report.prefix_hit_tokens:,} tokens{note}")
     if report.preemptions:
         yield Tile("Preemptions", f"{report.preemptions:,}", f"{report.recomputed_tokens:,} tokens computed again")
     if report.goodput is not None:
