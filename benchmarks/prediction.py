@@ -17,6 +17,11 @@ predicted against measured. Run B is such a pair, too, and has missed its goals 
 the machine's. A replay says where its steps are larger than those that were seen; how busy the machine was, it cannot
 know.
 
+A like load is no cure where the machine itself stalls: at a load average of 20, in three slices of pocket whose two
+rounds were 23 % apart, prices of the identical run predicted 25 % too much throughput of run B, and those of run A 3
+%. Steps that stalled are cut when prices are fitted, which is the suspect, not yet proven. So calibrate on a machine
+that is as quiet as the one to predict, too.
+
 Speed comes in waves on a machine that is shared: identical runs, one after the other, have differed by 40 %. So all six
 servers are up, and the runs take turns in slices of a few seconds, A B C A B C: what the machine does meets all alike.
 Each slice begins and ends with an idle server.
