@@ -9,6 +9,7 @@
     │   └── OverBudgetError            its models need more than its budgets (`table` says who needs what)
     ├── RequestError               one request is refused or ended; the engine goes on
     │   ├── InvalidParameterError      a parameter has a wrong value (`param` names it)
+    │   │   └── InvalidJsonError           a body is not the JSON that it says it is
     │   ├── PromptTooLongError         the prompt cannot fit the context or the KV pool
     │   ├── ModelNotFoundError         no model of that name is served
     │   ├── ResponseNotFoundError      no response of that id is stored
@@ -120,6 +121,10 @@ class RequestError(LockstepError):
 
 class InvalidParameterError(RequestError):
     """A parameter has a wrong value."""
+
+
+class InvalidJsonError(InvalidParameterError):
+    """A body is not the JSON that it says it is."""
 
 
 class PromptTooLongError(RequestError):

@@ -74,7 +74,7 @@ SHAPE: dict[str, Case] = {
         "!!python/object/apply:os.system ['true']",
         7,
         "models.router.source",
-        ["a list"],
+        ["!!python/object/apply:os.system", "nothing is ever run"],
     ),
     "a tagged map": ("  gpu_budget", "  !!python/object:os.x\n  gpu_budget", 2, "resources", ["tag", "leave it out"]),
     "a tagged scalar": ("hf://org/router", "!env HOME", 7, "models.router.source", ["tag '!env'", "plain string"]),

@@ -118,6 +118,54 @@ def test_texts_that_are_no_manifest_at_all(text: str, words: str) -> None:
     assert words in " ".join(map(str, problems_of(text)))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "where", "words"),
+    [
+        ("models:", "mod\u0435ls:", "mod\u0435ls", ("U+0435 CYRILLIC SMALL LETTER IE", "looks like e", "'models'")),
+        ("    tier: s", "    ti\u0435r: s", "models.specialists[1].ti\u0435r", ("U+0435", "did you mean 'tier'?")),
+        ("resident", "r\u0435sident", "models.router.tier", ("U+0435", "did you mean 'resident'?")),
+        ("id: billing", "id: b\u0456lling", "models.specialists[0].id", ("U+0456", "looks like i")),
+        ("  router:", "  r\u03bfuter:", "models.r\u03bfuter", ("U+03BF GREEK SMALL LETTER OMICRON",)),
+        ("hf://org/legal", "hf://\u043erg/legal", "models.specialists[1].source", ("U+043E", "looks like o")),
+        ("cluster: shop", "cluster: sho\uff50", "cluster", ("FULLWIDTH LATIN SMALL LETTER P", "looks like p")),
+        ("    tier: s", "    ti\u200ber: s", "models.specialists[1].ti\u200ber", ("U+200B ZERO WIDTH SPACE", "'tier'")),
+        ("18GB", "18\u200bGB", "resources.gpu_budget", ("U+200B", "cannot be seen")),
+        ("  ram_budget", "\u00a0 ram_budget", "\u00a0 ram_budget", ("U+00A0 NO-BREAK SPACE",)),
+        ("    tier: s", "   \u00a0tier: s", "", ("is not YAML", "U+00A0 NO-BREAK SPACE")),
+        ("  ram_budget", "\tram_budget", "", ("has a tab; write spaces",)),
+    ],
+)
+def test_a_character_that_is_not_what_it_looks_like_is_named(
+    old: str, new: str, where: str, words: tuple[str, ...]
+) -> None:
+    told = [problem for problem in problems_of(BASE.replace(old, new, 1)) if problem.where == where]
+    assert any(all(word in problem.message for word in words) for problem in told), told
+
+
+def test_letters_of_a_language_are_nobodys_disguise() -> None:
+    (problem,) = problems_of(BASE.replace("tier: standby", "tier: r\u00e9serve"))
+    assert "U+" not in problem.message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "where"),
+    [
+        ("tier: resident", "tier: !!python/object/apply:os.system [touch ran]", 8, "models.router.tier"),
+        ("tier: resident", "tier: !!python/name:os.system", 8, "models.router.tier"),
+        ("tier: resident", "tier: !!python/object/new:os.system {a: b}", 8, "models.router.tier"),
+        ("  router:", "  router: !!python/object:os.system", 6, "models.router"),
+        ("  specialists:", "  specialists: !!python/tuple", 9, "models.specialists"),
+        ("tier: resident", "!!python/name:os.system tier: resident", 8, "models.router.tier"),
+        ("cluster: shop", "--- !!python/object/apply:os.system\ncluster: shop", 1, ""),
+        ("tier: resident", "tier: !secret resident", 8, "models.router.tier"),
+    ],
+)
+def test_a_tag_is_named_as_it_was_written_and_nothing_is_made_of_it(old: str, new: str, line: int, where: str) -> None:
+    (tag,) = (word for word in new.split() if word.startswith("!"))
+    told = [(problem.line, problem.where) for problem in problems_of(BASE.replace(old, new, 1)) if tag in str(problem)]
+    assert told == [(line, where)]
+
+
 def test_a_bomb_of_aliases_is_refused_before_it_grows() -> None:
     levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9) if i else 'lol'}]" for i in range(12)]
     (problem,) = problems_of("\n".join(levels))

@@ -11,6 +11,8 @@ import httpx2
 import pytest
 import yaml
 
+from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.manifest_file import parse
 from lockstep.server.app import create_app
 from lockstep.server.lifecycle import Phase
 from lockstep.server.manifest_text import manifest_text
@@ -135,7 +137,7 @@ async def test_what_does_not_fit_is_told_with_its_reason() -> None:
         (b"  \n", YAML, 400, "the body is empty"),
         (b"", {}, 400, "the body is empty"),
         (b"{", {"Content-Type": "application/json"}, 400, "not valid JSON"),
-        (b"a: " + b"[" * 200, YAML, 400, "nests objects and lists deeper"),
+        (b"{" + b"[" * 200, {"Content-Type": "application/json"}, 400, "nests objects and lists deeper"),
     ],
 )
 async def test_a_body_that_is_no_manifest_is_refused(
@@ -146,6 +148,29 @@ async def test_a_body_that_is_no_manifest_is_refused(
     assert response.status_code == status
     assert words in error_of(response)["message"]
     assert cluster.text == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "code"),
+    [
+        (b"a: \xff", "application/yaml", "invalid_yaml"),
+        (b"a: [", "application/yaml", "invalid_manifest"),
+        (b"a: " + b"[" * 200, "text/yaml", "invalid_manifest"),
+        (b"cluster: !!python/object/apply:os.getcwd []", "application/yaml", "invalid_manifest"),
+        (b"{", "application/json", "invalid_json"),
+        (b'{"cluster": "\xff"}', "application/json", "invalid_json"),
+        (b'{"cluster": "' + rb"\ud83d" + b'"}', "application/json", "invalid_json"),
+        (b'{"cluster": 1}', "application/json", "invalid_manifest"),
+    ],
+)
+async def test_a_fault_has_the_code_of_the_language_that_it_is_in(content: bytes, kind: str, code: str) -> None:
+    """Read by a real cluster: only what is no JSON is `invalid_json`."""
+    cluster = ManifestCluster(parse(MANIFEST))
+    app = create_app(cluster)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
+        response = await client.put("/v1/manifest", content=content, headers={"Content-Type": kind})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == code
 
 
 async def test_yaml_is_for_manifests_only() -> None:

@@ -70,6 +70,8 @@ def _values(
 ) -> dict[str, Any]:
     import yaml
 
+    from lockstep.cluster.manifest_nodes import odd_character
+
     values: dict[str, Any] = {}
     for key_node, value_node in root.value:
         where = f"{source}, line {key_node.start_mark.line + 1}"
@@ -77,7 +79,8 @@ def _values(
         if name not in known:
             near = [each.replace("_", "-") for each in get_close_matches(name, sorted(known), n=1)]
             hint = f"did you mean {near[0]!r}?" if near else f"keys are {keys}"
-            raise UsageError(f"{where}: unknown key {key_node.value!r}; {hint}")
+            odd = odd_character(str(key_node.value))
+            raise UsageError(f"{where}: unknown key {key_node.value!r}; {f'it {odd}; ' if odd else ''}{hint}")
         if name in values:
             raise UsageError(f"{where}: {key_node.value!r} is given twice")
         loader = yaml.SafeLoader("")

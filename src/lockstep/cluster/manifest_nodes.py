@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -40,7 +41,19 @@ _CORE = (
     ),
 )
 _TAG = "tag:yaml.org,2002:"
+_LOOKS_LIKE = dict(
+    zip(
+        "аԁеһіјӏкорԛѕтԝхусАВЕЅІЈКМНОРСТХУαεικνορτυχΑΒΕΖΗΙΚΜΝΟΡΤΥΧօսոհցզı",
+        "adehijlkopqstwxycABESIJKMHOPCTXYaeikvoptuxABEZHIKMNOPTYXounhgqi",
+        strict=True,
+    )
+)
+"""Letters of other scripts that are drawn as one of ours; what is a wide, bold or otherwise dressed form of a letter
+is known to Unicode."""
+_UNSEEN = ("Cf", "Cc", "Zs", "Zl", "Zp", "Mn", "Me", "Co", "Cn")
+"""Categories of characters that show nothing, or nothing of their own."""
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+_SCALARS = ("str", *(kind for kind, _, _ in _CORE))
 FAULTY: Final = object()
 """What a place holds whose fault was told."""
 
@@ -138,8 +151,10 @@ class Reading:
             return None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
+            line = 0 if mark is None else mark.line
             told = ": ".join(filter(None, ("is not YAML", error.context, error.problem)))
-            self.fault("", told, 1 if mark is None else mark.line + 1)
+            odd = odd_character("".join(text.splitlines()[line : line + 1]), only_unseen=True)
+            self.fault("", f"{told}; the line {odd}" if odd else told, line + 1)
             return None
         except ManifestError as error:
             self.problems += error.problems
@@ -170,12 +185,16 @@ class Place:
         try:
             return reader(self)
         except ConfigError as error:
-            self.reading.fault(self.where, str(error))
+            value = self.node.value if isinstance(self.node, yaml.ScalarNode) else ""
+            odd = odd_character(value) if len(value) <= MAX_SHOWN_CHARS else ""
+            is_new = odd and odd not in str(error)
+            self.reading.fault(self.where, f"{error}; it {odd}" if is_new else str(error))
             return FAULTY
 
     def scalar(self) -> object:
         """The value of a scalar; ConfigError for a list, a map, or a tag of another schema."""
         node, kind = self.node, self.node.tag.removeprefix(_TAG)
+        self._refuse_tag("write a plain string, number, true or false")
         if not isinstance(node, yaml.ScalarNode):
             raise ConfigError(f"is {self.kind}, where one value is expected")
         if kind == "str":
@@ -193,11 +212,12 @@ class Place:
             pass
         if kind in ("int", "float"):
             raise ConfigError(f"is {shown(node.value)}, which is no number that anything here can be")
-        raise ConfigError(f"has the tag {shown(node.tag)}; write a plain string, number, true or false")
+        raise ConfigError(f"is {shown(node.value)}, which is not what its tag !!{kind} says; leave the tag out")
 
-    def _check_tag(self, kind: str) -> None:
-        if self.node.tag != _TAG + kind:
-            raise ConfigError(f"has the tag {shown(self.node.tag)}; leave it out")
+    def _refuse_tag(self, right: str = "leave it out") -> None:
+        kinds = ("map",) if self.is_map else ("seq",) if self.is_list else _SCALARS
+        if self.node.tag.removeprefix(_TAG) not in kinds:
+            raise ConfigError(f"{_tagged(self.node.tag)}; {right}")
 
     @property
     def kind(self) -> str:
@@ -218,9 +238,9 @@ class Place:
 
     def items(self) -> list[Place]:
         """The places of a list; ConfigError for anything else."""
+        self._refuse_tag()
         if not isinstance(self.node, yaml.SequenceNode):
             raise ConfigError(f"is {self.kind}, where a list is expected")
-        self._check_tag("seq")
         places = [Place(node, f"{self.where}[{i}]", self.reading) for i, node in enumerate(self.node.value)]
         for place in places:
             self.reading.lines[place.where] = place.node.start_mark.line + 1
@@ -228,9 +248,9 @@ class Place:
 
     def entries(self) -> dict[str, Place]:
         """The places of a map by key, each once: what comes again is noted. ConfigError for anything else."""
+        self._refuse_tag()
         if not isinstance(self.node, yaml.MappingNode):
             raise ConfigError(f"is {self.kind}, where a map (`key: value` lines) is expected")
-        self._check_tag("map")
         places: dict[str, Place] = {}
         for key_node, node in self.node.value:
             line = key_node.start_mark.line + 1
@@ -241,6 +261,8 @@ class Place:
             where = f"{self.where}.{key[:MAX_SHOWN_CHARS]}" if self.where else key[:MAX_SHOWN_CHARS]
             if key == "<<":
                 self.reading.fault(where, "is a merge of maps; write the keys out", line)
+            elif key_node.tag.removeprefix(_TAG) not in _SCALARS:
+                self.reading.fault(where, f"is a key that {_tagged(key_node.tag)}; leave it out", line)
             elif key in places:
                 first = self.reading.line(where)
                 self.reading.fault(where, f"is given twice, first on line {first}; keep one of them", line)
@@ -255,7 +277,8 @@ class Place:
         places = self.entries()
         for key in [key for key in places if key not in names]:
             hint = did_you_mean(key, names) or f"known here are {listed(names)}"
-            self.reading.fault(places.pop(key).where, f"is an unknown key; {hint}")
+            odd = odd_character(key)
+            self.reading.fault(places.pop(key).where, f"is an unknown key; {'; '.join(filter(None, (odd, hint)))}")
         for key in required:
             if key not in places:
                 self.reading.fault(self.where, f"has no `{key}:`; it is required")
@@ -282,8 +305,36 @@ def listed(names: Sequence[str], word: str = "and") -> str:
     return f" {word} ".join([", ".join(few[:-1]), few[-1]]) if len(few) > 1 else "".join(few)
 
 
+def _tagged(tag: str) -> str:
+    """That a node has a tag, as its author wrote it. Tags say what to make of a value; here nothing is made of any."""
+    written = f"!!{tag.removeprefix(_TAG)}" if tag.startswith(_TAG) else tag
+    return f"has the tag {shown(written)}, and a manifest is plain data of which nothing is ever run"
+
+
+def odd_character(text: str, *, only_unseen: bool = False) -> str:
+    """A half-sentence about the first character that is not what it looks like; empty where all are."""
+    for character in text:
+        if character.isascii() and character.isprintable():
+            continue
+        if character == "\t":
+            return "has a tab; write spaces"
+        code = f"U+{ord(character):04X} {unicodedata.name(character, '')}".rstrip()
+        if unicodedata.category(character) in _UNSEEN:
+            return f"has the character {code}, which cannot be seen; delete it, or write a space"
+        plain = _plain_letters(character)
+        if plain != character and not only_unseen:
+            return f"has the letter {code}, which looks like {plain}; write {plain}"
+    return ""
+
+
+def _plain_letters(text: str) -> str:
+    """The text with the letters that its own look like, and without what cannot be seen."""
+    shown_as = (_LOOKS_LIKE.get(each, unicodedata.normalize("NFKC", each)) for each in text)
+    return "".join(each for each in shown_as if each.isascii() or unicodedata.category(each[0]) not in _UNSEEN)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question that names the nearest of the known names; empty where none is near."""
     by_lower: Mapping[str, str] = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower()[:200], list(by_lower), n=1)
+    near = difflib.get_close_matches(_plain_letters(name.lower()[:200]), list(by_lower), n=1)
     return f"did you mean {by_lower[near[0]]!r}?" if near else ""

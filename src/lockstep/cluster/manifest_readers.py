@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
-from lockstep.cluster.manifest_nodes import FAULTY, Place, Reader, did_you_mean, listed, shown
+from lockstep.cluster.manifest_nodes import FAULTY, Place, Reader, did_you_mean, listed, odd_character, shown
 from lockstep.cluster.quantities import duration_text, parse_duration, parse_size
 from lockstep.errors import ConfigError
 
@@ -60,7 +60,9 @@ def check_set_name(value: str) -> str:
 
 def _checked(value: str, pattern: re.Pattern[str], right: str) -> str:
     if len(value) > MAX_NAME_CHARS or not pattern.fullmatch(value):
-        raise ConfigError(f"is {shown(value)}; a name has at most {MAX_NAME_CHARS} characters: {right}")
+        odd = odd_character(value)
+        found = f"is {shown(value)}, which {odd}" if odd else f"is {shown(value)}"
+        raise ConfigError(f"{found}; a name has at most {MAX_NAME_CHARS} characters: {right}")
     return value
 
 

@@ -115,10 +115,13 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
     try:
         body.decode()
     except UnicodeDecodeError as error:
-        return _invalid(f"The body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}; send it in UTF-8.")
+        where = f"byte {error.start} is 0x{body[error.start]:02x}"
+        return _invalid(f"The body is not UTF-8: {where}; send it in UTF-8.", is_yaml=is_yaml)
+    if is_yaml:  # its own reader bounds what it nests, and knows its lines
+        return None
     if nests_deeper_than(body, MAX_DEPTH):
         return _invalid(f"The body nests objects and lists deeper than {MAX_DEPTH}; send it flatter.")
-    if not is_yaml and has_lone_surrogate(body):
+    if has_lone_surrogate(body):
         return _invalid(r"The body holds half of a surrogate pair (like \ud83d alone); send whole characters.")
     return None
 
@@ -145,8 +148,8 @@ def has_lone_surrogate(body: bytes) -> bool:
     return any(match[1] for match in _SURROGATES.finditer(body))
 
 
-def _invalid(message: str) -> HttpError:
-    return HttpError(400, "invalid_request_error", message, code="invalid_json")
+def _invalid(message: str, *, is_yaml: bool = False) -> HttpError:
+    return HttpError(400, "invalid_request_error", message, code="invalid_yaml" if is_yaml else "invalid_json")
 
 
 def _too_slow() -> HttpError:

@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.errors import (
     ChatTemplateError,
     DeadlineError,
+    InvalidJsonError,
     InvalidParameterError,
     ManifestError,
     ModelNotFoundError,
@@ -59,6 +60,7 @@ class HttpError:
 
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
+    (InvalidJsonError, 400, "invalid_request_error", "invalid_json"),
     (InvalidParameterError, 400, "invalid_request_error", "invalid_parameter"),
     (ChatTemplateError, 400, "invalid_request_error", "chat_template"),
     (ModelNotFoundError, 404, "not_found_error", "model_not_found"),

@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from lockstep.errors import InvalidParameterError
+from lockstep.errors import InvalidJsonError, InvalidParameterError
 
 JSON_TYPE = "application/json"
 YAML_TYPE = "application/yaml"
@@ -20,7 +20,8 @@ def manifest_text(body: bytes, content_type: str) -> str:
     """The text for `lockstep.cluster.manifest_file.parse`; lines are the body's wherever that can be.
 
     Raises:
-        InvalidParameterError: it is empty, or not the JSON that it claims to be.
+        InvalidParameterError: it is empty.
+        InvalidJsonError: it is not the JSON that it claims to be.
     """
     text = body.decode()
     if not text.strip():
@@ -30,7 +31,7 @@ def manifest_text(body: bytes, content_type: str) -> str:
     try:
         value = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
-        raise InvalidParameterError(f"the body is not valid JSON: {error}; YAML has type {YAML_TYPE}") from None
+        raise InvalidJsonError(f"the body is not valid JSON: {error}; YAML has type {YAML_TYPE}") from None
     return json.dumps(value, indent=2, ensure_ascii=False) if _NOT_YAML.search(text) else text
 
 
