@@ -12,7 +12,7 @@ from lockstep.server.access import OPEN_PATHS, AccessKeys
 from lockstep.server.listening import listen
 from lockstep.server.options import ServerOptions
 from tests.server.process import IN_THREAD, ServerProcess, serve
-from tests.server.support import error_of
+from tests.server.support import error_of, exchange
 
 KEYS = ("first-secret", "second-secret")
 
@@ -140,6 +140,39 @@ def test_a_page_that_points_its_name_at_loopback_is_refused(server: ServerProces
         assert refused.status_code == 403
         assert error_of(refused)["code"] == "unknown_host"
         assert client.get("/health", headers={"Host": host}).status_code == 200, "probes come by any name"
+
+
+@pytest.mark.parametrize(
+    ("target", "hosts", "words"),
+    [
+        ("/v1/models", ("localhost", "localhost"), "2 Host headers"),
+        ("/v1/models", ("localhost", "evil.example"), "2 Host headers"),
+        ("/v1/models", ("evil.example", "localhost"), "2 Host headers"),
+        ("/health", ("a", "b", "c"), "3 Host headers"),
+        ("/health", (), "no Host header"),
+        ("http://evil.example/v1/models", ("localhost",), "different hosts"),
+        ("HTTP://localhost@evil.example/v1/models", ("localhost",), "different hosts"),
+    ],
+)
+def test_a_request_calls_the_server_by_one_name_or_is_400(
+    server: ServerProcess, target: str, hosts: tuple[str, ...], words: str
+) -> None:
+    """On paths that everybody may ask for, too: a proxy before us could have gone by the other name."""
+    answer = exchange(server.base_url, spoken(target, hosts))
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == "invalid_host"
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize("target", ["/health", "http://LOCALHOST:80/health", "http://localhost/health?a=http://b/"])
+def test_a_request_line_may_name_the_host_as_well(server: ServerProcess, target: str) -> None:
+    assert exchange(server.base_url, spoken(target, ("localhost",))).startswith(b"HTTP/1.1 200 ")
+
+
+def spoken(target: str, hosts: tuple[str, ...]) -> bytes:
+    lines = [f"GET {target} HTTP/1.1", *(f"Host: {host}" for host in hosts), "Connection: close", "", ""]
+    return "\r\n".join(lines).encode()
 
 
 def test_with_a_key_any_name_will_do(keyed: ServerProcess) -> None:

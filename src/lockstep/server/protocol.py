@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -78,6 +79,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_reading_headers = False
         self._num_header_bytes = 0
         self._stop_timer()
+        if fault := name_fault(self.url, self.headers, self.parser.get_http_version()):
+            self._refusal = HttpError(400, "invalid_request_error", fault, code="invalid_host")
+            raise ValueError(fault)  # as for too many headers
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -131,6 +135,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             code="header_timeout",
         )
         self.send_400_response("")
+
+
+def name_fault(target: bytes, headers: Iterable[tuple[bytes, bytes]], version: str) -> str:
+    """Why it is not clear by which name a request calls the server (RFC 9112, 3.2); empty: it is.
+
+    Who stands before us may go by the one name and we by the other, so neither is believed.
+
+    Args:
+        target: of the request line; its own host, in the absolute form, must be that of ``Host``.
+    """
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1:
+        return f"The request has {len(hosts)} Host headers; send one."
+    if not hosts and version == "1.1":
+        return "The request has no Host header; send one."
+    scheme, sign, rest = target.partition(b"://")
+    if hosts and sign and b"/" not in scheme:
+        authority = rest.partition(b"/")[0].partition(b"?")[0].rpartition(b"@")[2]
+        if authority.lower().removesuffix(b":80") != hosts[0].strip().lower().removesuffix(b":80"):
+            return "The request line and the Host header name different hosts; name one."
+    return ""
 
 
 def bounded_protocol(max_header_bytes: int, header_timeout_s: float = HEADER_TIMEOUT_S) -> type[BoundedHttpProtocol]:
