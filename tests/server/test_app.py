@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from lockstep.server import app as app_module
 from lockstep.server.body import MAX_DEPTH, body_fault, has_lone_surrogate, nests_deeper_than
 from lockstep.server.faults import field_path
+from lockstep.server.logs import hashed_by
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import RequestRecord
+from lockstep.server.tracing import span_attributes
 from lockstep.worker.logs import JsonFormatter, TextFormatter
 from tests.server.process import ServerProcess
 from tests.server.support import JSON, client_of, error_of, exchange
@@ -230,6 +232,41 @@ async def test_prompts_are_logged_where_asked_for(caplog: pytest.LogCaptureFixtu
     )
     assert json.loads(text.partition(" body=")[2].partition(" answers=")[0]) == r'{"prompt":"two \"lines\"\nhere"}'
     assert "\n" not in text, "what a client sends cannot forge a line"
+
+
+@pytest.mark.parametrize("logs_user", [False, True])
+async def test_lines_tell_one_user_from_another_and_not_who_that_is(
+    caplog: pytest.LogCaptureFixture, logs_user: bool
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    seen: list[RequestRecord] = []
+    options = ServerOptions(log_user=logs_user)
+    async with client_of(options=options, observers=(lambda record, _: seen.append(record),)) as client:
+        for user in ("ada@example.com", "ada@example.com", "bob@example.com"):
+            asked = {"user": user, "prompt": "x", "max_tokens": 1}
+            await client.post("/v1/completions", json={**asked, "metadata": {"run": "7"}})
+            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+            await client.post("/v1/chat/completions", json={**chat, "safety_identifier": user})
+            await client.post("/v1/responses", json={"input": "x", "prompt_cache_key": user, "max_output_tokens": 1})
+            await client.post("/v1/embeddings", json={"input": "x", "user": user})
+        metrics = (await client.get("/metrics")).text
+    formats = (JsonFormatter("server"), TextFormatter("server"))
+    lines = [format_.format(record) for record in caplog.records for format_ in formats]
+    told = [json.loads(line)["metadata"] for line in lines if line.startswith("{") and "metadata" in line]
+    assert all("@" in value for metadata in told for name, value in metadata.items() if name != "run") is logs_user
+    assert {metadata["run"] for metadata in told if "run" in metadata} == {"7"}, (
+        "what a client labels is its own to say"
+    )
+    people = [[value for name, value in metadata.items() if name != "run"] for metadata in told]
+    ada, again, bob = people[:4], people[4:8], people[8:]
+    assert ada == again != bob
+    assert len({value for values in people for value in values}) == 2
+    spans = [str(span_attributes(record)) for record in seen]
+    assert any("example.com" in text for text in (*lines, metrics, *spans)) is logs_user
+
+
+async def test_a_hash_of_one_run_is_no_use_in_another() -> None:
+    assert hashed_by(b"a" * 16)("ada") == hashed_by(b"a" * 16)("ada") != hashed_by(b"b" * 16)("ada")
 
 
 async def test_no_line_where_switched_off(caplog: pytest.LogCaptureFixture) -> None:

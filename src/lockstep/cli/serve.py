@@ -109,6 +109,7 @@ def server_options(
         supports_priority=engine.scheduling_policy == "priority",
         log_requests=not report.disable_log_requests,
         log_prompts=report.log_prompts,
+        log_user=report.log_user,
         enable_debug_endpoints=report.enable_debug_endpoints,
         otlp_traces_endpoint=report.otlp_traces_endpoint,
         responses_db=report.responses_db,

@@ -155,6 +155,9 @@ class ReportFlags:
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Put prompts and answers into the line of a request.")
     ] = False
+    log_user: Annotated[
+        bool, typer.Option("--log-user", help="Name a request's user in its line, in the place of a hash.")
+    ] = False
     metrics_prefix: Annotated[
         str, typer.Option(help="First part of metric names; vllm makes boards for vLLM work.")
     ] = "lockstep"

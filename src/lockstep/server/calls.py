@@ -13,6 +13,7 @@ from lockstep.executors.constraint import PARAM as CONSTRAINT
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.options import ServerOptions
+from lockstep.server.record import PEOPLE
 from lockstep.server.schema import GenerationBody, ResponseFormat, StructuredOutputs
 
 
@@ -189,7 +190,7 @@ def check_tokens_known(tokenizer: Tokenizer, asked: Mapping[str, bool]) -> None:
 
 def labels_of(body: GenerationBody) -> dict[str, str]:
     """What is logged with the request: its metadata, and who it says is behind it."""
-    told = {name: getattr(body, name, None) for name in ("user", "safety_identifier", "prompt_cache_key")}
+    told = {name: getattr(body, name, None) for name in PEOPLE}
     return {**(body.metadata or {}), **{name: value for name, value in told.items() if value is not None}}
 
 

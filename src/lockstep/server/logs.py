@@ -1,21 +1,27 @@
 """The line of a request that has ended, with its numbers.
 
 Prompts and answers are in no line unless ``--log-prompts`` is given, and neither is a refusal's message, which may
-repeat what the client sent; keys are in none at all.
+repeat what the client sent; keys are in none at all. Whom a request was sent for is a hash, unless ``--log-user`` is
+given.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.server.access import OPEN_PATHS
 from lockstep.server.options import ServerOptions
-from lockstep.server.record import RequestRecord
+from lockstep.server.record import PEOPLE, RequestRecord
 from lockstep.worker.logs import FIELDS
 
 PROBES = OPEN_PATHS | {"/load"}
 """Asked for again and again by machines: logged at the debug level."""
+
+HASH_BYTES = 6
 
 log = logging.getLogger("lockstep.request")
 
@@ -25,16 +31,29 @@ class RequestLog:
 
     def __init__(self, options: ServerOptions) -> None:
         self._shows_prompts = options.log_prompts
+        self._called = str if options.log_user else hashed_by(secrets.token_bytes(16))
 
     def __call__(self, record: RequestRecord, duration_s: float) -> None:
         level = logging.DEBUG if record.endpoint in PROBES else logging.INFO
         if log.isEnabledFor(level):
-            fields = request_fields(record, duration_s, shows_prompts=self._shows_prompts)
+            fields = request_fields(record, duration_s, shows_prompts=self._shows_prompts, called=self._called)
             log.log(level, "ended", extra={FIELDS: fields})
 
 
-def request_fields(record: RequestRecord, duration_s: float, *, shows_prompts: bool) -> dict[str, Any]:
-    """What is said of a request; what does not apply to it is left out. Times in milliseconds."""
+def hashed_by(key: bytes) -> Callable[[str], str]:
+    """A name for each text that is the same in all lines of one run and tells nobody who that is: without the key,
+    which is nowhere kept, no list of users can be tried."""
+    return lambda text: hashlib.blake2b(text.encode(), key=key, digest_size=HASH_BYTES).hexdigest()
+
+
+def request_fields(
+    record: RequestRecord, duration_s: float, *, shows_prompts: bool, called: Callable[[str], str]
+) -> dict[str, Any]:
+    """What is said of a request; what does not apply to it is left out. Times in milliseconds.
+
+    Args:
+        called: what somebody is called here whom a request was sent for.
+    """
     fields: dict[str, Any] = {
         "id": record.request_id,
         "method": record.method,
@@ -57,7 +76,7 @@ def request_fields(record: RequestRecord, duration_s: float, *, shows_prompts: b
         fields["ttft_ms"] = _ms(min(ttfts)) if ttfts else None
     fields["hops"] = [f"{hop.model}:{hop.intent or 'none'}" for hop in record.hops]
     fields["finish_reasons"] = record.finish_reasons
-    fields["metadata"] = dict(record.metadata)
+    fields["metadata"] = {name: called(text) if name in PEOPLE else text for name, text in record.metadata.items()}
     error = record.error
     if error is not None:
         fields["error"] = error.code or error.type

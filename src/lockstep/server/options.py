@@ -51,6 +51,8 @@ class ServerOptions:
     """Whether the scheduling policy looks at ``priority``; if not, a priority other than 0 is refused."""
     log_requests: bool = True
     log_prompts: bool = False
+    log_user: bool = False
+    """Whether lines name whom a request was sent for; if not, they have a hash of it."""
     enable_debug_endpoints: bool = False
     """``POST /reset_prefix_cache`` and ``GET /debug/check``."""
     otlp_traces_endpoint: str | None = None

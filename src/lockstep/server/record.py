@@ -14,6 +14,9 @@ from lockstep.server.errors import HttpError
 CLIENT_LEFT_STATUS = 499
 """In logs and metrics, of a request whose client left; nobody is there to be told."""
 
+PEOPLE = ("user", "safety_identifier", "prompt_cache_key")
+"""Labels that say whom a request was sent for; clients put names and addresses there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
