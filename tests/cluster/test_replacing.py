@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.trust import ALL
 from lockstep.errors import ConfigError, LockstepError, ManifestError, OverBudgetError, UnavailableError
 from tests.cluster.clusters import Answer, clustered, model_of, say
 from tests.cluster.support import until
@@ -159,7 +160,7 @@ async def test_what_comes_over_http_sends_nobody_a_variable_that_the_file_does_n
         assert (await cluster.replace(cluster.manifest_text())).changed == ()
         for stolen in (text.replace("CLOUD_KEY", "HOME"), text.replace("127.0.0.1:9", "127.0.0.2:9")):
             with pytest.raises(ManifestError, match="does not name for this base_url") as refused:
-                await cluster.replace(stolen)
+                await cluster.replace(stolen, powers=ALL)
             [problem] = refused.value.problems
             assert (problem.line, problem.where) == (12, "fallback.remote.api_key_env")
             assert (await cluster.replace(stolen, environment={})).changed == ("fallback",), (

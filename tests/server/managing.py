@@ -17,6 +17,7 @@ from lockstep.cluster.snapshot import (
     Replaced,
     SessionSnapshot,
 )
+from lockstep.cluster.trust import NONE, Powers
 from lockstep.errors import (
     ConfigError,
     InvalidParameterError,
@@ -60,7 +61,7 @@ class Managed(ManifestCluster):
     def manifest_text(self) -> str:
         return self.text
 
-    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
         self.environments.append(environment)
         if "bad" in text:
             raise ManifestError(FAULTS)

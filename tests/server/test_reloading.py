@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cluster.snapshot import Replaced
+from lockstep.cluster.trust import NONE, Powers
 from lockstep.errors import UnavailableError
 from lockstep.server.reloading import MAX_TRIES, ManifestReload, stamp_of
 from tests.server.managing import MANIFEST, Managed
@@ -26,11 +27,11 @@ class Unlucky(Managed):
         self.num_failures = num_failures
         self.num_tries = 0
 
-    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
         self.num_tries += 1
         if self.num_tries <= self.num_failures:
             raise UnavailableError("the device worker ended", retry_after_s=0.001)
-        return await super().replace(text, environment)
+        return await super().replace(text, environment, powers)
 
 
 @contextlib.asynccontextmanager

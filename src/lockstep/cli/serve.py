@@ -93,6 +93,8 @@ def server_options(
         api_keys=split_keys(listen.api_key or ()),
         admin_keys=split_keys(listen.admin_key or (), "--admin-key"),
         allow_unauthenticated=listen.allow_unauthenticated,
+        allow_any_source=listen.allow_any_source,
+        allow_private_remotes=listen.allow_private_remotes,
         allowed_hosts=_allowed_hosts(listen, host),
         cors_origins=tuple(listen.cors_origin or ()),
         max_body_bytes=limits.max_body_bytes,
@@ -177,7 +179,12 @@ def _cluster(
         trace=trace_options(report),
     )
     options = ClusterOptions(
-        Backend(many.backend or "auto"), load, worker, environment=os.environ, is_fixed=many.manifest is None
+        Backend(many.backend or "auto"),
+        load,
+        worker,
+        environment=os.environ,
+        folder=None if many.manifest is None else many.manifest.expanduser().absolute().parent,
+        is_fixed=many.manifest is None,
     )
     if many.manifest is None:
         assert model is not None, "one of the two is given"

@@ -16,6 +16,7 @@ import msgspec
 
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
+from lockstep.cluster.trust import NONE, Powers
 from lockstep.core.request import Priority
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import TokenOutput
@@ -216,11 +217,12 @@ class Cluster(Protocol):
         """The effective manifest as YAML; `replace` takes it."""
         ...
 
-    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
         """Bring a new manifest in, as one unit.
 
         Args:
             environment: what the text may refer to; None: to nothing, as it came from the network.
+            powers: of who sent it over the network; the operator's own text has all.
 
         Raises:
             ManifestError: it has faults. Nothing has changed, as with all that follow.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.answering import Answering
+from lockstep.cluster.backend import Backend
 from lockstep.cluster.base import Call, EventStream, Health, ModelCard
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
@@ -18,10 +21,13 @@ from lockstep.cluster.planner import Phase
 from lockstep.cluster.replacing import replace_manifest
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
 from lockstep.cluster.stage import ClusterOptions, Stage
+from lockstep.cluster.trust import NONE, Powers, Vetting, Vouchers
 from lockstep.engine.loading import Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, LockstepError, SessionNotFoundError, UnavailableError
+
+log = logging.getLogger(__name__)
 
 STEPS_PER_S = 4.0
 """Of each replica, told while somebody watches."""
@@ -56,8 +62,12 @@ class ManifestCluster:
         self._created_s = int(time.time())
         self._sweeping: asyncio.Task[None] | None = None
         self._replacing: asyncio.Task[Replaced] | None = None
-        self._keys = _keys_of(manifest)
-        """Whose keys may be sent where, as the operator's own manifests said."""
+        self._vouchers = Vouchers(
+            manifest,
+            stage.options.folder,
+            lambda path: open_artifact(path, cache_dir=stage.options.load.cache_dir),
+            opens_sources=stage.options.backend is Backend.AUTO,
+        )
 
     @property
     def events(self) -> EventLog:
@@ -181,26 +191,28 @@ class ManifestCluster:
         """The manifest that holds, as text that could replace it."""
         return dump(self._stage.roster.declared)
 
-    async def replace(self, text: str, environment: Mapping[str, str] | None = None) -> Replaced:
+    async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
         """Serve another manifest; see `lockstep.cluster.replacing`. Goes on when the caller leaves.
 
         Args:
             environment: what the text may refer to; None: to nothing, as it came from the network.
+            powers: of who sent it over the network; the operator's own text has all.
 
         Raises:
             ManifestError: the text is no manifest; every fault is named.
             UnavailableError: another one is being brought in, or the first one's models are being loaded.
             LockstepError: it cannot be served; what was served still is.
         """
+        vetting = None if environment is not None else self._vouchers.vetting(powers)
         manifest = await asyncio.to_thread(
-            parse, text, validators=self._validators, environment=environment, keys=frozenset(self._keys)
+            parse, text, validators=self._validators, environment=environment, vet=vetting
         )
         self._check_booted()
         if self._is_replacing:
             raise UnavailableError("another manifest is being brought in; try again when that is done")
         if environment is not None:
-            self._keys |= _keys_of(manifest)
-        self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest))
+            self._vouchers.vouch(manifest)
+        self._replacing = asyncio.get_running_loop().create_task(self._replace(manifest, vetting))
         return await asyncio.shield(self._replacing)
 
     async def load_model(self, id_: str) -> None:
@@ -239,7 +251,7 @@ class ManifestCluster:
     def _is_replacing(self) -> bool:
         return self._replacing is not None and not self._replacing.done()
 
-    async def _replace(self, manifest: Manifest) -> Replaced:
+    async def _replace(self, manifest: Manifest, vetting: Vetting | None) -> Replaced:
         began_s = time.monotonic()
         self.events.emit("manifest_replacing", cluster=manifest.cluster)
         reason: str | None = None
@@ -247,8 +259,11 @@ class ManifestCluster:
             return await replace_manifest(self._stage, manifest)
         except BaseException as error:
             first = _first(error)
-            reason = str(first)
-            raise first from None
+            told = first if vetting is None else vetting.veiled(first)
+            if told is not first:
+                log.warning("a manifest that was put is not brought in: %s", first)
+            reason = str(told)
+            raise told from None
         finally:
             cluster = self._stage.roster.declared.cluster
             duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
@@ -301,12 +316,6 @@ class ManifestCluster:
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
             parent=mates[0].id if mates and mates[0] is not model else None,
         )
-
-
-def _keys_of(manifest: Manifest) -> set[tuple[str, str]]:
-    """The remote servers of a manifest, each with the variable that holds its key."""
-    remotes = [entry.remote for entry in manifest.entries if entry.remote is not None]
-    return {(remote.base_url, remote.api_key_env) for remote in remotes if remote.api_key_env is not None}
 
 
 def _first(error: BaseException) -> BaseException:

@@ -47,6 +47,8 @@ class Remote:
     api_key_env: str | None = None
     """The environment variable that holds its key."""
     timeout_s: float = 60.0
+    only_public: bool = False
+    """Whether it is asked at public addresses only, as whoever named it may not name others. No text says so."""
 
 
 @dataclass(frozen=True, slots=True)

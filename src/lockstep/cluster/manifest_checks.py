@@ -5,12 +5,12 @@ Works on drafts, so that what refers to a faulty model is not a fault of its own
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.cluster.dispatch import NONE_OF_THESE, DispatchRule
-from lockstep.cluster.manifest import Remote, Tier
+from lockstep.cluster.manifest import Tier
 from lockstep.cluster.manifest_nodes import Reading, did_you_mean, listed
 from lockstep.cluster.quantities import size_text
 
@@ -65,23 +65,6 @@ def check_draft(draft: ManifestDraft, reading: Reading) -> None:
     if draft.rule is not None:
         _check_rule(draft, draft.rule, reading)
     _check_bytes(draft, reading)
-
-
-def check_keys(draft: ManifestDraft, known: Collection[tuple[str, str]], reading: Reading) -> None:
-    """Note every variable of a key that a text from the network would have sent to somebody who is not known to get it.
-
-    Args:
-        known: base URLs with the variables that the server's own files name for them.
-    """
-    for entry in draft.entries:
-        remote: Remote | None = entry.fields.get("remote")
-        if remote is None or remote.api_key_env is None or (remote.base_url, remote.api_key_env) in known:
-            continue
-        reading.fault(
-            f"{entry.where}.remote.api_key_env",
-            f"is {remote.api_key_env!r}, which the server's manifest file does not name for this base_url; a manifest "
-            "that comes over HTTP sends no other variable's value anywhere, so bring it in as the file",
-        )
 
 
 def _check_known(where: str, name: str, known: Sequence[str], reading: Reading, what: str = "models") -> bool:

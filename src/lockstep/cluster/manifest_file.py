@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from lockstep.cluster.dispatch import NONE_OF_THESE, parse_literal, parse_rule
 from lockstep.cluster.manifest import Entry, Manifest, Resources, Routing, SessionLimits, Tier
-from lockstep.cluster.manifest_checks import EntryDraft, ManifestDraft, check_draft, check_keys
+from lockstep.cluster.manifest_checks import EntryDraft, ManifestDraft, check_draft
 from lockstep.cluster.manifest_keys import RESOURCES, SESSIONS, entry_keys
 from lockstep.cluster.manifest_nodes import FAULTY, ManifestDumper, Place, Reading, shown
 from lockstep.cluster.manifest_readers import Key, check_name, check_set_name, name, read_fields, text, written
@@ -22,6 +22,9 @@ from lockstep.errors import ConfigError, ManifestError, Problem
 Validator = Callable[[object], Sequence[Problem]]
 """Checks another room's block, given as plain dicts, lists and scalars. The line of a problem may be 0: it is found by
 `where`, a path from the top of the manifest."""
+
+Vet = Callable[[EntryDraft, Reading], None]
+"""Looks at a model as far as it could be read, and notes what its author may not name."""
 
 TOP_KEYS = ("cluster", "resources", "models", "fallback", "routing", "sessions", "rollouts")
 ROUTING_KEYS = ("entry", "dispatch_rule", "literal")
@@ -35,7 +38,7 @@ def parse(
     name: str = "manifest",
     validators: Mapping[str, Validator] = {},
     environment: Mapping[str, str] | None = {},
-    keys: Collection[tuple[str, str]] = (),
+    vet: Vet | None = None,
 ) -> Manifest:
     """Read a manifest.
 
@@ -44,7 +47,7 @@ def parse(
         name: what the text is called in errors, e.g. its file.
         validators: by key, of the blocks that belong to other rooms; a block without one is a fault.
         environment: what ``${NAME}`` stands for in ``remote:``; None, for texts from the network: it is a fault.
-        keys: without an environment, the variables whose values may be sent, each with the base URL of who gets it.
+        vet: of texts from the network, looks at every model; None: its author may name anything.
 
     Raises:
         ManifestError: it has faults; all of them, in the order of lines.
@@ -53,7 +56,7 @@ def parse(
     manifest = None
     root = reading.compose(text)
     if root is not None:
-        manifest = _manifest(root, validators, environment, keys)
+        manifest = _manifest(root, validators, environment, vet)
     if manifest is None or reading.problems:
         raise ManifestError(sorted(reading.problems, key=lambda problem: problem.line), name)
     return manifest
@@ -105,7 +108,7 @@ def _manifest(
     root: Place,
     validators: Mapping[str, Validator],
     environment: Mapping[str, str] | None,
-    known_keys: Collection[tuple[str, str]],
+    vet: Vet | None,
 ) -> Manifest | None:
     """The value; None when something was noted."""
     draft, reading = ManifestDraft(), root.reading
@@ -130,8 +133,9 @@ def _manifest(
     if "rollouts" in places:
         draft.rollouts = _or_none(places["rollouts"].read(lambda place: _foreign(place, validators)))
     check_draft(draft, reading)
-    if environment is None:
-        check_keys(draft, known_keys, reading)
+    if vet is not None:
+        for entry in draft.entries:
+            vet(entry, reading)
     return None if reading.problems else _built(draft)
 
 

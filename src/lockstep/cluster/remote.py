@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 
 import httpx2
 
+from lockstep.artifacts.model import TokenizerParts
 from lockstep.cluster.base import Accepted, Call, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
+from lockstep.cluster.remote_address import PublicTransport
 from lockstep.cluster.remote_counts import RemoteCounts, RemoteSnapshot
 from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named
 from lockstep.cluster.remote_exchange import Exchange, Patience
 from lockstep.cluster.remote_request import RemoteRequest, remote_request
-from lockstep.cluster.remote_text import remote_tokenizer
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, UnavailableError
 from lockstep.version import __version__
@@ -37,6 +38,8 @@ BACKOFF_S = 0.1
 """Before the second attempt; each that follows waits twice as long."""
 MAX_CONNECTIONS = 256
 """Of one model: more calls than that wait for one to end, as long as for a connection."""
+TEMPLATE = "{{ messages }}{{ tools }}{{ reasoning_effort }}"
+"""Never rendered: it says which variables are passed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +83,18 @@ class RemoteModel:
         self._open: dict[Patience, None] = {}
         connect_s = min(CONNECT_S, remote.timeout_s)
         num = self._options.max_connections
+        transport = httpx2.AsyncHTTPTransport(
+            limits=httpx2.Limits(max_connections=num, max_keepalive_connections=num),
+            trust_env=False,  # a proxy or a .netrc of the machine is not what the manifest says
+            verify=ssl.create_default_context() if remote.base_url.startswith("https:") else False,
+        )
         self._client = httpx2.AsyncClient(
             base_url=f"{remote.base_url.rstrip('/')}/",
             headers=_headers(api_key),
             timeout=httpx2.Timeout(remote.timeout_s, connect=connect_s, pool=connect_s),
-            limits=httpx2.Limits(max_connections=num, max_keepalive_connections=num),
+            transport=PublicTransport(transport) if remote.only_public else transport,
             follow_redirects=False,
-            trust_env=False,  # a proxy or a .netrc of the machine is not what the manifest says
-            verify=ssl.create_default_context() if remote.base_url.startswith("https:") else False,
+            trust_env=False,
         )
 
     @property
@@ -206,6 +213,15 @@ class RemoteModel:
             f"{self._who} failed too often in a row and is left alone; try again in {wait_s:.1f} s",
             retry_after_s=max(RETRY_AFTER_S, wait_s),
         )
+
+
+def remote_tokenizer() -> Tokenizer:
+    """One without a vocabulary, whose template reads `tools` and `reasoning_effort`. It takes no grammars, so that
+    promises which only a constraint keeps (`tool_choice` other than auto and none) are refused by those who plan."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models
+
+    return Tokenizer(TokenizerParts(Library(models.BPE()), TEMPLATE, None, None, ()))
 
 
 def _headers(api_key: str | None) -> dict[str, str]:

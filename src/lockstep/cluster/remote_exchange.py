@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 import httpx2
 
 from lockstep.cluster.base import Call
+from lockstep.cluster.remote_address import NotPublicError
 from lockstep.cluster.remote_answer import DONE, RemoteAnswer
 from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named, of_status
 from lockstep.cluster.remote_request import RemoteRequest
@@ -191,6 +192,9 @@ class Exchange:
         except httpx2.PoolTimeout:
             error = UnavailableError(f"{who} has as many requests of ours as it gets; try again later")
             raise AttemptError(error, is_fault=False) from None
+        except NotPublicError:
+            said = f"{who} is at no public address, and whoever brought its manifest may name no other"
+            raise AttemptError(RequestFailedError(said)) from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             said = f"{who} cannot be reached ({type(error).__name__})"
             raise AttemptError(UnavailableError(said, retry_after_s=RETRY_AFTER_S), may_retry=True) from None

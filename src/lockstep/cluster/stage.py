@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from lockstep.cluster.aside import aside, tell
 from lockstep.cluster.backend import Backend, served_by
@@ -62,6 +63,8 @@ class ClusterOptions:
     drain_s: float = DRAIN_S
     environment: Mapping[str, str] = field(default_factory=dict)
     """Where the keys of remote models are looked up."""
+    folder: Path | None = None
+    """Where the operator's manifest lies: of the models there, any may be named over HTTP."""
     is_fixed: bool = False
     """Requests may look at it and not change it: it was made of a command line, and no file says what is served."""
 

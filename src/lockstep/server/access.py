@@ -7,7 +7,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import sha256
 
+from lockstep.cluster.trust import Powers
 from lockstep.server.errors import HttpError
+from lockstep.server.options import ServerOptions
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/healthz", "/metrics", "/ping", "/version"})
 """Answered without a key: what probes and scrapers ask for. They tell nothing of any request's content."""
@@ -58,6 +60,22 @@ class AccessKeys:
                 if hmac.compare_digest(digest, known):
                     found = found or name
         return found
+
+
+def powers_of(tenant: str, options: ServerOptions) -> Powers:
+    """What a caller may have a manifest name.
+
+    An admin's key has every power. Where there are no keys, and only this machine can call, everybody is the operator;
+    where keys were waived for whoever can reach the server, nobody is.
+
+    Args:
+        tenant: the caller's key by its name, as `AccessKeys.tenant` found it; empty: none.
+    """
+    has_keys = bool(options.api_keys or options.admin_keys)
+    is_admin = tenant.startswith(_ADMIN) if has_keys else not options.allow_unauthenticated
+    return Powers(
+        any_source=is_admin or options.allow_any_source, private_remotes=is_admin or options.allow_private_remotes
+    )
 
 
 def _named(prefix: str, keys: Sequence[str]) -> list[tuple[str, str]]:

@@ -12,7 +12,9 @@ from fastapi import APIRouter, Request, Response
 from lockstep.cluster.base import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
 from lockstep.errors import LockstepError, ManifestError, NoManifestError, NotLoadableError, RequestError
+from lockstep.server.access import powers_of
 from lockstep.server.manifest_text import JSON_TYPE, YAML_TYPE, manifest_text
+from lockstep.server.record import record_of
 from lockstep.server.serving import serving_of
 from lockstep.server.struct_schema import described
 
@@ -64,8 +66,9 @@ async def replace_manifest(request: Request) -> Response:
     wrong. Models that are in both go on as they are, those that are gone answer what they have begun."""
     cluster = _manifested(request)
     text = manifest_text(await request.body(), request.headers.get("content-type", ""))
+    powers = powers_of(record_of(request).tenant, serving_of(request).options)
     async with _loading("the manifest is not brought in"):
-        return _json(await cluster.replace(text))
+        return _json(await cluster.replace(text, powers=powers))
 
 
 @router.post("/models/{model_id:path}/load", responses=described(ModelSnapshot), operation_id="load_model")

@@ -21,6 +21,10 @@ class ServerOptions:
     """Open all endpoints; where there are any, only they open those that show or change what all callers share."""
     allow_unauthenticated: bool = False
     """Whether to listen beyond loopback without a key."""
+    allow_any_source: bool = False
+    """Whether every key may have a manifest name any file here and any model on the hub; see `cluster.trust`."""
+    allow_private_remotes: bool = False
+    """Whether every key may have a manifest name servers at addresses that are not public."""
     allowed_hosts: tuple[str, ...] = ()
     """Names by which requests may call this server, in their ``Host``; empty: any. See `access.host_fault`."""
     cors_origins: tuple[str, ...] = ()
