@@ -10,8 +10,9 @@ from typing import Literal
 from lockstep.cluster.base import Accepted, Call, Event, Prompt
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
+from lockstep.cluster.opening import LoadProgress
 from lockstep.cluster.stage import ClusterOptions
-from lockstep.engine.loading import LoadOptions, Progress
+from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
@@ -30,7 +31,7 @@ def one_model(
     names: Sequence[str] = (NAME,),
     load: LoadOptions | None = None,
     worker: WorkerOptions | None = None,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> ManifestCluster:
     """As `lockstep serve SOURCE` makes it; with the model in a thread of this process if nothing is said."""
     options = ClusterOptions(load=load or LoadOptions(), worker=worker or WorkerOptions(), is_fixed=True)

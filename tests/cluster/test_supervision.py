@@ -114,7 +114,7 @@ async def test_what_is_unknown_here_is_tried_before_it_is_loaded(tmp_path: Path)
     load = LoadOptions(EngineOptions(num_blocks=256), cache_dir=tmp_path / "cache", probe=False)
     stages: list[str] = []
     worker = WorkerOptions("process")
-    model = one_model(str(path), load=load, worker=worker, progress=lambda stage, fraction: stages.append(stage))
+    model = one_model(str(path), load=load, worker=worker, progress=lambda _, stage, fraction: stages.append(stage))
     await model.start()
     await model.close()
     assert stages.index("trial") < stages.index("ready")

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.sizing import EngineOptions, anonymous_memory_bytes, available_memory_bytes, plan_config
+from lockstep.engine.sizing import (
+    EngineOptions,
+    anonymous_memory_bytes,
+    available_memory_bytes,
+    check_limits,
+    check_sizes,
+    machine_memory_bytes,
+    plan_config,
+)
 from lockstep.errors import ConfigError
 from lockstep.executors.base import Geometry
 
@@ -26,7 +34,7 @@ def test_what_the_user_says_wins() -> None:
     )
     config = plan_config(options, GEOMETRY, PLENTY)
     assert (config.max_model_len, config.num_blocks, config.num_host_blocks, config.max_num_seqs) == (100, 5, 2, 3)
-    assert plan_config(EngineOptions(num_blocks=7), GEOMETRY, 0).num_blocks == 7
+    assert plan_config(EngineOptions(num_blocks=7), GEOMETRY, 10_000).num_blocks == 7
 
 
 @pytest.mark.parametrize(
@@ -34,6 +42,8 @@ def test_what_the_user_says_wins() -> None:
     [
         (EngineOptions(max_model_len=321), "the model allows 2 to 320"),
         (EngineOptions(kv_cache_memory_bytes=999), "one takes 1000 bytes"),
+        (EngineOptions(num_blocks=10**9), r"would take 1,500.0 GB .* and 1,000.0 GB of memory are free"),
+        (EngineOptions(num_blocks=1, host_kv_memory_bytes=10**13), "would take 10,000.0 GB"),
         (EngineOptions(scheduler={"max_num_seq": 4}), "unknown scheduler option 'max_num_seq'; known: max_num_seqs"),
         (EngineOptions(scheduler={"num_blocks": 4}), "unknown scheduler option 'num_blocks'"),
         (EngineOptions(scheduler={"order": "random"}), "order is 'random'"),
@@ -42,6 +52,48 @@ def test_what_the_user_says_wins() -> None:
 def test_impossible_limits_are_named(options: EngineOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_config(options, GEOMETRY, PLENTY)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (EngineOptions(max_model_len=321), "the model allows 2 to 320"),
+        (EngineOptions(max_model_len=1), "max_model_len is 1; the model allows 2 to 320"),
+        (EngineOptions(max_model_len=10**15), "max_model_len is 1000000000000000; at most"),
+        (EngineOptions(num_blocks=10**15), "num_blocks is 1000000000000000; at most"),
+        (EngineOptions(block_size=0), "block_size is 0; at least 1 is needed"),
+        (EngineOptions(scheduler={"max_num_seqs": 10**9}), "max_num_seqs is 1000000000; at most 65536 can be meant"),
+        (EngineOptions(scheduler={"max_num_queued_reqs": 10**20}), "max_num_queued_reqs is 1"),
+        (EngineOptions(scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 9}), "max_num_batched_tokens is 9"),
+        (EngineOptions(scheduler={"max_num_seq": 4}), "unknown scheduler option 'max_num_seq'"),
+    ],
+)
+def test_limits_that_cannot_work_are_known_before_anything_is_loaded(options: EngineOptions, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_limits(options, 320)
+
+
+def test_pools_beyond_the_machine_are_refused_with_what_it_has() -> None:
+    for options in (
+        EngineOptions(kv_cache_memory_bytes=9 * 10**9),
+        EngineOptions(host_kv_memory_bytes=9 * 10**9),
+        EngineOptions(kv_cache_memory_bytes=5 * 10**9, host_kv_memory_bytes=4 * 10**9),
+    ):
+        with pytest.raises(ConfigError, match=r"this machine has 8\.0 GB of memory .* give less"):
+            check_sizes(options, 8 * 10**9)
+    check_sizes(EngineOptions(kv_cache_memory_bytes=4 * 10**9, host_kv_memory_bytes=4 * 10**9), 8 * 10**9)
+    check_sizes(EngineOptions(), 0)
+    with pytest.raises(ConfigError, match="--kv is -1; a size is never negative"):
+        check_sizes(EngineOptions(kv_cache_memory_bytes=-1), 1, {"kv_cache_memory_bytes": "--kv"})
+
+
+def test_a_machine_has_no_more_than_its_cgroup(tmp_path: Path) -> None:
+    whole = machine_memory_bytes(tmp_path)
+    assert whole >= available_memory_bytes(tmp_path)
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert machine_memory_bytes(tmp_path) == 5000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine_memory_bytes(tmp_path) == whole
 
 
 def test_available_memory_is_cut_by_the_cgroup(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.server.access import OPEN_PATHS, AccessKeys
-from lockstep.server.listening import listen
+from lockstep.server.listening import bind
 from lockstep.server.options import ServerOptions
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import error_of, exchange
@@ -107,12 +107,12 @@ def test_every_key_is_compared_whatever_came_before() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_without_a_key_only_loopback_is_listened_on(host: str) -> None:
     with pytest.raises(UsageError, match="can be reached from other machines"):
-        listen(ServerOptions(host=host, port=0))
+        bind(ServerOptions(host=host, port=0))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
 def test_loopback_needs_no_key(host: str) -> None:
-    with listen(ServerOptions(host=host, port=0)) as listener:
+    with bind(ServerOptions(host=host, port=0)) as listener:
         assert listener.getsockname()[1] > 0
 
 
@@ -121,7 +121,7 @@ def test_a_key_or_a_word_opens_the_rest() -> None:
         ServerOptions(host="0.0.0.0", port=0, api_keys=("k",)),
         ServerOptions(host="0.0.0.0", port=0, allow_unauthenticated=True),
     ):
-        with listen(options) as listener:
+        with bind(options) as listener:
             assert listener.getsockname()[0] == "0.0.0.0"
 
 

@@ -3,7 +3,6 @@ the rest."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -17,13 +16,15 @@ from lockstep.cli.config_file import use_config
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.foreign_flags import ForeignFlags, answers_to
 from lockstep.cli.manifests import read_manifest
+from lockstep.cli.progress import ServingProgress
 from lockstep.cli.serve_flags import ClusterFlags, EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.sizing import EngineOptions
+from lockstep.engine.sizing import EngineOptions, check_limits, check_sizes, machine_memory_bytes
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.cluster.base import Cluster
+    from lockstep.cluster.opening import LoadProgress
     from lockstep.server.options import ServerOptions
     from lockstep.server.reloading import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
@@ -34,6 +35,7 @@ ENVIRONMENT_PREFIX = "LOCKSTEP"
 """``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
 METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 DEFAULT_BATCHED_TOKENS = 512
+SIZE_FLAGS = {"kv_cache_memory_bytes": "--kv-cache-memory-bytes", "host_kv_memory_bytes": "--swap-space-bytes"}
 TOKENS_BESIDE_DECODES = 16
 """A step must have room for one chunk beside every decoding sequence: SchedulerConfig's ``max_forced_tokens``."""
 
@@ -65,17 +67,14 @@ def serve(
     from lockstep.worker.logs import log_to_stderr
 
     options = server_options(listen, what, engine, limits, report)
-    cluster, reload = _cluster(model, what, many, engine, report)
+    progress = ServingProgress.for_this(report.log_format)
+    cluster, reload = _cluster(model, what, many, engine, report, progress.tell)
     warnings = answers_to(foreign)
     log_to_stderr(report.log_format, report.log_level, "server")
     for warning in warnings:
         log.warning(warning)
-    run_server(cluster, options, _announce, reload)
-
-
-def _announce(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody reads it any more: no reason to stop serving
-        typer.echo(line)
+    with progress.running():
+        run_server(cluster, options, progress.announce, reload)
 
 
 def server_options(
@@ -142,7 +141,7 @@ def engine_options(engine: EngineFlags, order: str = "fcfs") -> EngineOptions:
     }
     if engine.long_prefill_token_threshold is not None:
         scheduler["max_chunk_tokens"] = engine.long_prefill_token_threshold
-    return EngineOptions(
+    options = EngineOptions(
         max_model_len=engine.max_model_len,
         kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
         host_kv_memory_bytes=engine.swap_space_bytes,
@@ -150,10 +149,18 @@ def engine_options(engine: EngineFlags, order: str = "fcfs") -> EngineOptions:
         block_size=engine.block_size,
         scheduler=scheduler,
     )
+    check_limits(options)
+    check_sizes(options, machine_memory_bytes(), SIZE_FLAGS)
+    return options
 
 
 def _cluster(
-    model: str | None, what: ModelFlags, many: ClusterFlags, engine: EngineFlags, report: ReportFlags
+    model: str | None,
+    what: ModelFlags,
+    many: ClusterFlags,
+    engine: EngineFlags,
+    report: ReportFlags,
+    progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
     """Who stands behind the server, and how a manifest is brought in again; the one place that knows."""
     from lockstep.cluster.backend import Backend
@@ -165,6 +172,10 @@ def _cluster(
 
     model = model or None  # what a unit's variable that is not set leaves of an argument
     _check_together(model, what, many)
+    if what.device == "gpu":  # the one that may not be there
+        from lockstep.executors.openvino.loading import check_device
+
+        check_device(what.device)
     load = LoadOptions(
         engine=engine_options(engine, "fcfs" if many.manifest is None else "priority"),
         openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
@@ -189,9 +200,10 @@ def _cluster(
     if many.manifest is None:
         assert model is not None, "one of the two is given"
         template = flags.read_template(what.chat_template)
-        return ManifestCluster(Manifest.of_model(model, what.served_model_name or (model,), template), options), None
+        manifest = Manifest.of_model(model, what.served_model_name or (model,), template)
+        return ManifestCluster(manifest, options, progress=progress), None
     seen = stamp_of(many.manifest)  # before it is read: what is written from now on is brought in
-    cluster = ManifestCluster(read_manifest(many.manifest), options)
+    cluster = ManifestCluster(read_manifest(many.manifest), options, progress=progress)
     return cluster, ManifestReload(cluster, many.manifest, os.environ, seen, watches=many.watch)
 
 

@@ -186,6 +186,11 @@ class Cluster(Protocol):
         """Calls that are being answered."""
         ...
 
+    async def prepare(self) -> None:
+        """Open and weigh what is on this machine; nothing is fetched or loaded. LockstepError: `start` would be in
+        vain."""
+        ...
+
     async def start(self) -> None:
         """Load what is to be served; returns when it can answer. LockstepError: it cannot be loaded."""
         ...

@@ -16,13 +16,13 @@ from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse
+from lockstep.cluster.opening import LoadProgress, Opened
 from lockstep.cluster.picture import picture
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.replacing import replace_manifest
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
 from lockstep.cluster.stage import ClusterOptions, Stage
 from lockstep.cluster.trust import NONE, Powers, Vetting, Vouchers
-from lockstep.engine.loading import Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, LockstepError, SessionNotFoundError, UnavailableError
@@ -50,7 +50,7 @@ class ManifestCluster:
         options: ClusterOptions | None = None,
         *,
         validators: Validators | None = None,
-        progress: Progress | None = None,
+        progress: LoadProgress | None = None,
     ) -> None:
         self._manifest = manifest
         self._validators = validators or {}
@@ -59,6 +59,7 @@ class ManifestCluster:
         self._answering = Answering(
             stage.worker, stage.replicas, lambda: stage.roster, stage.find, stage.sessions, stage.counters, stage.events
         )
+        self._prepared: Opened | None = None
         self._created_s = int(time.time())
         self._sweeping: asyncio.Task[None] | None = None
         self._replacing: asyncio.Task[Replaced] | None = None
@@ -138,13 +139,18 @@ class ManifestCluster:
     def num_open(self) -> int:
         return self._answering.num_open
 
+    async def prepare(self) -> None:
+        opened = await self._stage.open(self._manifest, self._progress, fetches=False)
+        if len(opened.needs) == len(self._manifest.entries):
+            self._prepared = opened
+
     async def start(self) -> None:
         stage = self._stage
         try:
-            opened = await stage.open(self._manifest, self._progress)
+            opened = self._prepared or await stage.open(self._manifest, self._progress)
             await stage.worker.start()
-            stage.replicas.progress = self._progress
             roster = stage.cast(self._manifest, opened)
+            stage.replicas.progress = self._told
             stage.enter(roster, opened)
             async with asyncio.TaskGroup() as loads:
                 for held in stage.replicas.all():
@@ -281,6 +287,12 @@ class ManifestCluster:
             if is_watched != was_watched:
                 self._stage.worker.watch_steps(STEPS_PER_S if is_watched else 0.0)
                 was_watched = is_watched
+
+    def _told(self, held: Held, stage: str, fraction: float) -> None:
+        """What the first loads tell, under the first of the models that each is for."""
+        models = self._stage.models_on(held)
+        if self._progress is not None and models:
+            self._progress(models[0].id, stage, fraction)
 
     def _check_booted(self) -> None:
         """Whoever takes a model away while the first ones are loaded would make the boot fail."""

@@ -14,7 +14,7 @@ from lockstep.cluster.manifest_nodes import FAULTY, Place, Reader, shown
 from lockstep.cluster.manifest_readers import Key, one_of, read_fields, size, whole
 from lockstep.cluster.quantities import size_text
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.sizing import EngineOptions
+from lockstep.engine.sizing import EngineOptions, check_limits
 from lockstep.errors import ConfigError, InvalidParameterError
 from lockstep.executors.sampling_params import SamplingParams
 
@@ -23,7 +23,6 @@ SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
 _OWN_KEYS = tuple(each.name for each in fields(EngineOptions) if each.name != "scheduler")
 _DECIDED_AT_LOAD = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
 _BYTES = "_bytes"
-_TYPICAL_BLOCK_TOKENS = 32
 _ANY_VOCABULARY = 2**31
 """Ranges of what a manifest may set do not depend on the vocabulary."""
 
@@ -40,14 +39,8 @@ def engine_block(place: Place) -> object:
     given = read_fields(place, engine_keys())
     if len(place.reading.problems) > before:
         return FAULTY
-    options = engine_options(given)
     try:
-        SchedulerConfig(
-            block_size=options.block_size or _TYPICAL_BLOCK_TOKENS,
-            num_blocks=1,
-            max_model_len=options.max_model_len or 2,
-            **options.scheduler,
-        )
+        check_limits(engine_options(given))
     except ConfigError as error:
         raise ConfigError(f"cannot work: {error}") from None
     return given

@@ -6,17 +6,28 @@ Reads files and may fetch them from the hub, so it runs on a thread of its own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.hub.source import SCHEME as HUB
+from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
 from lockstep.cluster.held import ReplicaSpec
 from lockstep.cluster.manifest import Entry, Manifest, Resources, Tier
+from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.loading import LoadOptions, Progress, default_cache_dir, download_stage
-from lockstep.engine.sizing import EngineOptions, available_memory_bytes
+from lockstep.engine.sizing import (
+    EngineOptions,
+    available_memory_bytes,
+    check_limits,
+    check_sizes,
+    machine_memory_bytes,
+)
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ConfigError
 from lockstep.executors.stub import DECLARED_BYTES, StubOptions, stub_tokenizer_parts
@@ -28,6 +39,8 @@ DEFAULT_KV_BYTES = 512 * 1024**2
 STUB_BLOCKS = 8192
 """Of a stub, whose blocks hold nothing: enough for 16 whole contexts."""
 KEY_DIGITS = 12
+LoadProgress = Callable[[str, str, float], None]
+"""Called with a model's id, the stage to which its loading has come, and how much of that is done, 0 to 1."""
 _ENGINE_FIELDS = {f.name for f in fields(EngineOptions)} - {"scheduler"}
 
 
@@ -48,7 +61,7 @@ def open_manifest(
     manifest: Manifest,
     base: LoadOptions,
     held_bytes: int = 0,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     *,
     is_alone: bool | None = None,
 ) -> Opened:
@@ -58,12 +71,13 @@ def open_manifest(
         manifest: as the backend serves it.
         base: how models are loaded, where their own ``engine`` does not say otherwise.
         held_bytes: what loaded models take already, and a manifest that replaces theirs may take anew.
-        progress: told while models come from the hub.
+        progress: told about each source, under the first of its models, and while it comes from the hub.
         is_alone: as `has_device_alone` of a manifest of which this is a part; None: it is whole.
 
     Raises:
         ArtifactError: a source cannot be served; the message names the model.
-        ConfigError: a remote model says not where it is, or an ``engine`` has an unknown name.
+        ConfigError: a remote model says not where it is, or an ``engine`` cannot work with its model or this machine.
+        ChatTemplateError: a ``chat_template`` is not Jinja.
     """
     local = [entry for entry in manifest.entries if entry.tier is not Tier.REMOTE]
     for entry in manifest.entries:
@@ -72,14 +86,14 @@ def open_manifest(
                 f"{entry.id}: a remote model needs remote.base_url under the backend auto; "
                 "give it, or serve with --backend stub or pocket"
             )
-    sources = {entry.source for entry in local}
+    sources = {entry.source: entry.id for entry in reversed(local)}  # the first of those who share it
     is_alone = has_device_alone(manifest) if is_alone is None else is_alone
     base = replace(base, engine=replace(base.engine, scheduler={"order": "priority", **base.engine.scheduler}))
     if not is_alone:
         kv_bytes = _share(manifest.resources.kv_budget_bytes, len(sources), DEFAULT_KV_BYTES)
         host_bytes = _share(manifest.resources.host_kv_budget_bytes, len(sources), 0)
         base = replace(base, engine=_with_pool(base.engine, kv_bytes, host_bytes))
-    sources_of = {source: _Source.open(source, base, progress) for source in sorted(sources)}
+    sources_of = {source: _Source.open(source, sources[source], base, progress) for source in sorted(sources)}
     specs: dict[str, ReplicaSpec] = {}
     footprints: dict[str, Footprint] = {}
     for entry in local:
@@ -87,6 +101,7 @@ def open_manifest(
         engine = base.engine if is_alone else source.adapted(base.engine)
         template = base.chat_template if entry.chat_template is None else entry.chat_template
         options = replace(base, engine=_engine_options(entry, engine), chat_template=template)
+        source.check(entry, options)
         footprint = source.footprint(entry, options.engine)
         spec = _spec(entry, source, options, footprint)
         footprints.setdefault(spec.key, footprint)
@@ -97,6 +112,31 @@ def open_manifest(
     )
     budgets = effective_budgets(manifest.resources, machine_of(manifest, held_bytes))
     return Opened(manifest, specs, needs, check(needs, budgets))
+
+
+def here(manifest: Manifest) -> Manifest:
+    """The part of a manifest whose sources are on this machine, or should be; what is left out must be fetched.
+
+    Args:
+        manifest: as the backend serves it.
+    """
+    from lockstep.artifacts.hub.cache import find_cached
+
+    def must_be_fetched(entry: Entry) -> bool:
+        named = None if entry.tier is Tier.REMOTE else on_hub(entry.source)
+        return named is not None and find_cached(named) is None
+
+    return replace(manifest, entries=tuple(entry for entry in manifest.entries if not must_be_fetched(entry)))
+
+
+def on_hub(source: str) -> HubSource | None:
+    """The repository that a source names, decided as opening it does; None: it is a path, embedded or a stub."""
+    if source.startswith(HUB):
+        return parse_hub_source(source)
+    if "://" in source or Path(source).expanduser().exists():
+        return None
+    is_file = source.endswith((".gguf", ".safetensors"))
+    return None if is_file or Path(source).expanduser().parent.exists() else match_hub_source(source)
 
 
 def has_device_alone(manifest: Manifest) -> bool:
@@ -144,16 +184,37 @@ class _Source:
     file_bytes: int
     parts: Any
     """Reads the text side."""
+    max_model_len: int
     is_stub: bool
 
     @classmethod
-    def open(cls, source: str, base: LoadOptions, progress: Progress | None) -> _Source:
+    def open(cls, source: str, model: str, base: LoadOptions, progress: LoadProgress | None) -> _Source:
         if source.startswith(STUB):
-            StubOptions.parse(source)
-            return cls(source, source, DECLARED_BYTES, stub_tokenizer_parts, is_stub=True)
-        told = None if progress is None else download_stage(progress)
-        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir(), progress=told)
-        return cls(source, artifact.fingerprint, artifact.num_bytes, artifact.load_tokenizer, is_stub=False)
+            stub = StubOptions.parse(source)
+            return cls(source, source, DECLARED_BYTES, stub_tokenizer_parts, stub.max_model_len, is_stub=True)
+        told: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
+        told("open", 0.0)
+        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(told))
+        told("open", 1.0)
+        return cls(
+            source,
+            artifact.fingerprint,
+            artifact.num_bytes,
+            artifact.load_tokenizer,
+            artifact.config.max_model_len,
+            is_stub=False,
+        )
+
+    def check(self, entry: Entry, options: LoadOptions) -> None:
+        """Refuse what its load would refuse in the end, as far as it is known now."""
+        try:
+            check_limits(options.engine, self.max_model_len)
+            if not self.is_stub:  # its pool is a fiction
+                check_sizes(options.engine, machine_memory_bytes())
+        except ConfigError as error:
+            raise ConfigError(f"{entry.id}: {error}") from None
+        if options.chat_template is not None:
+            ChatTemplate(options.chat_template, None, None)
 
     def adapted(self, engine: EngineOptions) -> EngineOptions:
         """A stub's blocks take no memory, so its pool is counted in blocks."""

@@ -10,8 +10,9 @@ from lockstep.cluster.budget import Budget
 from lockstep.cluster.held import Held
 from lockstep.cluster.models import Model
 from lockstep.cluster.planner import Phase
-from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, ModelSnapshot, ReplicaSnapshot
+from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, EngineSnapshot, ModelSnapshot, ReplicaSnapshot
 from lockstep.cluster.stage import Stage
+from lockstep.worker.messages import Loaded
 
 
 def picture(stage: Stage, is_replacing: bool, num_ephemeral: int) -> ClusterSnapshot:
@@ -104,4 +105,22 @@ def _replica(stage: Stage, held: Held) -> ReplicaSnapshot:
         fingerprint=None if loaded is None else loaded.fingerprint,
         deterministic=None if loaded is None or loaded.probe is None else loaded.probe.deterministic,
         failure=None if held.failure is None else str(held.failure),
+        engine=None if loaded is None or held.phase is not Phase.RESIDENT else _engine(loaded),
+    )
+
+
+def _engine(loaded: Loaded) -> EngineSnapshot:
+    config, geometry, told = loaded.config, loaded.geometry, loaded.environment
+    return EngineSnapshot(
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_tokens=config.num_blocks * geometry.block_size,
+        kv_bytes=config.num_blocks * geometry.bytes_per_block,
+        host_kv_tokens=config.num_host_blocks * geometry.block_size,
+        host_kv_bytes=config.num_host_blocks * geometry.bytes_per_block,
+        device=told.get("device", told["executor"]),
+        threads=int(told["threads"]) if "threads" in told else None,
+        precision=told.get("inference_precision", ""),
+        kv_precision=told.get("kv_cache_precision", ""),
+        quantize=told.get("quantize", ""),
     )

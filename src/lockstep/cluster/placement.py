@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from lockstep.artifacts.hub.source import SCHEME as HUB
-from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.budget import (
@@ -30,9 +28,9 @@ from lockstep.cluster.budget import (
 )
 from lockstep.cluster.manifest import Entry, Manifest, Tier
 from lockstep.cluster.manifest_nodes import listed
-from lockstep.cluster.opening import has_device_alone, machine_of, open_manifest
+from lockstep.cluster.opening import has_device_alone, machine_of, on_hub, open_manifest
 from lockstep.engine.loading import LoadOptions, default_cache_dir
-from lockstep.errors import ArtifactError
+from lockstep.errors import ArtifactError, ChatTemplateError, ConfigError
 from lockstep.executors.stub import SCHEME as STUB
 
 MAX_SOURCE_CHARS = 60
@@ -92,7 +90,11 @@ def place(
         if state.startswith(_BROKEN):
             refusals.append(f"{entry.id}: {state.removeprefix(_BROKEN)}")
     is_alone = has_device_alone(served)
-    known = open_manifest(replace(served, entries=tuple(opened)), base, is_alone=is_alone).needs
+    known: tuple[Need, ...] = ()
+    try:
+        known = open_manifest(replace(served, entries=tuple(opened)), base, is_alone=is_alone).needs
+    except (ConfigError, ChatTemplateError) as error:
+        refusals.append(str(error))
     needs = {need.model: need for need in (*known, *declared)}
     budgets = effective_budgets(manifest.resources, machine_of(served))
     table = check([needs[entry.id] for entry in served.entries if entry.id in needs], budgets)
@@ -109,7 +111,7 @@ def _state(source: str, base: LoadOptions) -> str:
         return ""
     from lockstep.artifacts.hub.cache import find_cached
 
-    named = _on_hub(source)
+    named = on_hub(source)
     if named is not None and find_cached(named, asking=False) is None:
         return f"{source} is not on this machine yet; `lockstep pull {source}` fetches it"
     try:
@@ -117,18 +119,6 @@ def _state(source: str, base: LoadOptions) -> str:
     except ArtifactError as error:
         return _BROKEN + str(error)
     return ""
-
-
-def _on_hub(source: str) -> HubSource | None:
-    """The repository that a source names, decided as opening it does; None: it is a path or embedded."""
-    from pathlib import Path
-
-    if source.startswith(HUB):
-        return parse_hub_source(source)
-    if "://" in source or Path(source).expanduser().exists():
-        return None
-    is_file = source.endswith((".gguf", ".safetensors"))
-    return None if is_file or Path(source).expanduser().parent.exists() else match_hub_source(source)
 
 
 def _meant_otherwise(manifest: Manifest) -> list[str]:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 from lockstep.cluster.held import WARM_WISH_S, Held, ReplicaSpec, Waiter
@@ -27,7 +28,6 @@ from lockstep.cluster.planner import (
     overshoot,
     plan,
 )
-from lockstep.engine.loading import Progress
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, NotLoadableError, QueueFullError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker
@@ -77,8 +77,8 @@ class Replicas:
         self._held: dict[str, Held] = {}
         """In order of definition."""
         self.budget_bytes: int | None = None
-        self.progress: Progress | None = None
-        """Told about loads."""
+        self.progress: Callable[[Held, str, float], None] | None = None
+        """Told about loads: whose, the stage and how much of it is done."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.TimerHandle | None = None
         self._watchers: list[asyncio.Future[None]] = []
@@ -281,8 +281,9 @@ class Replicas:
 
     async def _load(self, held: Held, reason: str) -> None:
         spec = held.spec
+        progress = None if self.progress is None else partial(self.progress, held)
         try:
-            loaded = await self._worker.load(spec.key, spec.source, spec.options, self.progress, held.priority)
+            loaded = await self._worker.load(spec.key, spec.source, spec.options, progress, held.priority)
             if held.loaded is None or held.loaded.text != loaded.text:
                 held.tokenizer = await asyncio.to_thread(lambda: Tokenizer(loaded.text.parts()))
             measured = spec.measure(loaded)

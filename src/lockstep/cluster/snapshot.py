@@ -19,6 +19,27 @@ class BudgetSnapshot(msgspec.Struct, frozen=True):
     used_bytes: int
 
 
+class EngineSnapshot(msgspec.Struct, frozen=True):
+    """A loaded replica's engine: its limits, its KV pool and what it computes with."""
+
+    max_model_len: int
+    max_num_seqs: int
+    """Sequences running at once."""
+    kv_tokens: int
+    kv_bytes: int
+    host_kv_tokens: int
+    """For the KV of preempted sequences."""
+    host_kv_bytes: int
+    device: str
+    threads: int | None
+    """Of a forward pass; None: it has none of its own, as a stub."""
+    precision: str
+    """Of activations; empty where nothing is computed, as are the next two."""
+    kv_precision: str
+    quantize: str
+    """What float weights were rounded to, or ``none``."""
+
+
 class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Weights, KV pool and engine, shared by the models that name one artifact."""
 
@@ -46,6 +67,8 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """What the determinism probe found; None: it was not run."""
     failure: str | None
     """Why its last load failed; None: it did not."""
+    engine: EngineSnapshot | None = None
+    """None: it is not loaded."""
 
 
 class ModelSnapshot(msgspec.Struct, frozen=True):

@@ -19,14 +19,14 @@ from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
 from lockstep.cluster.models import Model, Names, Roster
-from lockstep.cluster.opening import Opened, corrected, open_manifest
+from lockstep.cluster.opening import LoadProgress, Opened, corrected, has_device_alone, here, open_manifest
 from lockstep.cluster.plan_flight import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replicas import FAILED, Replicas
 from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
-from lockstep.engine.loading import LoadOptions, Progress
+from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
 from lockstep.worker.life import Lost
@@ -132,11 +132,11 @@ class Stage:
 
     # -- a manifest's way onto the stage --------------------------------------------------------------------------
 
-    async def open(self, manifest: Manifest, progress: Progress | None = None) -> Opened:
+    async def open(self, manifest: Manifest, progress: LoadProgress | None = None, *, fetches: bool = True) -> Opened:
         """Open a manifest's sources and weigh them against its budgets.
 
         Args:
-            progress: told while models come from the hub.
+            fetches: whether models come from the hub; if not, those that would have to are left out.
 
         Raises:
             ArtifactError: a source cannot be served.
@@ -144,13 +144,15 @@ class Stage:
             OverBudgetError: the models need more than the budgets.
         """
         served = served_by(manifest, self.options.backend)
+        is_alone = has_device_alone(served)
         loop, held_bytes = asyncio.get_running_loop(), self.replicas.held_bytes
         told = None if progress is None else partial(tell, loop, progress)
-        opened = await aside(lambda: open_manifest(served, self.options.load, held_bytes, told))
-        opened = self.weighed(opened)
-        for text in cut_texts(opened.table.budgets):
-            log.warning("%s", text)
-        return opened
+
+        def open_them() -> Opened:
+            those = served if fetches else here(served)
+            return open_manifest(those, self.options.load, held_bytes, told, is_alone=is_alone)
+
+        return self.weighed(await aside(open_them))
 
     def weighed(self, opened: Opened) -> Opened:
         """The same by what loads have measured until now; OverBudgetError: its models need more than its budgets."""
@@ -205,6 +207,8 @@ class Stage:
 
     def enter(self, roster: Roster, opened: Opened) -> None:
         """From now on calls go to these models."""
+        for text in cut_texts(opened.table.budgets) if opened is not self.opened else ():
+            log.warning("%s", text)
         self._roster, self._coming, self.opened = roster, None, opened
         for model in roster.models.values():
             model.sessions.resize(_session_limit(model.entry, roster.declared))

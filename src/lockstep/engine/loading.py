@@ -59,7 +59,9 @@ def load_model(
     """
     report = progress or (lambda stage, fraction: None)
     if source.startswith(STUB_SCHEME):
-        return _load_stub(source, options)
+        loaded, config = _load_stub(source, options)
+        report("ready", 1.0)
+        return loaded, config
     report("open", 0.0)
     from lockstep.executors.openvino.executor import load_executor
 

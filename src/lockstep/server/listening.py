@@ -1,9 +1,11 @@
-"""Where the server listens, decided before anything is loaded: an address that is free, and safe without a key."""
+"""Where the server listens: an address that is safe without a key, taken before anything is opened, and open to
+clients only once all that can be known of what will be served is known to be right."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 
 from lockstep.errors import UsageError
@@ -13,8 +15,8 @@ BACKLOG = 2_048
 """Connections that the kernel holds until they are accepted."""
 
 
-def listen(options: ServerOptions) -> socket.socket:
-    """A bound socket.
+def bind(options: ServerOptions) -> socket.socket:
+    """A socket that has its address, and refuses connections until `listen`.
 
     Raises:
         UsageError: the address does not exist, is taken or forbidden; or it can be reached from elsewhere and there is
@@ -26,8 +28,23 @@ def listen(options: ServerOptions) -> socket.socket:
             f"--host {options.host} can be reached from other machines, and there is no key: give --api-key KEY, "
             "listen on 127.0.0.1, or say --allow-unauthenticated"
         )
+    taken = socket.socket(family, socket.SOCK_STREAM)
     try:
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        if os.name == "posix":  # elsewhere it would let two servers have one address
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        taken.bind(address)
+    except OSError as error:
+        taken.close()
+        raise UsageError(_refused(options, error)) from error
+    return taken
+
+
+def listen(bound: socket.socket, options: ServerOptions) -> None:
+    """Let connections come; UsageError where another process was faster."""
+    try:
+        bound.listen(BACKLOG)
     except OSError as error:
         raise UsageError(_refused(options, error)) from error
 

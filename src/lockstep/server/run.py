@@ -1,4 +1,4 @@
-"""One server's life in a process: it listens at once, loads, answers, drains on SIGTERM, and leaves nothing open."""
+"""One server's life in a process: it makes sure, listens, loads, answers, drains on SIGTERM and leaves nothing open."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import uvicorn
 from fastapi import FastAPI
 
 from lockstep.cluster.base import Cluster
+from lockstep.cluster.budget import megabytes
+from lockstep.cluster.snapshot import ClusterSnapshot, EngineSnapshot
 from lockstep.errors import LockstepError, UnavailableError
 from lockstep.server.app import create_app
 from lockstep.server.lifecycle import Phase
-from lockstep.server.listening import BACKLOG, listen, url_of
+from lockstep.server.listening import BACKLOG, bind, listen, url_of
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import bounded_protocol
 from lockstep.server.reloading import ManifestReload
@@ -61,7 +63,7 @@ def run_server(
     tracer = None if endpoint is None else RequestTracer(endpoint)
     try:
         with (
-            listen(options) as listener,
+            bind(options) as listener,
             contextlib.closing(open_store(options)) as store,
             asyncio.Runner(loop_factory=_loop_factory()) as runner,
         ):
@@ -112,17 +114,38 @@ class _Run:
             )
         )
         with _signals(serving.lifecycle.on_signal), _hangups(self._reload):
-            web = asyncio.create_task(server.serve(sockets=[self._listener]), name="web")
-            web.add_done_callback(lambda _: serving.lifecycle.on_signal())  # a server that broke is not waited for
             try:
-                await self._live()
+                if await self._prepare():
+                    await self._serve(server)
             finally:
-                server.should_exit = True
-                server.force_exit = serving.lifecycle.phase is Phase.FORCED
-                try:
-                    await web
-                finally:
-                    await serving.cluster.close()
+                await serving.cluster.close()
+
+    async def _prepare(self) -> bool:
+        """Make sure of what will be served, and open the port; False: a signal came before."""
+        serving = self._serving
+        preparing = asyncio.create_task(serving.cluster.prepare(), name="prepare")
+        signalled = asyncio.create_task(serving.lifecycle.changed(), name="signal")
+        try:
+            await asyncio.wait((preparing, signalled), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.lifecycle.is_admitting:
+                return False
+            preparing.result()
+        finally:
+            preparing.cancel()
+            signalled.cancel()
+        listen(self._listener, serving.options)
+        return True
+
+    async def _serve(self, server: uvicorn.Server) -> None:
+        lifecycle = self._serving.lifecycle
+        web = asyncio.create_task(server.serve(sockets=[self._listener]), name="web")
+        web.add_done_callback(lambda _: lifecycle.on_signal())  # a server that broke is not waited for
+        try:
+            await self._live()
+        finally:
+            server.should_exit = True
+            server.force_exit = lifecycle.phase is Phase.FORCED
+            await web
 
     async def _live(self) -> None:
         """Load, answer, and drain; returns when nothing is in flight or nobody may wait any longer."""
@@ -135,6 +158,8 @@ class _Run:
             await asyncio.wait((loading, signalled), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
+                for line in ready_lines(serving.cluster.snapshot(), url, serving.options):
+                    log.info("%s", line)
                 self._announce(f"lockstep: ready on {url}, serving {_names(serving.cluster)}")
                 if self._reload is not None:
                     tasks.append(asyncio.create_task(self._reload.run(), name="reload"))
@@ -164,6 +189,49 @@ class _Run:
 def _names(cluster: Cluster) -> str:
     names = [card.name for card in cluster.cards()]
     return ", ".join(names) if 0 < len(names) <= MAX_SHOWN_NAMES else f"{len(names) or 'the'} models"
+
+
+def ready_lines(snapshot: ClusterSnapshot, url: str, options: ServerOptions) -> list[str]:
+    """What people want to know of a server that begins to answer: its engines, what else it has, and who may call."""
+    engines = [(replica.models, replica.engine) for replica in snapshot.replicas if replica.engine is not None]
+    lines = [f"{_some(models)}: {_engine_text(engine)}" for models, engine in engines[:MAX_SHOWN_NAMES]]
+    if len(engines) > MAX_SHOWN_NAMES:
+        lines.append(f"{len(engines) - MAX_SHOWN_NAMES} engines more: GET {url}/v1/cluster")
+    for state, told in (("standby", "loaded when it is asked for"), ("remote", "answered by another server")):
+        if names := [model.id for model in snapshot.models if model.state == state]:
+            lines.append(f"{_some(names)}: {state}, {told}")
+    lines.append(f"metrics: {url}/metrics; documentation of the API: {url}/docs")
+    return [*lines, _callers(options)]
+
+
+def _engine_text(engine: EngineSnapshot) -> str:
+    host = f" and {engine.host_kv_tokens:,} on the host" if engine.host_kv_tokens else ""
+    parts = [
+        f"context of {engine.max_model_len:,} tokens",
+        f"KV of {engine.kv_tokens:,} tokens in {megabytes(engine.kv_bytes)}{host}",
+        f"{engine.max_num_seqs:,} sequences at once",
+        f"{engine.device}, {engine.threads} threads" if engine.threads else engine.device,
+    ]
+    if engine.precision:
+        parts.append(f"{engine.precision} with KV in {engine.kv_precision}")
+    if engine.quantize not in ("", "none"):
+        parts.append(f"weights rounded to {engine.quantize}")
+    return "; ".join(parts)
+
+
+def _callers(options: ServerOptions) -> str:
+    if options.admin_keys:
+        return "an admin key is needed for what all callers share" + ("; a key for all else" * bool(options.api_keys))
+    if options.api_keys:
+        return "a key is needed"
+    if options.allow_unauthenticated:
+        return "no key is needed: whoever reaches this server may use and change it"
+    return "no key is needed: whoever can call from this machine is its admin"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - MAX_SHOWN_NAMES
+    return ", ".join(names[:MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 class _Uvicorn(uvicorn.Server):

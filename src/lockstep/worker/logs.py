@@ -24,12 +24,22 @@ def log_to_stderr(log_format: LogFormat, level: str, process: str) -> None:
         level: ``debug``, ``info``, ``warning`` or ``error``.
         process: what this process is called in its lines.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(_Stderr())
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("lockstep").setLevel(level.upper())
+
+
+class _Stderr:
+    """Standard error as it is when a line is written, so that whoever draws there can put lines above its drawing."""
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 class JsonFormatter(logging.Formatter):

@@ -161,6 +161,11 @@ def choose_device(wanted: str, available: tuple[str, ...]) -> str:
     return name
 
 
+def check_device(wanted: str) -> None:
+    """UsageError where this machine has no such device."""
+    choose_device(wanted, tuple(ov.Core().available_devices))
+
+
 def environment_of(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
     """Everything that a model's bits depend on, as strings; ``environment.digest`` makes one key of it."""
     core = ov.Core()

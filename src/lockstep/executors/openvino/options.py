@@ -12,6 +12,8 @@ DEVICES = ("auto", "cpu", "gpu")
 KV_CACHE_PRECISIONS = ("f16", "f32", "u8")
 INFERENCE_PRECISIONS = ("f32",)
 DYNAMIC_QUANTIZATION_GROUP_SIZES = (0, 32)
+MAX_THREADS = 1024
+"""More than any machine has cores for."""
 DEFAULT_MAX_CACHE_BYTES = 32 << 30
 
 
@@ -45,8 +47,8 @@ class OpenVINOOptions:
         _one_of("inference_precision", self.inference_precision, INFERENCE_PRECISIONS)
         if self.quantize is not None:
             _one_of("quantize", self.quantize, QUANTIZE)
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"threads is {self.threads}; it must be at least 1")
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise UsageError(f"threads is {self.threads}; it must be 1 to {MAX_THREADS}")
         if self.dynamic_quantization_group_size not in DYNAMIC_QUANTIZATION_GROUP_SIZES:
             raise UsageError(
                 f"dynamic_quantization_group_size is {self.dynamic_quantization_group_size}; it must be 32 or 0 (off)"
