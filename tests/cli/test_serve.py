@@ -156,27 +156,68 @@ def test_what_cannot_be_is_one_line_and_code_2(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--block-size", "7"), "block_size is 7; this executor has blocks of 16 tokens"),
-        (("--max-model-len", "9000"), "max_model_len is 9000; the model allows 2 to 8192"),
-        (("--max-num-seqs", "8", "--max-num-batched-tokens", "9"), "max_num_batched_tokens is 9"),
+        ((STUB, "--max-model-len", "9000"), "max_model_len is 9000; the model allows 2 to 8192"),
+        ((STUB, "--max-model-len", "1"), "max_model_len is 1; a prompt and an output token need at least 2"),
+        ((STUB, "--max-num-seqs", "8", "--max-num-batched-tokens", "9"), "max_num_batched_tokens is 9"),
+        ((STUB, "--max-num-seqs", "1000000000"), "max_num_seqs is 1000000000; at most 65536 can be meant"),
+        ((STUB, "--kv-cache-memory-bytes", "9000000000000000"), "--kv-cache-memory-bytes is 9,000,000.0 GB, and this"),
+        (
+            (STUB, "--swap-space-bytes", "9000000000000000"),
+            "--swap-space-bytes is 9,000,000.0 GB, and this",
+        ),
+        ((STUB, "--kv-cache-memory-bytes", "-5"), "--kv-cache-memory-bytes is -5; a size is never negative"),
+        ((STUB, "--max-num-queued-reqs", "100000000000000000000"), "max_num_queued_reqs is 1"),
+        (("pocket://", "--threads", "100000"), "threads is 100000; it must be 1 to 1024"),
+        (("pocket://", "--max-model-len", "4096"), "max_model_len is 4096; the model allows 2 to 2048"),
+        (("pocket://", "--device", "gpu"), "device 'gpu' is not there"),
+        (("no/such/model.gguf",), "no/such/model.gguf: nothing is there"),
+        (("pyproject.toml",), "pyproject.toml: a file that is not GGUF"),
+        (("pocket://x",), "the embedded model is called pocket://"),
+        (("stub://a?bogus=1",), "unknown stub option 'bogus'"),
+        ((STUB, "--chat-template", "{broken}"), "the model's chat template cannot be read"),
+        ((STUB, "--responses-db", "no/such/folder/x.db"), "stored responses cannot be kept there"),
     ],
 )
-def test_what_the_model_cannot_is_said_when_it_is_known(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+def test_what_is_known_to_be_wrong_opens_no_port(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert invoke(["serve", STUB, *IN_THREAD, "--port", "0", *arguments]) == 2
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    said = [argument.format(broken=tmp_path / "broken.jinja") for argument in arguments]
+    assert invoke(["serve", *said, *IN_THREAD, "--port", "0"]) == 2
     printed = capsys.readouterr()
-    assert printed.out.count("\n") == 1, "where it listens; that it is ready is not said"
+    assert printed.out == "", "not even where it listens"
     assert message in printed.err
     assert printed.err.count("\n") == 1
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a worker process as in a thread; what says that there is none is the listening server."""
-    assert invoke(["serve", "no/such/model.gguf", "--port", "0"]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("lockstep: error: no/such/model.gguf: nothing is there")
-    assert printed.count("\n") == 1
+def test_what_only_loading_tells_is_said_then(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["serve", STUB, *IN_THREAD, "--port", "0", "--block-size", "7"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1, "where it listens; that it is ready is not said"
+    assert "block_size is 7; this executor has blocks of 16 tokens" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_at_ready_a_server_says_what_it_is() -> None:
+    flags = ("--max-num-seqs", "7", "--threads", "1", "--kv-cache-memory-bytes", "40000000", "--api-key", "k")
+    with serve("pocket://", "--served-model-name", "alpha", *flags, *IN_THREAD) as server:
+        told, url = server.stderr, server.base_url
+        with server.client(api_key="k") as client:
+            [replica] = client.get("/v1/cluster").json()["replicas"]
+    engine = replica["engine"]
+    assert (engine["max_num_seqs"], engine["threads"], engine["device"]) == (7, 1, "CPU")
+    assert (engine["max_model_len"], engine["precision"], engine["kv_precision"]) == (2048, "f32", "f16")
+    assert 0 < engine["kv_bytes"] <= 40_000_000
+    for words in (
+        "alpha: compiling",
+        "alpha: ready after ",
+        f"alpha: context of 2,048 tokens; KV of {engine['kv_tokens']:,} tokens in ",
+        "7 sequences at once; CPU, 1 threads; f32 with KV in f16",
+        f"metrics: {url}/metrics; documentation of the API: {url}/docs",
+        "a key is needed",
+    ):
+        assert words in told, words
+    assert told.index("alpha: compiling") < told.index("alpha: ready after") < told.index("alpha: context of")
 
 
 def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import signal
 import socket
@@ -11,8 +12,14 @@ from collections.abc import Iterator
 
 import httpx2
 import pytest
+from msgspec import structs
 
+from lockstep.cluster.snapshot import EngineSnapshot, ReplicaSnapshot
+from lockstep.errors import ConfigError, UsageError
 from lockstep.server.lifecycle import Lifecycle, Phase
+from lockstep.server.options import ServerOptions
+from lockstep.server.run import ready_lines, run_server
+from tests.server.managing import Managed
 from tests.server.process import IN_THREAD, ServerProcess, plain_async_client, serve
 from tests.server.support import connect, received
 from tests.waiting import ENDLESS_MS, HANG_S, until
@@ -147,6 +154,71 @@ def test_a_server_that_is_killed_leaves_its_port_free() -> None:
         assert first.wait() == -signal.SIGKILL
         with serve("stub://alpha", *IN_THREAD, "--port", port) as second:
             assert second.base_url == first.base_url
+
+
+class Doubtful(Managed):
+    """Looks, while it makes sure, whether the port is open yet; and finds that nothing can be served."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__()
+        self._address = address
+        self.seen: list[int] = []
+
+    async def prepare(self) -> None:
+        with socket.socket() as probe:
+            self.seen.append(probe.connect_ex(self._address))
+        raise ConfigError("the models need more than there is")
+
+
+def test_the_port_opens_when_all_is_known_to_be_right() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    cluster, lines = Doubtful(("127.0.0.1", port)), list[str]()
+    with pytest.raises(ConfigError, match="more than there is"):
+        run_server(cluster, ServerOptions(port=port), lines.append)
+    assert cluster.seen == [errno.ECONNREFUSED]
+    assert lines == []
+
+
+def test_a_port_is_taken_before_anything_is_looked_at() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cluster = Doubtful(taken.getsockname())
+        with pytest.raises(UsageError, match="is in use"):
+            run_server(cluster, ServerOptions(port=taken.getsockname()[1]), print)
+    assert cluster.seen == []
+
+
+ENGINE = EngineSnapshot(100, 2, 3200, 4_000_000, 0, 0, "CPU", 2, "f32", "f16", "int8")
+
+
+def test_what_is_said_at_ready_is_bounded() -> None:
+    replica = ReplicaSnapshot("k", "s", "resident", ("a", "b"), 1, 1, 1, 1.0, 0, 0, None, None, None, ENGINE)
+    seen = Managed().snapshot()
+    lines = ready_lines(structs.replace(seen, replicas=(replica,) * 51), "http://h", ServerOptions())
+    assert lines[0] == (
+        "a, b: context of 100 tokens; KV of 3,200 tokens in 4.0 MB; 2 sequences at once; CPU, 2 threads; "
+        "f32 with KV in f16; weights rounded to int8"
+    )
+    assert lines[8] == "43 engines more: GET http://h/v1/cluster"
+    assert lines[9:] == [
+        "org/legal: standby, loaded when it is asked for",
+        "far: remote, answered by another server",
+        "metrics: http://h/metrics; documentation of the API: http://h/docs",
+        "no key is needed: whoever can call from this machine is its admin",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (ServerOptions(allow_unauthenticated=True), "whoever reaches this server may use and change it"),
+        (ServerOptions(api_keys=("k",)), "a key is needed"),
+        (ServerOptions(admin_keys=("a",)), "an admin key is needed for what all callers share"),
+        (ServerOptions(api_keys=("k",), admin_keys=("a",)), "an admin key is needed for what all callers share; a key"),
+    ],
+)
+def test_who_may_call_is_said_at_ready(options: ServerOptions, words: str) -> None:
+    assert words in ready_lines(Managed().snapshot(), "http://h", options)[-1]
 
 
 async def test_a_phase_never_goes_back() -> None:

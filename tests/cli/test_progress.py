@@ -1,0 +1,94 @@
+"""What is shown of loads: a line a stage and now and then, on terminals a bar, and what else is printed beside it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from lockstep.cli.progress import REMINDER_S, LoadingLines, ServingProgress
+
+
+class Watch:
+    """A clock that is set."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_every_stage_is_a_line_and_one_that_lasts_is_told_again() -> None:
+    said, watch = list[str](), Watch()
+    tell = LoadingLines(said.append, watch)
+
+    def lines() -> list[str]:
+        taken = said[:]
+        said.clear()
+        return taken
+
+    tell("a", "open", 0.0)
+    assert lines() == [], "a file is mostly opened in no time"
+    watch.now_s += REMINDER_S
+    tell.remind()
+    assert lines() == ["a: opening its files, for 5 s"]
+    tell("a", "open", 1.0)
+    watch.now_s += 10 * REMINDER_S
+    tell.remind()
+    assert lines() == [], "it waits for its turn, which is no stage"
+    tell("a", "download model.gguf", 0.0)
+    watch.now_s += 3.0
+    tell("a", "download model.gguf", 0.25)
+    tell.remind()
+    assert lines() == ["a: fetching model.gguf"]
+    watch.now_s += 2.0
+    tell.remind()
+    tell("b", "trial", 0.0)
+    assert lines() == [
+        "a: fetching model.gguf, 25% done after 5 s",
+        "b: loading it on trial in a process of its own, as this machine never ran it",
+    ]
+    tell("a", "compile", 0.0)
+    watch.now_s += 7.0
+    tell.remind()
+    assert lines() == [
+        "a: compiling",
+        "a: compiling, for 7 s",
+        "b: loading it on trial in a process of its own, as this machine never ran it, for 7 s",
+    ]
+    tell("a", "ready", 1.0)
+    tell("b", "ready", 1.0)
+    assert lines() == [
+        "a: ready after 67.0 s (open 5.0 s, download 5.0 s, compile 7.0 s)",
+        "b: ready after 7.0 s (trial 7.0 s)",
+    ]
+    watch.now_s += 100.0
+    tell.remind()
+    assert lines() == []
+
+
+def test_a_terminal_has_bars_and_keeps_what_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = io.StringIO()
+    progress = ServingProgress(Console(file=drawn, force_terminal=True, width=100))
+    with progress.running():
+        progress.tell("a", "compile", 0.0)
+        progress.announce("lockstep: listening on there, loading [a]")
+        progress.tell("b[1]", "build", 0.5)
+        progress.tell("a", "ready", 1.0)
+        progress.tell("b[1]", "ready", 1.0)
+        progress.announce("lockstep: ready")
+    text = drawn.getvalue()
+    assert "a: compiling" in text
+    assert "b[1]: converting its weights" in text
+    assert "a: ready after" in text
+    assert "b[1]: ready after" in text
+    assert capsys.readouterr().out == "lockstep: listening on there, loading [a]\nlockstep: ready\n"
+
+
+def test_a_log_for_machines_has_no_bars(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    caplog.set_level("INFO", "lockstep")
+    progress = ServingProgress.for_this("json")
+    progress.tell("a", "probe", 0.0)
+    assert caplog.messages == ["a: probing that batching does not change a bit"]
