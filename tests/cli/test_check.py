@@ -132,6 +132,24 @@ def test_over_budget_is_a_refusal_with_its_figures(check: Check) -> None:
     assert "gpu_budget: 2,400 MB needed of 2,000 MB, 400 MB too much" in err
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("engine: {kv_cache_memory_bytes: 900TB}", "m: kv_cache_memory_bytes is 900,000.0 GB, and this machine has"),
+        ("engine: {max_model_len: 4096}", "m: max_model_len is 4096; the model allows 2 to 2048"),
+        ("chat_template: '{% for %}'", "m: the model's chat template cannot be read"),
+    ],
+)
+def test_what_its_load_would_refuse_is_a_refusal(check: Check, key: str, words: str) -> None:
+    text = f"cluster: c\nmodels:\n  m:\n    source: pocket://\n    {key}\n  s: {{source: 'stub://s'}}\n"
+    code, out, err = check(text)
+    assert code == 2
+    assert f"lockstep: error: {words}" in err
+    assert "pocket://" in out
+    if "900TB" in key:
+        assert check(text, "--backend", "stub")[0] == 0, "a stub's pool is a fiction"
+
+
 def test_a_budget_above_the_machine_is_cut_and_said(check: Check) -> None:
     text = "cluster: x\nresources: {gpu_budget: 900TB, ram_budget: 100TB}\nmodels: {a: {source: 'pocket://'}}\n"
     told = facts(check, text)

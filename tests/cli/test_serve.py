@@ -114,6 +114,7 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
         ((STUB, "--manifest", "cluster.yaml"), "serve one model, or a manifest of many"),
         ((STUB, "--backend", "stub"), "--backend is said of a manifest's models"),
         ((STUB, "--watch"), "--watch is said of a manifest's models"),
+        ((STUB, "--allow-any-source"), "--allow-any-source is said of a manifest's models"),
         (("--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
         (("", "--manifest", "no/such.yaml"), "the manifest no/such.yaml cannot be read"),
         (("",), "Missing argument 'model'"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,7 +67,11 @@ def serve(
     from lockstep.server.run import run_server
     from lockstep.worker.logs import log_to_stderr
 
-    options = server_options(listen, what, engine, limits, report)
+    options = replace(
+        server_options(listen, what, engine, limits, report),
+        allow_any_source=many.allow_any_source,
+        allow_private_remotes=many.allow_private_remotes,
+    )
     progress = ServingProgress.for_this(report.log_format)
     cluster, reload = _cluster(model, what, many, engine, report, progress.tell)
     warnings = answers_to(foreign)
@@ -92,8 +97,6 @@ def server_options(
         api_keys=split_keys(listen.api_key or ()),
         admin_keys=split_keys(listen.admin_key or (), "--admin-key"),
         allow_unauthenticated=listen.allow_unauthenticated,
-        allow_any_source=listen.allow_any_source,
-        allow_private_remotes=listen.allow_private_remotes,
         allowed_hosts=_allowed_hosts(listen, host),
         cors_origins=tuple(listen.cors_origin or ()),
         max_body_bytes=limits.max_body_bytes,
@@ -223,7 +226,12 @@ def _check_together(model: str | None, what: ModelFlags, many: ClusterFlags) -> 
     if many.manifest is None:
         if model is None:
             raise UsageError("Missing argument 'model'; give a MODEL to serve, or --manifest FILE")
-        given = {"--backend": many.backend is not None, "--watch": many.watch}
+        given = {
+            "--backend": many.backend is not None,
+            "--watch": many.watch,
+            "--allow-any-source": many.allow_any_source,
+            "--allow-private-remotes": many.allow_private_remotes,
+        }
         for flag in (flag for flag, is_given in given.items() if is_given):
             raise UsageError(f"{flag} is said of a manifest's models; give --manifest FILE, or leave it out")
         return

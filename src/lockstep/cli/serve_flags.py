@@ -27,20 +27,6 @@ class ListenFlags:
         list[str] | None,
         typer.Option(help="As --api-key, and the only ones that then open the cluster, its manifest and sessions."),
     ] = None
-    allow_any_source: Annotated[
-        bool,
-        typer.Option(
-            "--allow-any-source",
-            help="Let any key put manifests with any file or hub model; else only an admin key may.",
-        ),
-    ] = False
-    allow_private_remotes: Annotated[
-        bool,
-        typer.Option(
-            "--allow-private-remotes",
-            help="Let any key put manifests with servers at private addresses; else only an admin key may.",
-        ),
-    ] = False
     allow_unauthenticated: Annotated[
         bool, typer.Option("--allow-unauthenticated", help="Listen beyond loopback without a key.")
     ] = False
@@ -114,6 +100,20 @@ class ClusterFlags:
         ),
     ] = None
     watch: Annotated[bool, typer.Option("--watch", help="Bring the manifest in whenever its file changes.")] = False
+    allow_any_source: Annotated[
+        bool,
+        typer.Option(
+            "--allow-any-source",
+            help="Let any key put manifests with any file or hub model; else only an admin key may.",
+        ),
+    ] = False
+    allow_private_remotes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-private-remotes",
+            help="Let any key put manifests with servers at private addresses; else only an admin key may.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

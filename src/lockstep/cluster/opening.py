@@ -29,7 +29,7 @@ from lockstep.engine.sizing import (
     machine_memory_bytes,
 )
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import ConfigError
+from lockstep.errors import ChatTemplateError, ConfigError
 from lockstep.executors.stub import DECLARED_BYTES, StubOptions, stub_tokenizer_parts
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.worker.messages import Loaded
@@ -214,7 +214,10 @@ class _Source:
         except ConfigError as error:
             raise ConfigError(f"{entry.id}: {error}") from None
         if options.chat_template is not None:
-            ChatTemplate(options.chat_template, None, None)
+            try:
+                ChatTemplate(options.chat_template, None, None)
+            except ChatTemplateError as error:
+                raise ChatTemplateError(f"{entry.id}: {error}") from None
 
     def adapted(self, engine: EngineOptions) -> EngineOptions:
         """A stub's blocks take no memory, so its pool is counted in blocks."""
