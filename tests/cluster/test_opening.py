@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.opening import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, open_manifest
+from lockstep.cluster.opening import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, here, open_manifest
 from lockstep.engine.loading import LoadOptions
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.pocket import pocket_path
@@ -49,6 +50,25 @@ def test_one_artifact_is_one_replica_whatever_its_path(tmp_path: Path) -> None:
     assert specs["d"].options.chat_template == specs["d"].tokenizer().chat_template == "{{ messages[0].content }}"
     assert specs["a"].options.engine.scheduler["order"] == "priority"
     assert specs["a"].tokenizer().encode("hello")
+
+
+def test_what_must_be_fetched_is_left_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside paths that are nowhere, and users that nobody is: those are faults, and no hub would help."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    sources = ("hf://org/name", "org/name", "pocket://", "stub://s", "no/such.gguf", "~nobody-at-all/m", "a" * 5000)
+    models = "".join(f"  m{number}: {{source: '{source}'}}\n" for number, source in enumerate(sources))
+    manifest = parse(f"cluster: c\nmodels:\n{models}fallback: {{remote: {{base_url: 'http://a.example'}}}}\n")
+    assert [entry.source for entry in here(manifest).entries] == [*sources[2:], "http://a.example"]
+
+
+async def test_a_cluster_that_must_fetch_makes_sure_of_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    text = "cluster: c\nmodels:\n  far: {source: 'hf://org/name'}\n  near: {source: 'no/such.gguf'}\n"
+    with pytest.raises(ArtifactNotFoundError, match=r"no/such\.gguf"):
+        await ManifestCluster(parse(text)).prepare()
+    await ManifestCluster(parse(text.replace("no/such.gguf", "pocket://"))).prepare()
 
 
 def test_pools_share_the_budget_for_kv() -> None:

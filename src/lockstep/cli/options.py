@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.sizing import EngineOptions
+from lockstep.engine.sizing import EngineOptions, check_limits, check_sizes, machine_memory_bytes
 from lockstep.errors import UsageError
 from lockstep.executors.openvino.options import OpenVINOOptions
 
+SIZE_FLAGS = {"kv_cache_memory_bytes": "--kv-cache-memory-bytes", "host_kv_memory_bytes": "--swap-space-bytes"}
 MODEL_HELP = (
     "A .gguf file, a Hugging Face or OpenVINO directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
 )
@@ -59,17 +60,25 @@ def load_options(
     chat_template: Path | None = None,
 ) -> LoadOptions:
     """The flags as the values that loading takes."""
+    engine = EngineOptions(
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        scheduler={"max_num_seqs": max_num_seqs},
+    )
+    check_engine(engine)
     return LoadOptions(
-        engine=EngineOptions(
-            max_model_len=max_model_len,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            scheduler={"max_num_seqs": max_num_seqs},
-        ),
+        engine=engine,
         openvino=openvino_options(device, threads, kv_cache_dtype, quantize),
         cache_dir=cache_dir,
         probe=probe,
         chat_template=read_template(chat_template),
     )
+
+
+def check_engine(options: EngineOptions) -> None:
+    """Refuse what flags ask of any engine in vain; ConfigError names the flag of a size."""
+    check_limits(options)
+    check_sizes(options, machine_memory_bytes(), SIZE_FLAGS)
 
 
 def openvino_options(device: str, threads: int | None, kv_cache_dtype: str, quantize: str | None) -> OpenVINOOptions:

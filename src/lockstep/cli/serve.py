@@ -20,7 +20,7 @@ from lockstep.cli.manifests import read_manifest
 from lockstep.cli.progress import ServingProgress
 from lockstep.cli.serve_flags import ClusterFlags, EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.sizing import EngineOptions, check_limits, check_sizes, machine_memory_bytes
+from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ ENVIRONMENT_PREFIX = "LOCKSTEP"
 """``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
 METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 DEFAULT_BATCHED_TOKENS = 512
-SIZE_FLAGS = {"kv_cache_memory_bytes": "--kv-cache-memory-bytes", "host_kv_memory_bytes": "--swap-space-bytes"}
 TOKENS_BESIDE_DECODES = 16
 """A step must have room for one chunk beside every decoding sequence: SchedulerConfig's ``max_forced_tokens``."""
 
@@ -152,8 +151,7 @@ def engine_options(engine: EngineFlags, order: str = "fcfs") -> EngineOptions:
         block_size=engine.block_size,
         scheduler=scheduler,
     )
-    check_limits(options)
-    check_sizes(options, machine_memory_bytes(), SIZE_FLAGS)
+    flags.check_engine(options)
     return options
 
 

@@ -133,10 +133,14 @@ def on_hub(source: str) -> HubSource | None:
     """The repository that a source names, decided as opening it does; None: it is a path, embedded or a stub."""
     if source.startswith(HUB):
         return parse_hub_source(source)
-    if "://" in source or Path(source).expanduser().exists():
+    if "://" in source or source.endswith((".gguf", ".safetensors")):
         return None
-    is_file = source.endswith((".gguf", ".safetensors"))
-    return None if is_file or Path(source).expanduser().parent.exists() else match_hub_source(source)
+    try:
+        path = Path(source).expanduser()
+        is_path = path.exists() or path.parent.exists()
+    except (OSError, RuntimeError):  # RuntimeError: "~user" of no user
+        return None
+    return None if is_path else match_hub_source(source)
 
 
 def has_device_alone(manifest: Manifest) -> bool:

@@ -18,7 +18,7 @@ from lockstep.cluster.manifest import Manifest, Remote, Tier
 from lockstep.cluster.manifest_checks import EntryDraft
 from lockstep.cluster.manifest_nodes import Reading
 from lockstep.cluster.remote_address import is_plainly_private
-from lockstep.errors import ArtifactError, ManifestError, Problem
+from lockstep.errors import ArtifactError, ExecutorError, ManifestError, Problem
 
 SOURCE_REFUSED = (
     "names what only an admin's key may name, or nothing that can be served; any key may name pocket://, stub://NAME, "
@@ -138,7 +138,9 @@ class Vetting:
 
     def _vet_source(self, entry: EntryDraft, reading: Reading) -> None:
         source, where = entry.fields.get("source"), f"{entry.where}.source"
-        if source is None or self._powers.any_source or entry.fields.get("tier") is Tier.REMOTE:
+        if source is None or source in self._opened or self._powers.any_source:
+            return
+        if entry.fields.get("tier") is Tier.REMOTE:  # without a server it is refused whatever its source is
             return
         if not self._vouchers.may_open(source):
             reading.fault(where, SOURCE_REFUSED)
@@ -147,7 +149,7 @@ class Vetting:
 
     def veiled(self, error: BaseException) -> BaseException:
         """An error of a source that was opened for anybody, as if it had never been there; any other as it is."""
-        if not isinstance(error, ArtifactError):
+        if not isinstance(error, ArtifactError | ExecutorError):
             return error
         problems = [problem for source, problem in self._opened.items() if source in str(error)]
         return ManifestError(problems[:1]) if problems else error
