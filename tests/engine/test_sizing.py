@@ -102,6 +102,8 @@ def test_available_memory_is_cut_by_the_cgroup(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
     assert available_memory_bytes(tmp_path) == 3000
+    (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 1500\nactive_file 300\n")
+    assert available_memory_bytes(tmp_path) == 4500, "what was read and may be forgotten is free"
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory_bytes(tmp_path) > 3000
 

@@ -170,13 +170,19 @@ def machine_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process may still take: the machine's available memory, cut by the cgroup's limit (v2)."""
+    """What this process may still take: the machine's available memory, cut by the cgroup's limit (v2), which counts
+    files that were read once and may be forgotten as used."""
     available = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):
         return available
+    try:
+        idle = re.search(r"^inactive_file (\d+)$", (cgroup / "memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        idle = None
+    used -= 0 if idle is None else min(used, int(idle[1]))
     return available if limit == "max" else max(0, min(available, int(limit) - used))
 
 
