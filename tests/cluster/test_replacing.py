@@ -70,7 +70,7 @@ FAULTS = {
     "over budget": (OLD.replace("10GB", "1GB"), ConfigError),
     "no such file": (OLD.replace("stub://billing?step_ms=2", "/nowhere.gguf"), LockstepError),
     "cannot be loaded": (
-        OLD.replace("stub://billing?step_ms=2'", "stub://other', engine: {max_model_len: 100000}"),
+        OLD.replace("stub://billing?step_ms=2'", "stub://other', engine: {block_size: 7}"),
         LockstepError,
     ),
 }
@@ -114,8 +114,8 @@ async def test_where_both_do_not_fit_new_requests_are_refused_while_the_old_ones
 async def test_where_both_do_not_fit_a_failed_load_brings_the_old_model_back() -> None:
     text = "cluster: c\nresources: {gpu_budget: 1GB}\nmodels:\n  m: {source: 'stub://first'}\n"
     async with clustered(text) as cluster:
-        with pytest.raises(LockstepError, match="max_model_len"):
-            await cluster.replace(text.replace("stub://first'", "stub://second', engine: {max_model_len: 100000}"))
+        with pytest.raises(LockstepError, match="block_size"):
+            await cluster.replace(text.replace("stub://first'", "stub://second', engine: {block_size: 7}"))
         assert (await say(cluster, "hello")).text.startswith("[stub:first]")
         assert cluster.health().ready
 

@@ -117,7 +117,7 @@ FAILING = """
 cluster: f
 models:
   good: {source: 'stub://good'}
-  bad: {source: 'stub://bad', tier: standby, engine: {max_model_len: 100000}}
+  bad: {source: 'stub://bad', tier: standby, engine: {block_size: 7}}
 """
 
 
@@ -126,13 +126,13 @@ async def test_a_load_that_fails_tells_all_who_wait_and_backs_off(monkeypatch: p
     async with clustered(FAILING) as cluster:
         results = await asyncio.gather(*(say(cluster, "hello", "bad") for _ in range(4)), return_exceptions=True)
         assert all(isinstance(result, UnavailableError) for result in results)
-        assert {"max_model_len is 100000" in str(result) for result in results} == {True}
-        with pytest.raises(UnavailableError, match="max_model_len") as refused:
+        assert {"block_size is 7" in str(result) for result in results} == {True}
+        with pytest.raises(UnavailableError, match="block_size") as refused:
             await say(cluster, "hello", "bad")
         assert 0 < refused.value.retry_after_s <= MAX_BACKOFF_S
         assert num_loads(cluster) == 2, "the good one's at boot, and one that failed"
         assert (model_of(cluster, "bad").state, cluster.health().ready) == ("failed", True)
-        assert "max_model_len" in model_of(cluster, "bad").reason
+        assert "block_size" in model_of(cluster, "bad").reason
 
 
 async def test_each_model_is_warmed_once_however_many_requests_ask() -> None:

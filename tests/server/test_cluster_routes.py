@@ -113,16 +113,16 @@ def test_a_hop_to_a_model_that_cannot_be_loaded_is_shown_and_the_stream_ends_wit
 ) -> None:
     """Who asks for a whole answer, or comes while it is known, is told by a status."""
     monkeypatch.setattr("lockstep.cluster.held.FIRST_BACKOFF_S", MAX_BACKOFF_S)
-    text = MANIFEST.replace("      aliases: [law]", "      engine: {max_model_len: 100000}")
+    text = MANIFEST.replace("      aliases: [law]", "      engine: {block_size: 7}")
     ask = {**asking("Is this clause legal?"), "stream": True}
     with clustered(text) as server, server.client() as client:
         frames = [line for line in client.post(CHAT, json=ask).text.splitlines() if line.startswith("data: ")]
         assert "dispatch_to_specialist" in frames[0]
-        assert "max_model_len is 100000" in json.loads(frames[1][6:])["error"]["message"]
+        assert "block_size is 7" in json.loads(frames[1][6:])["error"]["message"]
         assert frames[2:] == ["data: [DONE]"]
         for is_stream in (True, False):
             refused = client.post(CHAT, json={**ask, "stream": is_stream})
-            assert (refused.status_code, "max_model_len" in error_of(refused)["message"]) == (503, True)
+            assert (refused.status_code, "block_size" in error_of(refused)["message"]) == (503, True)
             assert "retry-after" in refused.headers
 
 
