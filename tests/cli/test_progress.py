@@ -34,6 +34,8 @@ def test_every_stage_is_a_line_and_one_that_lasts_is_told_again() -> None:
     tell.remind()
     assert lines() == ["a: opening its files, for 5 s"]
     tell("a", "open", 1.0)
+    tell("a", "open", 1.0)
+    tell("a", "save", 1.0)
     watch.now_s += 10 * REMINDER_S
     tell.remind()
     assert lines() == [], "it waits for its turn, which is no stage"

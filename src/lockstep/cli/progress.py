@@ -101,6 +101,8 @@ class LoadingLines:
         with self._lock:
             now_s = self._clock()
             load = self._loads.setdefault(model, _Load(now_s))
+            if stage != load.stage and fraction >= 1.0 and stage != READY:
+                return  # its end again, or that of one that took no time
             if stage != load.stage:
                 self._end_stage(load, now_s)
                 load.stage, load.stage_began_s, load.said_s = stage, now_s, now_s
