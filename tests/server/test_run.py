@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -186,6 +187,20 @@ def test_a_port_is_taken_before_anything_is_looked_at() -> None:
         with pytest.raises(UsageError, match="is in use"):
             run_server(cluster, ServerOptions(port=taken.getsockname()[1]), print)
     assert cluster.seen == []
+
+
+class Endless(Managed):
+    """Makes sure for ever, as over a file that takes long to read; and is told to end meanwhile."""
+
+    async def prepare(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+
+def test_a_signal_before_the_port_is_open_ends_it() -> None:
+    lines: list[str] = []
+    run_server(Endless(), ServerOptions(port=0), lines.append)
+    assert lines == []
 
 
 ENGINE = EngineSnapshot(100, 2, 3200, 4_000_000, 0, 0, "CPU", 2, "f32", "f16", "int8")
