@@ -99,7 +99,7 @@ def test_a_chat_remembers_until_it_is_cleared() -> None:
         (("run", STUB, "-p", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("run", STUB, "-p", "x", "--max-tokens", "0"), "max_tokens"),
         (("run", STUB, "--raw", "-p", ""), "the prompt is empty"),
-        (("run", STUB, "-p", "x", "--max-model-len", "1"), "max_model_len is 1; the model allows 2 to 8192"),
+        (("run", STUB, "-p", "x", "--max-model-len", "9000"), "max_model_len is 9000; the model allows 2 to 8192"),
         (("run", STUB, "-p", "x" * 70, "--max-model-len", "64"), "the prompt has 73 tokens"),
         (("run", STUB, "--json"), "--json needs a prompt"),
         (("run", STUB, "-p", "x", "--raw", "--system", "y"), "--system needs a chat template"),
