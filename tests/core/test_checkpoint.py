@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lockstep.core.checkpoint import freeze, thaw
+from lockstep.core.checkpoint import STATE, freeze, thaw
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
-from lockstep.core.step import StepResult
+from lockstep.core.step import StepPlan, StepResult
 from lockstep.errors import RequestError, TraceError
 from tests.core.drive import config, prompt, scheduler, step
 
@@ -29,83 +31,177 @@ CONFIG = SchedulerConfig(
     max_num_queued_reqs=6,
 )
 PREFIX = tuple(range(16))
-OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["add", "step", "step", "step", "steps", "abort", "fail", "pin", "sweep", "reset"]))
-    .map(lambda kind: kind[0])
-    .flatmap(lambda kind: st.tuples(st.just(kind), st.integers(0, 1000))),
-    max_size=40,
-)
+SCRATCH = {Scheduler: {"_planner", "_pending_seqs", "_run", "_is_settled", "_finished"}}
+"""What a checkpoint leaves out, with the reason in `Scheduler.begin_scratch`."""
 
 
-class Driven:
-    """A scheduler with its fingerprint, driven by numbers alone."""
+class Side:
+    """A scheduler with its fingerprint, and the step that is under way."""
 
-    def __init__(self, core: Scheduler, seen: Fingerprint) -> None:
+    def __init__(self, core: Scheduler, seen: Fingerprint, plan: StepPlan | None = None) -> None:
         self.core = core
         self.seen = seen
+        self.plan = plan
 
-    def do(self, what: str, number: int) -> object:
-        """One operation; what it brought, for comparison."""
-        core = self.core
-        tokens = [*PREFIX[: number % 14], number % 5]
-        match what:
-            case "add":
-                output = None if number % 7 == 0 else 1 + number % 9
-                more: dict[str, Any] = {"priority": number % 3 - 1, "tenant": "ab"[number % 2]}
-                try:
-                    return core.add(prompt(tokens, output, **more))
-                except RequestError as error:
-                    return str(error)
-            case "abort":
-                return core.abort(number % 20)
-            case "pin":
-                core.pin(prompt(tokens).block_hashes)
-                return None
-            case "sweep":
-                return core.sweep(prompt(tokens).block_hashes)
-            case "reset":
-                return core.reset_prefix_cache()
-            case "steps":
-                return [self._step(0) for _ in range(8)]
-        return self._step(number, fails=what == "fail")
+    def frozen(self) -> tuple[object, object]:
+        return freeze(self.core), freeze(self.seen)
 
-    def _step(self, number: int, fails: bool = False) -> object:
-        plan = self.core.schedule()
-        if not plan.has_work:
-            return plan
-        if fails:
-            self.core.fail(plan)
-            return plan, self.seen.observe_failure(plan)
+    def commit(self, number: int) -> object:
+        plan, self.plan = self.plan, None
+        assert plan is not None
         counts = [1 + (number + index) % 4 if number % 5 == 0 else 1 for index in range(plan.num_samples)]
         finishes = [FinishReason.STOP if (number + index) % 11 == 1 else None for index in range(plan.num_samples)]
         events = self.core.commit(plan, StepResult(tuple(counts), tuple(finishes)))
-        self.core.check()
-        return plan, events, self.seen.observe(plan, events)
+        return events, self.seen.observe(plan, events)
+
+    def fail(self) -> object:
+        plan, self.plan = self.plan, None
+        assert plan is not None
+        return self.core.fail(plan), self.seen.observe_failure(plan)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    before=OPERATIONS,
-    after=OPERATIONS,
-    order=st.sampled_from(["fcfs", "priority", "fair"]),
-    preemption=st.sampled_from(["swap", "recompute"]),
-    admission=st.sampled_from(["optimistic", "reserve"]),
-)
-def test_what_is_thawed_decides_every_continuation_as_the_original_would(
-    before: list[tuple[str, int]], after: list[tuple[str, int]], order: Any, preemption: Any, admission: Any
-) -> None:
-    limits = replace(CONFIG, order=order, preemption=preemption, admission=admission)
-    one = Driven(Scheduler(limits), Fingerprint())
-    for operation in before:
-        one.do(*operation)
-    frozen, seen = freeze(one.core), freeze(one.seen)
-    other = Driven(thaw(frozen, limits), thaw(seen, limits))
-    assert freeze(other.core) == frozen
-    for operation in (*after, *[("step", number) for number in range(30)]):
-        assert one.do(*operation) == other.do(*operation)
-        assert one.core.stats() == other.core.stats()
-    assert one.seen.hexdigest() == other.seen.hexdigest()
-    assert freeze(one.core) == freeze(other.core)
+class Rotations(RuleBasedStateMachine):
+    """A live scheduler, asked and looked at by everyone, and one that was thawed and hears only what a recording tells.
+
+    Whenever a file could begin, between two steps or in one, both hold the same state; and whatever comes, they decide
+    the same.
+    """
+
+    @initialize(
+        order=st.sampled_from(["fcfs", "priority", "fair"]),
+        preemption=st.sampled_from(["swap", "recompute"]),
+        admission=st.sampled_from(["optimistic", "reserve"]),
+        skips=st.sampled_from([1, 64]),
+    )
+    def start(self, order: Any, preemption: Any, admission: Any, skips: int) -> None:
+        limits = replace(CONFIG, order=order, preemption=preemption, admission=admission, max_skips=skips)
+        self.live = Side(Scheduler(limits), Fingerprint())
+        self.thawed = Side(Scheduler(limits), Fingerprint())
+
+    @rule()
+    def rotate(self) -> None:
+        core, seen = self.live.frozen()
+        limits = self.live.core.config
+        other = thaw(core, limits)
+        self.thawed = Side(other, thaw(seen, limits), other._pending)
+
+    @rule(shared=st.integers(0, 13), number=st.integers(0, 1000))
+    def add(self, shared: int, number: int) -> None:
+        if self.live.plan is not None:
+            return
+        more: dict[str, Any] = {"priority": number % 3 - 1, "tenant": "ab"[number % 2]}
+        request = prompt([*PREFIX[:shared], number % 5], None if number % 7 == 0 else 1 + number % 9, **more)
+        try:
+            seq_id = self.live.core.add(request)
+        except RequestError:
+            return
+        assert self.thawed.core.add(request) == seq_id
+
+    @rule(number=st.integers(0, 1000))
+    def add_and_abort(self, number: int) -> None:
+        """Before it ran."""
+        if self.live.plan is None:
+            seq_id = self.live.core._next_id
+            self.add(number % 14, number)
+            self.abort(seq_id)
+
+    @rule(seq_id=st.integers(0, 20))
+    def abort(self, seq_id: int) -> None:
+        if self.live.core.abort(seq_id):
+            assert self.thawed.core.abort(seq_id)
+
+    @rule(length=st.integers(0, 14), what=st.sampled_from(["pin", "sweep", "reset"]))
+    def cache(self, length: int, what: str) -> None:
+        if self.live.plan is None:
+            hashes = prompt([*PREFIX[:length], 0]).block_hashes
+            for side in (self.live, self.thawed):
+                if what == "reset":
+                    side.core.reset_prefix_cache()
+                else:
+                    getattr(side.core, what)(hashes)
+
+    @rule()
+    def schedule(self) -> None:
+        if self.live.plan is not None:
+            return
+        plan = self.live.core.schedule()
+        if plan.has_work:  # no recording tells of any other
+            self.live.plan, self.thawed.plan = plan, self.thawed.core.schedule()
+            assert self.thawed.plan == plan
+
+    @rule(number=st.integers(0, 1000))
+    def commit(self, number: int) -> None:
+        if self.live.plan is not None:
+            assert self.live.commit(number) == self.thawed.commit(number)
+
+    @rule()
+    def fail(self) -> None:
+        if self.live.plan is not None:
+            assert self.live.fail() == self.thawed.fail()
+
+    @rule(count=st.integers(1, 12), number=st.integers(0, 1000), rotation=st.integers(0, 15))
+    def steps(self, count: int, number: int, rotation: int) -> None:
+        """Enough of them that some repeat, with a rotation among them."""
+        for index in range(count):
+            if index == rotation:
+                self.rotate()
+            self.schedule()
+            self.commit(number)
+
+    @rule(seq_id=st.integers(0, 20))
+    def look(self, seq_id: int) -> None:
+        """As metrics, health and sessions do, at any time."""
+        core = self.live.core
+        core.view(seq_id)
+        core.drain_finished()
+        if self.live.plan is None:
+            core.num_quiet_steps()
+            core.check()
+
+    @invariant()
+    def both_are_in_one_state(self) -> None:
+        if hasattr(self, "live"):
+            assert self.live.frozen() == self.thawed.frozen()
+            assert self.live.core.stats() == self.thawed.core.stats()
+            assert self.live.seen.hexdigest() == self.thawed.seen.hexdigest()
+
+    def teardown(self) -> None:
+        if hasattr(self, "live"):
+            self.steps(300, 2, 3)
+            assert not self.live.core.has_unfinished
+            self.both_are_in_one_state()
+
+
+TestRotations = Rotations.TestCase
+TestRotations.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_every_attribute_of_the_core_is_state_or_said_to_be_none() -> None:
+    """So that nothing becomes part of recordings unseen, and nothing that decides is forgotten."""
+    core = scheduler(order="fair", num_host_blocks=4)
+    core.add(prompt(9))
+    plan = core.schedule()
+    seen = Fingerprint()
+    values: list[Any] = [core, seen, core._kv, core._kv.pool, core._kv.host, core._kv.prefix, core._ledger]
+    values += [core._queue, core._roster, core._counters, core._sequences[0], core._sequences[0].request, plan]
+    assert {type(value) for value in values} == {kind for kind in STATE if not issubclass(kind, Enum)}
+    for value in values:
+        kind = type(value)
+        own = set(getattr(kind, "__slots__", ())) or set(vars(value))
+        assert own == {*STATE[kind], *SCRATCH.get(kind, ())}, kind.__name__
+
+
+def test_asking_for_a_step_where_nobody_is_unfinished_changes_nothing() -> None:
+    core = scheduler()
+    core.add(prompt(9, 2))
+    step(core)
+    core.abort(0)
+    before = {name: id(value) for name, value in vars(core).items()}
+    frozen = freeze(core)
+    for _ in range(3):
+        assert core.schedule() == StepPlan(1, (), (), (), (), (), (), (), (), ())
+    assert {name: id(value) for name, value in vars(core).items()} == before
+    assert freeze(core) == frozen
 
 
 def test_a_step_may_be_under_way() -> None:

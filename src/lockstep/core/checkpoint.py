@@ -3,6 +3,10 @@
 A recording that begins in the middle begins with one. Not pickle: only the classes of the core are known here, so
 thawing builds nothing else, whatever the bytes say. What is thawed decides every continuation as the original would.
 
+State is what decides; `STATE` lists it, attribute by attribute. What only saves work (a run of repeating steps, what a
+planner remembers) and what nobody asked for yet is none of it: two schedulers that decide alike for ever have the same
+state, whatever they were asked.
+
 What is frozen is ``[layout, value]``. The layout lists ``[class, attribute...]`` for each class of the value, so that a
 state of another version's core is refused. A value is None, a bool, an int, or a list whose first item says what it is:
 
@@ -25,16 +29,14 @@ from typing import Any
 from lockstep.core.blocks import BlockPool, HostPool
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.kv import KVCache
-from lockstep.core.planner import StepPlanner
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import PrefixCache
 from lockstep.core.queue import TenantLedger, WaitingQueue
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.roster import Roster
 from lockstep.core.scheduler import Scheduler
-from lockstep.core.sequence import FinishedSequence, Sequence, SequenceState
+from lockstep.core.sequence import Sequence, SequenceState
 from lockstep.core.stats import Counters
-from lockstep.core.steady import SteadyRun
 from lockstep.core.step import StepPlan
 from lockstep.errors import TraceError
 
@@ -42,27 +44,39 @@ Frozen = Any
 """Lists of None, bools, ints, attribute names, and what ``content`` and ``name`` gave."""
 
 _REF, _OBJECT, _LIST, _TUPLE, _DICT, _ORDERED, _DEQUE, _SET, _ENUM, _BYTES, _STR, _CONFIG = range(12)
-_CLASSES: tuple[type[Any], ...] = (
-    Scheduler,
-    Fingerprint,
-    KVCache,
-    BlockPool,
-    HostPool,
-    PrefixCache,
-    TenantLedger,
-    WaitingQueue,
-    Roster,
-    StepPlanner,
-    Counters,
-    SteadyRun,
-    Sequence,
-    Request,
-    FinishedSequence,
-    StepPlan,
-    FinishReason,
-    SequenceState,
-)
-"""Never reordered: the numbers are written."""
+STATE: dict[type[Any], tuple[str, ...]] = {
+    Scheduler: (
+        *("config", "_kv", "_ledger", "_queue", "_roster", "_sequences", "_counters"),
+        *("_next_id", "_step", "_pending", "_aborting"),
+    ),
+    Fingerprint: (
+        *("_digest", "_body", "_repeats", "_before", "_before_ended", "_before_plain", "_shift"),
+        *("_ids", "_ends", "_tables", "_samples", "_num_sampled"),
+    ),
+    KVCache: (
+        *("_config", "_block_size", "pool", "host", "prefix"),
+        *("_evicted", "_swap_out", "_swap_in", "_moved_out", "_moved_in"),
+    ),
+    BlockPool: ("num_blocks", "_free", "_cached", "_pinned", "_refs", "num_allocated", "num_released"),
+    HostPool: ("num_blocks", "_free", "_leaving"),
+    PrefixCache: ("_block_of", "_hash_of", "_pins", "_pinned", "num_published"),
+    TenantLedger: ("_max_tenants", "_served", "_unfinished"),
+    WaitingQueue: ("_config", "_ledger", "_lines", "num_tokens", "num_changes", "_size"),
+    Roster: ("prefilling", "decoding", "preempted"),
+    Counters: (
+        *("num_failed_steps", "num_prompt_tokens", "num_generation_tokens", "num_preemptions"),
+        *("_num_recomputed_tokens", "_prefix_queries_tokens", "_prefix_hits_tokens", "_num_evicted_blocks"),
+        *("_num_swapped_out_blocks", "_num_swapped_in_blocks", "_num_finished"),
+    ),
+    Sequence: Sequence.__slots__,
+    Request: Request.__slots__,
+    StepPlan: StepPlan.__slots__,
+    FinishReason: (),
+    SequenceState: (),
+}
+"""What each class is made of, as a checkpoint has it. `Scheduler.begin_scratch` makes the rest of a scheduler."""
+_CLASSES = tuple(STATE)
+"""Their numbers are written."""
 _ENUMS: dict[type[Any], list[Enum]] = {FinishReason: [*FinishReason], SequenceState: [*SequenceState]}
 
 
@@ -101,8 +115,9 @@ def thaw(
     """
     try:
         layout, value = frozen
-        thawer = _Thawer(_checked(layout, config), config, content, name)
-        root = thawer.value(value)
+        root = _Thawer(_checked(layout), config, content, name).value(value)
+        if isinstance(root, Scheduler):
+            root.begin_scratch()
     except (TypeError, ValueError, IndexError, AttributeError, KeyError, RecursionError) as error:
         raise TraceError(f"a checkpoint does not hold what this version's scheduler is made of: {error!r}") from error
     if not isinstance(root, Scheduler | Fingerprint):
@@ -110,29 +125,14 @@ def thaw(
     return root
 
 
-def _names_of(kind: type[Any], value: Any) -> list[str]:
-    """The attributes that make up an object, in an order that does not depend on how its class is written."""
-    return _declared(kind) or sorted(vars(value))
-
-
-def _declared(kind: type[Any]) -> list[str]:
-    """What a class itself says of its attributes: named tuples, slots."""
-    for where in ("_fields", "__slots__"):
-        if names := getattr(kind, where, ()):
-            return sorted(names)
-    return []
-
-
-def _checked(layout: Frozen, config: SchedulerConfig) -> dict[int, list[str]]:
+def _checked(layout: Frozen) -> dict[int, list[str]]:
     """The layout, if the core of this version has its objects made of the same."""
-    known = {number: names for number, *names in _Freezer(lambda value: value, lambda value: value).layout(config)}
     for number, *names in layout:
         kind = _CLASSES[number]
-        ours = known.get(number) or _declared(kind) or names
-        if sorted(names) != sorted(ours):
+        if sorted(names) != sorted(STATE[kind]):
             raise TraceError(
-                f"a checkpoint has a {kind.__name__} made of {', '.join(names)}; here it is made of {', '.join(ours)}: "
-                "it was recorded by another version"
+                f"a checkpoint has a {kind.__name__} made of {', '.join(names)}; here it is made of "
+                f"{', '.join(STATE[kind])}: it was recorded by another version"
             )
     return {number: names for number, *names in layout}
 
@@ -143,16 +143,13 @@ class _Freezer:
         self._name = name
         self._numbers: dict[int, int] = {}
         """id() to number of every mutable value met so far; all of them live as long as the root."""
-        self._layout: dict[int, list[str]] = {}
+        self._met: dict[int, tuple[str, ...]] = {}
+        """Classes of the values met so far."""
 
     def freeze(self, root: Scheduler | Fingerprint) -> Frozen:
+        # A subclass may have attributes of its own, which are not the core's.
         value = self._object(Scheduler if isinstance(root, Scheduler) else Fingerprint, root)
-        return [[[number, *names] for number, names in self._layout.items()], value]
-
-    def layout(self, config: SchedulerConfig) -> list[list[Any]]:
-        """Of what a scheduler and a fingerprint are made of when they begin."""
-        self._object(Fingerprint, Fingerprint())
-        return [*self.freeze(Scheduler(config))[0]]
+        return [[[number, *names] for number, names in self._met.items()], value]
 
     def value(self, value: Any) -> Frozen:
         kind = type(value)
@@ -177,11 +174,7 @@ class _Freezer:
     def _object(self, kind: type[Any], value: Any) -> Frozen:
         self._numbers[id(value)] = len(self._numbers)
         number = _CLASSES.index(kind)
-        names = self._layout.get(number)
-        if names is None:
-            # A subclass of the root may have attributes of its own, which are not the core's.
-            sample = value if type(value) is kind else kind(value.config)
-            names = self._layout[number] = _names_of(kind, sample)
+        names = self._met.setdefault(number, STATE[kind])
         return [_OBJECT, number, *[self.value(getattr(value, name)) for name in names]]
 
     def _container(self, kind: type[Any], value: Any) -> Frozen:
@@ -239,14 +232,9 @@ class _Thawer:
         return self._container(code, rest)
 
     def _object(self, kind: type[Any], names: list[str], values: list[Frozen]) -> Any:
-        place = len(self._met)
-        thawed = None if kind is FinishedSequence else object.__new__(kind)
+        thawed = object.__new__(kind)
         self._met.append(thawed)
-        held = dict(zip(names, self._items(values), strict=True))
-        if thawed is None:
-            self._met[place] = FinishedSequence(**held)
-            return self._met[place]
-        for name, value in held.items():
+        for name, value in zip(names, self._items(values), strict=True):
             object.__setattr__(thawed, name, value)  # also of frozen ones
         return thawed
 

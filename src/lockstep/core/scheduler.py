@@ -7,8 +7,10 @@ order of calls is commit, commands (add, abort, pin, sweep, reset), schedule.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import compress
 
 from lockstep.core.kv import KVCache
 from lockstep.core.planner import StepPlanner
@@ -39,18 +41,24 @@ class Scheduler:
         self._queue = WaitingQueue(config, self._ledger)
         self._roster = Roster()
         self._sequences: dict[int, Sequence] = {}
-        self._planner = StepPlanner(config, self._kv, self._queue, self._ledger, self._roster, self._sequences)
-        self._finished: deque[FinishedSequence] = deque(maxlen=config.max_finished)
         self._counters = Counters()
         self._next_id = 0
         self._step = 0
         self._pending: StepPlan | None = None
-        self._pending_seqs: list[Sequence] = []
         self._aborting: dict[int, FinishReason] = {}
         """Ended by a command while their step was under way."""
+        self.begin_scratch()
+
+    def begin_scratch(self) -> None:
+        """Make what is no state: it follows from the state, or only saves work, or was not asked for yet. No checkpoint
+        holds it, and without it every decision is the same."""
+        self._planner = StepPlanner(self.config, self._kv, self._queue, self._ledger, self._roster, self._sequences)
+        self._pending_seqs = [] if self._pending is None else [self._sequences[each] for each in self._pending.seq_ids]
+        """The rows of the step under way."""
         self._run: SteadyRun | None = None
         self._is_settled = False
         """Whether everybody past the prompt sampled one token in the last step, so has one to compute in the next."""
+        self._finished: deque[FinishedSequence] = deque(maxlen=self.config.max_finished)
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -111,8 +119,12 @@ class Scheduler:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Decide the next step. A plan with rows is committed or failed before the next; one without needs neither."""
+        """Decide the next step. It is committed or failed before the next one is decided; but where nobody is
+        unfinished, the plan is empty, needs neither, and changed nothing: whoever was not asked for it decides on as
+        whoever was."""
         assert self._pending is None, "the step before is neither committed nor failed"
+        if not self._sequences:
+            return StepPlan(self._step, (), (), (), (), (), (), (), (), ())
         plan = self._repeat()
         if plan is None:
             self._leave_run()
@@ -121,9 +133,7 @@ class Scheduler:
             self._pending_seqs = draft.seqs
             self._counters.num_preemptions += len(draft.preempted)
             self._count_lookups(draft.admitted)
-        if not plan.has_work:
-            assert not self._sequences, "an empty plan while someone is unfinished"
-            return plan
+        assert plan.has_work, "an empty plan while someone is unfinished"
         self._counters.count_moves(plan)
         self._pending = plan
         self._step += 1
@@ -162,7 +172,7 @@ class Scheduler:
             if reason is not None:
                 finished.append(Finish(seq.seq_id, reason))
         assert next(answers, None) is None, "more answers than sampling rows"
-        self._charge(plan, got)
+        self._charge(compress(self._pending_seqs, plan.samples), got)
         for finish in finished:
             self._end(self._sequences[finish.seq_id], finish.reason)
         num_left = len(plan.seq_ids) - len(finished)
@@ -218,7 +228,7 @@ class Scheduler:
         if self._run is None:
             if not roster.decoding:
                 return False
-            self._run = SteadyRun(roster.decoding.copy(), self._kv, self._ledger, self.config.block_size)
+            self._run = SteadyRun(roster.decoding.copy(), self._kv, self.config.block_size)
         return True
 
     def _repeat(self) -> StepPlan | None:
@@ -231,8 +241,7 @@ class Scheduler:
     def write_back(self) -> None:
         """Bring the sequences up to date with the run. Whoever looks at them calls it; it decides nothing."""
         if self._run is not None:
-            self._counters.num_generation_tokens += self._run.num_unwritten_tokens
-            self._run.write_back()
+            self._charge(self._run.seqs, [self._run.write_back()] * len(self._run.seqs))
 
     def _leave_run(self) -> None:
         self.write_back()
@@ -267,12 +276,11 @@ class Scheduler:
         assert 1 <= num_tokens <= most, f"sequence {seq.seq_id} got {num_tokens} tokens in one step, not 1..{most}"
         return min(num_tokens, seq.max_known - seq.num_known)
 
-    def _charge(self, plan: StepPlan, got: list[int]) -> None:
+    def _charge(self, seqs: Iterable[Sequence], got: list[int]) -> None:
         """Count generated tokens, and whom they served if anyone wants to know."""
         self._counters.num_generation_tokens += sum(got)
         if self.config.order == "fair":
-            sampling = [seq for seq, samples in zip(self._pending_seqs, plan.samples, strict=True) if samples]
-            for seq, num_tokens in zip(sampling, got, strict=True):
+            for seq, num_tokens in zip(seqs, got, strict=True):
                 self._ledger.charge(seq.request.tenant, num_tokens)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:

@@ -8,7 +8,6 @@ same, byte by byte, as those that planning would give.
 from __future__ import annotations
 
 from lockstep.core.kv import KVCache
-from lockstep.core.queue import TenantLedger
 from lockstep.core.request import FinishReason
 from lockstep.core.sequence import Sequence
 from lockstep.core.step import Finish, StepPlan, StepResult
@@ -21,10 +20,9 @@ class SteadyRun:
         seqs: all that run, by rank, each with one known token to compute.
     """
 
-    def __init__(self, seqs: list[Sequence], kv: KVCache, ledger: TenantLedger, block_size: int) -> None:
+    def __init__(self, seqs: list[Sequence], kv: KVCache, block_size: int) -> None:
         self.seqs = seqs
         self._kv = kv
-        self._ledger = ledger
         self._block_size = block_size
         count = len(seqs)
         self._ids = tuple([seq.seq_id for seq in seqs])
@@ -97,16 +95,15 @@ class SteadyRun:
         self._num_unwritten += num_steps
         self._starts = tuple([start + num_steps for start in self._starts])
 
-    def write_back(self) -> None:
-        """Let the sequences know."""
+    def write_back(self) -> int:
+        """Let the sequences know; returns how many tokens were new to each."""
         count, self._num_unwritten = self._num_unwritten, 0
-        if not count:
-            return
-        for seq in self.seqs:
-            seq.num_computed += count
-            seq.num_known += count
-            seq.last_sampled_step += count
-            self._ledger.charge(seq.request.tenant, count)
+        if count:
+            for seq in self.seqs:
+                seq.num_computed += count
+                seq.num_known += count
+                seq.last_sampled_step += count
+        return count
 
     def _grow(self, rows: list[int]) -> None:
         for row in rows:
