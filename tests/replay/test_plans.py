@@ -18,6 +18,7 @@ from lockstep.cluster.planner import plan
 from lockstep.cluster.stage import ClusterOptions
 from lockstep.errors import TraceError
 from lockstep.replay.plans import plan_files, verify_plans
+from lockstep.replay.wholeness import Kind
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.options import WorkerOptions
 from tests.cluster.clusters import say
@@ -47,7 +48,7 @@ async def test_plans_of_a_cluster_that_takes_turns_are_made_again(tmp_path: Path
     verdict = verify_plans(await recorded(tmp_path))
     assert verdict.divergence is None
     assert verdict.num_plans >= 6, "three loads and what they needed"
-    assert not verdict.is_cut
+    assert verdict.findings == ()
 
 
 async def test_a_directory_is_verified_whole_steps_and_plans(
@@ -91,7 +92,7 @@ def one_plan(folder: Path) -> Path:
 
 
 def test_what_is_recorded_is_read_as_it_was(tmp_path: Path) -> None:
-    assert verify_plans([one_plan(tmp_path)]) == (2, None, False)
+    assert verify_plans([one_plan(tmp_path)]) == (2, None, ())
 
 
 def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_after_a_kill_what_reached_the_disk_is_verified(tmp_path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:-6])
     verdict = verify_plans([path])
-    assert verdict.is_cut
+    assert [each.kind for each in verdict.findings] == [Kind.OPEN]
     assert verdict.num_plans == 2
     assert verdict.divergence is None
 

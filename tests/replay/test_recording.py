@@ -18,6 +18,7 @@ from lockstep.replay.timeline import Tick
 from lockstep.replay.trace import live_requests, live_steps, open_trace, workload_of
 from lockstep.replay.trace_diff import diff_traces
 from lockstep.replay.verify import verify
+from lockstep.replay.wholeness import Kind
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload
 from tests.replay.sample import config, request, workload
 from tests.replay.strategies import configs, costs, workloads
@@ -66,7 +67,7 @@ def test_whatever_was_simulated_is_verified(
     replay = record(path, load, limits, cost)
     verification = verify(open_trace(path))
     assert verification.is_identical
-    assert not verification.cuts
+    assert verification.findings == ()
     assert verification.num_steps == verification.num_turns == replay.totals.num_steps
     single = path.with_name("single.lstrace")
     record(single, load, limits, cost, run_lengths=False)
@@ -146,7 +147,7 @@ def test_a_run_that_breaks_off_is_read_as_far_as_it_came(tmp_path: Path) -> None
         Simulation(crowd(), LIMITS, COST, watchers=[recording, stop], on_arrival=recording.arrived).run()
     verification = verify(open_trace(path))
     assert verification.is_identical
-    assert len(verification.cuts) == 1
+    assert [each.kind for each in verification.findings] == [Kind.OPEN]
     assert verification.num_steps > 0
 
 

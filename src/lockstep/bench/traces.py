@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from lockstep.bench.samples import Sample, Segment
@@ -9,6 +10,8 @@ from lockstep.errors import TraceError
 from lockstep.replay.readers import ReadOptions, read_workload
 from lockstep.replay.readers.fields import PS_PER_S
 from lockstep.replay.workload import ArrivalUnit, WorkloadRequest
+
+log = logging.getLogger(__name__)
 
 
 def trace_samples(path: Path, options: ReadOptions) -> tuple[Sample, ...]:
@@ -18,6 +21,8 @@ def trace_samples(path: Path, options: ReadOptions) -> tuple[Sample, ...]:
         TraceError: the file cannot be read, or its requests have no times; the message names the line.
     """
     workload = read_workload(path, options)
+    for note in workload.notes:
+        log.warning("%s", note)
     if workload.unit is ArrivalUnit.TICKS:
         raise TraceError(f"{workload.name} counts arrivals in ticks of a simulation; a server needs arrival_ms")
     return tuple([_sample(request, index, workload.content_size) for index, request in enumerate(workload.requests)])

@@ -46,13 +46,12 @@ def bisect(
     """Take over each differing field alone, and all but each, and tell which of them makes the metric."""
     from lockstep.replay.bisect import bisect_fields
     from lockstep.replay.metrics import check_metric, metric_named, numbers_of
-    from lockstep.replay.readers import read_workload
     from lockstep.replay.render.terminal import show_table
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
 
     check_metric(metric)
-    workload = read_workload(file, reading.options())
+    workload = reading.read(file)
     workload = replace(workload, requests=tuple(workload.requests))
     common, cost = settings_of(settings), costs.model()
     a = config_of(workload, {**file_settings(config_a), **common}, str(config_a))

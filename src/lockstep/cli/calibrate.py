@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options as flags
+from lockstep.cli.replay_trace import open_and_tell
 from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
@@ -36,10 +37,10 @@ def calibrate(
     from lockstep.replay.configs import changed_fields
     from lockstep.replay.cost_file import MadeOn, to_bytes
     from lockstep.replay.render.cost import show_cost
-    from lockstep.replay.trace import live_steps, open_trace
+    from lockstep.replay.trace import live_steps
 
     check_place(output, "the cost model")
-    recording = open_trace(trace.expanduser())
+    recording = open_and_tell(trace.expanduser())
     traced = _engine(recording, engine, trace)
     made_on = MadeOn(
         lockstep=recording.lockstep,

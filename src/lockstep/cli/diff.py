@@ -14,6 +14,7 @@ from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import refuse_others, with_flags
 from lockstep.cli.replay_configs import config_of, file_settings, settings_of
+from lockstep.cli.replay_trace import open_and_tell
 from lockstep.cli.writing import check_place, write_file
 from lockstep.errors import UsageError
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from lockstep.core.policy import SchedulerConfig
     from lockstep.replay.cost import CostModel
     from lockstep.replay.diff import Diff
-    from lockstep.replay.readers import ReadOptions
     from lockstep.replay.render.difference import Told
     from lockstep.replay.render.side import Side
     from lockstep.replay.workload import Workload
@@ -85,7 +85,7 @@ def diff(
         refuse_others(context, _OF_RECORDINGS, why)
         _diff_recordings(Path(a), Path(b), reading.engine, html, as_json)
         return
-    sides = _sides(a, b, workload, settings, settings_b, reading.options())
+    sides = _sides(a, b, workload, settings, settings_b, reading)
     if reproducer is not None and sides.other is not None:
         raise UsageError("--reproducer is for two configs on one workload; here each side has its own")
     cost = costs.model()
@@ -142,10 +142,9 @@ def _are_recordings(a: Path, b: Path) -> bool:
 def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as_json: bool) -> None:
     from lockstep.replay.render.comparison_page import recordings_page
     from lockstep.replay.render.difference import VERSION, engine_facts, told_of_engine
-    from lockstep.replay.trace import open_trace
     from lockstep.replay.trace_diff import diff_traces
 
-    found = diff_traces(open_trace(a.expanduser()), open_trace(b.expanduser()), engine)
+    found = diff_traces(open_and_tell(a.expanduser()), open_and_tell(b.expanduser()), engine)
     engines = [told_of_engine(each) for each in found]
     if as_json:
         print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in found]}, indent=2))
@@ -168,21 +167,19 @@ def _sides(
     workload: str | None,
     settings: list[str] | None,
     settings_b: list[str] | None,
-    reading: ReadOptions,
+    reading: asked.ReadFlags,
 ) -> Sides:
-    from lockstep.replay.readers import read_workload
-
     common, own = settings_of(settings), settings_of(settings_b)
     if workload is not None:
         if b is None:
             raise UsageError("--workload compares two configs: `lockstep diff A.yaml B.yaml --workload FILE`")
-        file = read_workload(workload, reading)
+        file = reading.read(workload)
         config_a = config_of(file, {**file_settings(Path(a)), **common}, a)
         return Sides(file, config_a, config_of(file, {**file_settings(Path(b)), **common, **own}, b), None)
-    file = read_workload(a, reading)
+    file = reading.read(a)
     config_a = config_of(file, common, "--set")
     if b is not None:
-        other = read_workload(b, reading)
+        other = reading.read(b)
         return Sides(file, config_a, config_of(other, {**common, **own}, "--set-b"), other)
     if not own:
         raise UsageError(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes that `ru_maxrss` counts."""
-_OF_RECORDINGS = ("verify", "execute", "model", "as_json", "debug")
+_OF_RECORDINGS = ("verify", "execute", "model", "allow_gaps", "as_json", "debug")
 
 
 class Files(NamedTuple):
@@ -72,6 +72,7 @@ def replay(
     verify: asked.Verify = None,
     execute: asked.Execute = None,
     model: asked.Model = None,
+    allow_gaps: asked.AllowGaps = False,
     *,
     reading: asked.ReadFlags,
     costs: asked.CostFlags,
@@ -82,13 +83,14 @@ def replay(
     if verify is not None or execute is not None:
         way = "--verify" if execute is None else "--execute"
         refuse_others(context, _OF_RECORDINGS, f"says nothing to {way}, which takes a recording as it is; leave it out")
-        return replay_trace(verify, execute, model, as_json)
+        return replay_trace(verify, execute, model, allow_gaps, as_json)
     from lockstep.replay.goals import parse_goals
-    from lockstep.replay.readers import read_workload
     from lockstep.replay.report import GOALS
 
     if model is not None:
         raise UsageError("--model is what --execute TRACE computes with; a replay computes no token and needs none")
+    if allow_gaps:
+        raise UsageError("--allow-gaps is for --verify TRACE; a replay of a recording says what is missing and goes on")
     if ticks and output is None and not as_json:
         raise UsageError("--ticks makes the JSON report longer; say where it goes with --output FILE, or --json")
     path = one_file(file, input_file)
@@ -97,10 +99,9 @@ def replay(
     _check_places(output, html, files, is_pair)
     common = Settings(costs.priced(), parse_goals(slo, "--slo", GOALS), ticks, html is not None)
     overrides = settings_of(settings)
-    options = reading.options()
-    runs = [_simulate(read_workload(path, options), overrides, common, files)]
+    runs = [_simulate(reading.read(path), overrides, common, files)]
     if is_pair:
-        other = read_workload(compare or path, options)
+        other = reading.read(compare or path)
         runs.append(_simulate(other, {**overrides, **settings_of(settings_b)}, common, files.of_b()))
     reports = [report for report, _ in runs]
     if html is not None:

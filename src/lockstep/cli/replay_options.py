@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.replay_trace import tell
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.replay.cost import CostModel
     from lockstep.replay.cost_file import Priced
     from lockstep.replay.readers import ReadOptions
+    from lockstep.replay.workload import Workload as Read
 
 Workload = Annotated[
     str | None, typer.Argument(metavar="FILE", help="A workload or a trace; what format it has is seen by itself.")
@@ -49,6 +51,10 @@ Execute = Annotated[
     Path | None,
     typer.Option(metavar="TRACE", help="Compute every token of a recording with content again, with --model."),
 ]
+AllowGaps = Annotated[
+    bool,
+    typer.Option("--allow-gaps", help="With --verify: files that are missing or cut are told, and are no fault."),
+]
 Model = Annotated[str | None, typer.Option(metavar="SOURCE", help="The model of --execute.")]
 
 
@@ -73,6 +79,14 @@ class ReadFlags:
         from lockstep.replay.readers import ReadOptions
 
         return ReadOptions(speed=self.speed, limit=self.limit, dequantize_seed=self.dequantize, engine=self.engine)
+
+    def read(self, path: str | Path) -> Read:
+        """The requests of a file; what of it is not there is said on standard error."""
+        from lockstep.replay.readers import read_workload
+
+        workload = read_workload(path, self.options())
+        tell(workload.notes)
+        return workload
 
 
 @dataclass(frozen=True, slots=True)

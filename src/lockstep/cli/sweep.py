@@ -79,7 +79,6 @@ def sweep(
     from lockstep.replay.goals import parse_goals
     from lockstep.replay.grid import combinations, parse_grid
     from lockstep.replay.metrics import check_metric
-    from lockstep.replay.readers import read_workload
     from lockstep.replay.render.sweep import facts
     from lockstep.replay.report import GOALS
     from lockstep.replay.sweep import Job
@@ -96,7 +95,7 @@ def sweep(
     twice = [name for name in common if name in all_settings[0]]
     if twice:
         raise UsageError(f"{twice[0]} is given by --set and by --grid; say it once")
-    workload = read_workload(file, reading.options())
+    workload = reading.read(file)
     job = Job(workload, common, costs.priced(), goals)
     outcomes = _run(job, all_settings, jobs or available_cores())
     percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent

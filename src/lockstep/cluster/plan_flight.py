@@ -33,6 +33,8 @@ class PlanHeader(msgspec.Struct, frozen=True):
     lockstep: str
     run: str
     file: int
+    gap: str = ""
+    """Why plans before it are in no file; empty: it goes on where the file before it ends."""
 
 
 class PlanRecord(msgspec.Struct, frozen=True):
@@ -62,7 +64,7 @@ class PlanRecorder:
         line = self._encode(PlanRecord(now_s, policy, observed, tuple(map(action_fields, actions)))) + b"\n"
         files = self._files
         if files.wants_file():
-            header = PlanHeader(PLAN_SCHEMA_VERSION, __version__, files.run, files.num_files + 1)
+            header = PlanHeader(PLAN_SCHEMA_VERSION, __version__, files.run, files.num_files + 1, files.gap)
             files.begin(self._encode(header) + b"\n" + line)
         elif files.is_open:
             files.put(line)

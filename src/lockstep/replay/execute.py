@@ -31,7 +31,7 @@ from lockstep.replay.rerun import Obeyed, PartedError
 from lockstep.replay.trace import Trace, TracedEngine
 from lockstep.replay.verify import parted_facts, side_by_side
 from lockstep.worker.flight.content import decode_request, tokens_of
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Header, Pinned, RequestEntry, Swept, Tokens
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Pinned, RequestEntry, Swept, Tokens
 
 _MEASURED = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
 Rows = Sequence[tuple[int, ...]]
@@ -278,14 +278,11 @@ def _check_complete(trace: Trace) -> None:
         raise TraceError(
             f"{trace.files[0]}: it has no content to compute again; record with --trace-content (--verify needs none)"
         )
-    runs: set[object] = set()
-    for entry in trace.entries():
-        if isinstance(entry, Header):
-            if not runs and entry.facts["file"] != 1:
-                raise TraceError(f"{trace.files[0]}: it begins in the middle of a run; its first files were deleted")
-            runs.add(entry.facts["run"])
-    if len(runs) > 1:
-        raise TraceError(f"{trace.files[0].parent}: {len(runs)} runs were recorded there; name the files of one")
+    if not trace.has_beginning:
+        raise TraceError(f"{trace.files[0]}: it begins in the middle of a run; its first files were deleted")
+    if trace.num_runs > 1:
+        raise TraceError(f"{trace.files[0].parent}: {trace.num_runs} runs were recorded there; name the files of one")
+    trace.check_unbroken("--execute")
 
 
 def _fingerprint_of(source: str, cache_dir: Path | None) -> str:

@@ -14,6 +14,7 @@ from lockstep.cluster.plan_flight import action_fields as action_fields
 from lockstep.cluster.planner import plan
 from lockstep.errors import TraceError
 from lockstep.replay.trace_file import read_frames
+from lockstep.replay.wholeness import Finding, Part, are_in_order, arranged, is_whole
 
 Planner = Callable[[Observed, float, PlanPolicy], Sequence[Action]]
 
@@ -44,8 +45,12 @@ class PlansVerdict(NamedTuple):
     num_plans: int
     """That were compared, the divergent one included."""
     divergence: PlanDivergence | None
-    is_cut: bool
-    """Whether a file ends in the middle of something, as after a kill."""
+    findings: tuple[Finding, ...] = ()
+    """What of the files is not there, or not where it belongs."""
+
+    def is_in_order(self, allows_gaps: bool) -> bool:
+        """Whether every plan came out as recorded, and none is missing; see `wholeness.are_in_order`."""
+        return self.divergence is None and are_in_order(self.findings, allows_gaps)
 
 
 def plan_files(path: Path) -> tuple[Path, ...]:
@@ -61,30 +66,28 @@ def verify_plans(paths: Sequence[Path], planner: Planner = plan) -> PlansVerdict
     Raises:
         TraceError: a file is damaged, of a newer version, or no recording of plans.
     """
-    num_plans, is_cut = 0, False
-    for path in paths:
-        number = 0
-        for record in _records(path):
-            if record is None:
-                is_cut = True
-                continue
-            number += 1
+    parts, findings = arranged([_part_of(path) for path in paths], is_alone=len(paths) == 1)
+    if not parts:
+        raise TraceError(f"{paths[0]}: it is no recording of plans, or was cut in its first moment")
+    num_plans = 0
+    for part in parts:
+        records = (entry for entry in _entries(part.path) if isinstance(entry, PlanRecord))
+        for number, record in enumerate(records, 1):
             num_plans += 1
             made = planner(record.observed, record.now_s, record.policy)
             computed = tuple(map(action_fields, made))
             if computed != record.actions:
-                return PlansVerdict(
-                    num_plans, PlanDivergence(path, number, record.now_s, record.actions, computed), is_cut
-                )
-    return PlansVerdict(num_plans, None, is_cut)
+                divergence = PlanDivergence(part.path, number, record.now_s, record.actions, computed)
+                return PlansVerdict(num_plans, divergence, findings)
+    return PlansVerdict(num_plans, None, findings)
 
 
 def describe(verdict: PlansVerdict) -> Iterator[str]:
     """The verdict, line by line; the first is the short one."""
     is_same = "identical" if verdict.divergence is None else "not identical"
-    yield f"planner: {verdict.num_plans:,} plans, {is_same}"
-    if verdict.is_cut:
-        yield "a recording of plans breaks off in the middle of one, which is left out"
+    rest = "" if is_whole(verdict.findings) else ", but the recording is not whole"
+    yield f"planner: {verdict.num_plans:,} plans, {is_same}{rest}"
+    yield from map(str, verdict.findings)
     if verdict.divergence is not None:
         yield str(verdict.divergence)
 
@@ -95,7 +98,8 @@ def facts(verdict: PlansVerdict) -> dict[str, Any]:
     return {
         "identical": divergence is None,
         "plans": verdict.num_plans,
-        "is_cut": verdict.is_cut,
+        "whole": is_whole(verdict.findings),
+        "findings": [finding.facts() for finding in verdict.findings],
         "parted": None
         if divergence is None
         else {
@@ -108,33 +112,42 @@ def facts(verdict: PlansVerdict) -> dict[str, Any]:
     }
 
 
-def _records(path: Path) -> Iterator[PlanRecord | None]:
-    """Every plan of a file; None: it is cut here."""
+def _part_of(path: Path) -> Part:
+    """The file as a part of its recording. Nothing says that it was closed: it is whole where a plan ends it."""
+    header: PlanHeader | None = None
+    is_cut = False
+    for entry in _entries(path):
+        header = entry if isinstance(entry, PlanHeader) else header
+        is_cut = entry is None
+    num_bytes = path.stat().st_size
+    if header is None:
+        return Part(path, "", 0, num_bytes)
+    return Part(path, header.run, header.file, num_bytes, header.gap, not is_cut)
+
+
+def _entries(path: Path) -> Iterator[PlanHeader | PlanRecord | None]:
+    """The header and every plan of a file; None: it is cut here."""
     decode = msgspec.json.Decoder(PlanRecord).decode
     has_header = False
     for frame in read_frames(path):
         *lines, rest = frame.data.split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
-                if has_header:
-                    yield decode(line)
-                else:
-                    _check_header(path, line)
-                    has_header = True
+                yield decode(line) if has_header else _header_of(path, line)
             except msgspec.MsgspecError as error:
                 raise TraceError(
                     f"{path}: line {number} of the frame at byte {frame.offset} is no plan of ours: {error}"
                 ) from None
+            has_header = True
         if rest or not frame.is_whole:
             yield None
-    if not has_header:
-        raise TraceError(f"{path}: it is no recording of plans, or was cut in its first moment")
 
 
-def _check_header(path: Path, line: bytes) -> None:
+def _header_of(path: Path, line: bytes) -> PlanHeader:
     header = msgspec.json.decode(line, type=PlanHeader)
     if header.schema > PLAN_SCHEMA_VERSION:
         raise TraceError(
             f"{path}: recorded by lockstep {header.lockstep} in version {header.schema} of the format; "
             f"this one reads up to {PLAN_SCHEMA_VERSION}"
         )
+    return header

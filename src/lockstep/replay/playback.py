@@ -9,7 +9,8 @@ from typing import NamedTuple
 from lockstep.core.scheduler import Scheduler
 from lockstep.errors import TraceError
 from lockstep.replay.rerun import EngineRerun, Obeyed, PartedError, Ran, SchedulerOf
-from lockstep.replay.trace_entries import Cut, engine_of
+from lockstep.replay.trace_file import Cut, engine_of
+from lockstep.replay.wholeness import Loss, Place
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,
@@ -80,12 +81,20 @@ class Playback:
         """Taken again as recorded."""
         self.num_unchecked_steps = 0
         """That had begun when a recording broke off, and whose records were not written."""
-        self.cuts: list[Cut] = []
+        self.losses: dict[Place, Loss] = {}
+        """What is missing in front of files that do not go on where the one of their run before them ends."""
+        self._num_reached: dict[int, int] = {}
+        self._num_turns_reached = 0
+        """How far the steps of each engine, and the turns, had come in that one."""
         self._run: str | None = None
         self._file = 0
         self._is_whole = False
         """The file before came to its end, and this one follows it."""
+        self._can_tell_loss = False
+        """Whether something is missing in front of the file, and where that begins was seen."""
         self._keys: dict[int, str] = {}
+        self._known: set[int] = set()
+        """Engines of the run."""
         self._turns = Turns()
         self._classes: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
@@ -132,23 +141,27 @@ class Playback:
     def _rare(self, entry: Entry | Cut) -> None:
         match entry:
             case Header(facts):
-                self._begin_file(str(facts["run"]), int(facts["file"]))
+                self._begin_file(str(facts["run"]), int(facts["file"]), bool(facts.get("gap")))
             case EngineEntry(facts):
                 engine = engine_of(facts)
                 self._keys[engine.number] = engine.key
                 if engine.number not in self.engines:
                     self.engines[engine.number] = EngineRerun(engine.number, engine.config, self._scheduler_of)
-                    self.num_engines += 1
+                    self.num_engines += engine.number not in self._known
+                    self._known.add(engine.number)
             case Checkpoint():
                 rerun = self._engine(entry.engine)
                 if self._is_whole and rerun.num_steps:
                     rerun.arrive_at(entry)
                 else:
                     rerun.begin_at(entry)
+                    self._miss({entry.engine: rerun.num_begun - self._num_reached.get(entry.engine, 0)}, 0)
             case SeatsEntry(num_turns, seats):
                 if self._is_whole and self.num_turns and self._turns.seats() != (num_turns, seats):
                     what = "the next file begins with other credits than the turns before it lead to"
                     raise PartedError(TURNS, num_turns, what)
+                if not self._is_whole:
+                    self._miss({}, num_turns - self._num_turns_reached)
                 self._turns = Turns.of(num_turns, seats)
             case Priorities(classes):
                 self._numbers = {self._keys[number]: number for number, _ in classes}
@@ -159,18 +172,35 @@ class Playback:
                 chosen = self._turns.choose(self._classes, ())
                 assert chosen is None, "nobody has work"
             case Cut():
-                self.cuts.append(entry)
                 self._is_whole = False
 
-    def _begin_file(self, run: str, number: int) -> None:
-        if run != self._run or number != self._file + 1 or not self._is_whole:
+    def _begin_file(self, run: str, number: int, is_behind_gap: bool) -> None:
+        is_new = run != self._run or number <= self._file
+        self._can_tell_loss = False
+        if is_new or number != self._file + 1 or is_behind_gap or not self._is_whole:
             self._forget_rest()
+            self._num_reached = {} if is_new else self._num_reached | self._ends()
+            self._num_turns_reached = 0 if is_new else self._turns.seats()[0]
+            self._can_tell_loss = not is_new or number == 1
             self.engines, self._is_whole = {}, False
-        if run != self._run:
+        if is_new:
             self._now_us = 0
             self._keys.clear()
+            self._known.clear()
         self._run, self._file = run, number
         self._classes, self._numbers = {}, {}
+
+    def _ends(self) -> dict[int, int]:
+        """How many steps each engine had begun when its file ended."""
+        return {number: rerun.num_begun for number, rerun in self.engines.items()}
+
+    def _miss(self, num_steps: dict[int, int], num_turns: int) -> None:
+        """Count what lies before the file that is being read."""
+        if self._can_tell_loss and (num_turns or any(num_steps.values())):
+            assert self._run is not None, "a file begins with its header"
+            place = self._run, self._file
+            known = self.losses.get(place, Loss({}, 0))
+            self.losses[place] = Loss({**known.steps, **num_steps}, known.num_turns + num_turns)
 
     def _forget_rest(self) -> None:
         """What was going on when the recording broke off stays open."""

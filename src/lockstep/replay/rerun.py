@@ -102,6 +102,11 @@ class EngineRerun:
         """Whether the next record is the one that is open in the fingerprint, and may have more repeats."""
 
     @property
+    def num_begun(self) -> int:
+        """Steps that the engine had begun where it stands, those before its first checkpoint too."""
+        return self._next_step
+
+    @property
     def fingerprint(self) -> str:
         """Of what was decided again."""
         return self._fingerprint.hexdigest()

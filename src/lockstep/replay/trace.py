@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.core.policy import output_limit
 from lockstep.core.request import FinishReason
@@ -13,8 +13,9 @@ from lockstep.core.sequence import FinishedSequence
 from lockstep.errors import TraceError
 from lockstep.replay.playback import Arrived, Playback, Played
 from lockstep.replay.rerun import Obeyed, PartedError, request_of
-from lockstep.replay.trace_entries import Cut, engine_of, read_entries
-from lockstep.replay.trace_entries import TracedEngine as TracedEngine
+from lockstep.replay.trace_file import Cut, engine_of, part_of, read_entries
+from lockstep.replay.trace_file import TracedEngine as TracedEngine
+from lockstep.replay.wholeness import Finding, Kind, arranged, with_losses
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload, WorkloadRequest
 from lockstep.worker.flight.entries import Added, EngineEntry, Entry, Header
 from lockstep.worker.flight.format import SUFFIX
@@ -36,6 +37,22 @@ class Trace:
     """What it was recorded on; empty: it does not say, as recordings of early versions and of simulated runs."""
     is_simulated: bool
     """Whether a replay wrote it: its times are logical ones."""
+    findings: tuple[Finding, ...] = ()
+    """What is to be said of the files: missing, repeated, out of place, cut; they tell by themselves."""
+    has_beginning: bool = True
+    """Whether the first file is the first of its run."""
+    num_runs: int = 1
+    """That were recorded in the directory."""
+
+    def check_unbroken(self, verb: str) -> None:
+        """Refuse a recording with holes or gaps, for who has to follow it from step to step.
+
+        Raises:
+            TraceError: something is not there; the message says what.
+        """
+        for each in self.findings:
+            if each.kind.is_hole or each.kind is Kind.GAP:
+                raise TraceError(f"{each}; {verb} follows every step and cannot pass over that: name a file by itself")
 
     def entries(self) -> Iterator[Entry | Cut]:
         """Everything, file by file.
@@ -95,30 +112,30 @@ def open_trace(path: str | Path) -> Trace:
         TraceError: there is none, it is of a newer version, or damaged.
     """
     path = Path(path)
-    files = tuple(sorted(path.glob(f"*{SUFFIX}"))) if path.is_dir() else (path,)
-    if not files:
+    found = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    if not found:
         raise TraceError(f"{path}: no recording is there; its files end with {SUFFIX}")
-    engines: dict[int, TracedEngine] = {}
-    header: Header | None = None
-    for file in files:
-        for entry in read_entries(file):
-            if isinstance(entry, Header):
-                header = entry
-            elif isinstance(entry, EngineEntry):
-                engine = engine_of(entry.facts)
-                engines[engine.number] = engine
-        if header is not None:
-            break
-    else:
+    parts, findings = arranged([part_of(each) for each in found], is_alone=not path.is_dir())
+    if not parts:
         raise TraceError(f"{path}: it breaks off before anything was recorded")
-    facts = header.facts
+    engines: dict[int, TracedEngine] = {}
+    facts: dict[str, Any] = {}
+    for entry in read_entries(parts[0].path):
+        if isinstance(entry, Header):
+            facts = entry.facts
+        elif isinstance(entry, EngineEntry):
+            engine = engine_of(entry.facts)
+            engines[engine.number] = engine
     return Trace(
-        files,
+        tuple(part.path for part in parts),
         tuple(engines[number] for number in sorted(engines)),
         bool(facts.get("has_content")),
         str(facts.get("lockstep", "")),
         str(facts.get("machine", "")),
         bool(facts.get("simulated")),
+        findings,
+        parts[0].number == 1,
+        len({part.run for part in parts}),
     )
 
 
@@ -243,7 +260,8 @@ def workload_of(trace: Trace, engine: int = 0) -> Workload:
         )
     lives = _Lives()
     served: list[_Life] = []
-    for event in played(trace):
+    playback = Playback(trace.entries())
+    for event in played(trace, playback):
         served.extend(life for life, _, _ in lives.take(event) if life.added.engine == engine)
     served.extend(life for (number, _), life in lives.open.items() if number == engine)
     served = sorted((life for life in served if life.num_output_tokens), key=_order)
@@ -251,7 +269,8 @@ def workload_of(trace: Trace, engine: int = 0) -> Workload:
     partial = 1 + max((max(life.added.contents, default=0) for life in served), default=0)
     requests = tuple(_request(life, first_us, traced, partial + index) for index, life in enumerate(served))
     config = {name: getattr(traced.config, name) for name in traced.config.__slots__}
-    return Workload(trace.files[0].name, requests, ArrivalUnit.PS, traced.config.block_size, config)
+    notes = tuple(map(str, with_losses(trace.findings, playback.losses)))
+    return Workload(trace.files[0].name, requests, ArrivalUnit.PS, traced.config.block_size, config, notes)
 
 
 def _order(life: _Life) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from lockstep.replay.playback import Playback, Played
 from lockstep.replay.rerun import Obeyed, Ran, request_of
 from lockstep.replay.situation import Situation, Standing
 from lockstep.replay.trace import Trace, played
-from lockstep.replay.trace_entries import TracedEngine
+from lockstep.replay.trace_file import TracedEngine
 from lockstep.replay.witness import standing_of
 from lockstep.worker.flight.entries import Added, Command
 
@@ -47,8 +47,10 @@ def diff_traces(a: Trace, b: Trace, engine: int | None = None) -> tuple[EngineDi
         engine: only the one of this number; None: all.
 
     Raises:
-        TraceError: one cannot be read on, is not what this version decides, or neither has the engine.
+        TraceError: one has holes, cannot be read on, is not what this version decides, or neither has the engine.
     """
+    for trace in (a, b):
+        trace.check_unbroken("diff")
     engines_a, engines_b = ({each.number: each for each in trace.engines} for trace in (a, b))
     numbers = sorted({*engines_a, *engines_b})
     if engine is not None:

@@ -11,7 +11,7 @@ from lockstep.core.step import StepPlan
 from lockstep.replay.playback import TURNS, Playback
 from lockstep.replay.rerun import PartedError, SchedulerOf
 from lockstep.replay.trace import Trace
-from lockstep.replay.trace_entries import Cut
+from lockstep.replay.wholeness import Finding, are_in_order, is_whole, with_losses
 
 _COLUMN = 58
 _LISTS = ("admitted", "resumed", "preempted", "evicted", "swap_out", "swap_in", "copies")
@@ -31,14 +31,19 @@ class Verification:
     """That were taken as recorded."""
     num_unchecked_steps: int
     """That had begun when the recording broke off."""
-    cuts: tuple[Cut, ...]
-    """Where files break off."""
+    findings: tuple[Finding, ...]
+    """What of the recording is not there, or not where it belongs."""
     parted: PartedError | None
     """The first step that differs; None: everything is identical."""
 
     @property
     def is_identical(self) -> bool:
+        """Whether what is there is decided as it was recorded."""
         return self.parted is None
+
+    def is_in_order(self, allows_gaps: bool) -> bool:
+        """Whether it is identical and nothing is missing; see `wholeness.are_in_order`."""
+        return self.is_identical and are_in_order(self.findings, allows_gaps)
 
 
 def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler) -> Verification:
@@ -60,7 +65,7 @@ def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler) -> Verification:
         playback.num_steps,
         playback.num_turns,
         playback.num_unchecked_steps,
-        tuple(playback.cuts),
+        with_losses(trace.findings, playback.losses),
         parted,
     )
 
@@ -71,15 +76,15 @@ def describe(verification: Verification, trace: Trace) -> Iterator[str]:
     engines = "1 engine" if verification.num_engines == 1 else f"{verification.num_engines} engines"
     counted = f"replay: {verification.num_steps:,} steps of {engines}"
     if parted is None:
-        yield f"{counted}, {verification.num_turns:,} turns, identical"
+        rest = "" if is_whole(verification.findings) else ", but the recording is not whole"
+        yield f"{counted}, {verification.num_turns:,} turns, identical{rest}"
     elif parted.engine == TURNS:
         yield f"{counted} are identical, but turn {parted.step} is not"
     else:
         names = {engine.number: engine.name for engine in trace.engines}
         name = names.get(parted.engine, "loaded later")
         yield f"{counted} are identical, but step {parted.step} of engine {parted.engine} ({name}) is not"
-    for cut in verification.cuts:
-        yield f"{cut.path.name} breaks off at byte {cut.offset}; it was read as far as that"
+    yield from map(str, verification.findings)
     if verification.num_unchecked_steps:
         yield f"{verification.num_unchecked_steps} steps had begun whose records were not written; they are left out"
     if parted is not None:
@@ -91,12 +96,13 @@ def facts(verification: Verification) -> dict[str, Any]:
     """The same as an object."""
     return {
         "identical": verification.is_identical,
+        "whole": is_whole(verification.findings),
         "files": verification.num_files,
         "engines": verification.num_engines,
         "steps": verification.num_steps,
         "turns": verification.num_turns,
         "unchecked_steps": verification.num_unchecked_steps,
-        "cuts": [{"file": cut.path.name, "byte": cut.offset} for cut in verification.cuts],
+        "findings": [finding.facts() for finding in verification.findings],
         "parted": None if verification.parted is None else parted_facts(verification.parted),
     }
 

@@ -57,3 +57,5 @@ class Workload:
     """Tokens that one id of ``contents`` stands for; 0: there are none."""
     config: Mapping[str, object] = field(default_factory=dict)
     """Fields of ``SchedulerConfig`` that the file sets; what it leaves open has its default for replays."""
+    notes: tuple[str, ...] = ()
+    """What whoever replays it should know of the files that it was read from: what of them is not there."""

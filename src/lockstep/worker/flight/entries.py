@@ -125,6 +125,10 @@ class Closed(NamedTuple):
     digest: bytes
 
 
+class GoesOn(NamedTuple):
+    pass
+
+
 class End(NamedTuple):
     engines: tuple[Closed, ...]
 
@@ -154,6 +158,7 @@ Entry = (
     | Turn
     | Idle
     | Closed
+    | GoesOn
     | End
     | RequestEntry
     | Tokens
@@ -170,6 +175,8 @@ class EntryReader:
         self._mask = 0
         self.has_ended = False
         """Whether the file's last entry was read."""
+        self.goes_on = False
+        """Whether the file says that another follows."""
 
     def read(self, frame: bytes) -> Iterator[Entry]:
         """The entries of a frame.
@@ -226,6 +233,9 @@ class EntryReader:
                 return Priorities(tuple((self._int(), self._sint()) for _ in range(self._count())))
             case Kind.CLOSED:
                 return self._closed()
+            case Kind.GOES_ON:
+                self.goes_on = True
+                return GoesOn()
             case Kind.END:
                 self.has_ended = True
                 return End(tuple(self._closed() for _ in range(self._count())))

@@ -70,7 +70,10 @@ class TraceFiles:
         self.run = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
         """Names this recording's files; later ones sort behind."""
         self.num_files = 0
-        """That were begun, or tried."""
+        """That were begun: who has the files has each number up to the last, but for the oldest that were deleted."""
+        self.gap = ""
+        """Why what was handed over last is in no file, so that the next one does not go on where that before it ends;
+        empty: it does."""
         self._chunks: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
         self._lock = threading.Lock()
         self._num_queued = 0
@@ -87,6 +90,8 @@ class TraceFiles:
         self._frame: zstandard.ZstdCompressionObj | None = None
         self._frame_bytes = 0
         self._file_bytes = 0
+        self._number = 0
+        """Of the open file."""
         self._thread = threading.Thread(target=self._run, name="lockstep-trace", daemon=True)
         self._thread.start()
 
@@ -108,6 +113,7 @@ class TraceFiles:
         """Begin a new file with its first chunk."""
         with self._lock:
             self.num_files += 1
+            self.gap = ""
             self._move_to(_State.OPEN)
         self._queue(self.num_files, chunk)
 
@@ -134,33 +140,40 @@ class TraceFiles:
         if fits:
             self._chunks.put((number, chunk))
         else:
-            self._break("the disk does not keep up")
+            self._break("the disk does not keep up", number)
 
     # -- the writing thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             number, chunk = self._chunks.get()
-            if number < 0:
-                self._finish()
-                return
             try:
                 if number:
+                    self._finish()
+                if number > 0 and not self._is_lost(number):
                     self._next_file(number)
                 if self._file is not None:
                     self._write(chunk)
             except (OSError, zstandard.ZstdError) as error:
                 self._abandon()
-                self._break(_said(error))
+                self._break(_said(error), 0 if isinstance(error, FileExistsError) else number)
+            if number < 0:
+                return
             with self._lock:
                 self._num_queued -= len(chunk)
 
+    def _is_lost(self, number: int) -> bool:
+        """Whether the file before broke off when this one's first chunk, which does not say so, was handed over."""
+        with self._lock:
+            if self.gap:
+                self.num_files = number - 1
+            return bool(self.gap)
+
     def _next_file(self, number: int) -> None:
-        self._finish()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._make_room()
         self._file = (self._folder / f"{self.run}-{number:06}{self._suffix}").open("xb", buffering=0)
-        self._file_bytes = 0
+        self._file_bytes, self._number = 0, number
 
     def _make_room(self) -> None:
         """Delete the oldest files until one more fits."""
@@ -187,7 +200,7 @@ class TraceFiles:
         self._append(data)
         if self._file_bytes >= self._max_file_bytes:
             with self._lock:
-                if self._state is _State.OPEN:
+                if self._state is _State.OPEN and self._number == self.num_files:
                     self._move_to(_State.FULL)
 
     def _append(self, data: bytes) -> None:
@@ -201,13 +214,8 @@ class TraceFiles:
         self._fault = ""
 
     def _finish(self) -> None:
-        if self._file is None:
-            return
-        try:
-            if self._frame is not None:
-                self._append(self._frame.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH))
-        except OSError as error:  # the frame stays open, and is read as far as it was flushed
-            self._break(_said(error))
+        if self._frame is not None:
+            self._append(self._frame.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH))
         self._abandon()
 
     def _abandon(self) -> None:
@@ -218,11 +226,15 @@ class TraceFiles:
             if not self._file_bytes:
                 Path(file.name).unlink(missing_ok=True)
 
-    def _break(self, why: str) -> None:
+    def _break(self, why: str, number: int) -> None:
+        """Nothing is written until it is tried again; if a file was to be begun, the next one gets its number."""
         with self._lock:
             self._move_to(_State.BROKEN)
             self._retry_s = time.monotonic() + RETRY_S
             self._num_gaps += 1
+            self.gap = why
+            if number > 0:
+                self.num_files = number - 1
         self._fault = why
         if time.monotonic() >= self._warn_s:
             self._warn_s = time.monotonic() + WARN_INTERVAL_S

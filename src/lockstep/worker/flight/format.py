@@ -17,7 +17,8 @@ can be understood without those before it.
 An entry is one byte, its kind, and what that kind has:
 
     1  HEADER      doc                    a map: schema, lockstep, run, file, has_content, machine, or in its place
-                                          simulated (true); the first of each file
+                                          simulated (true), and gap, where what came before could not be written: why;
+                                          the first of each file. Files of a run are counted from 1 without a hole
     2  ENGINE      doc                    a map: number, key, name, fingerprint, config, geometry, environment
     3  CHECKPOINT  engine doc doc         scheduler and fingerprint, as in core/checkpoint.py: hashes and tenants as ids
     4  SEATS       doc                    [turns, [[key, grant_us, credit_us, last_turn], ...]] of worker/turns.py
@@ -43,6 +44,7 @@ An entry is one byte, its kind, and what that kind has:
     17 REQUEST     engine int(id) doc     with content only: engine/outputs.py's GenerationRequest; see content.py
     18 TOKENS      engine int (int int*)* with content only: for each row that sampled in the engine's last step, what
                    it got
+    19 GOES_ON                            before END, where another file follows; since schema 2
 
 Between a step's RECORD and its TURN there may be any distance: a record is written when it closes. The schema's number
 grows with every change of this; older ones are read, newer ones refused.
@@ -56,7 +58,7 @@ from enum import IntEnum
 from lockstep.core.fingerprint import leb128
 from lockstep.core.request import Request
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4
@@ -86,6 +88,7 @@ class Kind(IntEnum):
     END = 16
     REQUEST = 17
     TOKENS = 18
+    GOES_ON = 19
 
 
 READS_CACHE, ALLOWS_FORCED, HAS_SIBLING = 1, 2, 4

@@ -232,11 +232,12 @@ class Recorder:
 
     def _begin_file(self) -> None:
         """End the file, if there is one, and begin the next with the state of everything."""
+        out = self.out
         if self.is_on:
+            out.append(Kind.GOES_ON)
             self._end_file()
             self._flush()
         self.is_on = True
-        out = self.out
         facts = {
             "schema": SCHEMA_VERSION,
             "lockstep": __version__,
@@ -245,6 +246,8 @@ class Recorder:
             "has_content": self.has_content,
             "machine": machine_name(),
         }
+        if self._files.gap:
+            facts["gap"] = self._files.gap
         out.append(Kind.HEADER)
         put_bytes(out, msgspec.msgpack.encode(facts))
         self.contents.forget_others()

@@ -13,7 +13,7 @@ from lockstep.cli.main import invoke
 from lockstep.errors import TraceError
 from lockstep.replay import trace_file
 from lockstep.replay.trace import open_trace, workload_of
-from lockstep.replay.trace_entries import Cut, read_entries
+from lockstep.replay.trace_file import Cut, read_entries
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.entries import Turn
 from lockstep.worker.flight.format import Kind, put_bytes, put_ids, put_ints, signed, unsigned
@@ -43,10 +43,10 @@ def faulty(path: Path) -> str:
 def test_a_newer_version_is_refused(path: Path) -> None:
     def newer(held: bytearray) -> None:
         at = held.index(b"\xa6schema") + 7
-        held[at] = 2
+        held[at] = 3
 
     rewrite(path, newer)
-    assert "its schema is 2, and this version reads 1 to 1" in faulty(path)
+    assert "its schema is 3, and this version reads 1 to 2" in faulty(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x28\xb5\x2f\xfd", b"x" * 100])

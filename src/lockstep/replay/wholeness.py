@@ -1,0 +1,247 @@
+"""Whether a recording is all there: which of its files are missing, repeated, out of place, empty or cut.
+
+Each file says of which run it is and its number in it. A recorder deletes its oldest files, and leaves no hole in the
+numbers of the others: what it could not write is a gap, which the next file says. So a number that is not there was
+taken away, and a gap is nobody's fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Place = tuple[str, int]
+"""A run, and the number of a file in it."""
+NO_PLACE = ("", 0)
+_NAME = re.compile(r"(.+)-(\d{6,})")
+"""Of a recorder's files, without the suffix: run and number."""
+
+
+class Part(NamedTuple):
+    """One file of a recording, and what it says of itself."""
+
+    path: Path
+    run: str
+    """Empty, and ``number`` 0: it ends before it says anything."""
+    number: int
+    """From 1."""
+    num_bytes: int
+    gap: str = ""
+    """Why what came before it was not written; empty: it was."""
+    is_whole: bool = True
+    """Whether it was written to its end."""
+    goes_on: bool = False
+    """Whether it says that another file follows."""
+    is_simulated: bool = False
+    """A replay's recording: a run of its own, whatever it is called."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.number
+
+    @property
+    def named(self) -> Place:
+        """Its place by its name."""
+        match = _NAME.fullmatch(self.path.stem)
+        return (match[1], int(match[2])) if match else NO_PLACE
+
+    @property
+    def place(self) -> Place:
+        """Its place by what it holds, or, where that is nothing, by its name."""
+        return self.named if self.is_empty else (self.run, self.number)
+
+
+class Kind(Enum):
+    """What is not as a recorder leaves it, or was found on the way."""
+
+    MISSING = "missing"
+    EMPTY = "empty"
+    CUT = "cut"
+    REPEATED = "repeated"
+    MISPLACED = "misplaced"
+    GAP = "gap"
+    """The recorder could not write."""
+    OPEN = "open"
+    """A run's last file was not written to its end: the server was killed, or still runs."""
+
+    @property
+    def is_hole(self) -> bool:
+        """Whether something that was recorded is not there any more."""
+        return self in (Kind.MISSING, Kind.EMPTY, Kind.CUT)
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether no recorder leaves it so."""
+        return self not in (Kind.GAP, Kind.OPEN)
+
+
+class Loss(NamedTuple):
+    """How much lies between two files, as the second one's checkpoints tell."""
+
+    steps: Mapping[int, int]
+    """By engine, those that lost some."""
+    num_turns: int
+
+    def __str__(self) -> str:
+        counts = [f"{count:,} steps of engine {number}" for number, count in self.steps.items()]
+        return ", ".join([*counts, f"{self.num_turns:,} turns"]) if counts or self.num_turns else ""
+
+
+class Finding(NamedTuple):
+    """One thing about the files of a recording."""
+
+    kind: Kind
+    file: str
+    """The name of the file that it is about; the first, of several that are missing."""
+    what: str
+    """A sentence."""
+    before: Place | None = None
+    """Run and number of the file in front of which something is missing."""
+    loss: Loss | None = None
+    byte: int | None = None
+    """Where the file breaks off."""
+
+    def __str__(self) -> str:
+        lost = "" if self.loss is None else str(self.loss)
+        return f"{self.what}; {lost} are missing" if lost else self.what
+
+    def facts(self) -> dict[str, Any]:
+        """The same as an object."""
+        lost = {} if self.loss is None else {"missing_steps": self.loss.steps, "missing_turns": self.loss.num_turns}
+        where = {} if self.byte is None else {"byte": self.byte}
+        kind = {"kind": self.kind.value, "fault": self.kind.is_fault}
+        return {**kind, "file": self.file, **where, "what": self.what, **lost}
+
+
+def arranged(parts: Sequence[Part], is_alone: bool = False) -> tuple[tuple[Part, ...], tuple[Finding, ...]]:
+    """The parts of a directory in the order in which they were recorded, each once, and what is to be said of them.
+
+    Args:
+        parts: by name.
+        is_alone: it is one file that was named by itself, whatever lies beside it and whatever it is called.
+    """
+    findings: list[Finding] = []
+    runs: dict[object, dict[int, Part]] = {}
+    for part in parts:
+        run, number = part.place
+        if not number:
+            findings.append(_empty(part))
+            continue
+        files = runs.setdefault(part.path if part.is_simulated else run, {})
+        if number in files:
+            again, part = sorted((files[number], part), key=lambda each: not each.is_empty and each.named == each.place)
+            findings.append(_repeated(again, part))
+        files[number] = part
+    ordered: list[Part] = []
+    for files in runs.values():
+        by_number = [files[number] for number in sorted(files)]
+        findings += _of_run(by_number, is_first=not ordered)
+        ordered += [part for part in by_number if not part.is_empty]
+    return tuple(ordered), tuple([each for each in findings if not (is_alone and each.kind.is_fault)])
+
+
+def is_whole(findings: Sequence[Finding]) -> bool:
+    """Whether the files are as a recorder leaves them, old ones that it deleted set aside."""
+    return not any(finding.kind.is_fault for finding in findings)
+
+
+def are_in_order(findings: Sequence[Finding], allows_gaps: bool) -> bool:
+    """Whether nothing is to be objected to.
+
+    Args:
+        allows_gaps: holes are no fault: somebody took files away on purpose.
+    """
+    return all(allows_gaps and each.kind.is_hole for each in findings if each.kind.is_fault)
+
+
+def with_losses(findings: Sequence[Finding], losses: Mapping[Place, Loss]) -> tuple[Finding, ...]:
+    """The same, with how much is missing before each file that does not go on where the one before it ends."""
+    return tuple([each if each.before is None else each._replace(loss=losses.get(each.before)) for each in findings])
+
+
+def _of_run(files: Sequence[Part], is_first: bool) -> list[Finding]:
+    """What is to be said of one run's files.
+
+    Args:
+        files: by number.
+        is_first: whether they are the first of their directory, of which the oldest may have been deleted.
+    """
+    found: list[Finding] = []
+    before: Part | None = None
+    num_told = 0
+    """Findings in front of the last file that is not empty."""
+    for part in files:
+        number, last = part.place[1], 0 if before is None else before.place[1]
+        follows = number == last + 1
+        if part.named not in (part.place, NO_PLACE):
+            found.append(_misplaced(part))
+        if part.gap and follows:
+            found.append(_gap(before, part))
+        elif before is not None and not before.is_empty and not before.is_whole:
+            found.append(_cut(before, Kind.CUT, f", and {part.path.name} goes on later"))
+        if not follows and (before is not None or not is_first):
+            found.append(_missing(part, last + 1, number - 1, before))
+        if part.is_empty:
+            found.append(_empty(part))
+        else:
+            new = [index for index in range(num_told, len(found)) if found[index].kind is not Kind.MISPLACED]
+            for index in new[-1:]:
+                found[index] = found[index]._replace(before=part.place)
+            num_told = len(found)
+        before = part
+    if before is not None and not before.is_empty:
+        found += _at_the_end(before)
+    return found
+
+
+def _at_the_end(last: Part) -> Iterator[Finding]:
+    if not last.is_whole:
+        yield _cut(last, Kind.OPEN, "; it was read as far as that")
+    elif last.goes_on:
+        name = _name_of(last, last.number + 1)
+        yield Finding(Kind.MISSING, name, f"{name} is missing: {last.path.name} says that another file follows")
+
+
+def _missing(part: Part, first: int, last: int, before: Part | None) -> Finding:
+    names = [_name_of(part, number) for number in (first, last)]
+    said = f"{names[0]} is missing" if first == last else f"{last - first + 1} files, {' to '.join(names)}, are missing"
+    where = f"before {part.path.name}" if before is None else f"between {before.path.name} and {part.path.name}"
+    return Finding(Kind.MISSING, names[0], f"{said} {where}")
+
+
+def _empty(part: Part) -> Finding:
+    is_short = f"ends at byte {part.num_bytes}, before it says anything" if part.num_bytes else "is empty"
+    return Finding(Kind.EMPTY, part.path.name, f"{part.path.name} {is_short}")
+
+
+def _gap(before: Part | None, part: Part) -> Finding:
+    if before is None:
+        where = f"before {part.path.name}"
+    elif before.is_whole:
+        where = f"between {before.path.name} and {part.path.name}"
+    else:
+        where = f"after byte {before.num_bytes} of {before.path.name} and until {part.path.name}"
+    return Finding(Kind.GAP, part.path.name, f"{where}, the recorder could not write ({part.gap})")
+
+
+def _repeated(again: Part, kept: Part) -> Finding:
+    what = f"{again.path.name} repeats {kept.path.name}, as file {kept.number} of run {kept.run}, and is left out"
+    return Finding(Kind.REPEATED, again.path.name, what)
+
+
+def _misplaced(part: Part) -> Finding:
+    what = f"{part.path.name} holds file {part.number} of run {part.run}, and was read in that one's place"
+    return Finding(Kind.MISPLACED, part.path.name, what)
+
+
+def _cut(part: Part, kind: Kind, rest: str) -> Finding:
+    what = f"{part.path.name} breaks off at byte {part.num_bytes}{rest}"
+    return Finding(kind, part.path.name, what, byte=part.num_bytes)
+
+
+def _name_of(part: Part, number: int) -> str:
+    """Of another file of its run."""
+    return f"{part.place[0]}-{number:06}{part.path.suffix}"
