@@ -39,19 +39,22 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False) -> int
     files = planning.plan_files(path)
     facts: dict[str, Any] = {"version": VERSION}
     lines: list[str] = []
-    is_in_order = True
+    is_in_order = may_be_meant = True
     if files != (path,):
         trace = open_trace(path)
         verification = deciding.verify(trace)
         facts |= deciding.facts(verification)
         lines += deciding.describe(verification, trace)
-        is_in_order = verification.is_in_order(allows_gaps)
+        is_in_order, may_be_meant = (verification.is_in_order(allows) for allows in (allows_gaps, True))
     if files:
         verdict = planning.verify_plans(files)
         facts["planner"] = planning.facts(verdict)
         lines += planning.describe(verdict)
-        is_in_order = is_in_order and verdict.is_in_order(allows_gaps)
+        is_in_order = verdict.is_in_order(allows_gaps) and is_in_order
+        may_be_meant = verdict.is_in_order(True) and may_be_meant
     print(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
+    if not is_in_order and may_be_meant:
+        print("files that somebody deleted on purpose are no fault with --allow-gaps", file=sys.stderr)
     return 0 if is_in_order else 1
 
 

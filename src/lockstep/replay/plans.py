@@ -85,7 +85,7 @@ def verify_plans(paths: Sequence[Path], planner: Planner = plan) -> PlansVerdict
 def describe(verdict: PlansVerdict) -> Iterator[str]:
     """The verdict, line by line; the first is the short one."""
     is_same = "identical" if verdict.divergence is None else "not identical"
-    rest = "" if is_whole(verdict.findings) else ", but the recording is not whole"
+    rest = "" if is_whole(verdict.findings) else ", but the files are not as they were recorded"
     yield f"planner: {verdict.num_plans:,} plans, {is_same}{rest}"
     yield from map(str, verdict.findings)
     if verdict.divergence is not None:

@@ -76,7 +76,7 @@ def describe(verification: Verification, trace: Trace) -> Iterator[str]:
     engines = "1 engine" if verification.num_engines == 1 else f"{verification.num_engines} engines"
     counted = f"replay: {verification.num_steps:,} steps of {engines}"
     if parted is None:
-        rest = "" if is_whole(verification.findings) else ", but the recording is not whole"
+        rest = "" if is_whole(verification.findings) else ", but the files are not as they were recorded"
         yield f"{counted}, {verification.num_turns:,} turns, identical{rest}"
     elif parted.engine == TURNS:
         yield f"{counted} are identical, but turn {parted.step} is not"

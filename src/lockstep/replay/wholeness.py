@@ -86,8 +86,8 @@ class Loss(NamedTuple):
     num_turns: int
 
     def __str__(self) -> str:
-        counts = [f"{count:,} steps of engine {number}" for number, count in self.steps.items()]
-        return ", ".join([*counts, f"{self.num_turns:,} turns"]) if counts or self.num_turns else ""
+        counts = [f"{_counted(count, 'step')} of engine {number}" for number, count in self.steps.items()]
+        return ", ".join([*counts, f"{_counted(self.num_turns, 'turn')}"])
 
 
 class Finding(NamedTuple):
@@ -105,8 +105,7 @@ class Finding(NamedTuple):
     """Where the file breaks off."""
 
     def __str__(self) -> str:
-        lost = "" if self.loss is None else str(self.loss)
-        return f"{self.what}; {lost} are missing" if lost else self.what
+        return self.what if self.loss is None else f"{self.what}; lost are {self.loss}"
 
     def facts(self) -> dict[str, Any]:
         """The same as an object."""
@@ -124,19 +123,19 @@ def arranged(parts: Sequence[Part], is_alone: bool = False) -> tuple[tuple[Part,
         is_alone: it is one file that was named by itself, whatever lies beside it and whatever it is called.
     """
     findings: list[Finding] = []
-    runs: dict[object, dict[int, Part]] = {}
+    runs: dict[str, dict[int, Part]] = {}
     for part in parts:
         run, number = part.place
         if not number:
             findings.append(_empty(part))
             continue
-        files = runs.setdefault(part.path if part.is_simulated else run, {})
+        files = runs.setdefault(part.path.name if part.is_simulated else run, {})
         if number in files:
             again, part = sorted((files[number], part), key=lambda each: not each.is_empty and each.named == each.place)
             findings.append(_repeated(again, part))
         files[number] = part
     ordered: list[Part] = []
-    for files in runs.values():
+    for _, files in sorted(runs.items()):
         by_number = [files[number] for number in sorted(files)]
         findings += _of_run(by_number, is_first=not ordered)
         ordered += [part for part in by_number if not part.is_empty]
@@ -213,8 +212,9 @@ def _missing(part: Part, first: int, last: int, before: Part | None) -> Finding:
 
 
 def _empty(part: Part) -> Finding:
-    is_short = f"ends at byte {part.num_bytes}, before it says anything" if part.num_bytes else "is empty"
-    return Finding(Kind.EMPTY, part.path.name, f"{part.path.name} {is_short}")
+    if not part.num_bytes:
+        return Finding(Kind.EMPTY, part.path.name, f"{part.path.name} is empty", byte=0)
+    return _cut(part, Kind.EMPTY, ", before anything of it can be read")
 
 
 def _gap(before: Part | None, part: Part) -> Finding:
@@ -235,6 +235,10 @@ def _repeated(again: Part, kept: Part) -> Finding:
 def _misplaced(part: Part) -> Finding:
     what = f"{part.path.name} holds file {part.number} of run {part.run}, and was read in that one's place"
     return Finding(Kind.MISPLACED, part.path.name, what)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _cut(part: Part, kind: Kind, rest: str) -> Finding:

@@ -1,0 +1,101 @@
+"""Recordings with as many files as one likes: a real engine, recorder and files, driven on one thread from a seed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lockstep.engine.engine import Engine
+from lockstep.engine.loading import LoadOptions, load_model
+from lockstep.engine.outputs import GenerationRequest
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.flight import files
+from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.flight.recorder import Recorder
+from lockstep.worker.turns import Turns
+from tests.replay.recordings import POOL
+
+KEY = "a"
+MAX_FILES = 1 << 12
+STEP_US = 10
+
+
+def many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a recording keep as many files as are begun, and hand over what it has before every step."""
+    monkeypatch.setattr(files, "NUM_FILES", MAX_FILES)
+    monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.0)
+
+
+class Flight:
+    """A replica of a device as its step loop has it, whose users come, leave before their turn, and press stop.
+
+    Args:
+        file_bytes: a file that has as many is full.
+    """
+
+    def __init__(self, folder: Path, seed: int, file_bytes: int) -> None:
+        self._draw = random.Random(seed)
+        self._turns = Turns()
+        self._recorder = Recorder(TraceOptions(str(folder), file_bytes * MAX_FILES, has_content=True), self._turns)
+        self._model, config = load_model("stub://alpha", LoadOptions(POOL, probe=False))
+        self._engine = Engine(self._model, config, tape=self._recorder.tape(KEY, self._model, config))
+        self._priorities = {KEY: 0}
+        self._now_us = 0
+        self.seen: Counter[str] = Counter()
+
+    def serve(self, num_requests: int, num_users: int) -> None:
+        """So many requests, of at most so many users at a time; each leaves at random, some before they ran."""
+        draw, engine = self._draw, self._engine
+        left = num_requests
+        while left or engine.has_work:
+            while self._recorder._files._num_queued:
+                time.sleep(0)  # until what is full is known to be: the seed says where files begin
+            self._recorder.begin_turn()
+            if left and engine.num_open < num_users and draw.random() < 0.4:
+                left -= 1
+                self._ask()
+            for request_id in [*engine._open]:
+                if draw.random() < 0.03:
+                    self.seen["stopped, alone" if engine.num_open == 1 else "stopped"] += 1
+                    engine.abort(request_id)
+            self._turn()
+
+    def close(self) -> None:
+        """As an unloaded replica of a device that ends."""
+        self._engine.abort_all()
+        self._recorder.closed(KEY)
+        self._recorder.close()
+        self._model.close()
+
+    def _ask(self) -> None:
+        draw = self._draw
+        prompt = (7,) * draw.randrange(12) + tuple(draw.randrange(250) for _ in range(draw.randrange(1, 24)))
+        params = SamplingParams(max_tokens=draw.randrange(1, 30), ignore_eos=True, n=1 + (draw.random() < 0.1))
+        request = GenerationRequest(prompt, params, priority=draw.randrange(-1, 2), tenant=draw.choice("ab"))
+        request_id = self._engine.submit(request, lambda output: None)
+        if draw.random() < 0.3:
+            self.seen["left before it ran"] += 1
+            self._engine.abort(request_id)
+
+    def _turn(self) -> None:
+        with_work = frozenset({KEY} if self._engine.has_work else ())
+        chosen = self._turns.choose(self._priorities, with_work)
+        if chosen is None:
+            self._recorder.idle(self._priorities)
+            return
+        self.seen["empty plans"] += self._engine.step() is None
+        self._turns.spend(chosen, STEP_US)
+        self._recorder.turn(self._priorities, with_work, chosen, self._now_us, self._now_us + STEP_US)
+        self._now_us += 2 * STEP_US
+
+
+def fly(folder: Path, seed: int, num_requests: int = 12, num_users: int = 6, file_bytes: int = 1500) -> Counter[str]:
+    """One flight from its beginning to its end; what happened in it."""
+    flight = Flight(folder, seed, file_bytes)
+    flight.serve(num_requests, num_users)
+    flight.close()
+    return flight.seen

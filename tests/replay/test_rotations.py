@@ -1,0 +1,73 @@
+"""Rotations at any moment: a file may begin behind whatever was decided, and the next one goes on exactly there."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lockstep.core import checkpoint
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import StepPlan
+from lockstep.replay.trace import open_trace
+from lockstep.replay.verify import Verification, verify
+from tests.replay.rotations import fly, many_files
+
+NUM_ROTATIONS = 200
+NUM_ROTATIONS_SLOW = 10_000
+HAPPENINGS = ("left before it ran", "stopped", "stopped, alone", "empty plans")
+
+
+def rotate(folder: Path, seed: int, num_rotations: int) -> tuple[Counter[str], list[tuple[int, Verification]]]:
+    """Flights until their files began anew as often; what happened, and those that are not in order, by their seed."""
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    seen: Counter[str] = Counter()
+    faulty = []
+    while seen["rotations"] < num_rotations:
+        one = draw.randrange(1 << 30)
+        seen += fly(folder, one, num_users=6 if seen["flights"] % 2 else 1, file_bytes=draw.choice((1, 200, 1000)))
+        seen["flights"] += 1
+        seen["rotations"] += len(list(folder.iterdir())) - 1
+        found = verify(open_trace(folder))
+        if not found.is_in_order(allows_gaps=False) or found.findings:
+            faulty.append((one, found))
+        shutil.rmtree(folder)
+    return seen, faulty
+
+
+@pytest.mark.parametrize("num_rotations", [NUM_ROTATIONS, pytest.param(NUM_ROTATIONS_SLOW, marks=pytest.mark.slow)])
+def test_whoever_left_or_pressed_stop_before_a_rotation_it_goes_on_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rotations: int
+) -> None:
+    many_files(monkeypatch)
+    seed = random.randrange(1 << 30) if num_rotations == NUM_ROTATIONS_SLOW else 1
+    seen, faulty = rotate(tmp_path / "flight", seed, num_rotations)
+    assert not faulty, f"of seed {seed}: {faulty[0]}"
+    for what in HAPPENINGS:
+        assert seen[what] > num_rotations // 70, what
+    print(dict(seen))
+
+
+def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect that was: the rows of the last step are frozen, and only a live scheduler makes empty plans."""
+    decide = Scheduler.schedule
+
+    def schedule(self: Scheduler) -> StepPlan:
+        if not self.has_unfinished:
+            self._pending_seqs = []
+        return decide(self)
+
+    many_files(monkeypatch)
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    monkeypatch.setitem(checkpoint.STATE, Scheduler, (*checkpoint.STATE[Scheduler], "_pending_seqs"))
+    _, faulty = rotate(tmp_path / "flight", 1, NUM_ROTATIONS)
+    assert faulty
+    for _, found in faulty:
+        assert found.parted is not None
+        assert "the state that the next file begins with" in found.parted.what
