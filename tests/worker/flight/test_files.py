@@ -139,6 +139,50 @@ def test_a_writer_that_lags_loses_chunks_and_not_requests(tmp_path: Path, monkey
         assert lost_of(bench, 99)["trace_gaps"] > 0
 
 
+def test_a_gap_leaves_no_hole_in_the_numbers_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is too short for a while, in the middle of a file or where one would begin, again and again."""
+    monkeypatch.setattr(files, "RETRY_S", 0.0)
+    monkeypatch.setattr("lockstep.worker.flight.recorder.FLUSH_INTERVAL_S", 0.0)
+    enough = files.MAX_QUEUED_BYTES
+    with running(trace=options(tmp_path)) as bench:
+        bench.ready("a", "stub://alpha")
+        bench.ready("b", "stub://beta")
+        for batch in range(6):
+            submit(bench, 6, 200 * batch)
+            monkeypatch.setattr(files, "MAX_QUEUED_BYTES", (0, 200)[batch % 2])
+            submit(bench, 6, 200 * batch + 100)
+            monkeypatch.setattr(files, "MAX_QUEUED_BYTES", enough)
+    paths = files_of(tmp_path)
+    assert [int(path.stem[-6:]) for path in paths] == list(range(1, len(paths) + 1))
+    found = verify(open_trace(tmp_path))
+    assert found.is_in_order(allows_gaps=False), found
+    gaps = [each for each in found.findings if each.kind is Kind.GAP]
+    assert len(gaps) >= 3
+    assert all("the recorder could not write (the disk does not keep up)" in each.what for each in gaps)
+    assert any(each.loss is not None and each.loss.num_turns for each in gaps)
+
+
+def test_a_file_that_cannot_be_begun_gives_its_number_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory comes later; nothing is missing before the first file but what it says."""
+    monkeypatch.setattr(files, "RETRY_S", 0.0)
+    folder = tmp_path / "flight"
+    folder.write_text("no directory")
+    with running(trace=options(folder)) as bench:
+        bench.ready("a", "stub://alpha")
+        bench.ready("b", "stub://beta")
+        submit(bench, 12)
+        folder.unlink()
+        submit(bench, 12, 100)
+    [path] = files_of(folder)
+    assert path.name.endswith("-000001.lstrace")
+    found = verify(open_trace(folder))
+    assert found.is_in_order(allows_gaps=False), found
+    [finding] = found.findings
+    assert finding.what.endswith("the recorder could not write (File exists)"), finding
+    assert finding.loss is not None
+    assert finding.loss.num_turns > 0
+
+
 def test_a_defect_of_the_recorder_ends_the_recording_and_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -156,7 +156,7 @@ class TraceFiles:
                     self._write(chunk)
             except (OSError, zstandard.ZstdError) as error:
                 self._abandon()
-                self._break(_said(error), 0 if isinstance(error, FileExistsError) else number)
+                self._break(_said(error), 0 if os.path.exists(self._path(number)) else number)
             if number < 0:
                 return
             with self._lock:
@@ -172,8 +172,11 @@ class TraceFiles:
     def _next_file(self, number: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._make_room()
-        self._file = (self._folder / f"{self.run}-{number:06}{self._suffix}").open("xb", buffering=0)
+        self._file = self._path(number).open("xb", buffering=0)
         self._file_bytes, self._number = 0, number
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self.run}-{number:06}{self._suffix}"
 
     def _make_room(self) -> None:
         """Delete the oldest files until one more fits."""
