@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lockstep.core.checkpoint import STATE, freeze, thaw
+from lockstep.core.checkpoint import STATE, freeze, is_of_this_version, thaw
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
@@ -239,6 +239,18 @@ def test_a_subclass_is_frozen_as_a_scheduler() -> None:
     core = Watched(config())
     core.add(Request(3))
     assert type(thaw(freeze(core), core.config)) is Scheduler
+
+
+def test_whose_it_is_can_be_asked_before_it_is_thawed() -> None:
+    layout, state = freeze(scheduler())
+    assert is_of_this_version([layout, state])
+    [number, *names], *others = layout
+    assert not is_of_this_version([[[number, *names, "_pending_seqs"], *others], state])
+    with pytest.raises(TraceError, match="another version"):
+        thaw([[[number, *names[1:]], *others], state], config())
+    for damaged in (None, [], [[[99]]], [[7]]):
+        with pytest.raises(TraceError, match="checkpoint"):
+            is_of_this_version(damaged)
 
 
 @pytest.mark.parametrize(

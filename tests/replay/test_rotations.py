@@ -12,8 +12,9 @@ import pytest
 from lockstep.core import checkpoint
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
+from lockstep.errors import TraceError
 from lockstep.replay.trace import open_trace
-from lockstep.replay.verify import Verification, verify
+from lockstep.replay.verify import Verification, describe, verify
 from tests.replay.rotations import fly, many_files
 
 NUM_ROTATIONS = 200
@@ -71,3 +72,17 @@ def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
     for _, found in faulty:
         assert found.parted is not None
         assert "the state that the next file begins with" in found.parted.what
+
+
+def test_checkpoints_of_another_version_are_passed_over_and_every_step_is_decided(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as other:
+        many_files(other)
+        other.setitem(checkpoint.STATE, Scheduler, (*checkpoint.STATE[Scheduler], "_pending_seqs"))
+        fly(tmp_path, 1, file_bytes=2000)
+    trace = open_trace(tmp_path)
+    found = verify(trace)
+    assert found.is_in_order(allows_gaps=False), found
+    assert found.num_foreign_checkpoints == len(trace.files) - 1 > 2
+    assert "not compared" in [*describe(found, trace)][1]
+    with pytest.raises(TraceError, match="another version"):
+        verify(open_trace(trace.files[1]))

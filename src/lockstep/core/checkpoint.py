@@ -125,6 +125,18 @@ def thaw(
     return root
 
 
+def is_of_this_version(frozen: Frozen) -> bool:
+    """Whether it was frozen by a core whose objects are made of the same; if not, it cannot be thawed or compared.
+
+    Raises:
+        TraceError: it is no checkpoint of any version.
+    """
+    try:
+        return all(sorted(names) == sorted(STATE[_CLASSES[number]]) for number, *names in frozen[0])
+    except (TypeError, ValueError, IndexError) as error:
+        raise TraceError(f"a checkpoint does not say what it is made of: {error!r}") from error
+
+
 def _checked(layout: Frozen) -> dict[int, list[str]]:
     """The layout, if the core of this version has its objects made of the same."""
     for number, *names in layout:

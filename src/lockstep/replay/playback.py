@@ -81,6 +81,8 @@ class Playback:
         """Taken again as recorded."""
         self.num_unchecked_steps = 0
         """That had begun when a recording broke off, and whose records were not written."""
+        self.num_foreign_checkpoints = 0
+        """That another version's scheduler made, so that they cannot be compared."""
         self.losses: dict[Place, Loss] = {}
         """What is missing in front of files that do not go on where the one of their run before them ends."""
         self._num_reached: dict[int, int] = {}
@@ -152,7 +154,7 @@ class Playback:
             case Checkpoint():
                 rerun = self._engine(entry.engine)
                 if self._is_whole and rerun.num_steps:
-                    rerun.arrive_at(entry)
+                    self.num_foreign_checkpoints += not rerun.arrive_at(entry)
                 else:
                     rerun.begin_at(entry)
                     self._miss({entry.engine: rerun.num_begun - self._num_reached.get(entry.engine, 0)}, 0)

@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from lockstep.core.checkpoint import freeze, thaw
+from lockstep.core.checkpoint import freeze, is_of_this_version, thaw
 from lockstep.core.fingerprint import Fingerprint, chained
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
@@ -127,15 +127,20 @@ class EngineRerun:
         self._is_open = self._fingerprint.open_record is not None
         self._commands.clear()
 
-    def arrive_at(self, entry: Checkpoint) -> None:
-        """Compare a recorded state with the one that the steps before led to.
+    def arrive_at(self, entry: Checkpoint) -> bool:
+        """Compare a recorded state with the one that the steps before led to; False: it is another version's, and
+        cannot be.
 
         Raises:
             PartedError: they differ.
+            TraceError: it is no state.
         """
+        if not (is_of_this_version(entry.scheduler) and is_of_this_version(entry.fingerprint)):
+            return False
         ours = freeze(self.scheduler, lambda content: int.from_bytes(content, "little"), int), freeze(self._fingerprint)
         if msgspec.msgpack.decode(msgspec.msgpack.encode(ours)) != [entry.scheduler, entry.fingerprint]:
             self._part("the state that the next file begins with is not the one that the steps before lead to")
+        return True
 
     def record(self, entry: Record) -> Iterator[Ran | Obeyed]:
         """Decide the steps of a record.

@@ -31,6 +31,8 @@ class Verification:
     """That were taken as recorded."""
     num_unchecked_steps: int
     """That had begun when the recording broke off."""
+    num_foreign_checkpoints: int
+    """That another version made: what leads to them was decided again, and they were not compared."""
     findings: tuple[Finding, ...]
     """What of the recording is not there, or not where it belongs."""
     parted: PartedError | None
@@ -65,6 +67,7 @@ def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler) -> Verification:
         playback.num_steps,
         playback.num_turns,
         playback.num_unchecked_steps,
+        playback.num_foreign_checkpoints,
         with_losses(trace.findings, playback.losses),
         parted,
     )
@@ -87,6 +90,9 @@ def describe(verification: Verification, trace: Trace) -> Iterator[str]:
     yield from map(str, verification.findings)
     if verification.num_unchecked_steps:
         yield f"{verification.num_unchecked_steps} steps had begun whose records were not written; they are left out"
+    if verification.num_foreign_checkpoints:
+        count = verification.num_foreign_checkpoints
+        yield f"{count} checkpoints are of another version's scheduler: they are not compared, all steps are"
     if parted is not None:
         yield parted.what
         yield from side_by_side(parted.recorded, parted.decided)
@@ -102,6 +108,7 @@ def facts(verification: Verification) -> dict[str, Any]:
         "steps": verification.num_steps,
         "turns": verification.num_turns,
         "unchecked_steps": verification.num_unchecked_steps,
+        "foreign_checkpoints": verification.num_foreign_checkpoints,
         "findings": [finding.facts() for finding in verification.findings],
         "parted": None if verification.parted is None else parted_facts(verification.parted),
     }
