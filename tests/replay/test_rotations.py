@@ -78,7 +78,7 @@ def test_checkpoints_of_another_version_are_passed_over_and_every_step_is_decide
     with pytest.MonkeyPatch.context() as other:
         many_files(other)
         other.setitem(checkpoint.STATE, Scheduler, (*checkpoint.STATE[Scheduler], "_pending_seqs"))
-        fly(tmp_path, 1, file_bytes=2000)
+        fly(tmp_path, 3, num_requests=30, file_bytes=2000)
     trace = open_trace(tmp_path)
     found = verify(trace)
     assert found.is_in_order(allows_gaps=False), found
