@@ -139,9 +139,12 @@ class Rotations(RuleBasedStateMachine):
         if self.live.plan is not None:
             assert self.live.fail() == self.thawed.fail()
 
-    @rule(count=st.integers(1, 9), number=st.integers(0, 1000))
-    def steps(self, count: int, number: int) -> None:
-        for _ in range(count):
+    @rule(count=st.integers(1, 12), number=st.integers(0, 1000), rotation=st.integers(0, 15))
+    def steps(self, count: int, number: int, rotation: int) -> None:
+        """Enough of them that some repeat, with a rotation among them."""
+        for index in range(count):
+            if index == rotation:
+                self.rotate()
             self.schedule()
             self.commit(number)
 
@@ -164,7 +167,13 @@ class Rotations(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "live"):
-            self.steps(300, 2)
+            if self.live.plan is not None:
+                self.commit(2)
+            for rotation in (2, 5, 7):  # among steps that repeat
+                self.add(4, 8)
+                self.add(9, 17)
+                self.steps(9, 2, rotation)
+            self.steps(300, 2, 300)
             assert not self.live.core.has_unfinished
             self.both_are_in_one_state()
 
