@@ -14,14 +14,14 @@ state of another version's core is refused. A value is None, a bool, an int, or 
 - ``1 class value...``: an object of the core; class counts the table below, values are its attributes by name.
 - ``2 item...``, ``3 item...``: a list, a tuple.
 - ``4 (key value)...``, ``5 (key value)...``: a dict, an OrderedDict.
-- ``6 maxlen item...``: a deque. ``7 item...``: a set, sorted.
-- ``8 class index``: a member of an enum of the core. ``9 value``, ``10 value``: bytes, and a string, as whoever froze
-  them chose to show them. ``11``: the scheduler's configuration, which is not part of the state.
+- ``6 item...``: a set, sorted.
+- ``7 class index``: a member of an enum of the core. ``8 value``, ``9 value``: bytes, and a string, as whoever froze
+  them chose to show them. ``10``: the scheduler's configuration, which is not part of the state.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from enum import Enum
 from typing import Any
@@ -43,7 +43,7 @@ from lockstep.errors import TraceError
 Frozen = Any
 """Lists of None, bools, ints, attribute names, and what ``content`` and ``name`` gave."""
 
-_REF, _OBJECT, _LIST, _TUPLE, _DICT, _ORDERED, _DEQUE, _SET, _ENUM, _BYTES, _STR, _CONFIG = range(12)
+_REF, _OBJECT, _LIST, _TUPLE, _DICT, _ORDERED, _SET, _ENUM, _BYTES, _STR, _CONFIG = range(11)
 STATE: dict[type[Any], tuple[str, ...]] = {
     Scheduler: (
         *("config", "_kv", "_ledger", "_queue", "_roster", "_sequences", "_counters"),
@@ -196,8 +196,6 @@ class _Freezer:
         if kind is dict or kind is OrderedDict:
             code = _DICT if kind is dict else _ORDERED
             return [code, *[part for key, held in value.items() for part in (self.value(key), self.value(held))]]
-        if kind is deque:
-            return [_DEQUE, value.maxlen, *self._items(value)]
         assert kind is set, f"the core has a {kind.__name__}, which no checkpoint can hold"
         return [_SET, *self._items(sorted(value))]
 
@@ -233,13 +231,13 @@ class _Thawer:
                 return self._object(_CLASSES[rest[0]], self._layout[rest[0]], rest[1:])
             case 3:
                 return tuple(self._items(rest))
-            case 8:
+            case 7:
                 return _ENUMS[_CLASSES[rest[0]]][rest[1]]
-            case 9:
+            case 8:
                 return self._content(rest[0])
-            case 10:
+            case 9:
                 return self._name(rest[0])
-            case 11:
+            case 10:
                 return self._config
         return self._container(code, rest)
 
@@ -251,12 +249,9 @@ class _Thawer:
         return thawed
 
     def _container(self, code: int, rest: list[Frozen]) -> Any:
-        made: Any = {_LIST: list, _DICT: dict, _ORDERED: OrderedDict, _SET: set, _DEQUE: deque}[code]
-        thawed: Any = deque(maxlen=rest[0]) if code == _DEQUE else made()
+        thawed: Any = {_LIST: list, _DICT: dict, _ORDERED: OrderedDict, _SET: set}[code]()
         self._met.append(thawed)
-        if code == _DEQUE:
-            thawed.extend(self._items(rest[1:]))
-        elif code in (_LIST, _SET):
+        if code in (_LIST, _SET):
             (thawed.extend if code == _LIST else thawed.update)(self._items(rest))
         else:
             values = self._items(rest)

@@ -25,9 +25,9 @@ class Part(NamedTuple):
 
     path: Path
     run: str
-    """Empty, and ``number`` 0: it ends before it says anything."""
+    """Empty where nothing of the file can be read."""
     number: int
-    """From 1."""
+    """From 1; 0 where nothing of the file can be read."""
     num_bytes: int
     gap: str = ""
     """Why what came before it was not written; empty: it was."""
@@ -36,10 +36,11 @@ class Part(NamedTuple):
     goes_on: bool = False
     """Whether it says that another file follows."""
     is_simulated: bool = False
-    """A replay's recording: a run of its own, whatever it is called."""
+    """A replay's recording: a run of its own, called as its user liked."""
 
     @property
     def is_empty(self) -> bool:
+        """Whether nothing of it can be read."""
         return not self.number
 
     @property
@@ -175,7 +176,7 @@ def _of_run(files: Sequence[Part], is_first: bool) -> list[Finding]:
     for part in files:
         number, last = part.place[1], 0 if before is None else before.place[1]
         follows = number == last + 1
-        if part.named not in (part.place, NO_PLACE):
+        if not part.is_simulated and part.named not in (part.place, NO_PLACE):
             found.append(_misplaced(part))
         if part.gap and follows:
             found.append(_gap(before, part))

@@ -135,6 +135,8 @@ class TraceFiles:
 
     def _queue(self, number: int, chunk: bytes) -> None:
         with self._lock:
+            if self._state is _State.BROKEN:
+                return  # behind what was lost nothing of the file can be understood
             fits = self._num_queued + len(chunk) <= MAX_QUEUED_BYTES
             self._num_queued += len(chunk) if fits else 0
         if fits:
