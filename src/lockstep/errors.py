@@ -169,7 +169,17 @@ class UnavailableError(RequestError):
 
 
 class WorkerLostError(UnavailableError):
-    """The process that computed the answer ended; another takes its place."""
+    """The process that computed the answer, or loaded the model, ended; another takes its place.
+
+    Args:
+        is_suspect: whether the process was about just this when it ended, so that this may be why.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float = 1.0, is_suspect: bool = False
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.is_suspect = is_suspect
 
 
 class DeadlineError(RequestError):

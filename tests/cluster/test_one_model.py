@@ -231,7 +231,7 @@ async def test_while_it_loads_a_model_says_that_it_is_not_there(kind: Kind, gate
     starting = asyncio.create_task(model.start())
     with pytest.raises(UnavailableError, match="loading"):
         await answer(model, call("abc"))
-    await until(lambda: worker_of(model)._link is not None)
+    await until(lambda: worker_of(model)._life.link is not None)
     assert (model.card("alias").name, model.card(None).tier) == (NAME, "loading")
     assert model.health().reason == "the model is loading"
     assert await model.metrics() == {}

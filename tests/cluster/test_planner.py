@@ -67,6 +67,15 @@ class TestLoading:
         assert fake.models["a"].busy == calls
         assert loads(fake) == ["a"]
 
+    def test_what_workers_ended_over_is_loaded_after_all_others(self) -> None:
+        replicas = (
+            wanted("a", since_s=0.0, num_lost=2),
+            absent("b", is_pinned=True, num_lost=1),
+            wanted("c", priority=9),
+        )
+        actions = plan(Observed(replicas, None), NOW_S, replace(POLICY, max_parallel_loads=3))
+        assert [action.key for action in actions if isinstance(action, Load)] == ["c", "b", "a"]
+
     def test_a_failed_load_fails_all_waiters_and_is_not_tried_before_its_time(self) -> None:
         fake = shell(absent("a"), budget=4)
         calls = [fake.arrive("a"), fake.arrive("a")]

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.held import WARM_WISH_S, Held, ReplicaSpec
+from lockstep.cluster.held import MAX_BACKOFF_S, MAX_LOST_LOADS, WARM_WISH_S, Held, ReplicaSpec
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.opening import open_manifest
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
 from lockstep.engine.loading import LoadOptions
-from lockstep.errors import NotLoadableError, QueueFullError, UnavailableError
+from lockstep.errors import NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
 from lockstep.worker.options import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import QUICK
@@ -143,6 +143,20 @@ async def test_a_defect_over_a_load_is_told_to_those_who_wait_and_leaves_nothing
             await asyncio.wait_for(replicas.acquire(held), HANG_S)
         assert held.phase is Phase.ABSENT
         assert replicas.held_bytes == 0
+
+
+async def test_a_load_that_was_lost_with_its_worker_is_the_models_own_failure_only_after_many() -> None:
+    async with shell() as (replicas, _):
+        held = replicas.hold(spec_of("b"))
+        for _ in range(100):
+            assert not held.lost(WorkerLostError("it waited for its turn"))
+        for _ in range(MAX_LOST_LOADS):
+            assert not held.lost(WorkerLostError("it was being loaded", is_suspect=True))
+            assert held.is_missed
+        assert held.refusal(0.0) is None
+        assert held.lost(WorkerLostError("once more", is_suspect=True))
+        assert not held.is_missed
+        assert held.failed(WorkerLostError("once more"), 0.0) == MAX_BACKOFF_S, "each try takes all others down"
 
 
 def test_what_is_loaded_counts_as_free_for_a_manifest_that_replaces_it() -> None:

@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,6 +18,7 @@ import psutil
 import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.held import MAX_BACKOFF_S, MAX_LOST_LOADS
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import ArtifactNotFoundError, RequestFailedError, UnavailableError, WorkerLostError
@@ -24,8 +27,9 @@ from lockstep.pocket import pocket_path
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.messages import TrialOptions
 from lockstep.worker.options import WorkerOptions
-from lockstep.worker.restarts import FIRST_DELAY_S
 from lockstep.worker.thread import ThreadLink
+from tests.cluster.clusters import clustered, say
+from tests.cluster.clusters import model_of as state_of
 from tests.cluster.support import ENDLESS, answer, call, model_of, one_model, running, served, settled, until, worker_of
 from tests.waiting import ENDLESS_MS, HANG_S
 
@@ -35,6 +39,11 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processe
 def pid_of(model: ManifestCluster) -> int:
     assert model.worker_pid is not None
     return model.worker_pid
+
+
+def is_replaced(model: ManifestCluster, pid: int) -> bool:
+    """Whether another worker is there in the place of this one."""
+    return model.worker_pid not in (pid, None)
 
 
 def is_alive(pid: int) -> bool:
@@ -59,24 +68,123 @@ async def test_a_killed_worker_ends_what_was_in_flight_and_comes_back() -> None:
             assert outcome.retry_after_s >= 1.0
         assert model.health().reason == "the device worker is being restarted"
         assert model.card(None).tier == "loading"
-        with pytest.raises(UnavailableError, match="being restarted"):
-            await answer(model, asked)
-        await until(lambda: model.health().ready)
-        assert (await answer(model, asked)).completions == before
+        assert (await answer(model, asked)).completions == before, "who comes meanwhile waits for the next worker"
+        assert model.health().ready
         await settled(model)
 
 
-async def test_a_worker_that_keeps_dying_is_started_ever_more_rarely() -> None:
+async def test_where_the_next_worker_comes_late_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.worker.restarts.FIRST_DELAY_S", HANG_S)
+    monkeypatch.setattr("lockstep.worker.restarts.MAX_DELAY_S", HANG_S)
     async with served("stub://alpha", "process") as model:
         first = pid_of(model)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: model.worker_pid not in (first, None))
-        second, killed_s = pid_of(model), time.monotonic()
-        os.kill(second, signal.SIGKILL)
-        await until(lambda: model.worker_pid not in (first, second, None))
-        assert time.monotonic() - killed_s >= FIRST_DELAY_S
-        await until(lambda: model.health().ready)
+        await until(lambda: is_replaced(model, first))
+        waiting = asyncio.create_task(answer(model, call("abc")))
+        os.kill(pid_of(model), signal.SIGKILL)
+        await until(lambda: model.worker_pid is None)
+        with pytest.raises(UnavailableError, match="being restarted") as refused:
+            await answer(model, call("abc"))
+        assert HANG_S / 2 < refused.value.retry_after_s <= HANG_S + 5
+        with pytest.raises(UnavailableError):
+            await waiting
+
+
+COLD = """
+cluster: two
+models:
+  warm: {source: 'stub://warm?load_ms=100', priority: critical}
+  cold: {source: 'stub://cold?load_ms=300', tier: standby}
+"""
+
+
+async def test_loads_that_were_lost_with_their_workers_are_no_failures_of_the_models() -> None:
+    async with clustered(COLD, kind="process") as cluster:
+        asked = [asyncio.create_task(say(cluster, "hello", name)) for name in ("cold", "cold")]
+        for _ in range(3):
+            await until(lambda: state_of(cluster, "cold").state == "loading" and cluster.worker_pid is not None)
+            pid = pid_of(cluster)
+            os.kill(pid, signal.SIGKILL)
+            await until(partial(is_replaced, cluster, pid))
+        assert [said.model for said in await asyncio.gather(*asked)] == ["cold", "cold"], "they went on waiting"
+        assert (await say(cluster, "hello", "warm")).model == "warm"
+        states = {change.after for change in cluster.snapshot().transitions}
+        assert "failed" not in states
+        assert [replica.failure for replica in cluster.snapshot().replicas] == [None, None]
+
+
+async def test_what_was_loaded_for_requests_comes_back_with_the_next_worker_by_itself() -> None:
+    async with clustered(COLD, kind="process") as cluster:
+        await say(cluster, "hello", "cold")
+        os.kill(pid_of(cluster), signal.SIGKILL)
+        await until(lambda: [model.state for model in cluster.snapshot().models] == ["loading"] * 2)
+        await until(lambda: [model.state for model in cluster.snapshot().models] == ["resident"] * 2)
+
+
+@pytest.mark.slow
+async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lockstep.worker.restarts.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("lockstep.worker.restarts.MAX_DELAY_S", 0.01)
+    async with clustered(COLD.replace("load_ms=300", f"load_ms={ENDLESS_MS}"), kind="process") as cluster:
+        asked = asyncio.create_task(say(cluster, "hello", "cold"))
+        pid = 0
+        for _ in range(MAX_LOST_LOADS + 1):
+            await until(partial(is_replaced, cluster, pid))
+            await until(lambda: state_of(cluster, "warm").state == "resident")
+            assert (await say(cluster, "hello", "warm")).model == "warm", "it comes before what ends workers"
+            await until(lambda: any(pending.has_begun for pending in cluster._stage.worker._replicas._loading.values()))
+            pid = pid_of(cluster)
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(UnavailableError, match=r"signal 9 .* while it loaded the model, as 5 times before") as told:
+            await asked
+        assert told.value.retry_after_s == MAX_BACKOFF_S
+        assert state_of(cluster, "cold").state == "failed"
+        assert (await say(cluster, "hello", "warm")).model == "warm"
+
+
+@contextmanager
+def stopped(model: ManifestCluster) -> Iterator[int]:
+    """Let the worker hang, and be impatient with this one alone: another may be slow as the machine is."""
+    pid, pulse = pid_of(model), worker_of(model)._life.pulse
+    os.kill(pid, signal.SIGSTOP)
+    pulse._limits = HealthLimits(silence_s=1.0, load_s=1.0)
+    try:
+        yield pid
+    finally:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_worker_that_hangs_is_killed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    async with served("stub://alpha?step_ms=20", "process") as model:
+        task = asyncio.create_task(answer(model, call("x", ENDLESS)))
+        await running(model, 1)
+        await until(lambda: worker_of(model)._life.pulse.last_words.startswith("it last reported 1 running"))
+        with (
+            stopped(model) as pid,
+            pytest.raises(WorkerLostError, match=r"SIGKILL\) after \d+ s without a sign of life while it answered"),
+        ):
+            await task
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
+        assert not is_alive(pid)
+    [told] = [record.getMessage() for record in caplog.records if "hangs" in record.getMessage()]
+    assert f"the device worker (process {pid}) hangs, " in told
+    assert "1 running and 0 waiting requests" in told
+    assert "it has alpha loaded" in told
+
+
+async def test_a_worker_that_says_nothing_from_its_start_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    async with served("stub://alpha", "process") as model:
+        first = pid_of(model)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: is_replaced(model, first))
+        with stopped(model) as second:
+            await until(lambda: model.worker_pid != second)
+        assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
+        assert not is_alive(second)
+    assert "without a sign of life since its start, and is killed; it has reported nothing" in caplog.text
 
 
 async def test_a_worker_that_dies_over_its_first_load_is_a_failed_start() -> None:
@@ -205,12 +313,12 @@ async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_th
     async with served("stub://alpha?step_ms=20", "thread") as model:
         task = asyncio.create_task(answer(model, call("x", ENDLESS)))
         await running(model, 1)
-        link = worker_of(model)._link
+        link = worker_of(model)._life.link
         assert isinstance(link, ThreadLink)
         with patch.object(link._worker._turns, "choose", side_effect=ZeroDivisionError("a defect")):
             with pytest.raises(RequestFailedError, match="the device worker broke: ZeroDivisionError"):
                 await task
-            await until(lambda: worker_of(model)._link is not link and model.health().ready)
+            await until(lambda: worker_of(model)._life.link is not link and model.health().ready)
         assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
         await settled(model)
 

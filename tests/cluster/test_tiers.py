@@ -223,18 +223,26 @@ async def test_models_are_loaded_and_unloaded_by_hand() -> None:
         assert cluster.tokenizer("legal").encode("a") == [97], "known before it is loaded"
 
 
-async def test_unloading_by_hand_lets_calls_end_and_refuses_new_ones_until_then(gate: Gate) -> None:
+async def test_unloading_by_hand_lets_calls_end_and_new_ones_wait_until_the_model_is_back(gate: Gate) -> None:
     text = f"cluster: c\nmodels:\n  m: {{source: 'stub://m?step_ms={ENDLESS_MS}'}}\n"
     async with clustered(text) as cluster:
         running = asyncio.create_task(say(cluster, "hello"))
         await until(lambda: model_of(cluster, "m").num_running == 1)
-        unloading = asyncio.create_task(cluster.unload_model("m"))
+        unloading = [asyncio.create_task(cluster.unload_model("m")) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(UnavailableError, match="out of service"):
-            await say(cluster, "hello")
+        waiting = asyncio.create_task(say(cluster, "hello"))
+        await until(lambda: model_of(cluster, "m").num_waiting == 1)
         gate.open()
-        await unloading
+        await asyncio.wait_for(asyncio.gather(*unloading), HANG_S)
         assert (await running).text.startswith("[stub:m] ok")
+        assert (await waiting).text.startswith("[stub:m] ok")
+        moves = [(change.after, change.reason) for change in cluster.snapshot().transitions]
+        assert moves[2:] == [
+            ("unloading", "by hand"),
+            ("standby", "by hand"),
+            ("loading", "request"),
+            ("resident", "request"),
+        ]
 
 
 async def test_nothing_is_changed_by_hand_while_the_first_models_are_loaded(gate: Gate) -> None:

@@ -108,6 +108,34 @@ def test_the_hop_does_not_wait_for_the_model_that_it_names(gate: Gate) -> None:
         assert (text, told) == (warm["message"]["content"], warm["logprobs"]["content"])
 
 
+def test_models_that_are_unloaded_by_hand_under_load_come_back_and_nobody_is_refused() -> None:
+    statuses: list[tuple[str, int]] = []
+    is_over = threading.Event()
+
+    def ask_on(server: Living, name: str) -> None:
+        with server.client() as client:
+            while not is_over.is_set():
+                statuses.append((name, client.post(CHAT, json=asking("Is this legal?", model=name)).status_code))
+
+    with clustered() as server, server.client() as client:
+        clients = [threading.Thread(target=ask_on, args=(server, name)) for name in ("law", "law", "billing", "test")]
+        for each in clients:
+            each.start()
+        try:
+            for _ in range(8):
+                for name in ("legal", "billing", "router"):
+                    assert client.post(f"/v1/models/{name}/unload").status_code == 200
+                seen = len(statuses)
+                until(lambda seen=seen: len(statuses) > seen + 8, "they are answered again")  # type: ignore[misc]
+        finally:
+            is_over.set()
+            for each in clients:
+                each.join(HANG_S)
+        assert {name for name, _ in statuses} == {"law", "billing", "test"}
+        assert {status for _, status in statuses} == {200}
+        assert client.get("/v1/cluster").json()["counters"]["demotions"] >= 8
+
+
 def test_a_hop_to_a_model_that_cannot_be_loaded_is_shown_and_the_stream_ends_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

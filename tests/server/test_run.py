@@ -9,9 +9,11 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import httpx2
+import psutil
 import pytest
 from msgspec import structs
 
@@ -259,3 +261,33 @@ def test_both_processes_log_in_one_format() -> None:
     assert failed["level"] == "error"
     assert "fail_every" in failed["traceback"]
     assert any(line["process"] == "server" and line.get("status") == 500 for line in lines)
+
+
+def test_a_worker_that_hangs_is_replaced_and_the_log_says_what_is_known() -> None:
+    """In the middle of an answer, stopped as a debugger or a defect in native code would stop it."""
+    answers: list[httpx2.Response] = []
+    body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+    with serve(f"stub://alpha?step_ms={ENDLESS_MS}", "--worker-timeout", "2") as server, server.client() as client:
+        asking = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=body)))
+        asking.start()
+        until(lambda: b"num_requests_running" in metrics(server), "the request is being computed")
+        [worker] = psutil.Process(server.pid).children()
+        try:
+            worker.suspend()
+            asking.join(HANG_S)
+            assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "worker_lost")
+            assert "without a sign of life while it answered; send the request again" in answers[0].text
+            with server.client() as looking:
+                until(lambda: looking.get("/health/ready").status_code == 200, "another worker serves")
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.resume()
+        assert f"the device worker (process {worker.pid}) hangs, " in server.stderr
+        assert "it has alpha loaded" in server.stderr
+
+
+def metrics(server: ServerProcess) -> bytes:
+    """The lines of what is not zero."""
+    with server.client() as client:
+        lines = client.get("/metrics").content.splitlines()
+    return b"\n".join(line for line in lines if not line.startswith(b"#") and not line.endswith(b" 0.0"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.worker.health import HealthLimits, trouble
+from lockstep.worker.health import MAX_STEP_S, HealthLimits, Pulse, trouble
 from lockstep.worker.messages import HealthReport
 
 LIMITS = HealthLimits(step_s=30.0, answer_s=10.0)
@@ -21,3 +21,55 @@ def test_a_worker_that_does_not_answer_is_not_ready() -> None:
 def test_a_step_that_takes_too_long_while_requests_wait_is_not_ready() -> None:
     assert trouble(LIMITS, HealthReport(0, 29.0, 1, 0), 0.5) == ""
     assert "no step was completed for 31 s" in trouble(LIMITS, HealthReport(0, 29.0, 1, 0), 2.0)
+
+
+def hang_of(pulse: Pulse) -> str:
+    return pulse.hang(is_loading=False)
+
+
+def silent(pulse: Pulse, num_questions: int) -> Pulse:
+    for _ in range(num_questions):
+        pulse.asked()
+    return pulse
+
+
+def test_a_worker_hangs_that_leaves_too_many_questions_unanswered_whatever_a_clock_says() -> None:
+    pulse = Pulse(HealthLimits(silence_s=60.0), 0.0)
+    pulse.heard()
+    assert hang_of(silent(pulse, 60)) == ""
+    assert hang_of(silent(pulse, 1)) == "61 s without a sign of life"
+    pulse.heard()
+    assert hang_of(pulse) == "", "any word of it is a sign of life"
+    pulse.reported(HealthReport(0, 0.0, 0, 0), 1e9)
+    assert hang_of(pulse) == ""
+
+
+def test_while_it_starts_or_loads_a_worker_may_be_silent_for_longer() -> None:
+    pulse = Pulse(HealthLimits(silence_s=60.0, load_s=600.0), 0.0)
+    assert hang_of(silent(pulse, 600)) == ""
+    assert hang_of(silent(pulse, 1)) == "601 s without a sign of life since its start"
+    pulse.heard()
+    assert silent(pulse, 600).hang(is_loading=True) == ""
+    assert silent(pulse, 1).hang(is_loading=True) == "601 s without a sign of life"
+    assert hang_of(silent(Pulse(HealthLimits(silence_s=900.0), 0.0), 900)) == "", "who is patient is so from the start"
+
+
+def test_a_step_without_end_is_a_hang_though_questions_are_answered() -> None:
+    """A pause of the whole machine makes one report of a long step, and not many."""
+    pulse, num_reports = Pulse(LIMITS, 0.0), int(MAX_STEP_S - LIMITS.step_s)
+    for number in range(num_reports):
+        pulse.heard()
+        pulse.reported(HealthReport(number, 1000.0, 1, 0), 0.0)
+    assert hang_of(pulse) == ""
+    pulse.reported(HealthReport(0, 1001.0, 1, 0), 0.0)
+    assert hang_of(pulse) == "601 s within one step"
+    assert pulse.last_words == "it last reported 1 running and 0 waiting requests, no step completed for 1001.0 s"
+    pulse.reported(HealthReport(0, 0.1, 1, 0), 0.0)
+    assert hang_of(pulse) == ""
+
+
+def test_where_nobody_is_killed_for_hanging_nothing_is_a_hang() -> None:
+    pulse = silent(Pulse(HealthLimits(silence_s=0.0), 0.0), 100_000)
+    for _ in range(1000):
+        pulse.reported(HealthReport(0, 1000.0, 1, 0), 0.0)
+    assert hang_of(pulse) == ""

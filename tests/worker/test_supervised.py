@@ -18,7 +18,7 @@ from lockstep.engine.outputs import GenerationRequest, RequestOutput
 from lockstep.engine.sessions import Swept
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker.life import Lost
+from lockstep.worker.life import Back, Lost
 from lockstep.worker.messages import SessionsChanged
 from lockstep.worker.options import WorkerOptions
 from lockstep.worker.steps import StepReport
@@ -118,11 +118,9 @@ async def test_a_new_worker_knows_who_is_watched_and_no_session(kind: Kind) -> N
         await until(lambda: any(isinstance(notice, Lost) for notice in notices))
         assert [notice for notice in notices if isinstance(notice, Lost)] == [Lost("signal 9 (SIGKILL)")]
         assert not any((await worker.sessions()).values())
-        await until(lambda: worker.loaded("a") is not None and worker.loaded("b") is not None)
-        assert {load.replica: load.priority for load in worker._replicas._wanted.values()} == {
-            "a": Priority.CRITICAL,
-            "b": Priority.LOW,
-        }
+        await until(lambda: any(isinstance(notice, Back) for notice in notices))
+        assert worker.loaded("a") is None
+        await worker.load("a", "stub://alpha", SMALL, priority=Priority.CRITICAL)
         notices.clear()
         assert (await answer(worker, "a", "x" * 70, "s")).num_cached_tokens == 0
         await until(lambda: any(isinstance(notice, StepReport) for notice in notices))

@@ -61,6 +61,10 @@ def test_one_that_crashed_is_tried_again_and_one_that_came_through_is_not(
     assert stages == ["trial", "trial"]
     attempt(load(threads=1), COUNTED.format(str(count)))
     assert count.read_text() == "xxx", "other options are another thing to try"
+    with pytest.raises(ArtifactError):
+        attempt(load(trial=TrialOptions(is_forced=True)), "import os; os.abort()")
+    attempt(load(), COUNTED.format(str(count)))
+    assert count.read_text() == "xxxx", "what a worker ended over has to come through again"
 
 
 def test_a_trial_without_end_is_ended(load: Callable[..., Load]) -> None:

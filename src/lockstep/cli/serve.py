@@ -169,6 +169,7 @@ def _cluster(
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.stage import ClusterOptions
     from lockstep.server.reloading import ManifestReload, stamp_of
+    from lockstep.worker.health import HealthLimits
     from lockstep.worker.options import WorkerOptions
 
     model = model or None  # what a unit's variable that is not set leaves of an argument
@@ -185,6 +186,7 @@ def _cluster(
     )
     worker = WorkerOptions(
         kind=what.worker,
+        health=HealthLimits(silence_s=what.worker_timeout),
         log_format=report.log_format,
         log_level=report.log_level,
         stream_interval_s=what.stream_interval_ms / 1000,

@@ -10,6 +10,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.worker.flight.options import DEFAULT_MAX_MB
+from lockstep.worker.health import MAX_SILENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,10 @@ class ModelFlags:
     worker: Annotated[
         Literal["process", "thread"], typer.Option(help="Where the model runs: a supervised process of its own.")
     ] = "process"
+    worker_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds without a sign of life until a worker process is replaced; 0: never.", min=0.0),
+    ] = MAX_SILENCE_S
     stream_interval_ms: Annotated[
         float, typer.Option(help="Tokens of a stream that come faster share a frame; 0: never.", min=0.0, max=1000.0)
     ] = 20.0

@@ -21,7 +21,6 @@ from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.sessions import Sessions
 from lockstep.cluster.snapshot import Counters
 from lockstep.engine.outputs import GenerationRequest, TokenOutput
-from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker
 
@@ -169,30 +168,39 @@ class Answering:
         """One model's answer."""
         self._warm(model)
         model.num_requests += 1
-        async with self._admitted(model, addressed(call, model.entry)) as asked:
-            if model.remote is not None:
-                async with aclosing(model.remote.stream(asked)) as events:
-                    async for event in events:
-                        yield replace(event, hops=hops) if isinstance(event, Accepted) else event
-                return
-            assert model.held is not None, "a model is local or remote"
-            held = model.held
-            max_model_len, tokenizer = self._text_side(held)
-            request = await prepared_request(tokenizer, max_model_len, asked)
-            if request.session_id is not None:
-                request = _owned(request, model)
-            mailbox = self._worker.submit(held.key, request)
-            try:
-                outputs = await mailbox.take()
-                yield Accepted(model.id, tuple(request.prompt), hops)  # type: ignore[arg-type]  # tokens by now
-                while True:
-                    for output in outputs:
-                        yield output
-                        if output.request is not None:
-                            return
+        asked = addressed(call, model.entry)
+        while True:
+            async with self._admitted(model, asked) as asked:
+                if model.remote is not None:
+                    async with aclosing(model.remote.stream(asked)) as events:
+                        async for event in events:
+                            yield replace(event, hops=hops) if isinstance(event, Accepted) else event
+                    return
+                assert model.held is not None, "a model is local or remote"
+                request = await self._prepared(model, model.held, asked)
+                if request is None:
+                    continue  # the worker was lost before it knew of the call, which waits for the next one
+                mailbox = self._worker.submit(model.held.key, request)
+                try:
                     outputs = await mailbox.take()
-            finally:
-                self._worker.leave(mailbox)
+                    yield Accepted(model.id, tuple(request.prompt), hops)  # type: ignore[arg-type]  # tokens by now
+                    while True:
+                        for output in outputs:
+                            yield output
+                            if output.request is not None:
+                                return
+                        outputs = await mailbox.take()
+                finally:
+                    self._worker.leave(mailbox)
+
+    async def _prepared(self, model: Model, held: Held, call: Call) -> GenerationRequest | None:
+        """The call as its worker takes it; None: that worker is gone."""
+        assert held.loaded is not None, "whose calls are admitted was loaded"
+        assert held.tokenizer is not None, "and its text side was read then"
+        request = await prepared_request(held.tokenizer, held.loaded.config.max_model_len, call)
+        if held.phase is not Phase.RESIDENT:
+            return None
+        return request if request.session_id is None else _owned(request, model)
 
     @asynccontextmanager
     async def _admitted(self, model: Model, call: Call) -> AsyncIterator[Call]:
@@ -239,18 +247,6 @@ class Answering:
         if model.held.refusal(self._clock()) is not None:
             return False
         return not (model.held.is_open and model.sessions.is_open(call.session_id))
-
-    def _text_side(self, held: Held) -> tuple[int, Tokenizer]:
-        """Context and tokenizer, as told by the worker that serves now; an artifact may change with a restart."""
-        loaded = self._worker.loaded(held.key)
-        if loaded is None:
-            raise self._worker.unavailable(held.key)
-        if held.tokenizer is None or (
-            loaded is not held.loaded and (held.loaded is None or loaded.text != held.loaded.text)
-        ):
-            held.tokenizer = Tokenizer(loaded.text.parts())
-        held.loaded = loaded
-        return loaded.config.max_model_len, held.tokenizer
 
     def _warm(self, model: Model) -> None:
         """Promote who is named together with this one, once however many requests ask."""

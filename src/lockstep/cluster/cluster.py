@@ -94,7 +94,7 @@ class ManifestCluster:
             return model.remote.tokenizer
         assert model.held is not None, "a model is local or remote"
         if model.held.tokenizer is None:
-            raise self._stage.worker.unavailable(model.held.key)
+            raise UnavailableError("the model is loading")
         return model.held.tokenizer
 
     def stream(self, call: Call) -> EventStream:
@@ -123,8 +123,7 @@ class ManifestCluster:
             held = model.held
             if held is None or model.entry.tier is not Tier.RESIDENT or not held.is_pinned:
                 continue
-            reason = held.absence if held.phase is not Phase.RESIDENT else ""
-            if reason := reason or self._stage.worker.trouble(held.key):
+            if reason := self._stage.trouble(held):
                 return reason if len(models) == 1 else f"{model.id}: {reason}"
         return ""
 
@@ -233,11 +232,7 @@ class ManifestCluster:
         held = self._held(id_)
         held.is_dismissed = True
         held.is_pinned = False
-        self._stage.replicas.retire(held)
-        try:
-            await self._stage.replicas.drain(held, self._stage.options.drain_s, "by hand")
-        finally:
-            held.is_retired = False
+        await self._stage.replicas.unload(held, self._stage.options.drain_s, "by hand")
 
     def sessions(self) -> tuple[SessionSnapshot, ...]:
         return self._stage.sessions.snapshot(time.monotonic())
@@ -280,7 +275,6 @@ class ManifestCluster:
         was_watched = False
         while True:
             await asyncio.sleep(self._stage.roster.declared.sessions.sweep_interval_s)
-            self._stage.notice_losses()
             for session in self._stage.idle_sessions(time.monotonic()):
                 await self._stage.sweep(session, "idle")
             is_watched = self.events.num_watchers > 0

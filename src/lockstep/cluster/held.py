@@ -11,12 +11,16 @@ from typing import NamedTuple
 from lockstep.cluster.planner import MOVES, Phase, Replica
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import LockstepError, UnavailableError
+from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.worker.messages import Loaded
 
 FIRST_BACKOFF_S = 1.0
 """After a load failed; doubled by each that fails in a row."""
 MAX_BACKOFF_S = 60.0
+MAX_LOST_LOADS = 5
+"""Workers may end over a model's load so often in a row before that counts as the model's own failure."""
+SUSPECT_LOADS = 2
+"""After so many of them it is tried in a throw-away process first."""
 WARM_WISH_S = 30.0
 """For how long after it became probable that a model will be needed, room that becomes free is taken for it."""
 EXPECTED_LOAD_S = 1.0
@@ -43,6 +47,8 @@ class Waiter(NamedTuple):
 
     admitted: asyncio.Future[None]
     since_s: float
+    is_patient: bool = True
+    """Goes on waiting when the load is lost with its worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,14 +77,20 @@ class Held:
     """In a row."""
     failure: LockstepError | None = None
     """Why its last load failed; None: it did not."""
+    num_lost: int = 0
+    """Loads in a row over which the worker ended."""
+    is_missed: bool = False
+    """It was there, or about to be, when the worker was lost; the next one is to load it."""
     warm_until_s: float = 0.0
     """Until then free room is taken for it, as it will probably be needed."""
     makes_room_for: str | None = None
     """For whom it drains or is unloaded; None: for nobody."""
     is_dismissed: bool = False
     """Unloaded by hand: requests bring it back, its declared tier does not."""
+    num_leaving: int = 0
+    """Who unloads it by hand: it answers what it has begun, and new calls wait until it has come back."""
     is_retired: bool = False
-    """On its way out of the manifest, or sent away by hand: it takes no calls."""
+    """On its way out of the manifest: it takes no calls."""
 
     @property
     def bytes(self) -> int:
@@ -92,7 +104,7 @@ class Held:
     @property
     def is_open(self) -> bool:
         """Whether calls are admitted at once: it is there, and is not held back for others."""
-        return self.phase is Phase.RESIDENT and self.makes_room_for is None
+        return self.phase is Phase.RESIDENT and self.makes_room_for is None and not self.num_leaving
 
     def move_to(self, phase: Phase, now_s: float) -> None:
         """A move that the planner's table does not have is a programming error."""
@@ -107,10 +119,37 @@ class Held:
         self.warm_until_s = 0.0
         return delay_s
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it is tried in a throw-away process before it is loaded again."""
+        return self.num_lost >= SUSPECT_LOADS
+
     def succeeded(self, loaded: Loaded, now_s: float) -> None:
         self.loaded, self.load_s, self.last_used_s = loaded, loaded.load_s, now_s
-        self.failure, self.num_failures, self.retry_at_s = None, 0, 0.0
+        self.failure, self.num_failures, self.num_lost, self.retry_at_s = None, 0, 0, 0.0
         self.warm_until_s = 0.0
+
+    def lost(self, error: WorkerLostError) -> bool:
+        """A load was lost with its worker, which says nothing of the model; whether it did too often for that."""
+        self.num_lost += error.is_suspect
+        is_to_blame = error.is_suspect and self.num_lost > MAX_LOST_LOADS
+        if is_to_blame:
+            self.num_failures = max(self.num_failures, self.num_lost)  # each further try takes all others down, too
+        self.miss()
+        self.is_missed = self.is_missed and not is_to_blame
+        return is_to_blame
+
+    def miss(self) -> None:
+        """The worker was lost that had it, or was to; the next one is to load it, unless it was about to go."""
+        self.makes_room_for = None
+        self.is_missed = not (self.num_leaving or self.is_retired)
+
+    def recall(self, now_s: float) -> None:
+        """There is a worker again; what the last one had is wished for."""
+        if self.is_missed:
+            self.is_missed = False
+            self.warm_until_s = now_s + WARM_WISH_S
+            self.retry_at_s = max(self.retry_at_s, now_s)  # since when it waits, where it is declared resident
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -145,11 +184,13 @@ class Held:
                 self.admit(now_s)
                 admitted.set_result(None)
 
-    def fail_waiting(self, error: LockstepError) -> None:
-        while self.waiting:
-            admitted = self.waiting.popleft().admitted
-            if not admitted.done():
-                admitted.set_exception(error)
+    def fail_waiting(self, error: LockstepError, *, only_impatient: bool = False) -> None:
+        waiting, self.waiting = self.waiting, deque()
+        for waiter in waiting:
+            if only_impatient and waiter.is_patient:
+                self.waiting.append(waiter)
+            elif not waiter.admitted.done():
+                waiter.admitted.set_exception(error)
 
     # -- the planner ----------------------------------------------------------------------------------------------
 
@@ -171,4 +212,5 @@ class Held:
             wants_warm=now_s < self.warm_until_s,
             idle_limit_s=self.idle_limit_s,
             makes_room_for=self.makes_room_for,
+            num_lost=self.num_lost,
         )

@@ -62,7 +62,7 @@ def _model(stage: Stage, model: Model, now_s: float) -> ModelSnapshot:
     state = stage.state_of(model, now_s)
     reason = ""
     if held is not None and held.phase is Phase.RESIDENT:
-        reason = stage.worker.trouble(held.key)
+        reason = stage.worker.trouble
     elif state == "failed" and held is not None:
         reason = str(held.failure)
     elif model.remote is not None:

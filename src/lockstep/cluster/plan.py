@@ -59,6 +59,8 @@ class Replica:
     """Unused for so long it is unloaded; None: only to make room."""
     makes_room_for: str | None = None
     """Of a draining or unloading replica: what the last `Drain` or the `Unload` said."""
+    num_lost: int = 0
+    """Loads in a row over which the worker ended: what may end it again is loaded after all others."""
 
     def __post_init__(self) -> None:
         assert (self.num_waiting > 0) == (self.waiting_since_s is not None), f"who waits for {self.key}, since when?"

@@ -61,7 +61,7 @@ def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, 
     """What to do now. Carried out, and asked again in the same moment, at most the same drains remain.
 
     - Room is given to those who waited too long, oldest first, then by priority and age. Who declared to be resident
-      and is not waits since it could be loaded.
+      and is not waits since it could be loaded. Before all that, those over whose loads fewer workers ended.
     - What is evicted is idle: cheapest first, by bytes freed per second of reloading (within a factor of two), the
       least urgent, the least recently used, the first defined; and nothing that the room does not need.
     - Only for one who waited too long are calls of others held back, and of those only that stayed long enough to be
@@ -185,7 +185,8 @@ class _Draft:
             if not self._may_load(replica) or not _is_needed(replica):
                 continue
             since_s, is_overdue = _since_s(replica), self._now_s >= _overdue_at_s(replica, self._policy)
-            rank = (0, 0, since_s, index) if is_overdue else (1, replica.priority, since_s, index)
+            urgency = (0, 0) if is_overdue else (1, replica.priority)
+            rank = (replica.num_lost, *urgency, since_s, index)
             reason = LoadReason.REQUEST if replica.num_waiting else LoadReason.RESIDENT
             ranked.append((rank, _Claim(replica.key, replica.bytes, since_s, is_overdue, reason)))
         return [claim for _, claim in sorted(ranked, key=lambda pair: pair[0])]

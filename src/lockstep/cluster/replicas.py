@@ -29,7 +29,7 @@ from lockstep.cluster.planner import (
     plan,
 )
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.errors import LockstepError, NotLoadableError, QueueFullError, UnavailableError
+from lockstep.errors import LockstepError, NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
 from lockstep.worker.supervised import SupervisedWorker
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,13 @@ MAX_WAITING_CALLS = 1024
 MIN_LOOK_S = 0.005
 """Plans that only time could change are no closer together."""
 
+MAX_AWAY_S = 5.0
+"""Calls wait for a worker that is started within this time; where it is later, they are told when to come again."""
+
 FAILED = "failed"
 """Why a replica is absent that could not be loaded."""
+LOST = "worker lost"
+"""Why one is absent that was there, or was being loaded."""
 CUT = "the model was taken out of service before this answer was complete; send the request again"
 """What calls are told that did not end in the time that draining had."""
 
@@ -128,8 +133,11 @@ class Replicas:
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    async def acquire(self, held: Held) -> None:
+    async def acquire(self, held: Held, *, is_patient: bool = True) -> None:
         """Wait until a call may be sent to a replica, which then stays until `release`.
+
+        Args:
+            is_patient: whether to go on waiting when its load is lost with its worker.
 
         Raises:
             NotLoadableError: there will be no room for it as the manifest stands.
@@ -137,7 +145,7 @@ class Replicas:
             QueueFullError: too many wait already.
         """
         now_s = self._clock()
-        if (error := self._closing or held.refusal(now_s)) is not None:
+        if (error := self._closing or held.refusal(now_s) or self._away()) is not None:
             raise error
         if held.is_open:
             held.admit(now_s)
@@ -145,7 +153,7 @@ class Replicas:
         if sum(len(other.waiting) for other in self._held.values()) >= MAX_WAITING_CALLS:
             raise QueueFullError(f"{MAX_WAITING_CALLS} requests already wait for models to be loaded; try again later")
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = Waiter(admitted, now_s)
+        waiter = Waiter(admitted, now_s, is_patient)
         held.waiting.append(waiter)
         self.pump()
         try:
@@ -158,6 +166,12 @@ class Replicas:
             if waiter in held.waiting:
                 held.waiting.remove(waiter)
                 self.pump()
+
+    def _away(self) -> UnavailableError | None:
+        """Why nobody need wait for the next worker; None: it is there, or comes soon."""
+        if self._worker.away_s <= MAX_AWAY_S:
+            return None
+        return UnavailableError(self._worker.trouble, retry_after_s=self._worker.retry_after_s)
 
     def release(self, held: Held) -> None:
         """A call of a replica has ended."""
@@ -184,20 +198,33 @@ class Replicas:
 
     def retire(self, held: Held) -> None:
         """It takes no more calls, and those that wait are told so."""
-        held.is_retired, held.warm_until_s = True, 0.0
+        held.is_retired, held.is_missed, held.warm_until_s = True, False, 0.0
         held.fail_waiting(held.retirement())
         self.pump()
 
-    def lost(self, held: Held, error: LockstepError) -> None:
-        """The worker does not have it any more, and could not bring it back."""
-        held.failed(error, self._clock())
-        held.makes_room_for = None
-        self._move(held, Phase.ABSENT, FAILED)
-        self.run(self._worker.unload(held.key))
+    def worker_lost(self) -> None:
+        """The worker is gone, with all that was resident; who waits goes on waiting, if the next one comes soon."""
+        for held in self._held.values():
+            if held.phase is Phase.RESIDENT:
+                held.miss()
+                self._move(held, Phase.ABSENT, LOST)
+        if (error := self._away()) is not None:
+            self.fail_all(error)
         self.pump()
 
+    async def unload(self, held: Held, limit_s: float, reason: str) -> None:
+        """Take a replica off the device when its calls have ended, or when the time is up. Calls that come meanwhile
+        wait, and bring it back."""
+        held.is_missed, held.warm_until_s = False, 0.0
+        held.num_leaving += 1
+        try:
+            await self.drain(held, limit_s, reason)
+        finally:
+            held.num_leaving -= 1
+            self.pump()
+
     async def drain(self, held: Held, limit_s: float, reason: str) -> int:
-        """Unload a retired replica when its calls have ended, or when the time is up; how many calls that cut."""
+        """Unload a replica that admits no calls when its own have ended, or when the time is up; how many that cut."""
         try:
             async with asyncio.timeout(limit_s):
                 await self.until(lambda: held.num_busy == 0 and held.phase is not Phase.LOADING)
@@ -208,7 +235,7 @@ class Replicas:
             self._worker.abort_all(UnavailableError(CUT), held.key)
         if held.phase is Phase.RESIDENT:
             self._start_unload(held, reason, None)
-        await self.until(lambda: held.phase is Phase.ABSENT)
+        await self.until(lambda: held.phase is not Phase.UNLOADING)  # who waits for it has it loaded again at once
         return num_cut
 
     async def until(self, is_so: Callable[[], bool]) -> None:
@@ -226,6 +253,17 @@ class Replicas:
         if self._closing is not None:
             return
         now_s = self._clock()
+        if self._worker.is_up:  # else there is nothing to be done, and nobody to do it
+            self._carry_out(now_s)
+        waiting, self._watchers = self._watchers, []
+        for watcher in waiting:
+            if not watcher.done():
+                watcher.set_result(None)
+        self._look_again(self._observed(now_s), now_s)
+
+    def _carry_out(self, now_s: float) -> None:
+        for held in self._held.values():
+            held.recall(now_s)
         observed = self._observed(now_s)
         drains: dict[str, str] = {}
         actions = plan(observed, now_s, self._policy)
@@ -244,13 +282,8 @@ class Replicas:
         for held in self._held.values():
             if held.phase is Phase.RESIDENT:
                 held.makes_room_for = drains.get(held.key)
-                if held.waiting and held.makes_room_for is None:
+                if held.waiting and held.is_open:
                     held.admit_waiting(self._clock())
-        waiting, self._watchers = self._watchers, []
-        for watcher in waiting:
-            if not watcher.done():
-                watcher.set_result(None)
-        self._look_again(self._observed(now_s), now_s)
 
     def _look_again(self, observed: Observed, now_s: float) -> None:
         """See to it that there is another plan when time alone may change it."""
@@ -283,7 +316,9 @@ class Replicas:
         spec = held.spec
         progress = None if self.progress is None else partial(self.progress, held)
         try:
-            loaded = await self._worker.load(spec.key, spec.source, spec.options, progress, held.priority)
+            loaded = await self._worker.load(
+                spec.key, spec.source, spec.options, progress, held.priority, is_suspect=held.is_suspect
+            )
             if held.loaded is None or held.loaded.text != loaded.text:
                 held.tokenizer = await asyncio.to_thread(lambda: Tokenizer(loaded.text.parts()))
             measured = spec.measure(loaded)
@@ -293,16 +328,31 @@ class Replicas:
                 self._move(held, Phase.UNLOADING, "budget")
                 await self._worker.unload(spec.key)
                 raise NotLoadableError(f"{spec.source}: {excess}")
+            if self._worker.loaded(spec.key) is not loaded:
+                raise WorkerLostError("the device worker ended when it had just loaded the model")
+        except WorkerLostError as lost:
+            self._load_lost(held, lost)
         except Exception as defect:  # whatever it is, nobody may wait for a load that has ended
             error = defect if isinstance(defect, LockstepError) else await self._given_up(defect, spec)
-            delay_s = held.failed(error, self._clock())
-            self._move(held, Phase.ABSENT, FAILED)
-            held.fail_waiting(UnavailableError(held.absence, retry_after_s=delay_s))
+            self._load_failed(held, error)
         else:
             held.succeeded(loaded, self._clock())
             self._move(held, Phase.RESIDENT, reason)
             held.admit_waiting(self._clock())
         self.pump()
+
+    def _load_failed(self, held: Held, error: LockstepError) -> None:
+        delay_s = held.failed(error, self._clock())
+        self._move(held, Phase.ABSENT, FAILED)
+        held.fail_waiting(UnavailableError(held.absence, retry_after_s=delay_s))
+
+    def _load_lost(self, held: Held, error: WorkerLostError) -> None:
+        """It is loaded again as soon as there is a worker, unless its loads are what ends them."""
+        if held.lost(error):
+            self._load_failed(held, NotLoadableError(f"{error}, as {held.num_lost - 1} times before"))
+            return
+        self._move(held, Phase.ABSENT, LOST)
+        held.fail_waiting(error, only_impatient=True)
 
     async def _given_up(self, defect: Exception, spec: ReplicaSpec) -> LockstepError:
         """A defect of ours over a load: it is logged, and what was loaded is freed."""

@@ -23,13 +23,13 @@ from lockstep.cluster.opening import LoadProgress, Opened, corrected, has_device
 from lockstep.cluster.plan_flight import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
-from lockstep.cluster.replicas import FAILED, Replicas
+from lockstep.cluster.replicas import FAILED, LOST, Replicas
 from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
-from lockstep.worker.life import Lost
+from lockstep.worker.life import Back, Lost
 from lockstep.worker.messages import SessionsChanged
 from lockstep.worker.options import WorkerOptions
 from lockstep.worker.steps import StepReport
@@ -238,17 +238,10 @@ class Stage:
             LockstepError: why it is not.
         """
         try:
-            await self.replicas.acquire(held)
+            await self.replicas.acquire(held, is_patient=False)
         except LockstepError as error:
             raise (held.failure or error) from None
         self.replicas.release(held)
-
-    def notice_losses(self) -> None:
-        """What the successor of a lost worker could not load again is absent now."""
-        for held in self.replicas.all():
-            failure = self.worker.failure(held.key)
-            if held.phase is Phase.RESIDENT and failure is not None:
-                self.replicas.lost(held, failure)
 
     def warnings(self) -> tuple[str, ...]:
         """What somebody should look after although calls are answered."""
@@ -273,11 +266,17 @@ class Stage:
         held = model.held
         if held is None:
             return "remote"
-        if held.phase is Phase.RESIDENT:
-            return self.worker.tier(held.key)  # its worker may have been lost
-        if held.phase is Phase.ABSENT and held.failure is not None and now_s < held.retry_at_s:
-            return "failed"
+        if held.phase is Phase.ABSENT and held.failure is not None:
+            return "failed" if now_s < held.retry_at_s else _STATES[Phase.ABSENT]
+        if held.phase is Phase.ABSENT and (held.is_missed or held.is_pinned):
+            return _STATES[Phase.LOADING]
         return _STATES[held.phase]
+
+    def trouble(self, held: Held) -> str:
+        """Why calls of a replica would not be answered at once, in one sentence; empty: they would."""
+        if reason := self.worker.trouble:
+            return reason
+        return "" if held.phase is Phase.RESIDENT else held.absence or "the model is loading"
 
     def swept(self, session: str, model: str, reason: str) -> None:
         """A model gave up a session's KV."""
@@ -311,7 +310,10 @@ class Stage:
             case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
                 for session in self.sessions.ids:
-                    self._gave_up(session, "worker lost")
+                    self._gave_up(session, LOST)
+                self.replicas.worker_lost()
+            case Back():
+                self.replicas.pump()
 
     def _session_changed(self, change: SessionChange) -> None:
         if change.what == "kept":

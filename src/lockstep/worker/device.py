@@ -123,6 +123,7 @@ class DeviceWorker:
 
     def _load(self, load: Load) -> None:
         report = throttled(lambda stage, fraction: self._emit(Loading(load.replica, stage, fraction)))
+        report("open", 0.0)  # from now on, what ends this process may be this load
         try:
             replica, loaded = open_replica(load, report, self._steps.listeners, self._recorder)
         except Exception as error:

@@ -34,6 +34,10 @@ class Link(Protocol):
         """
         ...
 
+    def kill(self) -> None:
+        """End a process that hangs, at once, so that it counts as lost; a thread cannot be ended, and goes on."""
+        ...
+
     async def close(self) -> None:
         """End the worker, within a bounded time."""
         ...

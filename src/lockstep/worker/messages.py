@@ -30,6 +30,8 @@ class TrialOptions(msgspec.Struct, frozen=True, array_like=True):
     enabled: bool = True
     limit_s: float = DEFAULT_TRIAL_LIMIT_S
     """After so many seconds the trial is ended, and the load with it."""
+    is_forced: bool = False
+    """Also what has come through before: a worker has ended over it."""
 
 
 class _Command(msgspec.Struct, frozen=True, array_like=True, tag=True):

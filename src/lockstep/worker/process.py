@@ -95,6 +95,11 @@ class ProcessLink(asyncio.Protocol):
             raise InvalidParameterError(f"a number of the request does not fit 64 bits ({error})") from None
         transport.write(framed(body))
 
+    def kill(self) -> None:
+        self._process.kill()
+        if self._transport is not None:
+            self._transport.abort()  # also where it is in the hands of a device, and cannot even be killed
+
     async def close(self) -> None:
         self.send(Stop())
         self._is_closing = True

@@ -1,110 +1,70 @@
-"""What a supervised worker is to have loaded, has, and is about to load or free. Event loop only."""
+"""Replicas that the present worker has, loads and frees, by its own word. Event loop only."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
-
-import msgspec
+from dataclasses import dataclass
 
 from lockstep.engine.loading import Progress
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, WorkerLostError
 from lockstep.worker.correspondence import resolve
-from lockstep.worker.messages import Load, Loaded, LoadFailed, Loading, Unloaded
+from lockstep.worker.messages import Loaded, LoadFailed, Loading, Unloaded
 
 
-class _Pending(NamedTuple):
-    """A load that is under way."""
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A load that is under way, or has its turn after others."""
 
     answer: asyncio.Future[Loaded | LockstepError]
     progress: Progress
+    has_begun: bool = False
+    """The worker has told of it."""
 
 
 class Replicas:
-    """Outlives the worker: what is wanted is loaded again by its successor."""
+    """Forgets everything when the worker is lost: what its successor is to load is others' to say."""
 
     def __init__(self) -> None:
-        self._wanted: dict[str, Load] = {}
-        """In order of loading."""
         self._loaded: dict[str, Loaded] = {}
-        self._load_s: dict[str, float] = {}
-        """How long what is wanted took to load."""
-        self._failures: dict[str, LockstepError] = {}
-        """Why what is wanted could not be loaded again."""
         self._loading: dict[str, _Pending] = {}
+        """In the order in which the worker was told, and goes about them."""
         self._unloading: dict[str, asyncio.Future[None]] = {}
-
-    # -- what there is --------------------------------------------------------------------------------------------
 
     def loaded(self, replica: str) -> Loaded | None:
         return self._loaded.get(replica)
 
-    def missing(self) -> list[Load]:
-        """What is wanted and not there."""
-        return [load for replica, load in self._wanted.items() if replica not in self._loaded]
+    def all(self) -> tuple[Loaded, ...]:
+        """In order of loading."""
+        return tuple(self._loaded.values())
 
     @property
-    def load_s(self) -> float:
-        """How long it takes to load all that is wanted, going by the last time."""
-        return sum(self._load_s.values())
+    def num_loading(self) -> int:
+        return len(self._loading)
 
-    def tier(self, replica: str) -> str:
-        """``resident``, ``loading`` or ``failed``."""
-        if replica in self._loaded:
-            return "resident"
-        return "failed" if replica in self._failures else "loading"
-
-    def failure(self, replica: str) -> LockstepError | None:
-        """Why it could not be loaded again; None: that was not tried, or not in vain."""
-        return self._failures.get(replica)
-
-    def absence(self, replica: str) -> str:
-        """Why it is not there, in one sentence."""
-        if replica in self._failures:
-            return f"the model could not be loaded again: {self._failures[replica]}"
-        return "the device worker is being restarted" if replica in self._wanted else "the model is loading"
-
-    # -- what changes ---------------------------------------------------------------------------------------------
-
-    def want(self, load: Load) -> None:
-        """It was loaded, and is to be there from now on."""
-        self._wanted[load.replica] = load
-
-    def prioritise(self, replica: str, priority: int) -> bool:
-        """Its class has changed; False: it is not wanted."""
-        load = self._wanted.get(replica)
-        if load is not None:
-            self._wanted[replica] = msgspec.structs.replace(load, priority=priority)
-        return load is not None
-
-    def failed(self, load: Load, error: LockstepError) -> None:
-        """It could not be loaded again."""
-        self._failures[load.replica] = error
-
-    def forget(self, replica: str) -> bool:
-        """It is not wanted any more; whether it is there, or is being loaded again."""
-        for known in (self._wanted, self._load_s, self._failures):
-            known.pop(replica, None)
-        return self._loaded.pop(replica, None) is not None or replica in self._loading
-
-    async def load(self, load: Load, progress: Progress | None) -> Loaded:
+    async def load(self, replica: str, progress: Progress | None) -> Loaded:
         """Wait for what the worker says of a load.
 
         Raises:
-            LockstepError: it failed, or the worker is gone.
+            LockstepError: it failed.
+            WorkerLostError: the worker is gone.
         """
         answer: asyncio.Future[Loaded | LockstepError] = asyncio.get_running_loop().create_future()
-        self._loading[load.replica] = _Pending(answer, progress or (lambda stage, fraction: None))
+        self._loading[replica] = _Pending(answer, progress or (lambda stage, fraction: None))
         try:
             loaded = await answer
         finally:
-            del self._loading[load.replica]
+            del self._loading[replica]
         if isinstance(loaded, LockstepError):
             raise loaded
         return loaded
 
+    def is_known(self, replica: str) -> bool:
+        """Whether there is something to free, now or at the end of the load under way."""
+        return replica in self._loaded or replica in self._loading
+
     def unload(self, replica: str) -> None:
-        """The worker was told to free it, now or when the load under way has come to its end."""
+        """The worker is told to free it."""
+        self._loaded.pop(replica, None)
         self._unloading[replica] = asyncio.get_running_loop().create_future()
 
     async def unloaded(self, replica: str) -> None:
@@ -117,26 +77,37 @@ class Replicas:
         pending = self._loading.get(event.replica)
         match event:
             case Unloaded(replica):
-                self._loaded.pop(replica, None)  # one that a lost worker's successor was still loading
+                self._loaded.pop(replica, None)
                 resolve(self._unloading.pop(replica, None), None)
             case Loading(_, stage, fraction) if pending is not None:
+                pending.has_begun = True
                 pending.progress(stage, fraction)
             case LoadFailed(_, error) if pending is not None:
                 resolve(pending.answer, error)
             case Loaded(replica) if pending is not None:
-                self._failures.pop(replica, None)
                 self._loaded[replica] = event
-                self._load_s[replica] = event.load_s
                 resolve(pending.answer, event)
 
-    def lost(self) -> None:
-        """The worker is gone, and all that it had."""
+    def lost(self, error: WorkerLostError, suspected: WorkerLostError) -> None:
+        """The worker is gone, and all that it had.
+
+        Args:
+            error: what the loads are told that waited for their turn.
+            suspected: what the load is told that the worker was about.
+        """
         self._loaded.clear()
+        for pending in self._loading.values():
+            resolve(pending.answer, suspected if pending.has_begun else error)
+        self._end_unloads()
+
+    def end(self, error: LockstepError) -> None:
+        """No worker will say anything any more."""
+        self._loaded.clear()
+        for pending in self._loading.values():
+            resolve(pending.answer, error)
+        self._end_unloads()
+
+    def _end_unloads(self) -> None:
         for unloading in self._unloading.values():
             resolve(unloading, None)
         self._unloading.clear()
-
-    def end_loads(self, error: LockstepError) -> None:
-        """No load that is under way will be answered."""
-        for pending in self._loading.values():
-            resolve(pending.answer, error)

@@ -1,7 +1,8 @@
 """A device worker as the server sees it: requests in, mailboxes out, and a new worker when one is lost.
 
-Everything here runs on one event loop. What a worker had loaded is loaded again by the next one; requests that were in
-flight end with `WorkerLostError`, and until the next one serves, requests are refused with `UnavailableError`.
+Everything here runs on one event loop. Requests and loads that were in flight end with `WorkerLostError`. The next
+worker begins with nothing loaded: who is notified of it says what it is to load. One that hangs is killed, and then it
+is lost like any other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from msgspec.structs import replace
+
 from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
@@ -18,13 +21,10 @@ from lockstep.engine.outputs import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.worker.correspondence import Correspondence
-from lockstep.worker.health import trouble
-from lockstep.worker.life import Life, Lost, WorkerState
-from lockstep.worker.link import Link
+from lockstep.worker.life import Back, Life, Lost
 from lockstep.worker.mailbox import Mailbox
 from lockstep.worker.messages import (
     Abort,
-    AskHealth,
     AskMetrics,
     AskSessions,
     Check,
@@ -32,7 +32,6 @@ from lockstep.worker.messages import (
     Command,
     EndSession,
     Event,
-    HealthReport,
     Load,
     Loaded,
     LoadFailed,
@@ -54,17 +53,13 @@ from lockstep.worker.messages import (
     WatchSteps,
 )
 from lockstep.worker.options import WorkerOptions
-from lockstep.worker.process import ProcessLink
 from lockstep.worker.replicas import Replicas
-from lockstep.worker.restarts import Restarts
 from lockstep.worker.steps import StepReport
-from lockstep.worker.thread import ThreadLink
 
 log = logging.getLogger(__name__)
 
-Notice = SessionsChanged | StepReport | Lost
+Notice = SessionsChanged | StepReport | Lost | Back
 """What nobody asked for."""
-HEALTH_INTERVAL_S = 1.0
 ANSWER_LIMIT_S = 5.0
 """For what is answered without waiting for a step."""
 CHECK_LIMIT_S = 60.0
@@ -72,7 +67,7 @@ CHECK_LIMIT_S = 60.0
 
 
 class SupervisedWorker:
-    """One device worker and its successors; implements `lockstep.worker.link.Handler`.
+    """One device worker and its successors: their requests, loads and questions; their life is `Life`'s.
 
     Args:
         notify: called with every notice.
@@ -82,15 +77,11 @@ class SupervisedWorker:
         self._options = options
         self._notify = notify or (lambda notice: None)
         self._watched_per_s = 0.0
-        self._life = Life()
-        self._link: Link | None = None
         self._open = Correspondence(options.stream_interval_s)
         self._replicas = Replicas()
-        self._restarts = Restarts()
-        self._report: HealthReport | None = None
-        self._report_s = 0.0
-        self._asking: asyncio.Task[None] | None = None
-        self._returning: asyncio.Task[None] | None = None
+        self._life = Life(options, self._replicas, self._received, self._lost, self._back)
+        self._reason = ""
+        """What the last worker ended with."""
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -100,30 +91,23 @@ class SupervisedWorker:
         Raises:
             UsageError, ExecutorError: no process can be started.
         """
-        await self._start_link()
-        self._asking = asyncio.get_running_loop().create_task(self._ask_health())
+        await self._life.start()
 
     async def close(self) -> None:
         """End the worker and what is open; within a bounded time."""
-        if self._life.state is WorkerState.CLOSED:
+        if self._life.is_closed:
             return
-        self._life.move_to(WorkerState.CLOSED)
-        tasks = [task for task in (self._asking, self._returning) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        link, self._link = self._link, None
-        self._replicas.lost()
+        link = await self._life.end()
         error = UnavailableError("the server is closing")
         self._open.end(error)
-        self._replicas.end_loads(error)
+        self._replicas.end(error)
         if link is not None:
             await link.close()
 
     @property
     def pid(self) -> int | None:
         """Of the worker's process; None: there is none."""
-        return None if self._link is None else self._link.pid
+        return None if self._life.link is None else self._life.link.pid
 
     # -- replicas -------------------------------------------------------------------------------------------------
 
@@ -134,31 +118,40 @@ class SupervisedWorker:
         options: LoadOptions,
         progress: Progress | None = None,
         priority: int = Priority.NORMAL,
+        *,
+        is_suspect: bool = False,
     ) -> Loaded:
-        """Load a model, while others serve; from then on every successor of this worker has it too.
+        """Load a model into the present worker, while others serve.
 
         Args:
             priority: its class where replicas take turns on the device.
+            is_suspect: workers ended over it, so that it is tried in a throw-away process first.
 
         Raises:
-            LockstepError: it cannot be loaded, or the worker was lost over it.
+            LockstepError: it cannot be loaded.
+            WorkerLostError: the worker was lost over it, or is not there.
         """
-        trial = self._options.trial if self._options.kind == "process" else TrialOptions(enabled=False)
-        load = Load(replica, source, options, trial, priority)
+        is_process = self._options.kind == "process"
+        trial = replace(self._options.trial, is_forced=is_suspect) if is_process else TrialOptions(enabled=False)
         await self._replicas.unloaded(replica)
-        loaded = await self._load(load, progress)
-        self._replicas.want(load)
-        self._restarts.up(time.monotonic())
+        if not self.is_up:
+            raise WorkerLostError(self.trouble, retry_after_s=self.retry_after_s)
+        self._life.send(Load(replica, source, options, trial, priority))
+        try:
+            loaded = await self._replicas.load(replica, progress)
+        except asyncio.CancelledError:
+            self._unload(replica)
+            raise
+        self._life.restarts.up(time.monotonic())
         return loaded
 
     def prioritise(self, replica: str, priority: int) -> None:
-        """Change the class of a replica, here and in the worker's successors; one that is not wanted has none."""
-        if self._replicas.prioritise(replica, priority):
-            self._send(Prioritise(replica, priority))
+        """Change the class of a replica that is there or is being loaded; others have none."""
+        self._life.send(Prioritise(replica, priority))
 
     async def unload(self, replica: str) -> None:
         """End a replica's requests with ``abort`` and free it; one that is not there is gone already."""
-        if self._replicas.forget(replica):
+        if self._replicas.is_known(replica):
             self._unload(replica)
         await self._replicas.unloaded(replica)
 
@@ -166,30 +159,31 @@ class SupervisedWorker:
         """What loading measured; None: it is not there now."""
         return self._replicas.loaded(replica)
 
-    def tier(self, replica: str) -> str:
-        """``resident``, ``loading`` or ``failed``."""
-        return self._replicas.tier(replica)
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a worker to talk to."""
+        return self._life.link is not None
 
-    def failure(self, replica: str) -> LockstepError | None:
-        """Why a replica could not be loaded again after a loss; None: it was, or will be."""
-        return self._replicas.failure(replica)
+    @property
+    def trouble(self) -> str:
+        """Why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
+        return self._life.trouble
 
-    def trouble(self, replica: str) -> str:
-        """Why requests to a replica would not be answered now, in one sentence; empty: they would."""
-        if self._life.state is WorkerState.CLOSED:
-            return "the server is closing"
-        if self._replicas.loaded(replica) is None:
-            return self._replicas.absence(replica)
-        return trouble(self._options.health, self._report, time.monotonic() - self._report_s)
+    @property
+    def away_s(self) -> float:
+        """Seconds until the next worker is started; 0: it is there, or on its way."""
+        return self._life.away_s
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds after which the next worker is likely to have all that the last one had."""
+        return self._life.restarts.retry_after_s(time.monotonic())
 
     @property
     def recording_fault(self) -> str:
         """Why nothing is being recorded now, by the worker's last word; empty: it is, or nothing is to be."""
-        return "" if self._report is None else self._report.recording_fault
-
-    def unavailable(self, replica: str) -> UnavailableError:
-        """The answer to requests to a replica that is not there, and when it is worth trying again."""
-        return UnavailableError(self.trouble(replica), retry_after_s=self._retry_after_s())
+        report = self._life.pulse.report
+        return "" if report is None else report.recording_fault
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -197,12 +191,13 @@ class SupervisedWorker:
         """Send a request; every mailbox goes back by `leave`.
 
         Raises:
-            UnavailableError, QueueFullError: the replica is not there, or the worker takes no more requests, now.
+            WorkerLostError: the replica is not there any more.
+            QueueFullError: the worker takes no more requests now.
             InvalidParameterError: the request holds a number that no message can.
         """
-        link = self._link
+        link = self._life.link
         if link is None or self._replicas.loaded(replica) is None:
-            raise self.unavailable(replica)
+            raise self._lost_error("was about to answer; send the request again")
         mailbox = self._open.open(replica)
         try:
             link.send(Submit(mailbox.request_id, replica, request))
@@ -214,7 +209,7 @@ class SupervisedWorker:
     def leave(self, mailbox: Mailbox) -> None:
         """Nobody reads this mailbox any more: its request is aborted if it has not ended."""
         if self._open.leave(mailbox):
-            self._send(Abort(mailbox.replica, (mailbox.request_id,)))
+            self._life.send(Abort(mailbox.replica, (mailbox.request_id,)))
 
     def abort_all(self, error: LockstepError, of_replica: str | None = None) -> None:
         """End every open request, or every one of a replica, with this error."""
@@ -225,7 +220,7 @@ class SupervisedWorker:
             mailbox.fail(error)
             by_replica.setdefault(mailbox.replica, []).append(mailbox.request_id)
         for replica, request_ids in by_replica.items():
-            self._send(Abort(replica, tuple(request_ids)))
+            self._life.send(Abort(replica, tuple(request_ids)))
 
     @property
     def num_open(self) -> int:
@@ -265,28 +260,23 @@ class SupervisedWorker:
     def watch_steps(self, max_per_s: float) -> None:
         """Be notified of so many steps of each replica in a second at most, by this worker and its successors."""
         self._watched_per_s = max_per_s
-        self._send(WatchSteps(max_per_s))
+        self._life.send(WatchSteps(max_per_s))
 
     async def _sweep(self, order: Callable[[int], Command]) -> Swept:
         report = await self._ask(order, CHECK_LIMIT_S)
         return Swept(report.num_sessions, report.num_blocks) if isinstance(report, SessionsSwept) else Swept(0, 0)
 
     async def _ask(self, question: Callable[[int], Command], limit_s: float) -> object:
-        if self._link is None:
+        if not self.is_up:
             return None
         ask_id = self._open.next_id()
-        self._send(question(ask_id))
+        self._life.send(question(ask_id))
         return await self._open.answer(ask_id, limit_s)
 
-    async def _ask_health(self) -> None:
-        while True:
-            self._send(AskHealth(self._open.next_id()))
-            await asyncio.sleep(HEALTH_INTERVAL_S)
+    # -- what the worker says ------------------------------------------------------------------------------------
 
-    # -- link.Handler ---------------------------------------------------------------------------------------------
-
-    def received(self, event: Event) -> None:
-        """Take over what the worker says: one call, and one wake-up of the loop, per step."""
+    def _received(self, event: Event) -> None:
+        """One call, and one wake-up of the loop, per step."""
         match event:
             case Outputs():
                 self._open.outputs(event)
@@ -294,8 +284,6 @@ class SupervisedWorker:
                     self._notify(event.step)
             case SessionsChanged():
                 self._notify(event)
-            case HealthReport():
-                self._report, self._report_s = event, time.monotonic()
             case MetricsReport() | Checked() | PrefixCacheReset() | SessionsReport() | SessionsSwept():
                 self._open.answered(event)
             case Refused():
@@ -303,92 +291,23 @@ class SupervisedWorker:
             case Loading() | Loaded() | LoadFailed() | Unloaded():
                 self._replicas.received(event)
 
-    def lost(self, reason: str) -> None:
-        """The worker is gone: tell everybody who waits for it, and start the next."""
-        if self._life.state is WorkerState.CLOSED:
-            return
-        log.error("the device worker ended with %s", reason)
-        self._link = None
-        self._life.move_to(WorkerState.LOST)
-        self._replicas.lost()
-        if self._returning is None:
-            self._restarts.schedule(time.monotonic(), self._replicas.load_s)
-            self._returning = asyncio.get_running_loop().create_task(self._come_back())
-        what, retry_after_s = f"the device worker ended with {reason} while it", self._retry_after_s()
-        self._open.end(WorkerLostError(f"{what} answered; send the request again", retry_after_s=retry_after_s))
-        self._replicas.end_loads(WorkerLostError(f"{what} loaded the model", retry_after_s=retry_after_s))
+    def _lost(self, reason: str) -> None:
+        self._reason = reason
+        self._open.end(self._lost_error("answered; send the request again"))
+        self._replicas.lost(self._lost_error("loaded the model"), self._lost_error("loaded the model", is_suspect=True))
         self._notify(Lost(reason))
 
-    # -- coming back ----------------------------------------------------------------------------------------------
-
-    async def _come_back(self) -> None:
-        """Start workers until one has all that is wanted."""
-        while self._link is None or self._replicas.missing():
-            await asyncio.sleep(self._restarts.start_at_s - time.monotonic())
-            await self._restore(self._replicas.missing())
-            if self._link is None or self._replicas.missing():
-                self._restarts.schedule(time.monotonic(), self._replicas.load_s)
-        self._restarts.up(time.monotonic())
-        self._returning = None
-        log.warning("the device worker is back")
-
-    async def _restore(self, missing: list[Load]) -> None:
-        """Start a worker if there is none, and load what can be loaded."""
-        try:
-            if self._link is None:
-                await self._start_link()
-            for load in missing:
-                await self._load_again(load.replica)
-        except LockstepError as error:
-            log.error("the device worker did not come back: %s", error)
-
-    async def _load_again(self, replica: str) -> None:
-        """One that cannot be loaded keeps no other from it.
-
-        Raises:
-            UnavailableError: there is no worker any more.
-        """
-        load = next((load for load in self._replicas.missing() if load.replica == replica), None)
-        if load is None:
-            return
-        try:
-            await self._load(load, None)
-        except UnavailableError:
-            raise
-        except LockstepError as error:
-            log.error("%s could not be loaded again: %s", load.source, error)
-            self._replicas.failed(load, error)
-
-    def _retry_after_s(self) -> float:
-        return self._restarts.retry_after_s(time.monotonic())
-
-    async def _start_link(self) -> None:
-        options = self._options
-        if options.kind == "process":
-            self._link = await ProcessLink.open(self, options.log_format, options.log_level, options.trace)
-        else:
-            self._link = ThreadLink(self, options.trace)
+    def _back(self) -> None:
         if self._watched_per_s:
-            self._link.send(WatchSteps(self._watched_per_s))
-        self._life.move_to(WorkerState.UP)
-        self._report, self._report_s = None, time.monotonic()
+            self._life.send(WatchSteps(self._watched_per_s))
+        self._notify(Back())
 
-    async def _load(self, load: Load, progress: Progress | None) -> Loaded:
-        if self._link is None:
-            raise self.unavailable(load.replica)
-        self._link.send(load)
-        try:
-            return await self._replicas.load(load, progress)
-        except asyncio.CancelledError:
-            self._unload(load.replica)
-            raise
+    def _lost_error(self, what: str, *, is_suspect: bool = False) -> WorkerLostError:
+        said = f"the device worker ended with {self._reason} while it {what}"
+        return WorkerLostError(said, retry_after_s=self.retry_after_s, is_suspect=is_suspect)
 
     def _unload(self, replica: str) -> None:
         """Free what is loaded, or will be when the load under way has come to its end."""
-        if self._link is not None:
+        if self.is_up:
             self._replicas.unload(replica)
-            self._link.send(Unload(replica))
-
-    def _send(self, command: Command) -> None:
-        if self._link is not None:
-            self._link.send(command)
+            self._life.send(Unload(replica))

@@ -40,6 +40,9 @@ class ThreadLink:
             raise QueueFullError(f"{MAX_COMMANDS} commands already wait for the worker; try again later")
         self._commands.put(command)
 
+    def kill(self) -> None:
+        pass
+
     async def close(self) -> None:
         self._commands.put(Stop())
         await asyncio.to_thread(self._steps.join, CLOSE_LIMIT_S)

@@ -41,6 +41,8 @@ def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND
     if not load.trial.enabled or load.source.startswith(TRUSTED):
         return
     record = _record(load, progress)
+    if load.trial.is_forced:
+        record.unlink(missing_ok=True)
     if record.exists():
         return
     progress("trial", 0.0)
