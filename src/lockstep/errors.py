@@ -23,6 +23,7 @@
     │   │   └── QueueDeadlineError         time was up before anything was computed
     │   ├── ChatTemplateError          no template, or it failed on these messages
     │   └── RequestFailedError         the request was accepted and then ended with an error
+    │       └── RemoteFailedError          the other server that answers a remote model failed
     ├── ArtifactError              something on disk cannot be served (`path` names it)
     │   ├── ArtifactNotFoundError      nothing is there, or not what a model looks like
     │   ├── CorruptArtifactError       truncated, inconsistent or not finite
@@ -196,6 +197,18 @@ class ChatTemplateError(RequestError):
 
 class RequestFailedError(RequestError):
     """The request was accepted and then ended with an error."""
+
+
+class RemoteFailedError(RequestFailedError):
+    """The other server that answers a remote model cannot be reached, broke off, or said what is no answer.
+
+    Args:
+        retry_after_s: seconds after which it is worth trying; None: nobody knows.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class ArtifactError(LockstepError):

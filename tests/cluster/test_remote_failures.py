@@ -17,7 +17,7 @@ from lockstep.errors import (
     LockstepError,
     PromptTooLongError,
     QueueDeadlineError,
-    RequestFailedError,
+    RemoteFailedError,
     UnavailableError,
 )
 from lockstep.executors.sampling_params import SamplingParams
@@ -45,27 +45,27 @@ PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n\r\
 CUT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n"
 PINGS: list[bytes | float] = [b": ping\n\n", 0.2] * round(HANG_S / 0.2)
 FAILURES: dict[str, tuple[Reply, type[LockstepError], str]] = {
-    "500": (refuses(500, {"error": {"message": "boom"}}), RequestFailedError, "answered 500: boom"),
-    "500, no JSON": (refuses(500), RequestFailedError, "answered 500"),
-    "502": (refuses(502, "bad gateway"), UnavailableError, "502: bad gateway"),
+    "500": (refuses(500, {"error": {"message": "boom"}}), RemoteFailedError, "answered 500: boom"),
+    "500, no JSON": (refuses(500), RemoteFailedError, "answered 500"),
+    "502": (refuses(502, "bad gateway"), RemoteFailedError, "502: bad gateway"),
     "504": (refuses(504), DeadlineError, "504"),
-    "redirect": (refuses(307, None, "Location: http://example.com/"), RequestFailedError, "redirect"),
-    "nothing": (says(), UnavailableError, "broke the connection"),
-    "not HTTP": (says(b"220 mail.example.com ESMTP\r\n"), UnavailableError, "broke the connection"),
-    "no event": (says(HEAD), UnavailableError, "before its answer"),
-    "cut": (says(BEGUN), RequestFailedError, "broke off"),
-    "cut in an event": (says(BEGUN + b'data: {"choi'), RequestFailedError, "broke off"),
-    "cut in the body": (says(CUT_HEAD + chunk({"content": "a"})), RequestFailedError, "broke off"),
-    "early [DONE]": (says(BEGUN + event(b"[DONE]")), RequestFailedError, "broke off"),
-    "no JSON": (says(BEGUN + event(b"{nonsense")), RequestFailedError, "no completion chunk"),
-    "another JSON": (says(BEGUN + event({"choices": 7})), RequestFailedError, "no completion chunk"),
-    "an endless event": (says(HEAD + b"data: " + b"x" * 2_000_000), RequestFailedError, "cannot be read"),
-    "choice 7": (says(BEGUN + chunk({"content": "a"}, index=7)), RequestFailedError, "choice 7 of 1"),
-    "a call": (says(BEGUN + chunk({"tool_calls": [{"index": 0}]})), RequestFailedError, "a call of a function"),
-    "content type": (says(PLAIN), RequestFailedError, "text/html"),
-    "error frame": (says(BEGUN + event({"error": {"message": "boom"}})), RequestFailedError, "ended its answer: boom"),
-    "error frame first": (says(HEAD + event({"error": "boom"})), RequestFailedError, "ended its answer: boom"),
-    "ending": (says(BEGUN + chunk({}, "abort")), RequestFailedError, "'abort'"),
+    "redirect": (refuses(307, None, "Location: http://example.com/"), RemoteFailedError, "redirect"),
+    "nothing": (says(), RemoteFailedError, "broke the connection"),
+    "not HTTP": (says(b"220 mail.example.com ESMTP\r\n"), RemoteFailedError, "broke the connection"),
+    "no event": (says(HEAD), RemoteFailedError, "before its answer"),
+    "cut": (says(BEGUN), RemoteFailedError, "broke off"),
+    "cut in an event": (says(BEGUN + b'data: {"choi'), RemoteFailedError, "broke off"),
+    "cut in the body": (says(CUT_HEAD + chunk({"content": "a"})), RemoteFailedError, "broke off"),
+    "early [DONE]": (says(BEGUN + event(b"[DONE]")), RemoteFailedError, "broke off"),
+    "no JSON": (says(BEGUN + event(b"{nonsense")), RemoteFailedError, "no completion chunk"),
+    "another JSON": (says(BEGUN + event({"choices": 7})), RemoteFailedError, "no completion chunk"),
+    "an endless event": (says(HEAD + b"data: " + b"x" * 2_000_000), RemoteFailedError, "cannot be read"),
+    "choice 7": (says(BEGUN + chunk({"content": "a"}, index=7)), RemoteFailedError, "choice 7 of 1"),
+    "a call": (says(BEGUN + chunk({"tool_calls": [{"index": 0}]})), RemoteFailedError, "a call of a function"),
+    "content type": (says(PLAIN), RemoteFailedError, "text/html"),
+    "error frame": (says(BEGUN + event({"error": {"message": "boom"}})), RemoteFailedError, "ended its answer: boom"),
+    "error frame first": (says(HEAD + event({"error": "boom"})), RemoteFailedError, "ended its answer: boom"),
+    "ending": (says(BEGUN + chunk({}, "abort")), RemoteFailedError, "'abort'"),
 }
 SILENCES = {
     "slow first byte": (says(HANG_S), "did not begin"),
@@ -101,8 +101,8 @@ async def test_silence_is_not_waited_out_and_counts(name: str) -> None:
         (400, {"message": "top_p: too high", "param": "top_p"}, InvalidParameterError),
         (422, {"message": "no"}, InvalidParameterError),
         (400, {"message": "too long", "code": "context_length_exceeded"}, PromptTooLongError),
-        (401, {"message": f"wrong key {KEY}"}, RequestFailedError),
-        (404, {"message": "no such model"}, RequestFailedError),
+        (401, {"message": f"wrong key {KEY}"}, RemoteFailedError),
+        (404, {"message": "no such model"}, RemoteFailedError),
         (429, {"message": "slow down"}, UnavailableError),
     ],
 )
@@ -121,9 +121,9 @@ async def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     async with remote(f"http://127.0.0.1:{port}/v1", max_attempts=3) as model:
-        with pytest.raises(UnavailableError, match="cannot be reached") as caught:
+        with pytest.raises(RemoteFailedError, match="cannot be reached") as caught:
             await events_of(model)
-    assert caught.value.retry_after_s > 0
+    assert caught.value.retry_after_s
 
 
 async def test_when_to_come_back_is_passed_on() -> None:
@@ -142,14 +142,14 @@ async def test_attempts_are_made_again_before_the_first_byte_and_bounded() -> No
         assert answer_of(await events_of(model)).text == "Once"
         assert len(server.requests) == 3
     async with crooked(refuses(500)) as server, remote(server.url, max_attempts=3) as model:
-        with pytest.raises(RequestFailedError):
+        with pytest.raises(RemoteFailedError):
             await events_of(model)
         assert len(server.requests) == 3
 
 
 async def test_after_the_first_byte_nothing_is_tried_again() -> None:
     async with crooked(says(BEGUN), says(whole("Once"))) as server, remote(server.url, max_attempts=3) as model:
-        with pytest.raises(RequestFailedError):
+        with pytest.raises(RemoteFailedError):
             await events_of(model)
         assert len(server.requests) == 1
 
@@ -161,7 +161,7 @@ async def test_the_breaker_opens_and_one_call_closes_it_again(caplog: pytest.Log
     replies = (says(BEGUN), refuses(500), trying, says(whole("Twice")))
     async with crooked(*replies) as server, remote(server.url, num_failures=2, clock=lambda: now_s) as model:
         for _ in range(2):
-            with pytest.raises(RequestFailedError):
+            with pytest.raises(RemoteFailedError):
                 await events_of(model)
         with pytest.raises(UnavailableError, match="left alone") as caught:
             await events_of(model)
@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_while_it_tries_leaves_the_place_to_the_next(
         crooked(refuses(500), says(HANG_S), says(whole("Once"))) as server,
         remote(server.url, num_failures=1, rest_s=0.01) as model,
     ):
-        with pytest.raises(RequestFailedError):
+        with pytest.raises(RemoteFailedError):
             await events_of(model)
         await until(lambda: model.health().ready)
         trial = asyncio.create_task(events_of(model))
@@ -245,3 +245,62 @@ async def test_thoughts_stay_thoughts_and_a_filter_is_named() -> None:
         completion = answer_of(await events_of(model)).completions[0]
     assert (completion.reasoning, completion.text) == ("Hm.", "Yes.")
     assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, "content_filter")
+
+
+def endless(*pieces: bytes) -> Reply:
+    """Says these again and again, until the client leaves."""
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(BEGUN)
+        while True:
+            writer.write(b"".join(pieces))
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    return reply
+
+
+async def test_what_never_ends_is_cut_at_the_tokens_that_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    more = [chunk({"content": " upon"}, index=index) for index in range(2)]
+    async with crooked(endless(*more)) as server, remote(server.url) as model:
+        answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=4, n=2))))
+        await until(lambda: server.num_open == 0)
+        assert model.state is BreakerState.CLOSED
+    assert [(each.text, each.finish_reason) for each in answer.completions] == [
+        ("Once upon upon upon", FinishReason.LENGTH),
+        (" upon" * 4, FinishReason.LENGTH),
+    ]
+    assert answer.num_output_tokens == 8, "nobody said how many, and no piece was less than one"
+    assert "said more than was asked for, and was cut" in caplog.text
+
+
+async def test_who_ends_at_the_limit_is_not_cut(caplog: pytest.LogCaptureFixture) -> None:
+    pieces = [*(chunk({"content": text}) for text in "abcd"), chunk({"content": "!"}, "stop"), event(b"[DONE]")]
+    async with crooked(says(HEAD, *pieces)) as server, remote(server.url) as model:
+        answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=4))))
+    assert (answer.text, answer.completions[0].finish_reason) == ("abcd!", FinishReason.STOP)
+    assert "cut" not in caplog.text
+
+
+async def test_what_never_ends_and_had_no_limit_is_cut_at_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.cluster.remote_answer.MAX_ANSWER_CHARS", 24)
+    async with crooked(endless(chunk({"content": " upon"}))) as server, remote(server.url) as model:
+        answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=None))))
+        await until(lambda: server.num_open == 0)
+    assert (answer.text, answer.completions[0].finish_reason) == ("Once" + " upon" * 4, FinishReason.LENGTH)
+
+
+async def test_events_without_end_that_bring_nothing_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.cluster.remote_answer.MAX_EMPTY_EVENTS", 100)
+    async with crooked(endless(chunk({}), event({"choices": []}))) as server, remote(server.url) as model:
+        with pytest.raises(RemoteFailedError, match="that bring nothing"):
+            await events_of(model)
+
+
+@pytest.mark.parametrize("rest", [b": ping\n\n", chunk({}), event({"choices": []})], ids=["pings", "empty", "nobody"])
+async def test_an_answer_that_has_ended_is_whole_whatever_follows(rest: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.cluster.remote_exchange.USAGE_S", 0.1)
+    async with crooked(endless(chunk({}, "stop"), rest)) as server, remote(server.url) as model:
+        answer = answer_of(await events_of(model))
+        await until(lambda: server.num_open == 0)
+    assert (answer.text, answer.completions[0].finish_reason) == ("Once", FinishReason.STOP)

@@ -121,7 +121,15 @@ async def test_tokens_are_not_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "status"), [(refuses(500), 500), (refuses(503, None, "Retry-After: 9"), 503), (refuses(504), 504)]
+    ("reply", "status"),
+    [
+        (refuses(500), 502),
+        (refuses(401), 502),
+        (says(b"220 mail.example.com ESMTP\r\n"), 502),
+        (says(), 502),
+        (refuses(503, None, "Retry-After: 9"), 503),
+        (refuses(504), 504),
+    ],
 )
 async def test_failures_before_the_first_byte_have_their_status(reply: Reply, status: int) -> None:
     async with client_of(reply) as (client, _):

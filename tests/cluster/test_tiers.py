@@ -18,7 +18,13 @@ from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.held import MAX_BACKOFF_S
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.stage import ClusterOptions
-from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError, UnavailableError
+from lockstep.errors import (
+    DeadlineError,
+    InvalidParameterError,
+    QueueDeadlineError,
+    RemoteFailedError,
+    UnavailableError,
+)
 from lockstep.pocket import pocket_path
 from lockstep.worker.options import WorkerOptions
 from tests.cluster.clusters import QUICK, Answer, asking, clustered, model_of, say
@@ -267,7 +273,7 @@ async def test_what_is_remote_cannot_be_loaded_here() -> None:
     async with clustered(text) as cluster:
         with pytest.raises(InvalidParameterError, match="remote"):
             await cluster.load_model("fallback")
-        with pytest.raises(UnavailableError):
+        with pytest.raises(RemoteFailedError):
             await say(cluster, "hello", "fallback")
         assert model_of(cluster, "fallback").state == "remote"
 

@@ -282,7 +282,8 @@ def test_the_remote_tier_is_in_the_metrics(cluster: Living) -> None:
         statuses = [client.post(CHAT, json={**BILLING, "model": "gone"}).status_code for _ in range(3)]
         told = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if "_remote_" in line)
         shown = {remote["model"]: remote for remote in client.get("/v1/cluster").json()["remotes"]}
-    assert statuses == [503, 503, 503]
+    assert statuses[:2] == [502, 502], "it cannot be reached"
+    assert statuses[2] in (502, 503), "it is not asked any more, unless this takes so long that it is again"
 
     def value(name: str, model: str, more: str = "") -> float:
         return float(told[f'lockstep:cluster_remote_{name}{{model_name="{model}"{more}}}'])

@@ -121,9 +121,9 @@ class RemoteModel:
 
         Raises:
             InvalidParameterError: what is asked cannot be had there, or is refused there.
-            UnavailableError: it cannot be reached, is overloaded, or has failed too often.
+            UnavailableError: it is overloaded, or has failed too often.
             DeadlineError: it was silent for longer than the entry's timeout, or the call's time is up.
-            RequestFailedError: it broke off, answered nonsense, or refuses us.
+            RemoteFailedError: it cannot be reached, broke off, answered nonsense, or refuses us.
         """
         request = remote_request(self.entry.id, self._model, call)
         patience = Patience(call, asyncio.get_running_loop().time())
@@ -139,6 +139,8 @@ class RemoteModel:
                     is_whole = exchange.is_whole
                     if is_whole:
                         self._breaker.succeeded(admission)
+                        if exchange.is_cut:
+                            log.warning("remote %s said more than was asked for, and was cut", self.entry.id)
                     for output in outputs:
                         yield output
             except AttemptError as refused:

@@ -10,11 +10,13 @@ import msgspec
 from lockstep.cluster.remote_errors import AttemptError, Named, of_frame
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import CallPart, Completion, RequestOutput, Timings, TokenCounts, TokenOutput
-from lockstep.errors import RequestFailedError
+from lockstep.errors import RemoteFailedError
 
 DONE = "[DONE]"
 MAX_ANSWER_CHARS = 1 << 22
-"""Of all choices, thoughts and calls together; a server that says more is out of its mind."""
+"""Of all choices, thoughts and calls together; a server that says more is out of its mind, and is cut."""
+MAX_EMPTY_EVENTS = 1 << 16
+"""In a row, that bring nothing; no server keeps a connection alive by so many."""
 _ENDINGS: Mapping[str, FinishReason] = {
     "stop": FinishReason.STOP,
     "tool_calls": FinishReason.STOP,
@@ -77,6 +79,8 @@ class _Told:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.thoughts: list[str] = []
+        self.num_pieces = 0
+        """Each of at least one token."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
@@ -87,18 +91,24 @@ class RemoteAnswer:
     Args:
         num_choices: how many were asked for; an answer is whole when all have ended.
         has_tools: whether functions may be called.
+        max_tokens: of each choice; who sends more pieces than that did not hear, and is cut. None: only
+            `MAX_ANSWER_CHARS` bounds it.
         sent_s: when the request was sent, on the clock of the other times.
     """
 
-    def __init__(self, who: Named, num_choices: int, has_tools: bool, sent_s: float) -> None:
+    def __init__(self, who: Named, num_choices: int, has_tools: bool, max_tokens: int | None, sent_s: float) -> None:
         self._who = who
         self._has_tools = has_tools
+        self._max_tokens = max_tokens
         self._sent_s = sent_s
         self._first_s: float | None = None
         self._decoder = msgspec.json.Decoder(_Chunk)
         self._choices = [_Told() for _ in range(num_choices)]
         self._usage = _Usage()
         self._num_chars = 0
+        self._num_empty = 0
+        self.is_cut = False
+        """A choice was ended here, and not by the other server."""
         self._last: TokenOutput | None = None
 
     @property
@@ -120,12 +130,17 @@ class RemoteAnswer:
             raise of_frame(self._who, chunk.error)
         if chunk.usage is not None:
             self._usage = chunk.usage
-        return [output for choice in chunk.choices for output in self._outputs(choice, now_s)]
+        outputs = [output for choice in chunk.choices for output in self._outputs(choice, now_s)]
+        self._num_empty = 0 if outputs else self._num_empty + 1
+        if self._num_empty > MAX_EMPTY_EVENTS:
+            raise self._malformed(f"more than {MAX_EMPTY_EVENTS} events in a row that bring nothing")
+        return outputs
 
     def end(self, now_s: float, queue_s: float) -> TokenOutput:
         """The very last output, with the whole answer."""
         assert self._last is not None, "all choices have ended"
         usage = self._usage
+        num_told = sum(told.num_pieces for told in self._choices)
         details = usage.prompt_tokens_details
         output = RequestOutput(
             request_id=0,
@@ -147,7 +162,7 @@ class RemoteAnswer:
             timings=Timings(
                 queue_s, None if self._first_s is None else self._first_s - self._sent_s, now_s - self._sent_s
             ),
-            counted=TokenCounts(usage.prompt_tokens or 0, usage.completion_tokens or 0),
+            counted=TokenCounts(usage.prompt_tokens or 0, usage.completion_tokens or (num_told if self.is_cut else 0)),
         )
         return msgspec.structs.replace(self._last, request=output)
 
@@ -158,15 +173,20 @@ class RemoteAnswer:
         output = self._news(choice)
         has_news = bool(output.text or output.reasoning or output.calls)
         if told.finish_reason is not None:
-            if has_news:
+            if has_news and not self.is_cut:
                 raise self._malformed(f"more of choice {choice.index} after its end")
             return []
+        is_over = told.num_pieces == self._max_tokens or self._num_chars > MAX_ANSWER_CHARS
+        if has_news and is_over and choice.finish_reason is None:
+            self.is_cut = True
+            return self._ended(choice.index, FinishReason.LENGTH, None)
         if has_news:
             self._first_s = now_s if self._first_s is None else self._first_s
+            told.num_pieces += bool(output.text or output.reasoning or any(part.arguments for part in output.calls))
             told.texts.append(output.text)
             told.thoughts.append(output.reasoning)
         news = [output] if has_news else []
-        return news if choice.finish_reason is None else [*news, *self._finish(choice, told)]
+        return news if choice.finish_reason is None else [*news, *self._finish(choice)]
 
     def _news(self, choice: _Choice) -> TokenOutput:
         delta = choice.delta or _Delta()
@@ -176,24 +196,25 @@ class RemoteAnswer:
         text = f"{choice.text or ''}{delta.content or ''}{delta.refusal or ''}"
         reasoning = delta.reasoning_content or delta.reasoning or ""
         self._num_chars += len(text) + len(reasoning) + sum(len(part.arguments) for part in calls)
-        if self._num_chars > MAX_ANSWER_CHARS:
-            raise self._malformed(f"more than {MAX_ANSWER_CHARS} characters")
         return TokenOutput(0, choice.index, (), text, reasoning=reasoning, calls=calls)
 
-    def _finish(self, choice: _Choice, told: _Told) -> list[TokenOutput]:
+    def _finish(self, choice: _Choice) -> list[TokenOutput]:
         reason = choice.finish_reason or ""
         if reason not in _ENDINGS:
-            raise AttemptError(RequestFailedError(f"{self._who} ended its answer with {reason[:64]!r}"))
-        told.finish_reason = _ENDINGS[reason]
-        told.stop_reason = _FILTERED if reason == _FILTERED else choice.stop_reason
-        output = TokenOutput(0, choice.index, (), "", told.finish_reason, told.stop_reason)
+            raise AttemptError(RemoteFailedError(f"{self._who} ended its answer with {reason[:64]!r}"))
+        return self._ended(choice.index, _ENDINGS[reason], _FILTERED if reason == _FILTERED else choice.stop_reason)
+
+    def _ended(self, index: int, reason: FinishReason, stop_reason: int | str | None) -> list[TokenOutput]:
+        told = self._choices[index]
+        told.finish_reason, told.stop_reason = reason, stop_reason
+        output = TokenOutput(0, index, (), "", reason, stop_reason)
         if any(other.finish_reason is None for other in self._choices):
             return [output]
         self._last = output
         return []
 
     def _malformed(self, what: str) -> AttemptError:
-        return AttemptError(RequestFailedError(f"{self._who} sent {what}; is it an OpenAI-compatible server?"))
+        return AttemptError(RemoteFailedError(f"{self._who} sent {what}; is it an OpenAI-compatible server?"))
 
 
 def _part(call: _Call) -> CallPart:

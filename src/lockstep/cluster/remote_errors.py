@@ -15,8 +15,8 @@ from lockstep.errors import (
     DeadlineError,
     InvalidParameterError,
     PromptTooLongError,
+    RemoteFailedError,
     RequestError,
-    RequestFailedError,
     UnavailableError,
 )
 
@@ -60,14 +60,12 @@ def of_status(who: Named, status: int, retry_after: str | None, body: bytes) -> 
     """A response that is no answer."""
     if 300 <= status < 400:
         return AttemptError(
-            RequestFailedError(
-                f"{who} answered with a redirect ({status}), which is not followed; correct its base_url"
-            )
+            RemoteFailedError(f"{who} answered with a redirect ({status}), which is not followed; correct its base_url")
         )
     if status in (401, 403):
         given = "no api_key_env" if who.api_key_env is None else f"the key in {who.api_key_env}"
         return AttemptError(
-            RequestFailedError(f"{who} refused our key ({status}); its entry has {given}"), is_fault=False
+            RemoteFailedError(f"{who} refused our key ({status}); its entry has {given}"), is_fault=False
         )
     message, param, code = _told(body)
     said = f"{who} answered {status}: {message}"
@@ -76,20 +74,22 @@ def of_status(who: Named, status: int, retry_after: str | None, body: bytes) -> 
         return AttemptError(kind(said, param=param), is_fault=False)
     if status in (408, 504):
         return AttemptError(DeadlineError(said), is_fault=status == 504)
-    if status in (429, 502, 503, 529):
+    if status == 502:
+        return AttemptError(RemoteFailedError(said), may_retry=True)
+    if status in (429, 503, 529):
         error = UnavailableError(said, retry_after_s=_seconds(retry_after))
         is_overloaded = status in (429, 529)
         return AttemptError(error, is_fault=not is_overloaded, may_retry=not is_overloaded and retry_after is None)
     if status == 404:
         said += "; correct its remote.base_url (OpenAI's ends in /v1) or remote.model"
-    return AttemptError(RequestFailedError(said), is_fault=status < 400 or status >= 500, may_retry=status >= 500)
+    return AttemptError(RemoteFailedError(said), is_fault=status < 400 or status >= 500, may_retry=status >= 500)
 
 
 def of_frame(who: Named, error: Any) -> AttemptError:
     """An error in the middle of a stream."""
     type_ = error.get("type") if isinstance(error, dict) else None
     said = f"{who} ended its answer: {_words(error)}"
-    kind = DeadlineError if type_ == "timeout_error" else RequestFailedError
+    kind = DeadlineError if type_ == "timeout_error" else RemoteFailedError
     return AttemptError(kind(said), is_fault=type_ not in _OF_THE_REQUEST)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import TypeVar, cast
 
@@ -19,8 +20,7 @@ from lockstep.errors import (
     DeadlineError,
     LockstepError,
     QueueDeadlineError,
-    RequestError,
-    RequestFailedError,
+    RemoteFailedError,
     UnavailableError,
 )
 
@@ -29,6 +29,8 @@ MAX_ERROR_BYTES = 1 << 16
 """Of a refusal's body; the rest is not read."""
 REST_S = 0.05
 """For what follows the end of a stream, so that its connection can be used again."""
+USAGE_S = 5.0
+"""For the usage, after all choices have ended; the answer is whole without it."""
 _OK = 200
 _EVENTS = "text/event-stream"
 T = TypeVar("T")
@@ -104,12 +106,21 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._loop.time()
         self._queue_s = 0.0
-        self._answer = RemoteAnswer(who, request.num_choices, request.has_tools, self._sent_s)
+        self._answer = RemoteAnswer(who, request.num_choices, request.has_tools, request.max_tokens, self._sent_s)
         self._response: httpx2.Response | None = None
         self._events: AsyncGenerator[httpx2.ServerSentEvent] | None = None
         self._first: httpx2.ServerSentEvent | None = None
+        self._finished_s = math.inf
+        """When the last choice had ended."""
         self.is_whole = False
         """Everything was taken."""
+        self._is_at_end = False
+        """And nothing more will come."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer had to be ended here, because the other server did not."""
+        return self._answer.is_cut
 
     async def begin(self) -> None:
         """Send the request and wait for the first event of its answer.
@@ -132,7 +143,7 @@ class Exchange:
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != _EVENTS:
                 said = f"{self._who} answered with {kind[:64] or 'no content type'} in place of {_EVENTS}"
-                raise AttemptError(RequestFailedError(f"{said}; is it an OpenAI-compatible server?"))
+                raise AttemptError(RemoteFailedError(f"{said}; is it an OpenAI-compatible server?"))
             events = aiter(httpx2.EventSource(response, MAX_EVENT_BYTES))
             self._events = cast("AsyncGenerator[httpx2.ServerSentEvent]", events)  # what it is, and may be closed
             self._first = await self._patience.wait(lambda: self._next_event(), until_s, late)
@@ -148,19 +159,40 @@ class Exchange:
             LockstepError: the call was ended, or its time is up.
         """
         event, self._first = self._first, None
-        if event is None:
+        if event is None and self._answer.is_finished:
+            event = await self._usage_event()
+        elif event is None:
             until_s = self._loop.time() + self._silence_s
             late = AttemptError(
                 DeadlineError(f"{self._who} was silent for {self._silence_s:g} s in the middle of its answer")
             )
             with self._translated():
                 event = await self._patience.wait(lambda: self._next_event(), until_s, late)
+        outputs: list[TokenOutput] = []
         if event is not None and event.data != DONE:
-            return self._answer.feed(event.data, self._loop.time()) if event.data else []
+            outputs = self._answer.feed(event.data, self._loop.time()) if event.data else []
+            if self._answer.is_finished:
+                self._finished_s = min(self._finished_s, self._loop.time())
+            if not (self._answer.is_finished and self._answer.is_cut):
+                return outputs
         if not self._answer.is_finished:
             raise self._broken("broke off in the middle of its answer")
         self.is_whole = True
-        return [self._answer.end(self._loop.time(), self._queue_s)]
+        return [*outputs, self._answer.end(self._loop.time(), self._queue_s)]
+
+    async def _usage_event(self) -> httpx2.ServerSentEvent | None:
+        """What follows the last choice's end; None: nothing that is worth waiting for."""
+        until_s = self._finished_s + USAGE_S
+        if self._loop.time() >= until_s:
+            return None
+        late = AttemptError(DeadlineError("its usage does not come"))
+        try:
+            with self._translated():
+                event = await self._patience.wait(lambda: self._next_event(), until_s, late)
+        except AttemptError:  # however it goes to pieces, its answer is there
+            return None
+        self._is_at_end = event is None or event.data == DONE
+        return event
 
     async def close(self) -> None:
         """Let the connection go; one whose answer is not whole is closed, which ends the generation there."""
@@ -168,7 +200,7 @@ class Exchange:
         if response is None:
             return
         with contextlib.suppress(httpx2.HTTPError, TimeoutError):
-            if self.is_whole:
+            if self.is_whole and self._is_at_end:
                 async with asyncio.timeout(REST_S):
                     await self._next_event()
         if self._events is not None:
@@ -180,8 +212,7 @@ class Exchange:
         return await anext(self._events, None)
 
     def _broken(self, how: str, *, may_retry: bool = False) -> AttemptError:
-        kind: type[RequestError] = UnavailableError if may_retry else RequestFailedError
-        return AttemptError(kind(f"{self._who} {how}"), may_retry=may_retry)
+        return AttemptError(RemoteFailedError(f"{self._who} {how}"), may_retry=may_retry)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -194,14 +225,14 @@ class Exchange:
             raise AttemptError(error, is_fault=False) from None
         except NotPublicError:
             said = f"{who} is at no public address, and whoever brought its manifest may name no other"
-            raise AttemptError(RequestFailedError(said)) from None
+            raise AttemptError(RemoteFailedError(said)) from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             said = f"{who} cannot be reached ({type(error).__name__})"
-            raise AttemptError(UnavailableError(said, retry_after_s=RETRY_AFTER_S), may_retry=True) from None
+            raise AttemptError(RemoteFailedError(said, retry_after_s=RETRY_AFTER_S), may_retry=True) from None
         except httpx2.TimeoutException:
             raise AttemptError(DeadlineError(f"{who} was silent for {self._silence_s:g} s")) from None
         except httpx2.SSEError as error:
-            raise AttemptError(RequestFailedError(f"{who} sent a stream that cannot be read: {error}")) from None
+            raise AttemptError(RemoteFailedError(f"{who} sent a stream that cannot be read: {error}")) from None
         except (httpx2.HTTPError, httpx2.StreamError) as error:
             if is_new:
                 raise self._broken(f"broke the connection ({type(error).__name__})", may_retry=True) from None

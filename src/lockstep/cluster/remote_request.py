@@ -41,6 +41,8 @@ class RemoteRequest:
     num_choices: int
     has_tools: bool
     """Whether calls of functions are an answer."""
+    max_tokens: int | None
+    """Of each choice; None: as many as the other server likes."""
 
 
 def remote_request(id_: str, model: str, call: Call) -> RemoteRequest:
@@ -68,7 +70,8 @@ def remote_request(id_: str, model: str, call: Call) -> RemoteRequest:
     if call.cache_salt:
         body["cache_salt"] = call.cache_salt
     path = CHAT_PATH if "messages" in body else COMPLETIONS_PATH
-    return RemoteRequest(path, msgspec.json.encode(body), call.params.n, bool(body.get("tools")))
+    params = call.params
+    return RemoteRequest(path, msgspec.json.encode(body), params.n, bool(body.get("tools")), params.max_tokens)
 
 
 def _refuse(id_: str, call: Call) -> None:

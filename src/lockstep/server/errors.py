@@ -22,6 +22,7 @@ from lockstep.errors import (
     PromptTooLongError,
     QueueDeadlineError,
     QueueFullError,
+    RemoteFailedError,
     RequestError,
     ResponseNotFoundError,
     SessionNotFoundError,
@@ -72,6 +73,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (QueueDeadlineError, 408, "timeout_error", "queue_deadline"),
     (DeadlineError, 504, "timeout_error", "deadline"),
     (QueueFullError, 429, "rate_limit_error", "queue_full"),
+    (RemoteFailedError, 502, "server_error", "remote_failed"),
     (WorkerLostError, 503, "server_error", "worker_lost"),
     (UnavailableError, 503, "server_error", "unavailable"),
 )
@@ -92,6 +94,6 @@ def http_error(error: BaseException) -> HttpError:
 def _headers(error: BaseException) -> Mapping[str, str]:
     if isinstance(error, DeadlineError):
         return NEVER_RETRY
-    if isinstance(error, UnavailableError):
+    if isinstance(error, UnavailableError | RemoteFailedError) and error.retry_after_s is not None:
         return {"Retry-After": str(max(1, round(error.retry_after_s)))}
     return {"Retry-After": "1"} if isinstance(error, QueueFullError) else {}
