@@ -39,6 +39,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.recorder
 	$(BIN)/python -m benchmarks.client
 	$(BIN)/python -m benchmarks.streaming
+	$(BIN)/python -m benchmarks.faults
 
 # Plain requirement files with hashes and no download addresses.
 lock: $(STAMP)
