@@ -91,7 +91,7 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     record.metadata = {} if body.user is None else {"user": body.user}
     calls = calls_of(body, record.tenant, serving.options)
     try:
-        outputs = await while_connected(request.receive, _answer_all(serving.cluster, body, calls))
+        outputs = await while_connected(request.receive, _answer_all(serving.cluster, body, calls), record)
     except ClientLeft:
         record.status = CLIENT_LEFT_STATUS
         return Response(status_code=CLIENT_LEFT_STATUS)

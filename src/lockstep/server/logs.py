@@ -64,13 +64,14 @@ def request_fields(
         "stream": record.is_stream or None,
         "total_ms": _ms(duration_s),
     }
+    usage = record.usage()
+    if record.outputs or usage.num_output_tokens:
+        fields["prompt_tokens"] = usage.num_prompt_tokens
+        fields["cached_tokens"] = None if record.unfinished else usage.num_cached_tokens
+        fields["output_tokens"] = usage.num_output_tokens
     if record.outputs:
-        usage = record.usage()
         timings = [output.timings for output in record.outputs]
         ttfts = [timing.ttft_s for timing in timings if timing.ttft_s is not None]
-        fields["prompt_tokens"] = usage.num_prompt_tokens
-        fields["cached_tokens"] = usage.num_cached_tokens
-        fields["output_tokens"] = usage.num_output_tokens
         fields["preemptions"] = sum(output.num_preemptions for output in record.outputs) or None
         fields["queue_ms"] = _ms(max(timing.queue_s for timing in timings))
         fields["ttft_ms"] = _ms(min(ttfts)) if ttfts else None

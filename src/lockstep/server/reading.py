@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from lockstep.cluster.base import Accepted, Call, Cluster, Event, EventStream, Routed
+from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import RequestError, RequestFailedError
 from lockstep.server.calls import in_the_requests_words
+from lockstep.server.record import RequestRecord, Usage
 
 T = TypeVar("T")
 Feed = Callable[[Sequence[Event]], None]
@@ -22,7 +24,7 @@ class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is g
     """The client closed the connection before its answer was complete."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenCall:
     """A call that was accepted, or routed where that is enough."""
 
@@ -31,6 +33,17 @@ class OpenCall:
     stream: EventStream
     names: Mapping[str, str]
     """What the request calls the engine's parameters, where they differ."""
+    num_output_tokens: int = 0
+    """That have come; counted by `read`."""
+    is_answered: bool = False
+    """Whether its last output has come, which has all its numbers."""
+
+    @property
+    def usage(self) -> Usage:
+        """What is known of a call that broke off. Its prompt counts as soon as a token came of it; how much of that
+        was cached only the last output would have told."""
+        num_prompt_tokens = len(self.accepted.prompt_token_ids) if self.num_output_tokens else 0
+        return Usage(num_prompt_tokens, 0, self.num_output_tokens)
 
 
 async def open_calls(
@@ -99,25 +112,35 @@ async def read(call: OpenCall, feed: Feed) -> None:
     try:
         async with aclosing(call.stream) as stream:
             async for event in stream:
+                if isinstance(event, TokenOutput):
+                    call.num_output_tokens += len(event.token_ids)
+                    call.is_answered = event.request is not None
+                elif isinstance(event, Accepted):
+                    call.accepted = event
                 feed((event,))
     except RequestError as error:
         raise in_the_requests_words(error, call.names) from None
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], record: RequestRecord) -> T:
     """The result of some work, which is cancelled when the client leaves.
 
     Raises:
-        ClientLeft: it did.
+        ClientLeft: it did, before the whole answer was sent. After that a server says of every client that it is gone.
     """
-    return await unless_gone(disconnected(receive), work)
+    return await unless_gone(disconnected(receive), work, lambda: record.is_sent)
 
 
-async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(
+    watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], is_settled: Callable[[], bool] = lambda: False
+) -> T:
     """The result of some work, which is cancelled when ``watching`` returns.
 
     The work runs in the caller's task and so begins at once, without a turn of the loop in which all other requests
     that came together are read.
+
+    Args:
+        is_settled: asked when ``watching`` returns; whether that means nothing any more.
 
     Raises:
         ClientLeft: it was cancelled.
@@ -128,7 +151,7 @@ async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, 
 
     def leave(watcher: asyncio.Task[None]) -> None:
         nonlocal is_gone
-        if not is_over and not watcher.cancelled():
+        if not (is_over or watcher.cancelled() or is_settled()):
             is_gone = True
             working.cancel()
 

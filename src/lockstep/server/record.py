@@ -20,7 +20,7 @@ PEOPLE = ("user", "safety_identifier", "prompt_cache_key")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one HTTP request, summed over its prompts."""
+    """Tokens of a prompt and its answer, or of one HTTP request: summed over its prompts."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -45,6 +45,8 @@ class RequestRecord:
     is_stream: bool = False
     outputs: list[RequestOutput] = field(default_factory=list)
     """One per prompt that was answered: usage and timings are read from them."""
+    unfinished: list[Usage] = field(default_factory=list)
+    """One per prompt whose answer broke off: what was computed for it all the same."""
     hops: list[Hop] = field(default_factory=list)
     """Of models that were asked before those who answered; their tokens are not in `outputs`."""
     finish_reasons: list[str] = field(default_factory=list)
@@ -53,15 +55,21 @@ class RequestRecord:
     body: str | None = None
     """The request as it was sent; kept for ``--log-prompts`` only."""
     error: HttpError | None = None
+    is_sent: bool = False
+    """The connection has taken the whole answer. What it tells of from then on is no departure."""
     status: int | None = None
-    """What the client was told; `CLIENT_LEFT_STATUS` when it left before."""
+    """How it ended: what the client was told; of a stream that failed, its error's, although its head said 200;
+    `CLIENT_LEFT_STATUS` when the client left before the end."""
 
     def usage(self) -> Usage:
-        outputs = self.outputs
+        answered = [
+            Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
+            for output in self.outputs
+        ] + self.unfinished
         return Usage(
-            sum(output.num_prompt_tokens for output in outputs),
-            sum(output.num_cached_tokens for output in outputs),
-            sum(output.num_output_tokens for output in outputs),
+            sum(each.num_prompt_tokens for each in answered),
+            sum(each.num_cached_tokens for each in answered),
+            sum(each.num_output_tokens for each in answered),
         )
 
     @property

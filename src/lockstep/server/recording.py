@@ -75,11 +75,11 @@ class _Exchange:
         self.status: int | None = None
         self.has_left = False
         """Whether the client went before the answer was complete."""
-        self.is_complete = False
+        self._record = record
 
     async def receive(self) -> Message:
         message = await self._receive()
-        if message["type"] == "http.disconnect" and not self.is_complete:
+        if message["type"] == "http.disconnect" and not self._record.is_sent:  # which is said after the end as well
             self.has_left = True
         return message
 
@@ -88,9 +88,9 @@ class _Exchange:
             self.status = message["status"]
             headers = [pair for pair in message.get("headers", ()) if pair[0] != REQUEST_ID_HEADER]
             message = {**message, "headers": [*headers, self._id_header]}
-        elif not message.get("more_body", False):
-            self.is_complete = True
         await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._record.is_sent = True
 
 
 def _new_record(scope: Scope, now_s: float) -> RequestRecord:
@@ -110,8 +110,8 @@ def _new_record(scope: Scope, now_s: float) -> RequestRecord:
 
 
 def _final_status(record: RequestRecord, exchange: _Exchange) -> int:
-    if exchange.has_left and not exchange.is_complete:
+    if exchange.has_left or exchange.status is None:
         return CLIENT_LEFT_STATUS
     if record.status is not None:  # a handler that noticed it first
         return record.status
-    return CLIENT_LEFT_STATUS if exchange.status is None else exchange.status
+    return exchange.status if record.error is None else record.error.status

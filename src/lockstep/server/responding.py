@@ -53,7 +53,7 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = self._record
         try:
-            await while_connected(receive, self._respond(send))
+            await while_connected(receive, self._respond(send), record)
         except ClientLeft:
             record.status = CLIENT_LEFT_STATUS
         except RuntimeError as error:
@@ -85,6 +85,7 @@ class AnswerResponse(Response):
             for output in () if answer is None else answer.outputs:
                 record.outputs.append(output)
                 record.finish_reasons += [completion.finish_reason.value for completion in output.completions]
+            record.unfinished += [call.usage for call in opened if not call.is_answered]
 
     async def _send_whole(self, body: bytes, send: Send) -> None:
         headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))

@@ -161,16 +161,17 @@ def span_attributes(record: RequestRecord) -> dict[str, AttributeValue]:
 
 
 def _answer_attributes(record: RequestRecord) -> dict[str, AttributeValue]:
-    if not record.outputs:
-        return {}
     usage = record.usage()
-    attributes: dict[str, AttributeValue] = {
-        "gen_ai.usage.input_tokens": usage.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": usage.num_output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": usage.num_cached_tokens,
-        "gen_ai.response.finish_reasons": tuple(record.finish_reasons),
-        "lockstep.queue_s": max(output.timings.queue_s for output in record.outputs),
-    }
+    attributes: dict[str, AttributeValue] = {}
+    if record.outputs or usage.num_output_tokens:
+        attributes["gen_ai.usage.input_tokens"] = usage.num_prompt_tokens
+        attributes["gen_ai.usage.output_tokens"] = usage.num_output_tokens
+    if not record.outputs:
+        return attributes
+    if not record.unfinished:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = usage.num_cached_tokens
+    attributes["gen_ai.response.finish_reasons"] = tuple(record.finish_reasons)
+    attributes["lockstep.queue_s"] = max(output.timings.queue_s for output in record.outputs)
     ttfts_s = [output.timings.ttft_s for output in record.outputs if output.timings.ttft_s is not None]
     if ttfts_s:
         attributes["gen_ai.response.time_to_first_chunk"] = min(ttfts_s)
