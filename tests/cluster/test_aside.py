@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from lockstep.cluster.aside import aside
-from lockstep.errors import ConfigError
+from lockstep.cluster.aside import LONG_BYTES, Workbench, aside, give_back_memory
+from lockstep.errors import ConfigError, QueueFullError
+from tests.waiting import HANG_S
 
 
 def _faulty() -> None:
@@ -40,3 +41,72 @@ def test_a_loop_ends_while_the_work_goes_on() -> None:
     for thread in before:
         thread.join(30.0)
     assert has_ended.is_set()
+
+
+class _Held:
+    """Work that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.has_begun.set()
+        assert self.may_end.wait(HANG_S)
+        return "done"
+
+
+async def _turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_long_work_is_done_one_by_one_and_short_work_beside_it() -> None:
+    bench, first, second = Workbench(10 * LONG_BYTES), _Held(), _Held()
+    long = [asyncio.create_task(bench.do(work, LONG_BYTES + 1)) for work in (first, second)]
+    assert await bench.do(lambda: "short", 10) == "short"
+    assert first.has_begun.wait(HANG_S)
+    assert not second.has_begun.is_set()
+    first.may_end.set()
+    assert await long[0] == "done"
+    assert await asyncio.to_thread(second.has_begun.wait, HANG_S)
+    second.may_end.set()
+    assert await long[1] == "done"
+
+
+async def test_what_waits_is_bounded_in_bytes() -> None:
+    bench, running = Workbench(5 * LONG_BYTES), _Held()
+    tasks = [asyncio.create_task(bench.do(running, 2 * LONG_BYTES)) for _ in range(3)]
+    await _turns()
+    with pytest.raises(QueueFullError, match="try again later"):
+        await bench.do(running, 2 * LONG_BYTES)
+    tasks[1].cancel()
+    await _turns()
+    tasks.append(asyncio.create_task(bench.do(running, 2 * LONG_BYTES)))
+    running.may_end.set()
+    assert [await task for task in tasks if task is not tasks[1]] == ["done"] * 3
+    assert tasks[1].cancelled()
+
+
+async def test_who_leaves_keeps_the_place_until_the_work_ends_and_who_left_before_takes_none() -> None:
+    bench, abandoned, unborn, next_ = Workbench(10 * LONG_BYTES), _Held(), _Held(), _Held()
+    tasks = [asyncio.create_task(bench.do(work, LONG_BYTES + 1)) for work in (abandoned, unborn, next_)]
+    assert await asyncio.to_thread(abandoned.has_begun.wait, HANG_S)
+    for task in tasks[:2]:
+        task.cancel()
+    await _turns()
+    assert not next_.has_begun.is_set(), "a thread that nobody waits for is a thread all the same"
+    next_.may_end.set()
+    abandoned.may_end.set()
+    assert await tasks[2] == "done"
+    assert not unborn.has_begun.is_set()
+
+
+async def test_a_fault_of_the_work_is_told_and_gives_the_place_back() -> None:
+    bench = Workbench(LONG_BYTES)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="wrong"):
+            await bench.do(_faulty, 2 * LONG_BYTES)
+
+
+def test_memory_is_given_back_where_the_system_knows_how() -> None:
+    give_back_memory()

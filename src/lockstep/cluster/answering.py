@@ -15,7 +15,7 @@ from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.models import Model, Roster
 from lockstep.cluster.planner import Phase
-from lockstep.cluster.prompting import prepared_request
+from lockstep.cluster.prompting import Prompting
 from lockstep.cluster.replicas import Replicas
 from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.sessions import Sessions
@@ -69,6 +69,7 @@ class Answering:
         self._counters = counters
         self._events = events
         self._clock = clock
+        self._prompting = Prompting()
         self.num_open = 0
         self.num_ephemeral = 0
         """Open calls without a session id."""
@@ -197,7 +198,7 @@ class Answering:
         """The call as its worker takes it; None: that worker is gone."""
         assert held.loaded is not None, "whose calls are admitted was loaded"
         assert held.tokenizer is not None, "and its text side was read then"
-        request = await prepared_request(held.tokenizer, held.loaded.config.max_model_len, call)
+        request = await self._prompting.request(held.tokenizer, held.loaded.config.max_model_len, call)
         if held.phase is not Phase.RESIDENT:
             return None
         return request if request.session_id is None else _owned(request, model)

@@ -20,20 +20,23 @@ def chat_request(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     reasoning: str = "auto",
+    most: int | None = None,
 ) -> GenerationRequest:
     """A request that answers a conversation.
 
     Args:
         template_kwargs: further variables of the template, e.g. ``enable_thinking``.
         reasoning: ``auto`` keeps thoughts apart where the model's template has tags for them, ``off`` never does.
+        most: tokens that the prompt may have; None: any number.
 
     Raises:
         InvalidParameterError, ChatTemplateError: see `Tokenizer.render_chat`.
+        PromptTooLongError: it has more than ``most``.
     """
     if reasoning not in REASONING:
         raise InvalidParameterError(
             f"reasoning is {reasoning!r}; it must be one of {', '.join(REASONING)}", param="reasoning"
         )
-    prompt = tokenizer.encode_chat(messages, template_kwargs=template_kwargs)
+    prompt = tokenizer.encode_chat(messages, template_kwargs=template_kwargs, most=most)
     found = tokenizer.reasoning_after(prompt) if reasoning == "auto" else None
     return GenerationRequest(prompt, params or SamplingParams(), reasoning=found)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from threading import Lock
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.chat_borders import BorderGuard
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.reasoning import Reasoning, tags_of_template
 from lockstep.engine.token_bytes import TokenBytes, decoder_rules
-from lockstep.errors import ChatTemplateError, InvalidParameterError
+from lockstep.engine.token_reach import TokenReach
+from lockstep.errors import ChatTemplateError, InvalidParameterError, PromptTooLongError
 from lockstep.executors.grammar_vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 _TAIL_TOKENS = 32
 """Enough for a tag, spelled letter by letter, and the blanks after it."""
+_LONG_CHARS = 4_096
+"""A longer text is tokenised by a call that lets other threads run meanwhile."""
 
 
 class Tokenizer:
@@ -24,7 +31,6 @@ class Tokenizer:
     def __init__(self, parts: TokenizerParts) -> None:
         self._parts = parts
         self._tokenizer = parts.tokenizer
-        self._lock = Lock()
         added = parts.tokenizer.get_added_tokens_decoder()
         self.special_token_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self.end_token_ids: tuple[int, ...] = parts.end_token_ids
@@ -87,35 +93,63 @@ class Tokenizer:
             encode=lambda text: self.encode_plain([text])[0],
         )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Tokens of a text. Special tokens that are written in it are recognised: not for a stranger's message.
 
         Args:
             add_special_tokens: begin and end the text as the artifact says, usually with BOS.
+            most: how many there may be; None: any number.
 
         Raises:
             InvalidParameterError: the text is not one: it holds halves of characters.
+            PromptTooLongError: there are more than ``most``; told without tokenising where the length tells it.
         """
-        with self._lock:
-            return self._ids(text, add_special_tokens)
+        return self._ids(self._tokenizer, text, add_special_tokens, most)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of texts in which a special token is only its characters."""
-        with self._lock:
-            self._tokenizer.encode_special_tokens = True
-            try:
-                return [self._ids(text, add_special_tokens=False) for text in texts]
-            finally:
-                self._tokenizer.encode_special_tokens = False
+        return [self._ids(self._plain, text, add_special_tokens=False) for text in texts]
 
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+    def check_length(self, texts: Sequence[str], most: int) -> None:
+        """Refuse texts whose length alone tells that together they have too many tokens.
+
+        Raises:
+            PromptTooLongError: it has more than ``most``, whatever they are.
+        """
+        num_chars = sum(map(len, texts))
+        if num_chars > max(most, _LONG_CHARS) and self._reach.exceeds(texts, most):
+            raise PromptTooLongError(
+                f"the prompt has {num_chars} characters, but the context holds {most + 1} tokens (prompt and output), "
+                "and so many characters are more, whatever they are",
+                param="prompt",
+            )
+
+    @cached_property
+    def _plain(self) -> Library:
+        """Another tokenizer, since the setting is the object's and others tokenise meanwhile."""
+        return _without_special(self._tokenizer)
+
+    @cached_property
+    def _reach(self) -> TokenReach:
+        return TokenReach(self._tokenizer)
+
+    def _ids(self, library: Library, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        is_long = len(text) > _LONG_CHARS
+        if is_long and most is not None:
+            self.check_length([text], most)
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if is_long:
+                [encoding] = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            else:
+                encoding = library.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # what the library says to a string that no UTF-8 can hold
             raise InvalidParameterError(
                 "the prompt holds half of a character (a surrogate, or a byte that was not UTF-8); send it in UTF-8",
                 param="prompt",
             ) from error
+        if most is not None and len(encoding) > most:
+            raise too_many_tokens(len(encoding), most)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -161,8 +195,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
         now: datetime | None = None,
+        most: int | None = None,
     ) -> list[int]:
-        """The prompt as tokens; arguments and errors as `render_chat`.
+        """The prompt as tokens; arguments and errors as `render_chat`, ``most`` as `encode`.
 
         Special tokens come from the template alone: written in a message they are only characters. Where no message
         holds one, the tokens are those of the rendered text.
@@ -171,8 +206,10 @@ class Tokenizer:
         assert self._guard is not None
         context = template.context(messages, add_generation_prompt, template_kwargs)
         prompt = self._guard.render(context, lambda guarded: template.render(guarded, now))
+        if most is not None:
+            self.check_length([prompt.text], most)
         if prompt.is_plain:
-            return self.encode(prompt.text, add_special_tokens=False)
+            return self.encode(prompt.text, add_special_tokens=False, most=most)
         return self._guard.encode(prompt, self.encode_plain)
 
     def reasoning_after(self, prompt: Sequence[int]) -> Reasoning | None:
@@ -208,6 +245,33 @@ class Tokenizer:
             self._guard = BorderGuard(parts.tokenizer, template, parts.end_token_ids)
             self._template = template
         return self._template
+
+
+def too_many_tokens(num_tokens: int, most: int) -> PromptTooLongError:
+    """What is said of a prompt that was counted."""
+    return PromptTooLongError(
+        f"the prompt has {num_tokens} tokens, but the context holds {most + 1} (prompt and output); at most {most} "
+        "are possible",
+        param="prompt",
+    )
+
+
+def _without_special(tokenizer: Library) -> Library:
+    """A tokenizer of the same vocabulary to which special tokens are only characters. It shares the model, which may
+    be large; added tokens are its own."""
+    from tokenizers import Tokenizer as Library
+
+    plain = Library(tokenizer.model)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        part = getattr(tokenizer, name)
+        if part is not None:
+            setattr(plain, name, part)
+    added = tokenizer.get_added_tokens_decoder()
+    for _, token in sorted(added.items()):
+        (plain.add_special_tokens if token.special else plain.add_tokens)([token])
+    assert plain.get_added_tokens_decoder().keys() == added.keys(), "ids are given in the order of adding"
+    plain.encode_special_tokens = True
+    return plain
 
 
 def _is_marker(content: str) -> bool:

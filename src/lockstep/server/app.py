@@ -82,7 +82,7 @@ def create_app(
     app.state.methods = methods_of(routers)
     for router in routers:
         app.include_router(router)
-    app.add_middleware(BodyMiddleware, max_body_bytes=options.max_body_bytes, keeps_bodies=options.log_prompts)
+    app.add_middleware(BodyMiddleware, serving=serving)
     app.add_middleware(GateMiddleware, serving=serving)
     if options.cors_origins:
         app.add_middleware(

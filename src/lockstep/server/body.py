@@ -1,30 +1,38 @@
-"""The middleware that reads a request's body: bounded in bytes and time, JSON in UTF-8, nested within reason.
+"""The middleware that reads a request's body: bounded in bytes and time, JSON in UTF-8, of a structure within reason.
 
-What it lets through, a JSON parser and a tokenizer can take: handlers need not fear deep recursion or half characters.
+What it lets through, a JSON parser and a tokenizer can take: handlers need not fear deep recursion, half characters or
+a million empty lists. Long bodies are looked at on another thread, and what is held of them at once is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep.server.errors import HttpError
+from lockstep.errors import QueueFullError
+from lockstep.server.errors import HttpError, http_error
 from lockstep.server.manifest_text import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
 from lockstep.server.refusals import refuse
+from lockstep.server.serving import MAX_INLINE_BYTES, Serving
 
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send a body."""
 MAX_DEPTH = 128
 """Objects and lists within each other; parsers and schema compilers recurse."""
+MAX_CONTAINERS = 1 << 17
+"""Objects and lists in all: more than any conversation has, and each takes a microsecond of many steps."""
+MAX_MEMBERS = 1 << 14
+"""Of one object; each that nobody knows would be a fault to be told."""
 MAX_DISCARDED_BODIES = 8
 """A refused body of up to this many times the limit is read and dropped, so that its sender sees the refusal."""
 TAKES_YAML = ("PUT", "/v1/manifest")
 """The one request whose body may be YAML."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|([\[{])|([\]}])', re.DOTALL)
+_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"[ \t\r\n]*+(:)?|\Z)|([\[{])|([\]}])', re.DOTALL)
 _SURROGATES = re.compile(
     rb"\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F])", re.DOTALL
 )
@@ -33,41 +41,68 @@ _SURROGATES = re.compile(
 class BodyMiddleware:
     """Hands a body on in one piece, or refuses the request."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, keeps_bodies: bool = False) -> None:
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
-        self._keeps_bodies = keeps_bodies
+        self._bench = serving.bench
+        self._keeps_bodies = serving.options.log_prompts
         """Whether the record gets the body as well."""
-        self._max_bytes = max_body_bytes
+        self._max_bytes = serving.options.max_body_bytes
+        self._num_free_bytes = serving.max_held_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in _WITH_BODY:
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        held = _Held()
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await self._read(headers, receive)
+            replayed = await self._checked(scope, receive, held)
+            if replayed is not None:  # else the client left
+                await self._app(scope, replayed, send)
         except _RefusedError as refused:
             await refuse(refused.error, scope, receive, send)
-            return
-        except TimeoutError:
-            await refuse(_too_slow(), scope, receive, send)
-            return
-        if body is None:  # the client left
-            return
-        takes_yaml = (scope["method"], scope["path"]) == TAKES_YAML
-        fault = body_fault(body, headers.get("content-type", ""), takes_yaml=takes_yaml)
-        if fault is not None:
-            await refuse(fault, scope, receive, send)
-            return
-        if self._keeps_bodies:
-            scope["state"]["record"].body = body.decode()
-        await self._app(scope, _replay(body, receive), send)
+        finally:
+            self._num_free_bytes += held.num_bytes
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+    async def _checked(self, scope: Scope, receive: Receive, held: _Held) -> Receive | None:
+        """What gives the body of a request, which a parser may see; None: its client left before."""
+        headers, record = Headers(scope=scope), scope["state"]["record"]
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await self._read(headers, receive, held)
+        except TimeoutError:
+            raise _RefusedError(_too_slow()) from None
+        if body is None:
+            return None
+        content_type, takes_yaml = headers.get("content-type", ""), (scope["method"], scope["path"]) == TAKES_YAML
+        if len(body) > MAX_INLINE_BYTES:
+            try:
+                fault = await self._bench.do(lambda: body_fault(body, content_type, takes_yaml=takes_yaml), len(body))
+            except QueueFullError as error:
+                raise _RefusedError(http_error(error)) from None
+        else:
+            fault = body_fault(body, content_type, takes_yaml=takes_yaml)
+        if fault is not None:
+            raise _RefusedError(fault)
+        record.num_body_bytes = len(body)
+        if self._keeps_bodies:
+            record.body = body.decode()
+        return _replay(body, receive)
+
+    def _hold(self, num_bytes: int, held: _Held) -> None:
+        """Count a body of so many bytes from now on to the end of its request; short ones are not counted."""
+        if num_bytes <= max(MAX_INLINE_BYTES, held.num_bytes):
+            return
+        if num_bytes - held.num_bytes > self._num_free_bytes:
+            raise _RefusedError(_too_much())
+        self._num_free_bytes -= num_bytes - held.num_bytes
+        held.num_bytes = num_bytes
+
+    async def _read(self, headers: Headers, receive: Receive, held: _Held) -> bytes | None:
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._max_bytes:
-            raise _RefusedError(self._too_large(closes=int(length) > MAX_DISCARDED_BODIES * self._max_bytes))
+        if length.isdigit():
+            if int(length) > self._max_bytes:
+                raise _RefusedError(self._too_large(closes=int(length) > MAX_DISCARDED_BODIES * self._max_bytes))
+            self._hold(int(length), held)
         chunks: list[bytes] = []
         num_bytes = 0
         while True:
@@ -78,6 +113,7 @@ class BodyMiddleware:
             num_bytes += len(chunk)
             if num_bytes > self._max_bytes:
                 raise _RefusedError(self._too_large(closes=True))
+            self._hold(num_bytes, held)
             chunks.append(chunk)
             if not message.get("more_body", False):
                 return b"".join(chunks)
@@ -90,6 +126,13 @@ class BodyMiddleware:
             code="body_too_large",
             headers={"Connection": "close"} if closes else {},
         )
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one request has of the bytes that long bodies may have."""
+
+    num_bytes: int = 0
 
 
 class _RefusedError(Exception):
@@ -119,26 +162,36 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
         return _invalid(f"The body is not UTF-8: {where}; send it in UTF-8.", is_yaml=is_yaml)
     if is_yaml:  # its own reader bounds what it nests, and knows its lines
         return None
-    if nests_deeper_than(body, MAX_DEPTH):
-        return _invalid(f"The body nests objects and lists deeper than {MAX_DEPTH}; send it flatter.")
+    structure = structure_fault(body)
+    if structure is not None:
+        return _invalid(structure)
     if has_lone_surrogate(body):
         return _invalid(r"The body holds half of a surrogate pair (like \ud83d alone); send whole characters.")
     return None
 
 
-def nests_deeper_than(body: bytes, depth: int) -> bool:
-    """Whether JSON text opens more than so many objects and lists at once. Linear in its length."""
-    if body.count(b"[") + body.count(b"{") <= depth:
-        return False
-    level = 0
+def structure_fault(body: bytes, max_depth: int = MAX_DEPTH) -> str | None:
+    """What JSON text has too much of: objects and lists, at once or in all, or members of one object; None: of nothing.
+    Linear in its length."""
+    if body.count(b"[") + body.count(b"{") <= max_depth and body.count(b":") <= MAX_MEMBERS:
+        return None
+    num_members, num_containers = [0], 0
     for token in _STRUCTURE.finditer(body):
-        if token[1]:
-            level += 1
-            if level > depth:
-                return True
-        elif token[2]:
-            level -= 1
-    return False
+        kind = token.lastindex
+        if kind == 1:
+            num_members[-1] += 1
+            if num_members[-1] > MAX_MEMBERS:
+                return f"The body has an object of more than {MAX_MEMBERS} members; send less at once."
+        elif kind == 2:
+            num_members.append(0)
+            num_containers += 1
+            if len(num_members) - 1 > max_depth:
+                return f"The body nests objects and lists deeper than {max_depth}; send it flatter."
+            if num_containers > MAX_CONTAINERS:
+                return f"The body has more than {MAX_CONTAINERS} objects and lists; send less at once."
+        elif kind == 3 and len(num_members) > 1:
+            num_members.pop()
+    return None
 
 
 def has_lone_surrogate(body: bytes) -> bool:
@@ -162,15 +215,21 @@ def _too_slow() -> HttpError:
     )
 
 
+def _too_much() -> HttpError:
+    return HttpError(
+        429,
+        "rate_limit_error",
+        "As many bytes of long requests are being read or answered as this server holds at once; try again later.",
+        code="too_many_bytes",
+        headers={"Retry-After": "1"},
+    )
+
+
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body as one message, then whatever the connection has to say."""
-    is_given = False
+    """The body as one message, once and not kept; then whatever the connection has to say."""
+    left = [body]
 
     async def replayed() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
 
     return replayed

@@ -80,7 +80,19 @@ def constraint_of(body: GenerationBody) -> Constrained:
             f"{given[0].param} and {given[1].param} both say what the answer must be; only one of them may",
             param=given[0].param,
         )
-    return given[0] if given else Constrained()
+    if not given:
+        return Constrained()
+    _check_source(given[0])
+    return given[0]
+
+
+def _check_source(said: Constrained) -> None:
+    """Refuse a constraint that is too long before anything is done with it; the rest is for who builds it."""
+    try:
+        assert said.constraint is not None, "it was said"
+        said.constraint.validate()
+    except InvalidParameterError as error:
+        raise in_the_requests_words(error, {CONSTRAINT: said.param or CONSTRAINT}) from None
 
 
 def _structured(said: StructuredOutputs) -> Constraint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 
@@ -20,13 +19,12 @@ from lockstep.server.chat_schema import ChatBody
 from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.heading import heading_of
 from lockstep.server.logprobs import Tracer
+from lockstep.server.long_bodies import LongBodyRoute
 from lockstep.server.record import RequestRecord, record_of
 from lockstep.server.responding import AnswerResponse, Job
-from lockstep.server.serving import serving_of
+from lockstep.server.serving import serving_of, translated
 
-MAX_INLINE_MESSAGES = 256
-"""Longer conversations are translated on another thread, so that they delay nobody's tokens."""
-router = APIRouter(tags=["completions"])
+router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
 
 
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion))
@@ -36,10 +34,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     record.model = serving.cluster.card(body.model).name
     record.metadata = labels_of(body)
     caller, tokenizer = Caller(record.tenant, serving.options), serving.cluster.tokenizer(body.model)
-    if len(body.messages) > MAX_INLINE_MESSAGES:
-        asked = await asyncio.to_thread(chat_call, body, caller, tokenizer)
-    else:
-        asked = chat_call(body, caller, tokenizer)
+    asked = await translated(request, lambda: chat_call(body, caller, tokenizer))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         return chat_answer(serving.cluster, body, asked, accepted[0], record)

@@ -15,6 +15,7 @@ from lockstep.server.schema import (
     JsonObject,
     Name,
     absent,
+    in_pieces,
     text_or_list,
     text_or_object,
 )
@@ -125,7 +126,7 @@ class ChatBody(GenerationBody):
         }
     )
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], *in_pieces(MAX_MESSAGES)]
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """Tokens of the answer, thoughts included; absent: what the context leaves."""
     max_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None

@@ -18,11 +18,12 @@ from lockstep.server.completion_calls import CompletionCalls, completion_calls
 from lockstep.server.completion_schema import CompletionBody
 from lockstep.server.heading import heading_of
 from lockstep.server.logprobs import Tracer
+from lockstep.server.long_bodies import LongBodyRoute
 from lockstep.server.record import RequestRecord, record_of
 from lockstep.server.responding import AnswerResponse, Job
-from lockstep.server.serving import serving_of
+from lockstep.server.serving import serving_of, translated
 
-router = APIRouter(tags=["completions"])
+router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
 
 
 @router.post("/v1/completions", responses=documented(Completion))
@@ -31,7 +32,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     serving, record = serving_of(request), record_of(request)
     record.model = serving.cluster.card(body.model).name
     record.metadata = labels_of(body)
-    asked = completion_calls(body, Caller(record.tenant, serving.options))
+    asked = await translated(request, lambda: completion_calls(body, Caller(record.tenant, serving.options)))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         return completion_answer(serving.cluster, body, asked, accepted, record)

@@ -21,18 +21,19 @@ from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.pooling import unit_vectors
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
 from lockstep.server.answer_schema import Shape
+from lockstep.server.long_bodies import LongBodyRoute
 from lockstep.server.options import ServerOptions
 from lockstep.server.reading import ClientLeft, while_connected
 from lockstep.server.record import CLIENT_LEFT_STATUS, record_of
 from lockstep.server.schema import MAX_SEQUENCE_TOKENS, Body, Name, TextOrTokens, Tokens, tokens_or_list
-from lockstep.server.serving import serving_of
+from lockstep.server.serving import serving_of, translated
 
 MAX_INPUTS = 2_048
 """Of one request, as many as OpenAI takes."""
 MAX_OPEN_INPUTS = 64
 """Inputs of one request that are in the queue at once, so that one request cannot fill it."""
 
-router = APIRouter()
+router = APIRouter(route_class=LongBodyRoute)
 
 Inputs = Annotated[
     Annotated[str, Tag("[text]")]
@@ -89,7 +90,7 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     serving, record = serving_of(request), record_of(request)
     record.model = model = serving.cluster.card(body.model).name
     record.metadata = {} if body.user is None else {"user": body.user}
-    calls = calls_of(body, record.tenant, serving.options)
+    calls = await translated(request, lambda: calls_of(body, record.tenant, serving.options))
     try:
         outputs = await while_connected(request.receive, _answer_all(serving.cluster, body, calls), record)
     except ClientLeft:

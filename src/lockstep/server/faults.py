@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 
 from lockstep.errors import LockstepError
 from lockstep.server.errors import HttpError, http_error
+from lockstep.server.long_bodies import RefusedBodyError
 from lockstep.server.record import record_of
 from lockstep.server.refusals import error_response
 
@@ -69,6 +70,8 @@ async def _on_lockstep(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error, RefusedBodyError):
+        return _answer(request, error.error)
     route = request.scope.get("route")
     allowed = request.app.state.methods.get(getattr(route, "path", None), ())
     return _answer(request, of_http_exception(error, request.method, request.url.path, allowed))

@@ -52,6 +52,8 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own labels."""
+    num_body_bytes: int = 0
+    """Of the request, once it has been read."""
     body: str | None = None
     """The request as it was sent; kept for ``--log-prompts`` only."""
     error: HttpError | None = None

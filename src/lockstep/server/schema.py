@@ -6,10 +6,22 @@ are those of OpenAI's that we cannot do, unless they carry the value that asks f
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from lockstep.executors.sampling_params import (
     MAX_CHOICES,
@@ -29,6 +41,10 @@ MAX_NAME_CHARS = 256
 MAX_DEADLINE_MS = 86_400_000
 MAX_SEQUENCE_TOKENS = 2**31 - 1
 """More tokens than any context holds."""
+MAX_PROMPT_TOKENS = 1 << 22
+"""Token ids of one prompt; as many as the largest body has room for."""
+_PIECE = 1_024
+"""Members of a list that are checked in one go."""
 
 
 def text_or_list(value: object) -> str:
@@ -44,6 +60,40 @@ def tokens_or_list(value: object) -> str:
 
 def text_or_object(value: object) -> str:
     return "[object]" if isinstance(value, dict) else "[text]"
+
+
+def in_pieces(most: int, least: int = 1) -> Sequence[object]:
+    """Annotations of a list of ``least`` to ``most`` members that may be long.
+
+    It is checked piece by piece, since other threads run only in between, and up to the first fault, since no more is
+    told.
+    """
+
+    def check(value: object, handler: ValidatorFunctionWrapHandler) -> list[Any]:
+        if not isinstance(value, list) or len(value) <= _PIECE:
+            return cast("list[Any]", handler(value))
+        if len(value) > most:
+            told = {"field_type": "List", "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", told)
+        checked: list[Any] = []
+        for first in range(0, len(value), _PIECE):
+            try:
+                checked += handler(value[first : first + _PIECE])
+            except ValidationError as error:
+                raise ValidationError.from_exception_data(error.title, [_moved(error, first)]) from None
+        return checked
+
+    return (Field(min_length=least, max_length=most, fail_fast=True), WrapValidator(check))
+
+
+def _moved(error: ValidationError, first: int) -> InitErrorDetails:
+    """The first fault in a piece, by its place in the whole list."""
+    told = error.errors(include_url=False)[0]
+    index, *inner = told["loc"]
+    loc = (first + index if isinstance(index, int) else index, *inner)
+    return InitErrorDetails(
+        type=PydanticCustomError(told["type"], "{told}", {"told": told["msg"]}), loc=loc, input=told["input"]
+    )
 
 
 def _json(value: object) -> object:
@@ -67,7 +117,7 @@ def absent(why: str) -> BeforeValidator:
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_json)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_SEQUENCE_TOKENS)]
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Tokens = Annotated[list[TokenId], *in_pieces(MAX_PROMPT_TOKENS)]
 TextOrTokens = Annotated[
     Annotated[str, Tag("[text]")] | Annotated[Tokens, Tag("[list]")],
     Discriminator(text_or_list),

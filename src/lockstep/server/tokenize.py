@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.server.calls import check_tokens_known
+from lockstep.server.long_bodies import LongBodyRoute
 from lockstep.server.record import record_of
-from lockstep.server.serving import serving_of
+from lockstep.server.schema import in_pieces
+from lockstep.server.serving import serving_of, translated
 
 MAX_TOKEN_IDS = 1 << 20
 """Tokens of one `/detokenize`; more than any context holds."""
 MAX_TOKEN_ID = (1 << 31) - 1
-router = APIRouter(tags=["tokenizer"])
+MAX_INLINE_BYTES = 4_096
+"""Longer bodies are answered on another thread."""
+router = APIRouter(route_class=LongBodyRoute, tags=["tokenizer"])
 
 
 class TokenizeRequest(BaseModel):
@@ -55,34 +59,46 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_TOKEN_IDS)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], *in_pieces(MAX_TOKEN_IDS, least=0)]
 
 
 class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-@router.post("/tokenize", operation_id="tokenize")
-def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
-    """Tokens as a request would have them. Not on the event loop: a long text takes long."""
+@router.post("/tokenize", operation_id="tokenize", response_model=TokenizeResponse)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """Tokens as a request would have them. What no context can hold is refused, as a request with it would be."""
     cluster = serving_of(request).cluster
     card = cluster.card(body.model)
     record_of(request).model = card.name
     tokenizer = cluster.tokenizer(body.model)
     check_tokens_known(tokenizer, {"model": True})
-    tokens = _tokens(tokenizer, body, serving_of(request).options.chat_template_kwargs)
-    strings = [tokenizer.decode((token,), skip_special_tokens=False) for token in tokens]
-    return TokenizeResponse(
-        count=len(tokens),
-        max_model_len=card.max_model_len,
-        tokens=tokens,
-        token_strs=strings if body.return_token_strs else None,
-    )
+    template_kwargs = serving_of(request).options.chat_template_kwargs
+
+    def answer() -> bytes:
+        if card.max_model_len is not None:
+            tokenizer.check_length(_texts(body), card.max_model_len - 1)
+        tokens = _tokens(tokenizer, body, template_kwargs)
+        strings = [tokenizer.decode((token,), skip_special_tokens=False) for token in tokens if body.return_token_strs]
+        told = TokenizeResponse(
+            count=len(tokens),
+            max_model_len=card.max_model_len,
+            tokens=tokens,
+            token_strs=strings if body.return_token_strs else None,
+        )
+        return told.model_dump_json().encode()
+
+    return Response(await translated(request, answer, MAX_INLINE_BYTES), media_type="application/json")
 
 
 @router.post("/detokenize", operation_id="detokenize")
-def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
     """The text of tokens, special ones included."""
+    return await translated(request, lambda: _detokenized(body, request), MAX_INLINE_BYTES)
+
+
+def _detokenized(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
     cluster = serving_of(request).cluster
     record_of(request).model = cluster.card(body.model).name
     tokenizer = cluster.tokenizer(body.model)
@@ -94,6 +110,16 @@ def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
                 param=f"tokens[{index}]",
             )
     return DetokenizeResponse(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+
+def _texts(body: TokenizeRequest) -> list[str]:
+    """What is to be tokenised, tags of a template aside; parts of messages that are no text are not for here to say."""
+    if body.messages is None:
+        return [body.prompt or ""]
+    contents = [message.get("content") for message in body.messages]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _tokens(tokenizer: Tokenizer, body: TokenizeRequest, template_kwargs: dict[str, Any] | Any) -> list[int]:

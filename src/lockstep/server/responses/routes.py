@@ -19,6 +19,7 @@ from lockstep.server.chat_calls import ChatCall, chat_call
 from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.hops import Route
 from lockstep.server.logprobs import Tracer
+from lockstep.server.long_bodies import LongBodyRoute
 from lockstep.server.record import record_of
 from lockstep.server.responding import AnswerResponse, Job
 from lockstep.server.responses.answer import ResponseAnswer
@@ -29,9 +30,9 @@ from lockstep.server.responses.listing import DEFAULT_ITEMS, MAX_ITEMS, item_lis
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
 from lockstep.server.responses.store import ResponseStore, StoredResponse, chain_to, get_stored
 from lockstep.server.responses.translation import chat_body, in_our_words, names_here
-from lockstep.server.serving import serving_of
+from lockstep.server.serving import serving_of, translated
 
-router = APIRouter()
+router = APIRouter(route_class=LongBodyRoute)
 
 
 def store_of(request: Request) -> ResponseStore:
@@ -47,10 +48,14 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     cluster, tenant = serving.cluster, record.tenant
     record.model = cluster.card(body.model).name
     earlier = () if body.previous_response_id is None else await chain_to(store, body.previous_response_id, tenant)
-    items = items_of(body.input, _new_id)
-    messages = messages_of(body.instructions, [*_said(earlier), *items])
     tokenizer = cluster.tokenizer(body.model)
-    asked = _chat_call(body, messages, Caller(tenant, serving.options), request)
+
+    def translate() -> tuple[tuple[JsonObject, ...], ChatCall]:
+        items = items_of(body.input, _new_id)
+        messages = messages_of(body.instructions, [*_said(earlier), *items])
+        return items, _chat_call(body, messages, Caller(tenant, serving.options), request)
+
+    items, asked = await translated(request, translate)
     response_id = _new_id("resp")
     answers: list[ResponseAnswer] = []
 

@@ -17,6 +17,7 @@ from lockstep.server.schema import (
     Body,
     JsonObject,
     Name,
+    in_pieces,
     text_or_list,
     text_or_object,
 )
@@ -114,7 +115,7 @@ Item = Annotated[
     ),
 ]
 Input = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES), Tag("[list]")],
+    Annotated[str, Tag("[text]")] | Annotated[list[Item], *in_pieces(MAX_MESSAGES), Tag("[list]")],
     Discriminator(text_or_list),
 ]
 
