@@ -98,6 +98,7 @@ def server_options(
         allow_unauthenticated=listen.allow_unauthenticated,
         allowed_hosts=_allowed_hosts(listen, host),
         cors_origins=tuple(listen.cors_origin or ()),
+        allows_loopback_origins=listen.loopback_origins,
         max_body_bytes=limits.max_body_bytes,
         max_header_bytes=limits.max_header_bytes,
         max_concurrent_requests=limits.max_concurrent_requests,

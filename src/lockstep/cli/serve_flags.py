@@ -41,6 +41,13 @@ class ListenFlags:
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="An origin that browsers may call from, or *; may be repeated.")
     ] = None
+    loopback_origins: Annotated[
+        bool,
+        typer.Option(
+            "--loopback-origins/--no-loopback-origins",
+            help="Whether pages that this machine serves itself may ask models from a browser.",
+        ),
+    ] = True
 
 
 @dataclass(frozen=True, slots=True)

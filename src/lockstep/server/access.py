@@ -1,4 +1,5 @@
-"""Who a request comes from: API keys, compared in constant time, and the paths that need none or an operator's."""
+"""Who a request comes from: API keys, compared in constant time, the paths that need none or an operator's, and the
+origins of pages."""
 
 from __future__ import annotations
 
@@ -7,12 +8,21 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import sha256
 
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from lockstep.cluster.trust import Powers
 from lockstep.server.errors import HttpError
 from lockstep.server.options import ServerOptions
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/healthz", "/metrics", "/ping", "/version"})
+OPEN_PATHS = frozenset(
+    {"/", "/docs", "/health", "/health/live", "/health/ready", "/healthz", "/metrics", "/ping", "/version"}
+)
 """Answered without a key: what probes and scrapers ask for. They tell nothing of any request's content."""
+_LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
+_INFERENCE = re.compile(
+    r"/v1/(chat/completions|completions|embeddings|responses(/.*)?|models(/.*)?)|/tokenize|/detokenize"
+)
 _BEARER = b"bearer "
 _ADMIN = "admin-"
 _OPERATED = re.compile(
@@ -23,6 +33,33 @@ _OPERATED = re.compile(
 def is_operators(path: str) -> bool:
     """Whether a path shows or changes what belongs to all callers together."""
     return _OPERATED.fullmatch(path) is not None
+
+
+class OriginMiddleware:
+    """Which pages a browser lets read what this server answers.
+
+    Pages of loopback origins, which somebody runs on the machine of the browser itself, may ask models; those of
+    ``origins`` may have every path.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], allows_loopback: bool) -> None:
+        def told(loopback: str | None) -> ASGIApp:
+            return CORSMiddleware(
+                app,
+                allow_origins=origins,
+                allow_origin_regex=loopback,
+                allow_methods=("GET", "POST", "PUT", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id",),
+            )
+
+        self._others = told(None) if origins else app
+        self._models = told(_LOOPBACK_ORIGIN) if allows_loopback else self._others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        is_models = _INFERENCE.fullmatch(path) is not None and not is_operators(path)
+        await (self._models if is_models else self._others)(scope, receive, send)
 
 
 class AccessKeys:

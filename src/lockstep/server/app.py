@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from starlette.middleware.cors import CORSMiddleware
 
 from lockstep.cluster.base import Cluster
 from lockstep.server import (
@@ -24,6 +23,7 @@ from lockstep.server import (
     tokenize,
     watch,
 )
+from lockstep.server.access import OriginMiddleware
 from lockstep.server.body import BodyMiddleware
 from lockstep.server.gate import GateMiddleware
 from lockstep.server.lifecycle import Traffic
@@ -84,14 +84,7 @@ def create_app(
         app.include_router(router)
     app.add_middleware(BodyMiddleware, serving=serving)
     app.add_middleware(GateMiddleware, serving=serving)
-    if options.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id"],
-        )
+    app.add_middleware(OriginMiddleware, origins=options.cors_origins, allows_loopback=options.allows_loopback_origins)
     counts = app.state.http_counts
     log = (RequestLog(options),) if options.log_requests else ()
     app.add_middleware(RecordMiddleware, observers=(counts, *log, *observers), paths=app.state.methods)

@@ -1,9 +1,16 @@
-"""``/``: what somebody finds who opens the server in a browser."""
+"""``/`` and ``/docs``: what somebody finds who opens the server in a browser."""
 
 from __future__ import annotations
 
+import base64
+import re
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+
 from fastapi import APIRouter
 from pydantic import BaseModel
+from starlette.responses import HTMLResponse
 
 from lockstep.version import __version__
 
@@ -14,6 +21,7 @@ class HomeBody(BaseModel):
     name: str
     version: str
     api: str
+    docs: str
     openapi: str
     health: str
     metrics: str
@@ -26,7 +34,31 @@ async def home() -> HomeBody:
         name="lockstep",
         version=__version__,
         api="/v1",
+        docs="/docs",
         openapi="/openapi.json",
         health="/health",
         metrics="/metrics",
     )
+
+
+@router.get("/docs", operation_id="docs", response_class=HTMLResponse)
+async def docs() -> HTMLResponse:
+    """The OpenAPI document for people. The page itself tells nothing; what it reads may need a key."""
+    page, policy = docs_page()
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
+
+
+@cache
+def docs_page() -> tuple[str, str]:
+    """The page, and the policy by which a browser runs what is written in it and asks nobody but this server."""
+    page = files("lockstep.server").joinpath("docs.html").read_text(encoding="utf-8")
+
+    def hashes(tag: str) -> str:
+        blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(sha256(block.encode()).digest()).decode()}'" for block in blocks)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return page, policy

@@ -28,7 +28,9 @@ class ServerOptions:
     allowed_hosts: tuple[str, ...] = ()
     """Names by which requests may call this server, in their ``Host``; empty: any. See `access.host_fault`."""
     cors_origins: tuple[str, ...] = ()
-    """Origins that browsers may call from; ``*``: all. Empty: none."""
+    """Origins from which browsers may call every path; ``*``: all."""
+    allows_loopback_origins: bool = True
+    """Whether browsers may ask models from pages of loopback origins."""
     max_body_bytes: int = 8 * MIB
     max_header_bytes: int = 32 << 10
     max_concurrent_requests: int = 2_048
