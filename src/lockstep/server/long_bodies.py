@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lockstep.server.body import count
 from lockstep.server.errors import HttpError
 from lockstep.server.record import record_of
 from lockstep.server.serving import MAX_INLINE_BYTES, translated
@@ -76,7 +77,7 @@ def parsed(body: bytes, max_quick_values: int = MAX_QUICK_VALUES) -> Any:
         JSONDecodeError: it is none.
     """
     text = body.decode(json.detect_encoding(body), "surrogatepass")
-    if text.count(",") <= max_quick_values:
+    if count(body, b",") <= max_quick_values:
         return json.loads(text)
     decoder = json.JSONDecoder()
     decoder.scan_once = scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]  # typeshed does not know it
