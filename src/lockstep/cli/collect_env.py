@@ -101,7 +101,7 @@ def _processor() -> dict[str, Any]:
 
     return {
         "model": processor_name(),
-        "instructions": instruction_set(),
+        "instructions": str(instruction_set()),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": available_cores(),

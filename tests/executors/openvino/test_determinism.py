@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep.executors.openvino.environment import has_row_dependent_kernels, instruction_set
+from lockstep.executors.openvino.environment import instruction_set
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
 from lockstep.executors.openvino.inputs import Limits, build_inputs
 from lockstep.executors.openvino.loading import compile_artifact
@@ -85,7 +85,7 @@ def test_there_they_are_so_in_every_circumstance(encoding: str) -> None:
     assert report.deterministic, [case for case in report.cases if not case.passed]
 
 
-@pytest.mark.skipif(not has_row_dependent_kernels(instruction_set()), reason="this processor's kernels do not need it")
+@pytest.mark.skipif(not instruction_set().has_row_dependent_kernels, reason="this processor's kernels do not need it")
 def test_passes_of_any_length_would_break_it_and_the_quick_probe_sees_that() -> None:
     artifact = random_artifact(WIDE, "Q8_0")
     compiled, max_pass_tokens = compile_artifact(artifact, OpenVINOOptions(), lambda stage, fraction: None)

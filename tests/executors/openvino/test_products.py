@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.executors.openvino.environment import has_row_dependent_kernels, instruction_set
+from lockstep.executors.openvino.environment import instruction_set
 from lockstep.executors.openvino.loading import compile_properties
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.products import (
@@ -140,7 +140,7 @@ def test_within_a_pass_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(kin
         assert np.array_equal(rows_of(product, x[:num_rows]), expected[:num_rows]), num_rows
 
 
-@pytest.mark.skipif(not has_row_dependent_kernels(instruction_set()), reason="this processor's kernels do not need it")
+@pytest.mark.skipif(not instruction_set().has_row_dependent_kernels, reason="this processor's kernels do not need it")
 def test_beyond_a_pass_and_without_cuts_they_do() -> None:
     """Which is why there are a limit and cuts: should a release mend the kernel, both can go."""
     even = compiled(model_of("int8 in groups", EVEN, 1056))
@@ -148,17 +148,3 @@ def test_beyond_a_pass_and_without_cuts_they_do() -> None:
     assert not np.array_equal(rows_of(even, x)[:2], rows_of(even, x[:2]))
     uneven = compiled(model_of("int8 in groups", UNEVEN, 1056))
     assert not np.array_equal(rows_of(uneven, x)[:2], rows_of(uneven, x[:2]))
-
-
-@pytest.mark.parametrize(
-    ("instructions", "expected"),
-    [
-        ("x86_64 avx2 f16c fma", True),
-        ("x86_64 avx2 avx_vnni f16c fma", True),
-        ("AMD64 Intel64 Family 6", True),
-        ("x86_64 amx_int8 avx2 avx512_vnni avx512f fma", False),
-        ("aarch64 asimd bf16", False),
-    ],
-)
-def test_processors_are_told_apart_by_their_vector_extensions(instructions: str, expected: bool) -> None:
-    assert has_row_dependent_kernels(instructions) == expected

@@ -11,7 +11,7 @@ from lockstep.artifacts.openvino_ir import FORMAT as EXPORTED
 from lockstep.artifacts.openvino_ir import GRAPH
 from lockstep.errors import CorruptArtifactError, ExecutorError, UnsupportedArtifactError, UsageError
 from lockstep.executors.machine import available_cores
-from lockstep.executors.openvino.environment import BUILDER_VERSION, has_row_dependent_kernels, instruction_set
+from lockstep.executors.openvino.environment import BUILDER_VERSION, instruction_set, refusal
 from lockstep.executors.openvino.graph import build_decoder
 from lockstep.executors.openvino.ir_cache import IRCache
 from lockstep.executors.openvino.options import OpenVINOOptions
@@ -33,11 +33,13 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
     core = ov.Core()
     device = choose_device(options.device, tuple(core.available_devices))
     _check_quantize(artifact, options)
+    if device == "CPU" and (reason := refusal()):
+        raise UsageError(reason)
     model = _stateful_model(core, artifact, options, report)
     report("compile", 0.0)
     try:
         to_paged(model, artifact.config.windows)
-        is_limited = has_row_dependent_kernels(instruction_set()) and needs_short_passes(model)
+        is_limited = instruction_set().has_row_dependent_kernels and needs_short_passes(model)
         compiled = core.compile_model(model, device, compile_properties(options))
     except RuntimeError as error:
         raise ExecutorError(f"OpenVINO cannot compile {artifact.name}: {error}") from error
@@ -117,7 +119,7 @@ def _build(artifact: Artifact, options: OpenVINOOptions, report: Report) -> Mode
 
 
 def _split_where_needed(model: Model, artifact: Artifact) -> None:
-    if has_row_dependent_kernels(instruction_set()):
+    if instruction_set().has_row_dependent_kernels:
         num_split = split_products(model)
         log.debug("%s: %d products split for this processor's kernels", artifact.name, num_split)
 
@@ -136,7 +138,7 @@ def graph_key(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
         "builder": BUILDER_VERSION,
         "openvino": str(ov.get_version()),
         "quantize": options.quantize or "none",
-        "products": "split" if has_row_dependent_kernels(instruction_set()) else "whole",
+        "products": "split" if instruction_set().has_row_dependent_kernels else "whole",
     }
 
 
@@ -175,7 +177,7 @@ def environment_of(artifact: Artifact, options: OpenVINOOptions) -> dict[str, st
         "openvino": str(ov.get_version()),
         "device": device,
         "processor": str(core.get_property(device, "FULL_DEVICE_NAME")),
-        "instruction_set": instruction_set(),
+        "instruction_set": str(instruction_set()),
         "threads": str(num_threads(options)),
         "kv_cache_precision": options.kv_cache_precision,
         "inference_precision": options.inference_precision,
