@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.replay.trace import live_requests, live_steps, open_trace, workload_of
+from lockstep.replay.trace import Trace, live_requests, live_steps, open_trace, workload_of
 from lockstep.replay.verify import verify
 from tests.replay.live import happenings, manifest_in, mixed_load
 from tests.server.process import ROOT, ServerProcess, serve
@@ -50,12 +50,14 @@ def test_every_step_of_a_live_cluster_is_decided_again(recorded: Path) -> None:
     code, said = lockstep("replay", "--verify", str(recorded))
     assert code == 0, said
     assert said.splitlines()[0].endswith(", identical")
-    seen = happenings(open_trace(recorded))
+    trace = open_trace(recorded)
+    seen = happenings(trace)
     assert f"replay: {seen['steps']:,} steps of 4 engines" in said
     assert seen["steps"] >= 2_000
     for what in (*EVERYTHING, "priority -1", "priority 0", "priority 1"):
         assert seen[what] > 0, what
-    assert all(seen[f"steps of {number}"] for number in (1, 2, 3)), "two embedded models and a stub took turns"
+    took_turns = [engine.name for engine in trace.engines if seen[f"steps of {engine.number}"]]
+    assert sorted(took_turns) == ["fake", "pocket", "pocket"], "two embedded models and a stub"
 
 
 @pytest.mark.parametrize("source", ["pocket://", "stub://fake?token_us=20"])
@@ -76,14 +78,23 @@ def test_a_model_of_another_fingerprint_is_refused(recorded: Path) -> None:
 def test_what_happened_can_be_read_from_a_recording(recorded: Path) -> None:
     trace = open_trace(recorded)
     steps = list(live_steps(trace))
-    assert [step.step for step in steps if step.engine == 1] == list(range(sum(s.engine == 1 for s in steps)))
+    for engine in trace.engines:
+        own = [step.step for step in steps if step.engine == engine.number]
+        assert own == list(range(len(own)))
     assert all(step.duration_us > 0 and step.gap_us >= 0 for step in steps)
-    requests = list(live_requests(trace, 1))
-    served = [each for each in requests if each.num_output_tokens]
+    served_engines = [engine.number for engine in trace.engines if engine.name != "router"]
+    assert len(served_engines) == 3
+    for number in served_engines:
+        check_requests(trace, number)
+
+
+def check_requests(trace: Trace, number: int) -> None:
+    """Times in their order, and a workload of exactly those that were served."""
+    served = [each for each in live_requests(trace, number) if each.num_output_tokens]
     assert len(served) > 20
     for each in served:
         assert each.arrival_us <= each.admitted_us <= each.first_token_us <= each.finished_us
-    workload = workload_of(trace, 1)
+    workload = workload_of(trace, number)
     told = tuple(workload.requests)
     assert sorted(each.num_output_tokens for each in told) == sorted(each.num_output_tokens for each in served)
     arrivals = [each.arrival for each in told]
