@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lockstep.cluster.dispatch import NONE_OF_THESE, DispatchRule, parse_literal, parse_rule
+from lockstep.cluster.dispatch import MAX_ANSWER_CHARS, NONE_OF_THESE, DispatchRule, parse_literal, parse_rule
 from lockstep.errors import ConfigError
 from tests.cluster.manifests import NAMES, SETS
 
@@ -107,6 +107,11 @@ def test_the_value_in_an_answer(answer: str, value: str | None) -> None:
     assert BY_FIELD.read(answer) == value
 
 
+def test_of_a_long_answer_only_the_beginning_is_looked_at() -> None:
+    assert BY_FIELD.read("\n" * (MAX_ANSWER_CHARS - len("legal")) + "legal") == "legal"
+    assert BY_FIELD.read("\n" * MAX_ANSWER_CHARS + "legal") is None
+
+
 @given(FIELDS, WORDS, st.sampled_from(["{word}", "{field}={word}", "{field}: {word}", " {word}\n", "json"]))
 def test_a_word_is_read_from_every_form_of_answer(field_name: str, word: str, form: str) -> None:
     rule = DispatchRule("router", field_name, "specialists")
@@ -149,5 +154,6 @@ def test_unknown_values_lead_to_nobody_and_case_does_not_matter() -> None:
 
 def test_a_fixed_target_takes_every_value_but_none() -> None:
     assert TO_ONE.target_of("yes", IDS) == "legal"
-    assert TO_ONE.target_of("none", IDS) is None
+    for value in ("none", "None", "NONE", None):
+        assert TO_ONE.target_of(value, IDS) is None
     assert TO_ONE.target_of("yes", ("billing",)) is None

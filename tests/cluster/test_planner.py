@@ -205,6 +205,16 @@ class TestEviction:
     def test_who_is_in_use_is_not_evicted(self, busy: Replica) -> None:
         assert not any(isinstance(action, Unload) for action in planned(wanted("a"), busy, budget=6))
 
+    def test_who_was_used_a_moment_ago_goes_for_one_who_waited_too_long_once_it_stayed_as_long_as_its_load_took(
+        self,
+    ) -> None:
+        used = resident("b", last_used_s=NOW_S - 0.05, reload_s=8.0)
+        late, in_time = wanted("a", since_s=NOW_S - 2.0), wanted("a", since_s=NOW_S - 1.9)
+        assert planned(late, replace(used, resident_since_s=NOW_S - 7.9), budget=4) == ()
+        assert planned(in_time, replace(used, resident_since_s=NOW_S - 8.0), budget=4) == ()
+        stayed = replace(used, resident_since_s=NOW_S - 8.0)
+        assert planned(late, stayed, budget=4) == (Unload("b", UnloadReason.ROOM, "a"),)
+
     @pytest.mark.parametrize(
         ("first", "second", "victim"),
         [

@@ -156,6 +156,19 @@ def test_nobody_new_is_admitted_while_a_running_one_lacks_blocks() -> None:
     assert core.num_waiting == 1
 
 
+def test_nobody_comes_back_while_a_running_one_lacks_blocks() -> None:
+    """1 needs four blocks for its segment, and two are free: as many as 3 lost, which would let 1 wait for ever."""
+    core = scheduler(num_blocks=6)
+    for length, output in ((4, 20), (4, 21), (8, 9), (4, 2)):
+        core.add(Request(length, output))
+    step(core)
+    assert step(core, tokens={1: 16}).preempted == (3,)
+    core.abort(2)
+    assert core.stats().num_free_blocks == 2
+    plan = step(core)
+    assert (rows(plan), plan.resumed) == ([(0, 5, 1)], ())
+
+
 def test_the_place_of_one_that_waits_for_blocks_goes_to_the_next_in_turn() -> None:
     """Width 1, pool full, and it is the newest one's turn: without this, nobody would ever move again."""
     core = scheduler(num_blocks=4, max_num_seqs=2, max_num_decode_seqs=1)

@@ -51,6 +51,26 @@ def test_who_was_unloaded_is_forgotten_with_its_debt() -> None:
     assert turns.choose(ALL, "a") == "a"
 
 
+def test_when_nobody_has_work_all_debts_are_forgotten() -> None:
+    turns = Turns()
+    assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
+    assert turns.choose(ALL, "") is None
+    cost = dict.fromkeys(ALL, MS)
+    assert [serve(turns, ALL, "abc", cost) for _ in range(6)] == ["b", "c", "a", "b", "c", "a"]
+
+
+def test_who_spent_exactly_its_credit_has_none() -> None:
+    """Neither in the round in which it is spent, nor in one that only pays off a debt."""
+    priorities = {"a": Priority.HIGH, "b": Priority.NORMAL}
+    grants = {key: QUANTUM_US * weight_of(priority) for key, priority in priorities.items()}
+    turns = Turns()
+    assert serve(turns, priorities, "ab", {"a": 2 * grants["a"]}) == "a"
+    assert serve(turns, priorities, "ab", {"b": grants["b"]}) == "b"
+    assert serve(turns, priorities, "ab", {"b": grants["b"]}) == "b", "a owed what the round gave it"
+    assert serve(turns, priorities, "ab", {"a": grants["a"]}) == "a"
+    assert serve(turns, priorities, "ab", {"b": MS}) == "b", "a has spent this round's"
+
+
 def test_another_class_counts_from_the_next_turn() -> None:
     turns = Turns()
     cost = dict.fromkeys(ALL, MS)
