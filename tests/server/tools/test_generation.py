@@ -1,4 +1,4 @@
-"""The embedded model at temperature 1: what a request promises of calls holds, whatever the model would rather say."""
+"""The embedded model, wild: what a request promises of calls holds, whatever the model would rather say."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from lockstep import LLM, EngineOptions, FinishReason, LoadOptions, SamplingPara
 from lockstep.engine.chat import chat_request
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import InvalidParameterError
+from lockstep.executors.sampling_params import MAX_TEMPERATURE
 from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
 from lockstep.server.tools.plan import ToolPlan, plan_tools
 from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, function
 
 MAX_TOKENS = 700
-"""More than sixteen of the longest calls that these schemas allow this model to write."""
+"""Four times what a call can have, were each of its bytes a token; whether another follows is a toss of a coin."""
+EVENLY = MAX_TEMPERATURE
+"""So hot that every token which the grammar allows is about as likely as any other, whatever the weights are."""
 REFUND = function(
     "refund",
     {
@@ -30,6 +33,7 @@ REFUND = function(
             "items": {"type": "array", "items": {"$ref": "#/$defs/item"}, "minItems": 1, "maxItems": 2},
         },
         "required": ["order", "reason", "items"],
+        "additionalProperties": False,
         "$defs": {
             "reason": {"enum": ["broken", "late", "schade, größer"]},
             "item": {
@@ -42,7 +46,8 @@ REFUND = function(
     },
 )
 NAMED: Mapping[str, Any] = {"type": "function", "function": {"name": "refund"}}
-ALL = (*TOOLS, REFUND)
+ALL = (STRICT_TOOLS[0], *TOOLS[1:], REFUND)
+"""None of them may grow beyond its schema, so that every call has an end."""
 QUESTIONS = ("I was charged twice.", "How is the weather in Rome?", "My order never came!")
 
 
@@ -57,11 +62,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield model
 
 
-def answers(llm: LLM, plan: ToolPlan, count: int, max_tokens: int = MAX_TOKENS) -> Iterator[tuple[ToolParser, str]]:
+def answers(
+    llm: LLM, plan: ToolPlan, count: int, max_tokens: int = MAX_TOKENS, temperature: float = EVENLY
+) -> Iterator[tuple[ToolParser, str]]:
     """Parsers of `count` answers, each with its seed, and why they ended."""
     conversations = [plan.messages([{"role": "user", "content": question}]) for question in QUESTIONS]
     each = -(-count // len(QUESTIONS))
-    params = SamplingParams(temperature=1.0, seed=1, n=each, max_tokens=max_tokens, constraint=plan.constraint)
+    params = SamplingParams(temperature=temperature, seed=1, n=each, max_tokens=max_tokens, constraint=plan.constraint)
     for output in llm.chat(conversations, params, template_kwargs=plan.template_kwargs):
         for completion in output.completions:
             ids = itertools.count()
@@ -90,7 +97,7 @@ def test_a_forced_call_is_read_and_obeys_its_schema(llm: LLM, choice: Any, paral
         assert len(parser.calls) == 1 or (parallel and choice == "required" and parser.calls)
         check(parser)
     arguments = {call.arguments for parser, _ in read for call in parser.calls}
-    assert len(arguments) > 20, "the calls differ"
+    assert len(arguments) > 10, "the calls differ"
     if choice == "required":
         assert len({call.name for parser, _ in read for call in parser.calls}) == len(ALL)
 
@@ -98,7 +105,7 @@ def test_a_forced_call_is_read_and_obeys_its_schema(llm: LLM, choice: Any, paral
 def test_strict_functions_are_called_right_or_not_at_all(llm: LLM) -> None:
     plan = plan_tools(llm.model.tokenizer, STRICT_TOOLS, "auto", True)
     assert plan.constraint is not None
-    for parser, _ in answers(llm, plan, 30, 60):
+    for parser, _ in answers(llm, plan, 30, 60, temperature=1.0):
         check(parser)
         assert parser.calls or "<tool_call>" not in parser.content
 
@@ -107,7 +114,7 @@ def test_a_stream_brings_the_same_calls(llm: LLM) -> None:
     """Piece by piece as the engine publishes them, against the whole text."""
     plan = plan_tools(llm.model.tokenizer, ALL, "required", True)
     for seed in range(10):
-        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=MAX_TOKENS, constraint=plan.constraint)
+        params = SamplingParams(temperature=EVENLY, seed=seed, max_tokens=MAX_TOKENS, constraint=plan.constraint)
         messages = plan.messages([{"role": "user", "content": QUESTIONS[0]}])
         request = chat_request(llm.model.tokenizer, messages, params, template_kwargs=plan.template_kwargs)
         outputs: list[TokenOutput] = []
