@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow cover lint format bench lock clean
+.PHONY: demo test test-slow test-perturbed test-avx2 test-avx512 cover lint format bench lock clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
@@ -15,6 +15,17 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# The default suite as other machines would have it: with an embedded model of other weights, which draws other tokens
+# (SEED=n is another one), and on the kernels of processors with less. Both variables: each library reads its own.
+test-perturbed: $(STAMP)
+	$(BIN)/python -m tools.perturbed --seed $(or $(SEED),0) -n 2 --dist loadfile
+
+test-avx2: $(STAMP)
+	ONEDNN_MAX_CPU_ISA=AVX2 OV_CPU_MAX_ISA=AVX2 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-avx512: $(STAMP)
+	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Every branch of the core; fails below 100 %.
 cover: $(STAMP)

@@ -1,0 +1,60 @@
+"""The tests with an embedded model of other weights: what they say of it has to be true of any tokens that it draws.
+
+    python -m tools.perturbed                             # pytest as it is, with the model of seed 0
+    python -m tools.perturbed --seed 3 tests/server -x    # what is not its own goes to pytest
+
+Another processor rounds a little differently, so that a sampled answer goes on there with other words. Noise on the
+weights does that on any machine, and more: a copy of the project is made in a temporary folder, the model in it gets
+noise, and pytest runs there. The product knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "dist", "build")
+POCKET = Path("src", "lockstep", "pocket", "pocket.gguf")
+NOISE = 0.2
+"""Of each matrix's own spread: sampled answers differ from their first or second token on."""
+
+
+def perturb(path: Path, seed: int, noise: float = NOISE) -> None:
+    """Add noise to the values of a GGUF file's Q8_0 matrices, in place; the scales of their blocks stay."""
+    draw = np.random.default_rng(seed)
+    for tensor in GGUFReader(path, "r+").tensors:
+        if tensor.tensor_type != GGMLQuantizationType.Q8_0:
+            continue
+        blocks = tensor.data.reshape(-1, 34)
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        values = blocks[:, 2:].view(np.int8)
+        spread = noise * float((values * scales).std())
+        steps = draw.standard_normal(values.shape, np.float32) * spread / np.maximum(scales, np.finfo(np.float32).tiny)
+        values[:] = np.clip(np.rint(values + steps), -127, 127).astype(np.int8)
+    del tensor
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.perturbed", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="another model for each integer")
+    options, arguments = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="perturbed-") as folder:
+        copy = Path(folder) / ROOT.name
+        shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+        perturb(copy / POCKET, options.seed)
+        path = os.pathsep.join(filter(None, (str(copy / "src"), os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "pytest", *arguments]
+        return subprocess.run(command, cwd=copy, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
