@@ -79,6 +79,8 @@ def test_the_entry_may_say_what_leads_somewhere_and_none() -> None:
     assert LITERAL.constraint_words(IDS) == ("refund", "bug", "legal", "none")
     assert TO_ONE.constraint_words(IDS) == ("legal", "none")
     assert BY_FIELD.constraint_words(()) == ("none",)
+    swapped = parse_rule(str(BY_FIELD), {"billing": "technical"})
+    assert swapped.constraint_words(IDS) == ("billing", "legal", "none"), "an id that means another is said once"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,7 @@ def test_the_entry_may_say_what_leads_somewhere_and_none() -> None:
         ('{"intent": 7}', None),
         ('{"topic": "billing"}', None),
         ("{" * 5000, None),
+        ('{"intent": ' + "[" * 5000, None),
         ("topic=billing", None),
         ("I think billing", None),
         ("", None),

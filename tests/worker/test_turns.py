@@ -71,6 +71,28 @@ def test_who_spent_exactly_its_credit_has_none() -> None:
     assert serve(turns, priorities, "ab", {"b": MS}) == "b", "a has spent this round's"
 
 
+def test_a_debt_is_paid_off_by_rounds_in_which_its_owner_has_no_work() -> None:
+    turns, grant_us = Turns(), QUANTUM_US * weight_of(0)
+    assert serve(turns, ALL, "abc", {"a": 4 * grant_us}) == "a"
+    for _ in range(4):
+        assert serve(turns, ALL, "b", {"b": grant_us}) == "b"
+    assert turns.choose(ALL, "ab") == "a"
+
+
+def test_who_is_replaced_by_another_is_forgotten_with_its_debt() -> None:
+    turns = Turns()
+    assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
+    assert serve(turns, {"b": 0, "c": 0, "d": 0}, "b", {"b": MS}) == "b"
+    assert turns.choose(ALL, "ab") == "a"
+
+
+def test_a_worse_class_does_not_keep_the_credit_of_the_better() -> None:
+    turns, cost = Turns(), {"a": MS, "b": MS}
+    assert serve(turns, {"a": Priority.CRITICAL, "b": 0}, "ab", cost) == "a"
+    served = [serve(turns, {"a": 0, "b": 0}, "ab", cost) for _ in range(40)]
+    assert served.count("a") == served.count("b")
+
+
 def test_another_class_counts_from_the_next_turn() -> None:
     turns = Turns()
     cost = dict.fromkeys(ALL, MS)
