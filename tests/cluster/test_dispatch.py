@@ -96,6 +96,8 @@ def test_the_entry_may_say_what_leads_somewhere_and_none() -> None:
         ('{"intent": "billing", "why": [1]}', "billing"),
         ('{"intent": "billing"', None),
         ('{"intent": 7}', None),
+        ('{"intent": " Billing.\\n"}', "Billing"),
+        ('{"intent": "..."}', None),
         ('{"topic": "billing"}', None),
         ("{" * 5000, None),
         ('{"intent": ' + "[" * 5000, None),

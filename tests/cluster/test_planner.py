@@ -149,6 +149,10 @@ class TestLoading:
         replicas = (wanted("critical", priority=-2, since_s=NOW_S - 1.9), wanted("low", priority=1, since_s=NOW_S - 2))
         assert planned(*replicas, budget=4) == (Load("low", LoadReason.REQUEST),)
 
+    def test_those_whose_room_is_in_use_take_no_turn_of_those_that_fit(self) -> None:
+        replicas = wanted("a", 8), wanted("b", 8), wanted("c", 1), resident("d", num_busy=1)
+        assert planned(*replicas, budget=10) == (Load("c", LoadReason.REQUEST),)
+
     def test_without_a_budget_everything_fits(self) -> None:
         assert planned(wanted("a"), resident("b", 10**15), budget=None) == (Load("a", LoadReason.REQUEST),)
 
@@ -215,6 +219,13 @@ class TestEviction:
         stayed = replace(used, resident_since_s=NOW_S - 8.0)
         assert planned(late, stayed, budget=4) == (Unload("b", UnloadReason.ROOM, "a"),)
 
+    def test_who_is_about_to_serve_its_waiters_is_evicted_only_where_it_was_drained_for_the_claim(self) -> None:
+        late = wanted("a", since_s=NOW_S - 5.0)
+        full = resident("b", num_waiting=1, waiting_since_s=NOW_S - 1.0)
+        assert planned(late, full, budget=4) == ()
+        drained = replace(full, makes_room_for="a")
+        assert planned(late, drained, budget=4) == (Unload("b", UnloadReason.ROOM, "a"),)
+
     @pytest.mark.parametrize(
         ("first", "second", "victim"),
         [
@@ -246,6 +257,13 @@ class TestEviction:
         going = Replica("b", Phase.UNLOADING, 4, makes_room_for="a")
         second = wanted("c", since_s=NOW_S - 0.1)
         assert planned(wanted("a"), second, going, resident("d"), budget=8) == (Unload("d", UnloadReason.ROOM, "c"),)
+
+    def test_nobody_is_evicted_for_two(self) -> None:
+        both = wanted("a"), wanted("c", since_s=NOW_S - 0.1)
+        assert planned(*both, resident("b"), resident("d"), budget=8) == (
+            Unload("b", UnloadReason.ROOM, "c"),
+            Unload("d", UnloadReason.ROOM, "a"),
+        )
 
 
 class TestDraining:
@@ -315,11 +333,26 @@ class TestDraining:
             Drain("a", "b"),
             Load("c", LoadReason.REQUEST),
         )
+        new = resident("a", num_busy=1, resident_since_s=NOW_S, reload_s=9.0)
+        assert planned(new, waits, wanted("c", 2), budget=10) == ()
+
+    def test_who_was_drained_for_it_goes_on_draining_though_another_has_become_cheaper(self) -> None:
+        drained = resident("b", num_busy=1, reload_s=9.0, makes_room_for="a")
+        cheap = resident("c", num_busy=1, reload_s=0.01)
+        assert planned(wanted("a", since_s=NOW_S - 5), drained, cheap, budget=8) == (Drain("b", "a"),)
+
+    def test_the_idle_go_before_the_busy_however_cheap(self) -> None:
+        idle, busy = resident("b", reload_s=9.0), [resident(key, num_busy=1, reload_s=0.01) for key in "cd"]
+        drains = planned(wanted("a", 8, since_s=NOW_S - 5), idle, *busy, budget=12)
+        assert drains == (Drain("b", "a"), Drain("c", "a"))
 
 
 class TestWarming:
     def test_warming_takes_free_room(self) -> None:
         assert planned(absent("a", wants_warm=True), budget=4) == (Load("a", LoadReason.WARM),)
+
+    def test_who_is_needed_is_not_warmed_as_well(self) -> None:
+        assert planned(wanted("a", wants_warm=True), budget=8) == (Load("a", LoadReason.REQUEST),)
 
     def test_warming_evicts_nobody(self) -> None:
         assert planned(absent("a", wants_warm=True), resident("b"), budget=4) == ()
@@ -355,8 +388,12 @@ class TestIdleLimit:
 
     @pytest.mark.parametrize(
         "needed",
-        [resident("a", idle_limit_s=5.0, is_pinned=True), resident("a", idle_limit_s=5.0, num_busy=1)],
-        ids=["declared resident", "serves"],
+        [
+            resident("a", idle_limit_s=5.0, is_pinned=True),
+            resident("a", idle_limit_s=5.0, num_busy=1),
+            resident("a", idle_limit_s=5.0, wants_warm=True),
+        ],
+        ids=["declared resident", "serves", "will be needed"],
     )
     def test_who_is_needed_stays(self, needed: Replica) -> None:
         assert planned(needed, budget=4) == ()
