@@ -44,7 +44,7 @@ def description() -> str:
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": description(),
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {"example": "id: 7\nevent: tier_changed\ndata: {...}\n\n"}},
     }
 }
 
