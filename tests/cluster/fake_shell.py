@@ -249,3 +249,23 @@ class FakeShell:
     def _move(model: Model, phase: Phase, **changes: object) -> None:
         assert phase in MOVES[model.seen.phase], f"{model.seen.key}: {model.seen.phase} to {phase}"
         model.seen = replace(model.seen, phase=phase, **changes)  # type: ignore[arg-type]  # fields of Replica
+
+
+POLICY = PlanPolicy(max_wait_s=2.0, min_stay=1.0, linger_s=0.1, max_parallel_loads=2)
+NOW_S = 100.0
+
+
+def absent(key: str, num_bytes: int = 4, **fields: object) -> Replica:
+    return Replica(key, Phase.ABSENT, num_bytes, **fields)  # type: ignore[arg-type]  # fields of Replica
+
+
+def resident(key: str, num_bytes: int = 4, **fields: object) -> Replica:
+    return Replica(key, Phase.RESIDENT, num_bytes, **fields)  # type: ignore[arg-type]  # fields of Replica
+
+
+def wanted(key: str, num_bytes: int = 4, since_s: float = NOW_S, **fields: object) -> Replica:
+    return absent(key, num_bytes, num_waiting=1, waiting_since_s=since_s, **fields)
+
+
+def planned(*replicas: Replica, budget: int | None) -> tuple[object, ...]:
+    return plan(Observed(replicas, budget), NOW_S, POLICY)
