@@ -20,6 +20,7 @@ from lockstep.cluster.planner import (
     UnloadReason,
     look_again_s,
     overshoot,
+    plan,
 )
 from tests.cluster.fake_shell import NOW_S, POLICY, FakeShell, absent, planned, resident, wanted
 
