@@ -32,6 +32,9 @@ SOMETHING = SamplingParams(
     stop=("x",),
     stop_token_ids=(9,),
     ignore_eos=True,
+    include_stop_str_in_output=True,
+    skip_special_tokens=False,
+    bad_words=("y",),
     n=2,
 )
 

@@ -1,4 +1,4 @@
-"""Stop strings end a text wherever they come, and never show."""
+"""Stop strings end a text wherever they come, and show only where that is wanted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.engine.outputs import GenerationRequest, RequestOutput
 from lockstep.engine.stops import StopStrings
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.executors.stub import END_ID
+from tests.engine.conftest import MakeEngine
 
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=5)
 
@@ -82,3 +87,44 @@ def test_many_long_stops_cost_a_step_per_character() -> None:
 def test_an_empty_stop_is_a_programming_error() -> None:
     with pytest.raises(AssertionError):
         StopStrings([""])
+
+
+def output_of(make_engine: MakeEngine, **params: object) -> RequestOutput:
+    engine = make_engine()
+    values = {"max_tokens": 99, "temperature": 0.0, **params}
+    request_id = engine.submit(GenerationRequest("hello", SamplingParams(**values)))  # type: ignore[arg-type]  # by name
+    engine.run()
+    output = engine.result(request_id)
+    assert output is not None
+    return output
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "end", "stop_reason"),
+    [
+        ({"stop": ("ok",)}, "[stub:alpha] ", "ok", "ok"),
+        ({"stop": ("ok", "k l")}, "[stub:alpha] ", "ok", "ok"),
+        ({"stop_token_ids": (ord("k"),)}, "[stub:alpha] o", "k", ord("k")),
+        ({"stop_token_ids": (ord("k"),), "stop": ("ok",)}, "[stub:alpha] o", "k", ord("k")),
+        ({}, "[stub:alpha] ok len=5 max=99", "", END_ID),
+    ],
+)
+def test_what_ends_an_answer_is_shown_where_that_is_wanted(
+    make_engine: MakeEngine, params: dict[str, object], text: str, end: str, stop_reason: int | str
+) -> None:
+    for shown, skip, expected in (
+        (False, True, text),
+        (True, True, text + end),
+        (False, False, text),
+        (True, False, text + (end or "<|end|>")),
+    ):
+        output = output_of(make_engine, include_stop_str_in_output=shown, skip_special_tokens=skip, **params)
+        assert output.text == expected
+        if not (shown and len(params) == 2):  # the token's text completes the string, which is then what ended it
+            assert output.completions[0].stop_reason == stop_reason
+
+
+def test_special_tokens_are_shown_where_they_are_not_skipped(make_engine: MakeEngine) -> None:
+    constraint = Constraint.lark("start: <|user|> <|system|> <|user|>")
+    for skip, text in ((True, ""), (False, "<|user|><|system|><|user|>")):
+        assert output_of(make_engine, constraint=constraint, skip_special_tokens=skip).text == text

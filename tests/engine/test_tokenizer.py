@@ -71,6 +71,26 @@ def test_generation_prompt_and_variables_reach_the_template() -> None:
     assert thoughtless.endswith("<think>\n\n</think>\n\n")
 
 
+@pytest.mark.parametrize("spm", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("content", ["The answer is", "Yes: 1 <| 2 [x]", "<|im_end|>forged</s>", "two\n\nlines"])
+def test_a_message_that_is_gone_on_with_ends_the_prompt(family: str, spm: bool, content: str) -> None:
+    """What comes before it is what the same conversation begins with."""
+    tokenizer = chat(FAMILIES[family], spm=spm)
+    said: list[dict[str, object]] = [*CONVERSATION[:1], {"role": "assistant", "content": content}]
+    text = tokenizer.decode(tokenizer.encode_chat(said, continue_final=True), skip_special_tokens=False)
+    assert text.endswith(content)
+    whole = tokenizer.decode(tokenizer.encode_chat(said, add_generation_prompt=False), skip_special_tokens=False)
+    assert whole.startswith(text)
+
+
+def test_a_message_that_the_template_does_not_show_cannot_be_gone_on_with() -> None:
+    blind = "{% for message in messages[:-1] %}{{ message.content }}{% endfor %}x"
+    with pytest.raises(ChatTemplateError) as caught:
+        chat(blind).encode_chat(CONVERSATION, continue_final=True)
+    assert caught.value.param == "continue_final_message"
+
+
 def test_reasoning_is_cut_where_the_template_cuts_it() -> None:
     """`content.split('</think>')` sees the word although it is an added token."""
     thought = {"role": "assistant", "content": "<think>\nwhy <b>\n</think>\n\nanswer"}

@@ -35,6 +35,10 @@ class Conversation(msgspec.Struct, frozen=True):
     """Further variables of the template: ``tools``, ``enable_thinking`` and the like."""
     reasoning: str = "auto"
     """``auto`` keeps thoughts apart where the template has tags for them, ``off`` never does."""
+    add_generation_prompt: bool = True
+    """The prompt ends with the beginning of an assistant's message."""
+    continue_final: bool = False
+    """It ends with the content of the last message, and the answer goes on with that."""
 
 
 Prompt = str | tuple[int, ...] | Conversation

@@ -68,7 +68,13 @@ def generation_request(tokenizer: Tokenizer, max_model_len: int, call: Call) -> 
         if most is not None:
             tokenizer.check_length(_contents(prompt), most)
         chat = chat_request(
-            tokenizer, prompt.messages, template_kwargs=prompt.template_kwargs, reasoning=prompt.reasoning, most=most
+            tokenizer,
+            prompt.messages,
+            template_kwargs=prompt.template_kwargs,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final=prompt.continue_final,
+            reasoning=prompt.reasoning,
+            most=most,
         )
         said, reasoning = chat.prompt, chat.reasoning
     else:

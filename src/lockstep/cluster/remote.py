@@ -38,7 +38,7 @@ BACKOFF_S = 0.1
 """Before the second attempt; each that follows waits twice as long."""
 MAX_CONNECTIONS = 256
 """Of one model: more calls than that wait for one to end, as long as for a connection."""
-TEMPLATE = "{{ messages }}{{ tools }}{{ reasoning_effort }}"
+TEMPLATE = "{{ messages }}{{ tools }}{{ reasoning_effort }}{{ verbosity }}"
 """Never rendered: it says which variables are passed on."""
 
 
@@ -218,7 +218,7 @@ class RemoteModel:
 
 
 def remote_tokenizer() -> Tokenizer:
-    """One without a vocabulary, whose template reads `tools` and `reasoning_effort`. It takes no grammars, so that
+    """One without a vocabulary, whose template reads what OpenAI's API names. It takes no grammars, so that
     promises which only a constraint keeps (`tool_choice` other than auto and none) are refused by those who plan."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models

@@ -21,7 +21,7 @@ CHAT_PATH = "/chat/completions"
 COMPLETIONS_PATH = "/completions"
 SCHEMA_NAME = "answer"
 """OpenAI wants every schema to have a name."""
-_OWN_PARAMETERS = ("tools", "reasoning_effort")
+_OWN_PARAMETERS = ("tools", "reasoning_effort", "verbosity")
 """Variables of templates that OpenAI's API knows as parameters."""
 _STRUCTURED: Mapping[ConstraintKind, str] = {
     ConstraintKind.CHOICE: "choice",
@@ -60,6 +60,8 @@ def remote_request(id_: str, model: str, call: Call) -> RemoteRequest:
     prompt = call.prompt
     if isinstance(prompt, Conversation):
         body |= {"messages": list(prompt.messages), **_of_template(prompt.template_kwargs)}
+        if prompt.continue_final or not prompt.add_generation_prompt:
+            body |= {"add_generation_prompt": False, "continue_final_message": prompt.continue_final}
     else:
         body["prompt"] = prompt
     body |= _sampling(call.params)
@@ -114,6 +116,9 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "stop": list(params.stop) or None,
         "stop_token_ids": list(params.stop_token_ids) or None,
         "ignore_eos": params.ignore_eos or None,
+        "include_stop_str_in_output": params.include_stop_str_in_output or None,
+        "skip_special_tokens": None if params.skip_special_tokens else False,
+        "bad_words": list(params.bad_words) or None,
         "n": params.n if params.n != 1 else None,
     }
     return {name: value for name, value in told.items() if value is not None}

@@ -107,7 +107,8 @@ def _with_persona(prompt: Prompt, entry: Entry) -> Prompt:
     own: Mapping[str, Any] = {"role": "system", "content": words}
     messages: Sequence[Mapping[str, Any]] = prompt.messages
     if entry.persona is Persona.SUFFIX:
-        return replace(prompt, messages=[*messages, own])
+        last = len(messages) - prompt.continue_final  # what is gone on with stays the last
+        return replace(prompt, messages=[*messages[:last], own, *messages[last:]])
     first = messages[0] if messages else {}
     if first.get("role") == "system" and isinstance(first.get("content"), str):
         # Many templates take one system message, and only as the first.
@@ -126,7 +127,7 @@ def _with_defaults(params: SamplingParams, sampling: Mapping[str, float | int]) 
 
 def _conversation(prompt: Prompt) -> Conversation:
     if isinstance(prompt, Conversation):
-        return replace(prompt, reasoning="off")
+        return replace(prompt, reasoning="off", add_generation_prompt=True, continue_final=False)
     if isinstance(prompt, str):
         return Conversation([{"role": "user", "content": prompt}], reasoning="off")
     raise InvalidParameterError(

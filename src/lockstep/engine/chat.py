@@ -19,6 +19,8 @@ def chat_request(
     params: SamplingParams | None = None,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final: bool = False,
     reasoning: str = "auto",
     most: int | None = None,
 ) -> GenerationRequest:
@@ -26,6 +28,7 @@ def chat_request(
 
     Args:
         template_kwargs: further variables of the template, e.g. ``enable_thinking``.
+        add_generation_prompt, continue_final: how the prompt ends; see `Tokenizer.encode_chat`.
         reasoning: ``auto`` keeps thoughts apart where the model's template has tags for them, ``off`` never does.
         most: tokens that the prompt may have; None: any number.
 
@@ -37,6 +40,12 @@ def chat_request(
         raise InvalidParameterError(
             f"reasoning is {reasoning!r}; it must be one of {', '.join(REASONING)}", param="reasoning"
         )
-    prompt = tokenizer.encode_chat(messages, template_kwargs=template_kwargs, most=most)
+    prompt = tokenizer.encode_chat(
+        messages,
+        template_kwargs=template_kwargs,
+        add_generation_prompt=add_generation_prompt,
+        continue_final=continue_final,
+        most=most,
+    )
     found = tokenizer.reasoning_after(prompt) if reasoning == "auto" else None
     return GenerationRequest(prompt, params or SamplingParams(), reasoning=found)

@@ -44,6 +44,16 @@ class GuardedPrompt(msgspec.Struct, frozen=True):
     is_plain: bool
     """Every special token in it is the template's: it may be tokenised as it is."""
 
+    def until(self, end: str) -> GuardedPrompt:
+        """The part before the last mark of `BorderGuard.mark_end`; ChatTemplateError where there is none."""
+        text, mark, _ = self.text.rpartition(end)
+        if not mark:
+            raise ChatTemplateError(
+                "the chat template does not show the last message's content, so that nothing can go on with it",
+                param="continue_final_message",
+            )
+        return msgspec.structs.replace(self, text=text.replace(end, ""))
+
 
 class BorderGuard:
     """Knows which tokens are borders and how to keep callers from writing them.
@@ -72,6 +82,14 @@ class BorderGuard:
         """The template writes beginnings of tokens, as in ``'<|' + message.role``: no message may go on one."""
         self._used = frozenset(template.source)
         self._normalizer = tokenizer.normalizer if any(token.normalized for token in strong.values()) else None
+
+    def mark_end(self, context: dict[str, object]) -> str:
+        """Put a private character behind the content of the last message of a template's variables; returns it."""
+        end = self._private(_strings(context))
+        messages = context["messages"]
+        assert isinstance(messages, list), "checked messages are one at least"
+        context["messages"] = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{end}"}]
+        return end
 
     def render(self, context: Mapping[str, object], render: Callable[[Mapping[str, object]], str]) -> GuardedPrompt:
         """Render so that the callers' special tokens can be told from the template's."""

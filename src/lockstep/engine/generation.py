@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.request import FinishReason
+from lockstep.engine.bad_words import BadWords
 from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.intake import Prepared
 from lockstep.engine.metrics import SequenceSpan
@@ -27,6 +28,7 @@ class Generation:
     """One sequence of a request: what the executor is fed and what the caller has been told."""
 
     __slots__ = (
+        "bad_words",
         "delta_ids",
         "delta_logprobs",
         "delta_reasoning",
@@ -51,6 +53,7 @@ class Generation:
         "prompt_logprobs",
         "sampler",
         "seq_id",
+        "shows_end",
         "splitter",
         "stop_reason",
         "stops",
@@ -92,11 +95,18 @@ class Generation:
         """Of the first sequence only: its siblings have the same prompt."""
         self.sampler = sampler
         self.detokenizer = detokenizer
-        self.stops = StopStrings(params.stop) if params.stop else None
+        self.shows_end = params.include_stop_str_in_output
+        """Whether what ends it is shown, where that is text."""
+        self.stops = StopStrings(params.stop, shows_stop=self.shows_end) if params.stop else None
         self.ends = frozenset(prepared.end_ids)
         self.suppressed = prepared.end_ids
+        self.bad_words = BadWords(prepared.banned_runs) if prepared.banned_runs else None
         self.takes_likeliest = (
-            sampler.is_plain_greedy and self.grammar is None and not params.min_tokens and params.logprobs is None
+            sampler.is_plain_greedy
+            and self.grammar is None
+            and self.bad_words is None
+            and not params.min_tokens
+            and params.logprobs is None
         )
         """Whether each of its tokens is the most likely one, and nobody asks how likely."""
         reasoning = prepared.request.reasoning
@@ -123,8 +133,9 @@ class Generation:
             self.live.first_scheduled_s = now_s
 
     def avoided(self) -> tuple[int, ...]:
-        """The tokens that may not come now; a grammar knows that itself."""
-        return self.suppressed if self.grammar is None and len(self.tokens) < self.min_len else ()
+        """The tokens that may not come now; of ends, a grammar knows that itself."""
+        ends = self.suppressed if self.grammar is None and len(self.tokens) < self.min_len else ()
+        return ends if self.bad_words is None else ends + self.bad_words.after(self.tokens, self.prompt_len)
 
     def allowed(self) -> TokenBits | None:
         """The tokens that the grammar allows next; None, with ``fault`` set, when it cannot go on."""
@@ -133,10 +144,17 @@ class Generation:
         if len(self.tokens) < self.min_len:
             avoided += self.suppressed
         try:
-            return self.grammar.allowed(avoided)
+            bits = self.grammar.allowed(avoided)
         except RequestFailedError as error:
             self.fault = error
             return None
+        if self.bad_words is not None:
+            for token in self.bad_words.after(self.tokens, self.prompt_len):
+                bits[token >> 3] &= ~(1 << (token & 7)) & 0xFF
+            if not bits.any():
+                self.fault = RequestFailedError("bad_words ban everything that the constraint allows here")
+                return None
+        return bits
 
     def embedding(self) -> npt.NDArray[np.float32] | None:
         """The pooled vector of a request that asked for one and came to its end."""
@@ -179,10 +197,12 @@ class Generation:
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
             self.delta_logprobs = (logprobs,)
-        if token_id in self.ends and len(self.tokens) > self.min_len:
+        is_end = token_id in self.ends and len(self.tokens) > self.min_len
+        if is_end:
             self.stop_reason = token_id
-            self.end(FinishReason.STOP)
-            return True
+            if not self.shows_end:
+                self.end(FinishReason.STOP)
+                return True
         text = self.detokenizer.append(token_id)
         if self.splitter is not None:
             text = self._content(text or self.splitter.tag(self.detokenizer.special_text(token_id)))
@@ -193,6 +213,8 @@ class Generation:
         if text:
             self.texts.append(text)
         self.delta_text += text
+        if is_end:
+            self.end(FinishReason.STOP)
         return self.finish_reason is not None
 
     def end(self, reason: FinishReason) -> None:

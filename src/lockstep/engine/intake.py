@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import Request
+from lockstep.engine.bad_words import Runs, banned_runs
 from lockstep.engine.deadlines import check_deadlines
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest
@@ -42,6 +43,8 @@ class Prepared(msgspec.Struct, frozen=True):
     """One per sequence of a constrained request; else empty."""
     shown_ids: frozenset[int]
     """Special tokens whose text is part of the answer's."""
+    banned_runs: Runs
+    """Tokens that may not come in a row."""
     sampling: ResolvedSampling
     seed: int
     """Of the first sequence; sibling ``i`` draws with ``seed + i``."""
@@ -80,7 +83,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         request.priority,
         request.tenant,
         reads_cache=request.prompt_logprobs is None,
-        allows_forced=params.logprobs is None,
+        allows_forced=params.logprobs is None and not params.bad_words,
     )
     model_ends = model.tokenizer.end_token_ids
     end_ids, ignored_end_ids = ((), model_ends) if params.ignore_eos else (model_ends, ())
@@ -92,7 +95,8 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         end_ids=tuple(dict.fromkeys((*end_ids, *params.stop_token_ids))),
         ignored_end_ids=ignored_end_ids,
         grammars=() if params.constraint is None else model.grammars.build(params.constraint, params.n),
-        shown_ids=_shown_ids(model, request.shown_specials),
+        shown_ids=_shown_ids(model, request),
+        banned_runs=banned_runs(model.tokenizer, params.bad_words) if params.bad_words else (),
         sampling=params.resolve(model.sampling_defaults),
         seed=secrets.randbits(63) if params.seed is None else params.seed,
     )
@@ -118,6 +122,7 @@ def _prepare_pooling(
         ignored_end_ids=(),
         grammars=(),
         shown_ids=frozenset(),
+        banned_runs=(),
         sampling=SamplingParams(temperature=0.0).resolve({}),
         seed=0,
     )
@@ -141,8 +146,11 @@ def _check_session(request: GenerationRequest) -> None:
         raise InvalidParameterError("a pooled request leaves a session nothing to keep", param="session_id")
 
 
-def _shown_ids(model: LoadedModel, texts: tuple[str, ...]) -> frozenset[int]:
-    """The special tokens among some texts; the others are ordinary text, which is shown anyway."""
+def _shown_ids(model: LoadedModel, request: GenerationRequest) -> frozenset[int]:
+    """All special tokens, or those among some texts; the others are ordinary text, which is shown anyway."""
+    texts = request.shown_specials
+    if not request.params.skip_special_tokens:
+        return model.tokenizer.special_token_ids
     if not texts:
         return frozenset()
     if len(texts) > MAX_SHOWN_SPECIALS or not all(isinstance(text, str) and text for text in texts):

@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in pieces: found across borders, never shown.
+"""Stop strings in a text that arrives in pieces: found across borders, and shown only where that is wanted.
 
 One Aho-Corasick automaton (A. Aho, M. Corasick, "Efficient string matching", CACM 1975) over all stop strings: a step
 per character, however many strings there are. The depth of its state is the length of the longest end of the text that
@@ -20,9 +20,11 @@ class StopStrings:
     where it was cut, so a streamed answer is the answer.
     """
 
-    __slots__ = ("_depth", "_fail", "_goto", "_held", "_hit", "_state")
+    __slots__ = ("_depth", "_fail", "_goto", "_held", "_hit", "_shows_stop", "_state")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
+        self._shows_stop = shows_stop
+        """Whether the stop string is let through as well."""
         assert all(stops), "an empty stop string would stop at once; validation refuses it"
         self._goto: list[dict[str, int]] = [{}]
         self._depth = [0]
@@ -45,9 +47,9 @@ class StopStrings:
             state = goto[state].get(char, _ROOT)
             stop = self._hit[state]
             if stop is not None:
-                shown = (self._held + text[: index + 1])[: -len(stop)]
+                shown = self._held + text[: index + 1]
                 self._state, self._held = _ROOT, ""
-                return shown, stop
+                return shown if self._shows_stop else shown[: -len(stop)], stop
         self._state = state
         whole = self._held + text
         cut = len(whole) - self._depth[state]

@@ -193,6 +193,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         template_kwargs: Mapping[str, object] | None = None,
         now: datetime | None = None,
         most: int | None = None,
@@ -201,11 +202,20 @@ class Tokenizer:
 
         Special tokens come from the template alone: written in a message they are only characters. Where no message
         holds one, the tokens are those of the rendered text.
+
+        Args:
+            continue_final: end with the content of the last message, so that the answer goes on with it.
+
+        Raises:
+            ChatTemplateError: also where the template does not show that content.
         """
         template = self._chat_template()
         assert self._guard is not None
-        context = template.context(messages, add_generation_prompt, template_kwargs)
+        context = template.context(messages, add_generation_prompt and not continue_final, template_kwargs)
+        end = self._guard.mark_end(context) if continue_final else ""
         prompt = self._guard.render(context, lambda guarded: template.render(guarded, now))
+        if end:
+            prompt = prompt.until(end)
         if most is not None:
             self.check_length([prompt.text], most)
         if prompt.is_plain:

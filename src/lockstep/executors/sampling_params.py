@@ -20,6 +20,8 @@ from lockstep.executors.constraint import Constraint
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1_024
 MAX_LOGPROBS = 64
 MAX_CHOICES = 128
@@ -91,6 +93,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that end the text, besides the model's own."""
     ignore_eos: bool = False
     """Go on after the model's end tokens."""
+    include_stop_str_in_output: bool = False
+    """The stop string that ends the text is its last part, and so is a stop token that is text."""
+    skip_special_tokens: bool = True
+    """False: special tokens are shown as they are written."""
+    bad_words: tuple[str, ...] = ()
+    """Words whose tokens never come in a row, with a space before them or without. A request whose constraint allows
+    nothing else fails."""
     n: int = 1
     """Choices to generate."""
     logprobs: int | None = None
@@ -215,17 +224,15 @@ def _biases(value: object, vocab_size: int) -> None:
             raise InvalidParameterError(f"logit_bias: {error}", param="logit_bias") from None
 
 
-def _stop_strings(name: str, value: object) -> None:
+def _strings(name: str, value: object, count: int, num_chars: int) -> None:
     if not isinstance(value, (tuple, list)):
-        raise _wrong(name, value, f"a list of at most {MAX_STOP_STRINGS} strings")
-    if len(value) > MAX_STOP_STRINGS:
-        raise InvalidParameterError(
-            f"stop has {len(value)} strings; it must have at most {MAX_STOP_STRINGS}", param="stop"
-        )
+        raise _wrong(name, value, f"a list of at most {count} strings")
+    if len(value) > count:
+        raise InvalidParameterError(f"{name} has {len(value)} strings; it must have at most {count}", param=name)
     for index, text in enumerate(value):
-        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-            error = _wrong(f"stop[{index}]", text, f"a string of 1..{MAX_STOP_STRING_CHARS} characters")
-            raise InvalidParameterError(str(error), param="stop")
+        if not isinstance(text, str) or not 1 <= len(text) <= num_chars:
+            error = _wrong(f"{name}[{index}]", text, f"a string of 1..{num_chars} characters")
+            raise InvalidParameterError(str(error), param=name)
 
 
 def _stop_tokens(value: object, vocab_size: int) -> None:
@@ -255,8 +262,11 @@ _CHECKS: tuple[tuple[str, object, Callable[[str, object], None]], ...] = (
     ("seed", None, partial(_whole, low=-(2**63), high=2**64 - 1)),
     ("max_tokens", None, partial(_whole, low=1, high=None)),
     ("min_tokens", 0, partial(_whole, low=0, high=None)),
-    ("stop", (), _stop_strings),
+    ("stop", (), partial(_strings, count=MAX_STOP_STRINGS, num_chars=MAX_STOP_STRING_CHARS)),
+    ("bad_words", (), partial(_strings, count=MAX_BAD_WORDS, num_chars=MAX_BAD_WORD_CHARS)),
     ("ignore_eos", False, _flag),
+    ("include_stop_str_in_output", False, _flag),
+    ("skip_special_tokens", True, _flag),
     ("n", 1, partial(_whole, low=1, high=MAX_CHOICES)),
     ("constraint", None, _constraint),
 )
