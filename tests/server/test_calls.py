@@ -19,6 +19,7 @@ from lockstep.server.completion_schema import CompletionBody
 from lockstep.server.options import ServerOptions
 
 TOKENIZER = Tokenizer(stub_tokenizer_parts())
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -29,6 +30,11 @@ def chat(options: ServerOptions | None = None, tenant: str = "", **fields: Any) 
 
 def complete(**fields: Any) -> CompletionCalls:
     return completion_calls(CompletionBody.model_validate({"prompt": "x", **fields}), Caller("", ServerOptions()))
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def test_sampling_parameters_arrive() -> None:
@@ -47,7 +53,11 @@ def test_sampling_parameters_arrive() -> None:
         stop="END",
         stop_token_ids=[9],
         ignore_eos=True,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        bad_words=["no", "never"],
         n=3,
+        best_of=3,
         logprobs=True,
         top_logprobs=4,
     ).call.params
@@ -55,6 +65,8 @@ def test_sampling_parameters_arrive() -> None:
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, -0.2)
     assert params.logit_bias == {65: 3.5, 7: -100}
     assert (params.seed, params.max_tokens, params.min_tokens, params.n) == (11, 5, 2, 3)
+    assert (params.include_stop_str_in_output, params.skip_special_tokens) == (True, False)
+    assert params.bad_words == ("no", "never")
     assert (params.stop, params.stop_token_ids, params.ignore_eos, params.logprobs) == (("END",), (9,), True, 4)
 
 
@@ -150,9 +162,13 @@ def test_what_the_answer_must_be(fields: dict[str, Any], constraint: Constraint 
         ({"keep_alive": "5m"}, "keep_alive"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"reasoning_effort": "none"}, "reasoning_effort"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions"),
+        ({"function_call": "auto", "tools": [TOOL]}, "function_call"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call.name"),
+        ({"functions": [{"name": "f"}, {"name": "f"}]}, "functions[1].name"),
+        ({"tools": [TOOL], "tool_choice": allowed("auto", "g")}, "tool_choice.allowed_tools.tools[0].function.name"),
     ],
 )
 def test_a_chat_that_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,12 @@ class Heading:
     """When the request came, on the monotonic clock."""
     session_id: str | None = None
     include_usage: bool = False
+    """Whether a stream ends with a chunk of usage."""
+    continuous_usage: bool = False
+    """Whether each of its chunks has the usage of its choice so far."""
+    service_tier: str | None = None
+    """Told where the request named one."""
+    warnings: Sequence[str] = ()
 
     def chunk_head(self, kind: str) -> bytes:
         """What every chunk begins with, encoded once; its own members follow after a comma."""
@@ -46,8 +52,19 @@ class Heading:
             "created": self.created_s,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
+            **self.told_tier,
         }
         return encode(told)[:-1]
+
+    @property
+    def told_tier(self) -> dict[str, str]:
+        return {} if self.service_tier is None else {"service_tier": self.service_tier}
+
+    def chunk_usage(self, so_far: Mapping[str, int] | None = None) -> bytes:
+        """What a chunk says of usage, as a further member; empty: nothing."""
+        if self.continuous_usage:
+            return b',"usage":' + encode(so_far)
+        return b',"usage":null' if self.include_usage else b""
 
 
 class Encoder(Protocol):
@@ -104,7 +121,8 @@ class Answer:
     def extension(self) -> dict[str, Any]:
         heading, outputs = self._encoder.heading, self.outputs
         route = Route(self.accepted, heading.started_s)
-        return extension_of(heading.request_id, heading.session_id, outputs) | route.told(outputs)
+        told = extension_of(heading.request_id, heading.session_id, outputs, heading.warnings)
+        return told | route.told(outputs)
 
     def feed(self, call: int, events: Sequence[Event]) -> None:
         """Take events of one call, in order.
@@ -117,7 +135,7 @@ class Answer:
             if not isinstance(event, TokenOutput):
                 if isinstance(event, Accepted) and event.prompt_token_ids:  # the answer was begun when it was routed
                     for choice in self.choices[first : first + self._choices_per_call]:
-                        choice.follow(event.prompt_token_ids[-1])
+                        choice.follow(event.prompt_token_ids)
                 continue
             choice = self.choices[first + event.index]
             before = choice.num_pending_bytes

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class Shape(BaseModel):
@@ -52,6 +52,8 @@ class Extension(Shape):
     tokens_per_second: float | None
     preemptions: int
     session_id: str | None
+    warnings: list[str] | None = None
+    """What was asked for and is not done, also in the header `x-lockstep-warning`."""
     entry_model: str | None = None
     """Who routed the request; this and the following are there only if somebody did."""
     final_model: str | None = None
@@ -99,6 +101,8 @@ class AnswerMessage(Shape):
     reasoning: str | None = None
     """The same under the name that newer clients read."""
     tool_calls: list[AnswerToolCall] | None = None
+    function_call: AnswerFunction | None = None
+    """In place of `tool_calls` where the request had `functions`."""
 
 
 class ChatChoice(Shape):
@@ -121,6 +125,8 @@ class ChatCompletion(Shape):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None
+    service_tier: Literal["default"] | None = None
+    """Where the request named one."""
     lockstep: Extension
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
@@ -154,6 +160,8 @@ class Completion(Shape):
     choices: Annotated[list[CompletionChoice], Field(min_length=1)]
     usage: Usage
     system_fingerprint: str | None
+    service_tier: Literal["default"] | None = None
+    """Where the request named one."""
     lockstep: Extension
 
 

@@ -44,6 +44,12 @@ def check_shared(body: GenerationBody, options: ServerOptions) -> None:
         raise InvalidParameterError(
             "stream_options is given without stream; set stream or leave it out", param="stream_options"
         )
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        raise InvalidParameterError(
+            f"best_of is {body.best_of} and n is {n}; nothing is generated and thrown away here, so they must be equal",
+            param="best_of",
+        )
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidParameterError("prompt_logprobs cannot be streamed; leave stream out", param="prompt_logprobs")
     if body.priority and not options.supports_priority:
@@ -152,6 +158,9 @@ def sampling_params(
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        bad_words=tuple(body.bad_words or ()),
         n=body.n or 1,
         logprobs=logprobs,
         constraint=constraint,
@@ -204,6 +213,11 @@ def labels_of(body: GenerationBody) -> dict[str, str]:
     """What is logged with the request: its metadata, and who it says is behind it."""
     told = {name: getattr(body, name, None) for name in PEOPLE}
     return {**(body.metadata or {}), **{name: value for name, value in told.items() if value is not None}}
+
+
+def not_stored(body: GenerationBody) -> list[str]:
+    """The warning that nothing is kept, where it was to be."""
+    return ["store: nothing is stored here (/v1/responses keeps what it answers)"] if body.store else []
 
 
 def shorter_s(deadline_ms: int | None, limit_s: float | None) -> float | None:

@@ -9,10 +9,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.base import Accepted, Cluster
+from lockstep.cluster.base import Accepted, Cluster, Conversation
+from lockstep.engine.chat_messages import checked_messages
 from lockstep.server.answer import Answer
 from lockstep.server.answer_schema import ChatCompletion, documented
-from lockstep.server.calls import Caller, check_tokens_known, labels_of
+from lockstep.server.calls import Caller, check_tokens_known, labels_of, not_stored
 from lockstep.server.chat_answer import ChatEncoder
 from lockstep.server.chat_calls import ChatCall, chat_call
 from lockstep.server.chat_schema import ChatBody
@@ -47,11 +48,20 @@ def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Acc
     """The answer to an accepted call, still empty."""
     params, plan = asked.call.params, asked.plan
     tokenizer = cluster.tokenizer(accepted.model)
-    check_tokens_known(tokenizer, {"return_token_ids": bool(body.return_token_ids)})
+    record.warnings = [*not_stored(body), *asked.unheeded(tokenizer)]
     heading = heading_of("chatcmpl", cluster.card(accepted.model), body, record)
+    check_tokens_known(
+        tokenizer,
+        {
+            "return_token_ids": bool(body.return_token_ids),
+            "stream_options.continuous_usage_stats": heading.continuous_usage,
+        },
+    )
     encoder = ChatEncoder(
         heading,
         tokenizer,
+        echo=_echo(body, asked),
+        has_functions=body.functions is not None,
         num_choices=params.n,
         has_logprobs=bool(body.logprobs),
         tells_ids=bool(body.return_token_ids),
@@ -61,8 +71,12 @@ def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Acc
     after = accepted.prompt_token_ids[-1] if accepted.prompt_token_ids else None
 
     def tracer() -> Tracer:
-        verbatim = params.constraint is not None
-        return Tracer(tokenizer, after, verbatim=verbatim, shown_specials=plan.shown_specials)
+        return Tracer(
+            tokenizer,
+            after,
+            verbatim=params.constraint is not None,
+            shown_specials=plan.shown_specials if params.skip_special_tokens else None,
+        )
 
     choices = [
         Choice(
@@ -71,6 +85,8 @@ def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Acc
             reader=CallsReader(plan, plan.parser(_new_call_id)) if plan.names else None,
             end_ids=end_ids,
             tells_ids=bool(body.return_token_ids),
+            shows_end=params.include_stop_str_in_output,
+            num_prompt_tokens=len(accepted.prompt_token_ids),
         )
         for index in range(params.n)
     ]
@@ -79,7 +95,16 @@ def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Acc
 
 def _shows_route(body: ChatBody) -> bool:
     """Whether the router's decision is shown as a call: clients with tools of their own would try to execute it."""
-    return not body.tools and body.lockstep_hops is not False
+    return not (body.tools or body.functions) and body.lockstep_hops is not False
+
+
+def _echo(body: ChatBody, asked: ChatCall) -> str:
+    """What the answer begins with: the last message, where that is the assistant's and it is asked for."""
+    prompt = asked.call.prompt
+    if not body.echo or body.messages[-1].role != "assistant" or not isinstance(prompt, Conversation):
+        return ""
+    [last] = checked_messages(prompt.messages[-1:], knows_developer=True)
+    return str(last["content"])
 
 
 def _new_call_id() -> str:

@@ -16,11 +16,15 @@ from lockstep.server.hops import dispatch_calls
 from lockstep.server.logprobs import chat_logprobs, prompt_logprobs
 from lockstep.server.tools.parser import CallDelta
 
+_TEXT_TAIL = b'},"logprobs":null,"finish_reason":null}]'
+
 
 class ChatEncoder:
     """Implements `lockstep.server.answer.Encoder`.
 
     Args:
+        echo: what every choice begins with.
+        has_functions: a call is told in its deprecated form, `function_call`.
         hops: what is shown of who was asked before, as calls of a function.
     """
 
@@ -32,49 +36,53 @@ class ChatEncoder:
         num_choices: int,
         has_logprobs: bool,
         tells_ids: bool,
+        echo: str = "",
+        has_functions: bool = False,
         hops: Sequence[Hop] = (),
     ) -> None:
         self.heading = heading
         self._dispatched = dispatch_calls(heading.id, hops)
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
+        self._echo = echo
+        self._has_functions = has_functions
         self._tells_ids = tells_ids
         self._head = heading.chunk_head("chat.completion.chunk")
-        self._usage = b',"usage":null' if heading.include_usage else b""
         self._text_heads = [
             b"data: " + self._head + b',"choices":[{"index":%d,"delta":{"content":' % index
             for index in range(num_choices)
         ]
-        self._text_tail = b'},"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
+        self._text_tail = _TEXT_TAIL + heading.chunk_usage() + b"}\n\n"
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         if not self._dispatched:
             return b""
         calls = [{"index": index, **call} for index, call in enumerate(self._dispatched)]
-        delta = {"role": "assistant", "content": "", "tool_calls": calls}
+        delta = {"role": "assistant", "content": self._echo, "tool_calls": calls}
         for choice in choices:
             choice.has_begun = True
-        return b"".join([self._frame(choice.index, delta) for choice in choices])
+        return b"".join([self._frame(choice, delta) for choice in choices])
 
     def chunk(self, choice: Choice, extension: dict[str, Any] | None) -> bytes:
         opening = b""
         if not choice.has_begun:
             choice.has_begun = True
-            opening = self._frame(choice.index, {"role": "assistant", "content": ""})
+            opening = self._frame(choice, {"role": "assistant", "content": self._echo})
         if choice.is_plain:
-            return opening + self._text_heads[choice.index] + encode(choice.text) + self._text_tail
+            tail = self._text_tail
+            if self.heading.continuous_usage:
+                tail = _TEXT_TAIL + self.heading.chunk_usage(choice.usage) + b"}\n\n"
+            return opening + self._text_heads[choice.index] + encode(choice.text) + tail
         frames = [opening]
         if choice.reasoning:
-            frames.append(
-                self._frame(choice.index, {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning})
-            )
+            frames.append(self._frame(choice, {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}))
         if choice.text or choice.entries or choice.token_ids:
             delta: dict[str, Any] = {"content": choice.text} if choice.text else {}
-            frames.append(self._frame(choice.index, delta, choice))
+            frames.append(self._frame(choice, delta, choice))
         if choice.calls:
-            frames.append(self._frame(choice.index, {"tool_calls": [_call_delta(call) for call in choice.calls]}))
+            frames += [self._frame(choice, delta) for delta in self._call_deltas(choice.calls)]
         if choice.finish_reason is not None:
-            frames.append(self._frame(choice.index, {}, finish=choice, extension=extension))
+            frames.append(self._frame(choice, {}, finish=choice, extension=extension))
         return b"".join(frames)
 
     def usage_chunk(self, usage: dict[str, Any], extension: dict[str, Any]) -> bytes:
@@ -90,6 +98,7 @@ class ChatEncoder:
             "choices": [self._whole_choice(choice) for choice in answer.choices],
             "usage": answer.usage,
             "system_fingerprint": heading.fingerprint,
+            **heading.told_tier,
             "lockstep": answer.extension,
         }
         [output] = answer.outputs
@@ -101,7 +110,7 @@ class ChatEncoder:
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         calls = choice.whole_calls
-        content = choice.text
+        content = self._echo + choice.text
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or None if calls else content,
@@ -109,7 +118,9 @@ class ChatEncoder:
         }
         if choice.reasoning:
             message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
-        if calls or self._dispatched:
+        if calls and self._has_functions:
+            message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
+        elif calls or self._dispatched:
             message["tool_calls"] = self._dispatched + [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
@@ -118,33 +129,45 @@ class ChatEncoder:
             "index": choice.index,
             "message": message,
             "logprobs": chat_logprobs(choice.entries) if self._has_logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
         }
         if self._tells_ids:
             told["token_ids"] = choice.token_ids
         return told
 
+    def _finish_reason(self, choice: Choice) -> str | None:
+        is_old = self._has_functions and choice.finish_reason == "tool_calls"
+        return "function_call" if is_old else choice.finish_reason
+
+    def _call_deltas(self, calls: Sequence[CallDelta]) -> list[dict[str, Any]]:
+        """News of calls as deltas: together, or of the deprecated form each by itself."""
+        if not self._has_functions:
+            return [{"tool_calls": [_call_delta(call) for call in calls]}]
+        named = [({} if call.name is None else {"name": call.name}, call.arguments) for call in calls]
+        return [{"function_call": {**name, "arguments": arguments}} for name, arguments in named]
+
     def _frame(
         self,
-        index: int,
+        choice: Choice,
         delta: dict[str, Any],
         shown: Choice | None = None,
         *,
         finish: Choice | None = None,
         extension: dict[str, Any] | None = None,
     ) -> bytes:
-        told: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        usage = choice.usage if delta.get("role") is None else choice.usage_before
+        told: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if shown is not None:
             if shown.entries:
                 told["logprobs"] = chat_logprobs(shown.entries)
             if shown.token_ids:
                 told["token_ids"] = shown.token_ids
         if finish is not None:
-            told["finish_reason"] = finish.finish_reason
+            told["finish_reason"] = self._finish_reason(finish)
             told["stop_reason"] = finish.stop_reason
         more = b"" if extension is None else b',"lockstep":' + encode(extension)
-        return frame(self._head + b',"choices":[' + encode(told) + b"]" + self._usage + more + b"}")
+        return frame(self._head + b',"choices":[' + encode(told) + b"]" + self.heading.chunk_usage(usage) + more + b"}")
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

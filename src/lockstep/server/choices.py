@@ -37,6 +37,8 @@ class Choice:
         reader: not None where functions may be called; tells calls from content.
         end_ids: tokens of the model that end an answer, which is no `stop_reason`.
         tells_ids: whether token ids are asked for.
+        shows_end: whether a stop token that is text is part of it.
+        num_prompt_tokens: 0: not known yet.
     """
 
     __slots__ = (
@@ -45,6 +47,7 @@ class Choice:
         "_held",
         "_num_chars",
         "_reader",
+        "_shows_end",
         "_tells_ids",
         "_texts",
         "_thoughts",
@@ -58,7 +61,9 @@ class Choice:
         "index",
         "is_queued",
         "num_pending_bytes",
+        "num_prompt_tokens",
         "num_reasoning_tokens",
+        "num_tokens",
         "stop_reason",
         "token_ids",
     )
@@ -71,12 +76,17 @@ class Choice:
         reader: CallsReader | None = None,
         end_ids: frozenset[int] = frozenset(),
         tells_ids: bool = False,
+        shows_end: bool = False,
+        num_prompt_tokens: int = 0,
     ) -> None:
         self.index = index
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = 0
         self._tracer = tracer
         self._reader = reader
         self._end_ids = end_ids
         self._tells_ids = tells_ids
+        self._shows_end = shows_end
         self._held: deque[Entry] = deque()
         self._num_chars = 0
         self._content_seen = False
@@ -127,10 +137,27 @@ class Choice:
             self.finish_reason or self._thoughts or self.calls or self.entries or self.token_ids
         )
 
-    def follow(self, token_id: int) -> None:
-        """The prompt's last token, where it was not known when this was made."""
+    @property
+    def usage(self) -> dict[str, int] | None:
+        """Tokens so far; None: those of the prompt are not known yet."""
+        return self._usage(self.num_tokens)
+
+    @property
+    def usage_before(self) -> dict[str, int] | None:
+        """The same of a chunk ahead of all tokens."""
+        return self._usage(0)
+
+    def _usage(self, num_own: int) -> dict[str, int] | None:
+        num_prompt = self.num_prompt_tokens
+        if not num_prompt:
+            return None
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_own, "total_tokens": num_prompt + num_own}
+
+    def follow(self, prompt_ids: Sequence[int]) -> None:
+        """The prompt's tokens, where they were not known when this was made."""
+        self.num_prompt_tokens = len(prompt_ids)
         if self._tracer is not None:
-            self._tracer.follow(token_id)
+            self._tracer.follow(prompt_ids[-1])
 
     def feed(self, output: TokenOutput) -> None:
         """Take what a step brought.
@@ -139,6 +166,7 @@ class Choice:
             RequestFailedError: the sequence ended otherwise than by `stop` or `length`, and the engine has no error.
         """
         text = output.text
+        self.num_tokens += len(output.token_ids)
         if text:
             self.num_pending_bytes += len(text)
             self._num_chars += len(text)
@@ -215,12 +243,16 @@ class Choice:
             self.finish_reason = self._reader.plan.finish_reason(self.finish_reason, bool(self.whole_calls))
         if isinstance(stop_reason, str) or stop_reason not in self._end_ids:
             self.stop_reason = stop_reason
-        if isinstance(stop_reason, int) and self._held:
+        if isinstance(stop_reason, int) and self._held and not self._is_text(self._held[-1]):
             self._held.pop()
         self._release()
         if not isinstance(stop_reason, str):
             self.entries += self._held
         self._held.clear()
+
+    def _is_text(self, end: Entry) -> bool:
+        """Whether the token that ended the answer is part of its text."""
+        return self._shows_end and self._tracer is not None and end.offset < self._tracer.num_chars
 
 
 def _joined(parts: Sequence[CallPart]) -> ToolCall:

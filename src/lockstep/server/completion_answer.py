@@ -11,6 +11,8 @@ from lockstep.server.answer import Answer, Heading, encode, frame
 from lockstep.server.choices import Choice
 from lockstep.server.logprobs import completion_logprobs, prompt_entries, prompt_logprobs
 
+_TEXT_TAIL = b',"logprobs":null,"finish_reason":null}]'
+
 
 class CompletionEncoder:
     """Implements `lockstep.server.answer.Encoder`.
@@ -41,12 +43,11 @@ class CompletionEncoder:
         self._tells_ids = tells_ids
         self._tells_prompt_logprobs = tells_prompt_logprobs
         self._head = heading.chunk_head("text_completion")
-        self._usage = b',"usage":null' if heading.include_usage else b""
         self._text_heads = [
             b"data: " + self._head + b',"choices":[{"index":%d,"text":' % index
             for index in range(num_choices * len(echoes))
         ]
-        self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._usage + b"}\n\n"
+        self._text_tail = _TEXT_TAIL + heading.chunk_usage() + b"}\n\n"
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         return b""
@@ -56,9 +57,12 @@ class CompletionEncoder:
         if not choice.has_begun:
             choice.has_begun = True
             echo = self._echo(choice)
-            opening = self._frame(choice.index, {"text": echo}) if echo else b""
+            opening = self._frame(choice, {"text": echo}, is_echo=True) if echo else b""
         if choice.is_plain:
-            return opening + self._text_heads[choice.index] + encode(choice.text) + self._text_tail
+            tail = self._text_tail
+            if self.heading.continuous_usage:
+                tail = _TEXT_TAIL + self.heading.chunk_usage(choice.usage) + b"}\n\n"
+            return opening + self._text_heads[choice.index] + encode(choice.text) + tail
         frames = [opening]
         if choice.text or choice.entries or choice.token_ids:
             told: dict[str, Any] = {"text": choice.text}
@@ -66,10 +70,10 @@ class CompletionEncoder:
                 told["logprobs"] = completion_logprobs(choice.entries, len(self._echo(choice)))
             if choice.token_ids:
                 told["token_ids"] = choice.token_ids
-            frames.append(self._frame(choice.index, told))
+            frames.append(self._frame(choice, told))
         if choice.finish_reason is not None:
             ending = {"text": "", "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-            frames.append(self._frame(choice.index, ending, extension))
+            frames.append(self._frame(choice, ending, extension))
         return b"".join(frames)
 
     def usage_chunk(self, usage: dict[str, Any], extension: dict[str, Any]) -> bytes:
@@ -88,6 +92,7 @@ class CompletionEncoder:
             ],
             "usage": answer.usage,
             "system_fingerprint": heading.fingerprint,
+            **heading.told_tier,
             "lockstep": answer.extension,
         }
         return encode(body)
@@ -116,7 +121,10 @@ class CompletionEncoder:
     def _echo(self, choice: Choice) -> str:
         return self._echoes[choice.index // self._num_choices]
 
-    def _frame(self, index: int, told: dict[str, Any], extension: dict[str, Any] | None = None) -> bytes:
-        told = {"index": index, "logprobs": None, "finish_reason": None, **told}
+    def _frame(
+        self, choice: Choice, told: dict[str, Any], extension: dict[str, Any] | None = None, *, is_echo: bool = False
+    ) -> bytes:
+        usage = choice.usage_before if is_echo else choice.usage
+        told = {"index": choice.index, "logprobs": None, "finish_reason": None, **told}
         more = b"" if extension is None else b',"lockstep":' + encode(extension)
-        return frame(self._head + b',"choices":[' + encode(told) + b"]" + self._usage + more + b"}")
+        return frame(self._head + b',"choices":[' + encode(told) + b"]" + self.heading.chunk_usage(usage) + more + b"}")

@@ -29,12 +29,6 @@ def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
         InvalidParameterError: names the parameter.
     """
     check_shared(body, caller.options)
-    n = body.n or 1
-    if body.best_of is not None and body.best_of != n:
-        raise InvalidParameterError(
-            f"best_of is {body.best_of} and n is {n}; nothing is generated and thrown away here, so they must be equal",
-            param="best_of",
-        )
     if body.echo and body.logprobs is not None and body.stream:
         raise InvalidParameterError(
             "echo with logprobs cannot be streamed; leave out one of echo, logprobs and stream", param="echo"

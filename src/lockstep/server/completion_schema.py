@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from lockstep.executors.sampling_params import MAX_CHOICES, MAX_LOGPROBS
+from lockstep.executors.sampling_params import MAX_LOGPROBS
 from lockstep.server.schema import MAX_SEQUENCE_TOKENS, GenerationBody, TextOrTokens, Tokens, absent, tokens_or_list
 
 MAX_PROMPTS = 1_024
@@ -42,6 +42,4 @@ class CompletionBody(GenerationBody):
     """How many of the most likely tokens to tell besides the chosen one."""
     echo: bool | None = None
     """Begin the text with the prompt."""
-    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
-    """Only the value of `n`: nothing is generated and thrown away."""
     suffix: Annotated[None, absent("texts are only gone on with here, not filled in")] = None

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from lockstep.cluster.base import Accepted, Cluster
 from lockstep.server.answer import Answer
 from lockstep.server.answer_schema import Completion, documented
-from lockstep.server.calls import Caller, check_tokens_known, labels_of
+from lockstep.server.calls import Caller, check_tokens_known, labels_of, not_stored
 from lockstep.server.choices import Choice
 from lockstep.server.completion_answer import CompletionEncoder
 from lockstep.server.completion_calls import CompletionCalls, completion_calls
@@ -47,8 +47,16 @@ def completion_answer(
     params = asked.calls[0].params
     tokenizer = cluster.tokenizer(accepted[0].model)
     cut_echo = bool(body.echo) and body.truncate_prompt_tokens is not None
-    check_tokens_known(tokenizer, {"return_token_ids": bool(body.return_token_ids), "echo": cut_echo})
+    record.warnings = not_stored(body)
     heading = heading_of("cmpl", cluster.card(accepted[0].model), body, record)
+    check_tokens_known(
+        tokenizer,
+        {
+            "return_token_ids": bool(body.return_token_ids),
+            "echo": cut_echo,
+            "stream_options.continuous_usage_stats": heading.continuous_usage,
+        },
+    )
     echoes = [""] * len(accepted)
     if body.echo:
         whole = body.truncate_prompt_tokens is None
@@ -67,13 +75,23 @@ def completion_answer(
         tells_prompt_logprobs=body.prompt_logprobs is not None,
     )
     end_ids = frozenset(tokenizer.end_token_ids)
-    verbatim = params.constraint is not None
+
+    def tracer(one: Accepted) -> Tracer:
+        return Tracer(
+            tokenizer,
+            one.prompt_token_ids[-1],
+            verbatim=params.constraint is not None,
+            shown_specials=() if params.skip_special_tokens else None,
+        )
+
     choices = [
         Choice(
             call * params.n + index,
-            tracer=None if body.logprobs is None else Tracer(tokenizer, one.prompt_token_ids[-1], verbatim=verbatim),
+            tracer=None if body.logprobs is None else tracer(one),
             end_ids=end_ids,
             tells_ids=bool(body.return_token_ids),
+            shows_end=params.include_stop_str_in_output,
+            num_prompt_tokens=len(one.prompt_token_ids),
         )
         for call, one in enumerate(accepted)
         for index in range(params.n)

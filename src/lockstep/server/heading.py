@@ -16,6 +16,8 @@ from lockstep.version import __version__
 def heading_of(prefix: str, card: ModelCard, body: GenerationBody, record: RequestRecord) -> Heading:
     """A new heading; ``prefix`` is the kind of its id."""
     options = body.stream_options
+    is_continuous = options is not None and bool(options.continuous_usage_stats)
+    has_last = None if options is None else options.include_usage
     return Heading(
         id=f"{prefix}-{secrets.token_hex(12)}",
         created_s=int(time.time()),
@@ -24,7 +26,10 @@ def heading_of(prefix: str, card: ModelCard, body: GenerationBody, record: Reque
         request_id=record.request_id,
         started_s=record.started_s,
         session_id=body.session_id,
-        include_usage=options is not None and bool(options.include_usage),
+        include_usage=is_continuous if has_last is None else has_last,
+        continuous_usage=is_continuous,
+        service_tier=None if body.service_tier is None else "default",
+        warnings=record.warnings,
     )
 
 

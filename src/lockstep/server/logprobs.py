@@ -65,18 +65,19 @@ class Tracer:
     Args:
         after: the prompt's last token.
         verbatim: the answer is constrained, and begins with the space that its first token has.
-        shown_specials: special tokens that are text.
+        shown_specials: special tokens that are text; None: all of them.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, after: int | None, *, verbatim: bool, shown_specials: Sequence[str] = ()
+        self, tokenizer: Tokenizer, after: int | None, *, verbatim: bool, shown_specials: Sequence[str] | None = ()
     ) -> None:
         self._tokenizer = tokenizer
         self._verbatim = verbatim
         self._texts = TokenTexts(tokenizer)
         self._detokenizer = Detokenizer(tokenizer, after=after, verbatim=verbatim)
-        self._specials = frozenset(shown_specials)
-        self._offset = 0
+        self._specials = None if shown_specials is None else frozenset(shown_specials)
+        self.num_chars = 0
+        """Of the text so far."""
 
     def follow(self, after: int) -> None:
         """The prompt's last token, where it is known only now; before the first `entry`."""
@@ -87,13 +88,13 @@ class Tracer:
         piece = self._detokenizer.append(token_id)
         if not piece:
             special = self._detokenizer.special_text(token_id)
-            piece = special if special in self._specials else ""
+            piece = special if self._specials is None or special in self._specials else ""
         chosen = self._texts.alternative(token_id, 0.0 if logprobs is None else logprobs.logprob)
         if piece and piece != chosen.token and chosen.token.endswith(piece):  # a leading space that is no text
             chosen = Alternative(piece, chosen.logprob, tuple(piece.encode()))
         top = () if logprobs is None else tuple(self._texts.alternative(*pair) for pair in logprobs.top)
-        entry = Entry(chosen, top, self._offset, logprobs is not None)
-        self._offset += len(piece)
+        entry = Entry(chosen, top, self.num_chars, logprobs is not None)
+        self.num_chars += len(piece)
         return entry
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -56,6 +56,8 @@ class RequestRecord:
     """Of the request, once it has been read."""
     body: str | None = None
     """The request as it was sent; kept for ``--log-prompts`` only."""
+    warnings: Sequence[str] = ()
+    """What was asked for and is not done, a sentence each; told in a header and in the answer."""
     error: HttpError | None = None
     is_sent: bool = False
     """The connection has taken the whole answer. What it tells of from then on is no departure."""

@@ -21,6 +21,7 @@ from lockstep.server.refusals import refuse
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
+WARNING_HEADER = b"x-lockstep-warning"
 UNROUTED = "unrouted"
 """The endpoint of requests that no route takes; their paths are the client's and without number."""
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
@@ -69,13 +70,12 @@ class _Exchange:
     """The two channels of a request, watched for how it ends."""
 
     def __init__(self, record: RequestRecord, receive: Receive, send: Send) -> None:
-        self._id_header = (REQUEST_ID_HEADER, record.request_id.encode())
+        self._record = record
         self._receive = receive
         self._send = send
         self.status: int | None = None
         self.has_left = False
         """Whether the client went before the answer was complete."""
-        self._record = record
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -87,7 +87,10 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [pair for pair in message.get("headers", ()) if pair[0] != REQUEST_ID_HEADER]
-            message = {**message, "headers": [*headers, self._id_header]}
+            headers.append((REQUEST_ID_HEADER, self._record.request_id.encode()))
+            if self._record.warnings:
+                headers.append((WARNING_HEADER, "; ".join(self._record.warnings).encode("ascii", "replace")))
+            message = {**message, "headers": headers}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._record.is_sent = True

@@ -1,7 +1,8 @@
 """The parameters that every generating endpoint takes, as the OpenAPI document and the 400s know them.
 
 Only shapes and ranges live here; what a parameter does is `calls.py`'s. Unknown parameters are refused by name, and so
-are those of OpenAI's that we cannot do, unless they carry the value that asks for nothing.
+are those of OpenAI's that we cannot do, unless they carry the value that asks for nothing. Null asks for nothing
+wherever a member may be left out, known or not: clients dump their objects with all that is unset.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from lockstep.executors.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -138,17 +141,25 @@ JsonSchema = Annotated[
 ]
 
 
+def _unknown(value: object) -> None:
+    if value is not None:
+        raise PydanticCustomError("extra_forbidden", "it is not known here")
+
+
 class Body(BaseModel):
-    """A JSON object of which every member is known; numbers are finite, and nothing is converted."""
+    """A JSON object of which every member is known, or null; numbers are finite, and nothing is converted."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True
+        extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True
     )
+    __pydantic_extra__: dict[str, Annotated[None, BeforeValidator(_unknown)]] = Field(init=False)
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     """One more chunk before the end, with `usage` and no choices."""
+    continuous_usage_stats: bool | None = None
+    """Every chunk has the `usage` of its choice so far. So has the end, unless `include_usage` is false."""
     include_obfuscation: Literal[False] | None = None
     """Not done here, so only false."""
 
@@ -199,7 +210,18 @@ class GenerationBody(Body):
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
     ignore_eos: bool | None = None
+    bad_words: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None,
+        Field(max_length=MAX_BAD_WORDS),
+    ] = None
+    """Words whose tokens never come in a row, with a space before them or without."""
+    skip_special_tokens: bool | None = None
+    """False: special tokens are shown as they are written."""
+    include_stop_str_in_output: bool | None = None
+    """True: what ends the answer is its last text, where it is text."""
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    """Only the value of `n`: nothing is generated and thrown away."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
@@ -233,7 +255,7 @@ class GenerationBody(Body):
         Field(max_length=MAX_METADATA),
     ] = None
     """Labels that are logged with the request."""
-    store: Literal[False] | None = None
-    """Nothing is stored."""
-    service_tier: Literal["auto", "default"] | None = None
-    """There is one."""
+    store: bool | None = None
+    """Nothing is stored: true is answered, with a warning."""
+    service_tier: Name | None = None
+    """There is one, `default`; the answer says so."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.server.calls import check_tokens_known
 from lockstep.server.long_bodies import LongBodyRoute
 from lockstep.server.record import record_of
-from lockstep.server.schema import in_pieces
+from lockstep.server.schema import Body, in_pieces
 from lockstep.server.serving import serving_of, translated
 
 MAX_TOKEN_IDS = 1 << 20
@@ -23,21 +23,21 @@ MAX_INLINE_BYTES = 4_096
 router = APIRouter(route_class=LongBodyRoute, tags=["tokenizer"])
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """A prompt or a conversation, exactly one of them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     """By default true for a prompt; false for messages, whose template writes them."""
-    add_generation_prompt: bool = True
-    """For messages: end with the beginning of an answer."""
+    add_generation_prompt: bool | None = None
+    """For messages: false does not end with the beginning of an answer."""
+    continue_final_message: bool | None = None
+    """For messages: true ends with the last one's content."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
@@ -45,6 +45,8 @@ class TokenizeRequest(BaseModel):
             raise ValueError("give either prompt or messages")
         if self.messages is None and (self.chat_template_kwargs is not None or self.tools is not None):
             raise ValueError("chat_template_kwargs and tools belong to messages")
+        if self.continue_final_message and (self.messages is None or self.add_special_tokens):
+            raise ValueError("continue_final_message belongs to messages, whose template writes special tokens")
         return self
 
 
@@ -55,9 +57,7 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str] | None
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], *in_pieces(MAX_TOKEN_IDS, least=0)]
 
@@ -131,9 +131,12 @@ def _tokens(tokenizer: Tokenizer, body: TokenizeRequest, template_kwargs: dict[s
         variables["tools"] = body.tools
     if not body.add_special_tokens:
         return tokenizer.encode_chat(
-            body.messages, add_generation_prompt=body.add_generation_prompt, template_kwargs=variables
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final=bool(body.continue_final_message),
+            template_kwargs=variables,
         )
     text = tokenizer.render_chat(
-        body.messages, add_generation_prompt=body.add_generation_prompt, template_kwargs=variables
+        body.messages, add_generation_prompt=body.add_generation_prompt is not False, template_kwargs=variables
     )
     return tokenizer.encode(text)

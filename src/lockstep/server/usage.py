@@ -32,7 +32,9 @@ def usage_of_counts(
     }
 
 
-def extension_of(request_id: str, session_id: str | None, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def extension_of(
+    request_id: str, session_id: str | None, outputs: Sequence[RequestOutput], warnings: Sequence[str] = ()
+) -> dict[str, Any]:
     """Where the time went. Of several prompts: the longest wait, the earliest token, the rate of all together."""
     ttfts_s = [output.timings.ttft_s for output in outputs if output.timings.ttft_s is not None]
     total_s = max((output.timings.total_s for output in outputs), default=0.0)
@@ -44,4 +46,5 @@ def extension_of(request_id: str, session_id: str | None, outputs: Sequence[Requ
         "tokens_per_second": round(num_tokens / total_s, 3) if total_s > 0 else None,
         "preemptions": sum(output.num_preemptions for output in outputs),
         "session_id": session_id,
+        **({"warnings": warnings} if warnings else {}),
     }

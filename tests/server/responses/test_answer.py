@@ -16,6 +16,7 @@ from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOut
 from lockstep.server.app import create_app
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
+from lockstep.server.record import RequestRecord
 from lockstep.server.responses.answer import ResponseAnswer
 from lockstep.server.responses.events import ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
@@ -37,10 +38,13 @@ def outputs(reason: FinishReason = FinishReason.STOP) -> list[TokenOutput]:
     return [*made, last]
 
 
+RECORD = RequestRecord("req-1", "/v1/responses", 0.0)
+
+
 def answer() -> ResponseAnswer:
     numbers = itertools.count()
     base = response_base(ResponseBody(input="Hi"), "resp_1", "m", 1_800_000_000)
-    return ResponseAnswer(ResponseWriter(base, lambda prefix: f"{prefix}_{next(numbers)}"), Choice(0), "req-1")
+    return ResponseAnswer(ResponseWriter(base, lambda prefix: f"{prefix}_{next(numbers)}"), Choice(0), RECORD)
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:

@@ -214,6 +214,9 @@ def test_the_seed_decides(client: openai.OpenAI) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+TOOL = {"type": "function", "name": "f"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto"}
+ALLOWED_PLACE = "tool_choice.tools[0].name"
 REFUSED: Sequence[tuple[Mapping[str, object], str]] = (
     ({"input": [{"type": "reasoning", "content": []}]}, "input"),
     ({"colour": "red"}, "colour"),
@@ -230,10 +233,11 @@ REFUSED: Sequence[tuple[Mapping[str, object], str]] = (
     ({"max_output_tokens": 100_000}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"include": ["everything"]}, "include[0]"),
+    ({"truncation": "middle"}, "truncation"),
+    ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
+    ({"text": {"verbosity": "loud"}}, "text.verbosity"),
+    ({"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "g"}]}}, ALLOWED_PLACE),
     ({"conversation": "conv_1"}, "conversation"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),

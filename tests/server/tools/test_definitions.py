@@ -95,7 +95,15 @@ def test_a_name_twice_tells_where_it_was_first() -> None:
         ("none", Choice(ChoiceMode.NONE)),
         ("auto", Choice(ChoiceMode.AUTO)),
         ("required", Choice(ChoiceMode.REQUIRED)),
-        ({"type": "function", "function": {"name": "ping"}}, Choice(ChoiceMode.NAMED, "ping")),
+        ({"type": "function", "function": {"name": "ping"}}, Choice(ChoiceMode.NAMED, ("ping",))),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [PING, PING]}},
+            Choice(ChoiceMode.AUTO, ("ping",)),
+        ),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [PING]}},
+            Choice(ChoiceMode.REQUIRED, ("ping",)),
+        ),
     ],
 )
 def test_every_choice_is_known(choice: object, expected: Choice) -> None:
@@ -113,7 +121,7 @@ def test_without_functions_there_is_nothing_to_choose(choice: object) -> None:
         ("any", True, "tool_choice"),
         (5, True, "tool_choice"),
         ({"type": "function"}, True, "tool_choice"),
-        ({"type": "allowed_tools", "function": {"name": "ping"}}, True, "tool_choice"),
+        ({"type": "allowed_tools", "function": {"name": "ping"}}, True, "tool_choice.allowed_tools"),
         ({"type": "function", "function": {"name": "pong"}}, True, "tool_choice.function.name"),
         ({"type": "function", "function": {"name": "ping"}}, False, "tool_choice.function.name"),
         ("required", False, "tool_choice"),

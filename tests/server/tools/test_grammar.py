@@ -214,3 +214,26 @@ def test_whether_thoughts_are_open_is_asked_with_the_variables_of_the_request() 
     tokenizer = Tokenizer(text_models.parts(text_models.byte_level(), template))
     open_, closed = (plan_tools(tokenizer, TOOLS, "required", True, {"deep": deep}) for deep in (True, False))
     assert open_.constraint != closed.constraint
+
+
+TICKET: Mapping[str, Any] = {"type": "object", "properties": {"urgent": {"type": "boolean"}}, "required": ["urgent"]}
+
+
+@pytest.mark.parametrize(("family", "has_markers"), MODELS)
+def test_an_answer_that_must_be_json_is_that_or_calls(family: str, has_markers: bool) -> None:
+    tokenizer = tokenizer_of(family, has_markers)
+    plan = plan_tools(tokenizer, TOOLS, "auto", True, told=Constraint.json_schema(TICKET))
+    for seed, (first, is_call) in enumerate([('{"urgent":', False), (plan.call_format.begin, True)]):
+        writer = Writer(family, has_markers, plan.constraint)
+        if family == "thoughts opened":
+            writer.say("I must ", "call.", "</think>")
+        thoughts = writer.text
+        assert not writer.may_say("Hello")
+        writer.say(first)
+        assert writer.go_on(seed), writer.text
+        parser = parse(plan, writer.text[len(thoughts) :])
+        assert bool(parser.calls) == is_call
+        if is_call:
+            assert parser.content == ""
+        else:
+            assert set(json.loads(parser.content)) == {"urgent"}

@@ -13,6 +13,7 @@ from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.hops import Route
 from lockstep.server.logprobs import Entry, chat_logprobs
+from lockstep.server.record import RequestRecord
 from lockstep.server.responses.conversation import JsonObject
 from lockstep.server.responses.events import ResponseWriter
 from lockstep.server.usage import extension_of
@@ -27,7 +28,7 @@ class ResponseAnswer:
     Args:
         writer: a new one.
         choice: what the call's outputs are read into.
-        request_id: of the HTTP request.
+        record: of the HTTP request.
         session_id: of the call.
         route: how the request came to who answers it.
     """
@@ -36,13 +37,13 @@ class ResponseAnswer:
         self,
         writer: ResponseWriter,
         choice: Choice,
-        request_id: str,
+        record: RequestRecord,
         session_id: str | None = None,
         route: Route | None = None,
     ) -> None:
         self._writer = writer
         self._choice = choice
-        self._request_id = request_id
+        self._record = record
         self._session_id = session_id
         self._route = route
         self._output: RequestOutput | None = None
@@ -83,7 +84,7 @@ class ResponseAnswer:
             self._end_text(is_cut)
             for call in self._choice.whole_calls:
                 self._writer.write_call(call.id, call.name, call.arguments)
-            extension = extension_of(self._request_id, self._session_id, self.outputs)
+            extension = extension_of(self._record.request_id, self._session_id, self.outputs, self._record.warnings)
             if self._route is not None:
                 extension |= self._route.told(self.outputs)
             usage = {"usage": self._usage(), "lockstep": extension}

@@ -108,7 +108,7 @@ class ResponseObject(Shape):
     tools: list[dict[str, Any]]
     top_logprobs: int | None
     top_p: float | None
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     user: str | None
     lockstep: Extension | None = None
 

@@ -61,9 +61,10 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
 
     def make_answer(accepted: Sequence[Accepted]) -> ResponseAnswer:
         base = response_base(body, response_id, accepted[0].model, int(time.time()))
+        record.warnings = asked.unheeded(cluster.tokenizer(accepted[0].model))
         choice = _choice(asked, tokenizer, accepted[0])
         writer, route = ResponseWriter(base, _new_id), Route(accepted, record.started_s)
-        answers.append(ResponseAnswer(writer, choice, record.request_id, body.session_id, route))
+        answers.append(ResponseAnswer(writer, choice, record, body.session_id, route))
         return answers[0]
 
     async def keep() -> None:

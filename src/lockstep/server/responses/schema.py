@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.engine.chat_messages import MAX_CONTENT_PARTS, MAX_MESSAGES
-from lockstep.server.chat_schema import MAX_TOOLS, MAX_TOP_LOGPROBS, FunctionName
+from lockstep.server.chat_schema import (
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    FunctionName,
+    Marked,
+    ReasoningEffort,
+    RefusalPart,
+    choice_kind,
+    part_kind,
+)
 from lockstep.server.schema import (
     MAX_DEADLINE_MS,
     MAX_LABEL_CHARS,
@@ -19,25 +28,29 @@ from lockstep.server.schema import (
     Name,
     in_pieces,
     text_or_list,
-    text_or_object,
 )
 
 MAX_ID_CHARS = 128
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 Status = Literal["in_progress", "completed", "incomplete"]
+LOGPROBS = "message.output_text.logprobs"
 ITEM_KINDS = ("message", "reasoning", "function_call", "function_call_output")
 
 
-class TextPart(Body):
+class TextPart(Marked):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: list[JsonObject] | None = None
-    """Left over from an answer; unused, as is `logprobs`."""
+    """Left over from an answer; unused, as are the following."""
     logprobs: list[JsonObject] | None = None
+    parsed: Any = None
 
 
+Part = Annotated[
+    Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(part_kind)
+]
 Content = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
+    Annotated[str, Tag("[text]")] | Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
     Discriminator(text_or_list),
 ]
 
@@ -45,7 +58,7 @@ Content = Annotated[
 class MessageItem(Body):
     """What somebody said. An answer's `output` may be sent back as it came."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     id: Id | None = None
@@ -73,10 +86,11 @@ class ReasoningItem(Body):
     content: Annotated[list[ThoughtPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
     id: Id | None = None
     status: Status | None = None
-    encrypted_content: None = None
+    encrypted_content: str | None = None
+    """Unused: nothing is encrypted here, and what is was meant for another server."""
 
 
-class FunctionCallItem(Body):
+class FunctionCallItem(Marked):
     """A tool that a model called."""
 
     type: Literal["function_call"]
@@ -84,6 +98,8 @@ class FunctionCallItem(Body):
     name: FunctionName
     arguments: str
     """A JSON object, as text."""
+    parsed_arguments: Any = None
+    """Unused: what the official client read from `arguments`."""
     id: Id | None = None
     status: Status | None = None
 
@@ -99,7 +115,7 @@ class FunctionCallOutputItem(Body):
 
 
 def _item_kind(value: object) -> str | None:
-    kind = value.get("type", "message") if isinstance(value, dict) else "message"
+    kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
     return f"[{kind}]" if kind in ITEM_KINDS else None
 
 
@@ -120,7 +136,7 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class FunctionTool(Marked):
     """A function that the model may call; other kinds of tools are not served."""
 
     type: Literal["function"]
@@ -137,14 +153,25 @@ class NamedTool(Body):
     name: FunctionName
 
 
+class AllowedTools(Body):
+    """Some of the tools: the model is told of all, and may call these."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("[text]")] | Annotated[NamedTool, Tag("[object]")],
-    Discriminator(text_or_object),
+    Annotated[Literal["none", "auto", "required"], Tag("[text]")]
+    | Annotated[NamedTool, Tag("[object]")]
+    | Annotated[AllowedTools, Tag("[allowed]")],
+    Discriminator(choice_kind),
 ]
 
 
 class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"] = "text"
+    type: Literal["text", "json_object", "json_schema"] | None = None
+    """Absent: text."""
     name: Annotated[str | None, Field(min_length=1, max_length=MAX_LABEL_CHARS)] = None
     """Of type `json_schema`, as are the following."""
     description: str | None = None
@@ -155,15 +182,31 @@ class TextFormat(Body):
 
 class TextConfig(Body):
     format: TextFormat | None = None
-    verbosity: None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Where the model's chat template reads it; else only `medium` is without a warning."""
 
 
 class Reasoning(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """Where the model's chat template reads it; `none` also where it reads `enable_thinking`."""
-    summary: None = None
-    """Thoughts are given as they are, never as a summary."""
-    generate_summary: None = None
+    effort: ReasoningEffort | None = None
+    """Where the model's chat template reads it; `none` also where it reads `enable_thinking`; else a warning."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Thoughts are given as they are, which is more than a summary."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The deprecated name of `summary`."""
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 
 
 class StreamOptions(Body):
@@ -201,12 +244,13 @@ class ResponseBody(Body):
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
     reasoning: Reasoning | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
-    """What is told beside the text."""
+    include: list[Includable] | None = None
+    """What is told beside the text: log-probabilities. Thoughts are told in plain text anyway, and there are no calls
+    of tools of the server's own."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Only with `include` of `message.output_text.logprobs`."""
-    truncation: Literal["disabled"] | None = None
-    """A conversation is served whole or not at all."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """Nothing is left out: a conversation that does not fit is refused, whatever is said here."""
     background: Literal[False] | None = None
     """Not done here, so only false."""
     metadata: Annotated[
@@ -221,8 +265,10 @@ class ResponseBody(Body):
     """Logged, as `user`."""
     prompt_cache_key: Name | None = None
     """A hint where to run; there is one place here, and its prefix cache needs none."""
-    service_tier: Literal["auto", "default"] | None = None
-    """There is one."""
+    prompt_cache_retention: Name | None = None
+    prompt_cache_options: JsonObject | None = None
+    service_tier: Name | None = None
+    """There is one, `default`; the answer says so."""
     priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
     """Lower is served first; other than 0 only where the scheduling policy is by priority."""
     cache_salt: Name | None = None
@@ -231,7 +277,7 @@ class ResponseBody(Body):
     deadline_ms: Annotated[int | None, Field(ge=1, le=MAX_DEADLINE_MS)] = None
     """The answer is complete by then, or the request ends with 504 or a failed response."""
     chat_template_kwargs: JsonObject | None = None
-    """Variables that the model's chat template reads, e.g. `enable_thinking`; others are refused."""
+    """Variables for the model's chat template, e.g. `enable_thinking`; a warning says which it does not read."""
     max_tool_calls: None = None
     """Of built-in tools, which are not served."""
     conversation: None = None
@@ -242,7 +288,7 @@ class ResponseBody(Body):
 
 def as_json(body: Body) -> dict[str, Any]:
     """A part of the body as the client wrote it, without what it left out."""
-    return body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
 
 
 def response_base(body: ResponseBody, response_id: str, model: str, created_s: int) -> dict[str, Any]:
@@ -271,7 +317,7 @@ def response_base(body: ResponseBody, response_id: str, model: str, created_s: i
         "tools": [{"parameters": None, "strict": False, **as_json(tool)} for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs,
         "top_p": body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "user": body.user,
     }
 

@@ -15,7 +15,16 @@ from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.server.calls import in_the_requests_words
 from lockstep.server.chat_schema import ChatBody
 from lockstep.server.faults import of_validation
-from lockstep.server.responses.schema import FunctionTool, ResponseBody, TextFormat, ToolChoice, as_json
+from lockstep.server.responses.schema import (
+    LOGPROBS,
+    AllowedTools,
+    FunctionTool,
+    NamedTool,
+    ResponseBody,
+    TextFormat,
+    ToolChoice,
+    as_json,
+)
 
 JsonObject = Mapping[str, Any]
 
@@ -33,7 +42,8 @@ _NAMES = (
     (re.compile(r"response_format(?:\.json_schema)?(\.\w+)?"), r"text.format\1"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"(tools\[\d+\])\.function(\..*)?"), r"\1\2"),
-    (re.compile(r"tool_choice\.function\.name"), "tool_choice.name"),
+    (re.compile(r"tool_choice(?:\.allowed_tools(\.tools\[\d+\]))?\.function\.name"), r"tool_choice\1.name"),
+    (re.compile(r"verbosity"), "text.verbosity"),
     (re.compile(r"logprobs"), "include"),
 )
 """What chat completions call a parameter, and what it is called here; others have one name."""
@@ -47,10 +57,10 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
     """
     if not messages:
         raise InvalidParameterError("input makes no message; it must hold a text, a message or a call", param="input")
-    has_logprobs = bool(body.include)
+    has_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs is not None and not has_logprobs:
         raise InvalidParameterError(
-            'top_logprobs is given without include of "message.output_text.logprobs"; give both or none',
+            f'top_logprobs is given without include of "{LOGPROBS}"; give both or none',
             param="top_logprobs",
         )
     if body.stream_options is not None and not body.stream:
@@ -65,6 +75,7 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
         "response_format": None if text_format is None else _response_format(text_format),
         "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
         "tool_choice": _tool_choice(body.tool_choice),
+        "verbosity": None if body.text is None else body.text.verbosity,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         **{name: getattr(body, name) for name in _SAME},
     }
@@ -101,7 +112,16 @@ def _tool(tool: FunctionTool) -> JsonObject:
 def _tool_choice(choice: ToolChoice | None) -> str | JsonObject | None:
     if choice is None or isinstance(choice, str):
         return choice
-    return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AllowedTools):
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]},
+        }
+    return _named(choice)
+
+
+def _named(tool: NamedTool) -> JsonObject:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def name_here(param: str) -> str:

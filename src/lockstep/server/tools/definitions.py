@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from lockstep.errors import InvalidParameterError
+from lockstep.executors.grammar_source import closed
 
 MAX_TOOLS = 128
 """Functions that one request may describe, as many as OpenAI takes."""
@@ -17,8 +18,6 @@ MAX_SCHEMA_DEPTH = 64
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """What a function that describes no parameters takes."""
-_REFERRING = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "additionalProperties")
-"""Keywords by which an object may have more properties than its own ``properties``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,8 @@ class Tool:
     @property
     def arguments_schema(self) -> dict[str, Any]:
         """What a forced call's arguments obey: the schema, and no parameter that it does not declare."""
-        schema = {"type": "object", **self.parameters}
-        if "properties" in schema and not any(keyword in schema for keyword in _REFERRING):
-            schema["additionalProperties"] = False
+        schema = closed({"type": "object", **self.parameters})
+        assert isinstance(schema, dict), "a closed object is one"
         return schema
 
 
@@ -61,8 +59,12 @@ class Choice:
     """What a request says about calling."""
 
     mode: ChoiceMode
-    name: str | None = None
-    """Of the one function that must be called."""
+    names: tuple[str, ...] | None = None
+    """Of the functions that may be called; of mode `NAMED` the one that must be. None: all."""
+
+    def takes(self, name: str) -> bool:
+        """Whether a function may be called, if any."""
+        return self.names is None or name in self.names
 
 
 def checked_tools(tools: object) -> tuple[Tool, ...]:
@@ -101,17 +103,36 @@ def checked_choice(choice: object, tools: Sequence[Tool]) -> Choice:
         if choice == "required" and not tools:
             raise InvalidParameterError("tool_choice is 'required', but there are no tools", param="tool_choice")
         return Choice(ChoiceMode(choice) if tools else ChoiceMode.NONE)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        return _allowed(choice.get("allowed_tools"), tools)
+    return Choice(ChoiceMode.NAMED, (_chosen(choice, "tool_choice", tools, right),))
+
+
+def _allowed(allowed: object, tools: Sequence[Tool]) -> Choice:
+    """Some of the functions, which the model may or must call."""
+    where, right = "tool_choice.allowed_tools", '{"mode": "auto" or "required", "tools": [...]}'
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    chosen = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
+        raise _wrong(where, allowed, right)
+    right = '{"type": "function", "function": {"name": "..."}}'
+    names = (_chosen(one, f"{where}.tools[{index}]", tools, right) for index, one in enumerate(chosen))
+    return Choice(ChoiceMode(mode), tuple(dict.fromkeys(names)))
+
+
+def _chosen(choice: object, where: str, tools: Sequence[Tool], right: str) -> str:
+    """The name of a function that is there."""
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise _wrong("tool_choice", choice, right)
+        raise _wrong(where, choice, right)
     if name not in {tool.name for tool in tools}:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise InvalidParameterError(
-            f"tool_choice names the function {name!r}, which is not among the tools ({known})",
-            param="tool_choice.function.name",
+            f"{where} names the function {name!r}, which is not among the tools ({known})",
+            param=f"{where}.function.name",
         )
-    return Choice(ChoiceMode.NAMED, name)
+    return name
 
 
 def _tool(tool: object, where: str) -> Tool:

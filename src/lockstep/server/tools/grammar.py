@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.engine.reasoning import Reasoning
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.grammar_source import COMPACT, schema_text
 from lockstep.server.tools.definitions import Tool
 from lockstep.server.tools.formats import CallFormat
 
@@ -37,6 +39,8 @@ class AnswerShape:
     """Calls."""
     may_talk: bool
     """Whether there may be text before a call, or no call at all."""
+    told: Constraint | None
+    """What an answer without calls must be, where it is to be JSON; there is no text before calls then."""
     reasoning: Reasoning | None
     """Thoughts that may come first; must, where the prompt has opened them."""
 
@@ -55,6 +59,9 @@ def _answer(shape: AnswerShape, marker_id: MarkerId, rules: list[str]) -> str:
     form = shape.call_format
     if not shape.may_talk:
         return "calls" if form.bare else f"{_marker(form.begin, marker_id)} calls"
+    if shape.told is not None:  # a call has its marker also where it could do without: both begin with a brace
+        rules.append(f"told: %json {_told_schema(shape.told)}")
+        return f"told | {_marker(form.begin, marker_id)} calls"
     begins = r"\s*[^\s{](?s:.*)" if form.bare else "(?s:.*)"
     rules.append(f"TEXT: /{begins}/ & ~/(?s:.*){_pattern(form.begin)}(?s:.*)/")
     options = ["TEXT"]
@@ -103,6 +110,11 @@ def _schema(tool: Tool, may_talk: bool) -> str:
     """A forced call obeys its schema; one that the model chose does where the function is strict."""
     schema: dict[str, Any] = tool.arguments_schema if tool.strict or not may_talk else {"type": "object"}
     return json.dumps({**schema, "x-guidance": _LAYOUT}, ensure_ascii=False)
+
+
+def _told_schema(told: Constraint) -> str:
+    schema = json.loads(schema_text(told))
+    return json.dumps({"x-guidance": COMPACT, **schema} if isinstance(schema, dict) else schema, ensure_ascii=False)
 
 
 def _thoughts(reasoning: Reasoning | None, marker_id: MarkerId, rules: list[str]) -> str:

@@ -82,6 +82,7 @@ def plan_tools(
     choice: str | Mapping[str, Any] | None,
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None = None,
+    told: Constraint | None = None,
 ) -> ToolPlan:
     """Plan one request.
 
@@ -92,6 +93,7 @@ def plan_tools(
         tools: the functions; none is as good as the choice ``none``.
         choice: ``none``, ``auto``, ``required``, an object that names a function, or None.
         parallel: whether there may be several calls.
+        told: what an answer without calls must be, if it must be JSON; a forced call needs none.
         template_kwargs: what else the template will be given, which may decide whether the prompt opens thoughts.
 
     Raises:
@@ -105,14 +107,14 @@ def plan_tools(
     form = format_of(tokenizer.chat_template, knows_tools)
     if chosen.mode is ChoiceMode.NONE:
         return ToolPlan(form, chosen, (), knows_tools=knows_tools)
-    callable_ = [tool for tool in checked if chosen.name in (None, tool.name)]
+    callable_ = [tool for tool in checked if chosen.takes(tool.name)]
     return ToolPlan(
         form,
         chosen,
         tuple(tool.name for tool in callable_),
         template_kwargs={"tools": [tool.shown for tool in checked]} if knows_tools else {},
         system_text=None if knows_tools else tools_as_text(checked),
-        constraint=_constraint(tokenizer, form, chosen, callable_, parallel, template_kwargs),
+        constraint=_constraint(tokenizer, form, chosen, callable_, parallel, template_kwargs, told),
         shown_specials=tuple(text for text in form.markers if tokenizer.special_ids([text])),
         knows_tools=knows_tools,
         takes_system=knows_tools or takes_system_messages(tokenizer),
@@ -126,9 +128,10 @@ def _constraint(
     tools: Sequence[Tool],
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None,
+    told: Constraint | None,
 ) -> Constraint | None:
     may_talk = choice.mode is ChoiceMode.AUTO
-    if may_talk and parallel and not any(tool.strict for tool in tools):
+    if may_talk and parallel and told is None and not any(tool.strict for tool in tools):
         return None
     if not tokenizer.takes_grammars:
         raise InvalidParameterError(
@@ -137,7 +140,7 @@ def _constraint(
             param="tool_choice",
         )
     at_most = MAX_FORCED_CALLS if parallel and choice.mode is not ChoiceMode.NAMED else 1
-    shape = AnswerShape(form, tools, at_most, may_talk, _reasoning(tokenizer, template_kwargs))
+    shape = AnswerShape(form, tools, at_most, may_talk, told, _reasoning(tokenizer, template_kwargs))
     constraint = Constraint.lark(answer_grammar(shape, tokenizer.marker_id))
     try:
         constraint.validate()
