@@ -1,0 +1,1 @@
+"""Real clients, tried against a real server."""
