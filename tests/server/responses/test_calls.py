@@ -88,7 +88,6 @@ def test_an_output_needs_its_call(client: openai.OpenAI) -> None:
         ({"tools": [LOOK, LOOK]}, "tools[1].name"),
         ({"tools": [{**LOOK, "parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
     ],
 )
 def test_what_cannot_be_called_is_refused_by_name(client: openai.OpenAI, wrong: Any, param: str) -> None:
