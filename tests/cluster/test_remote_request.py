@@ -122,3 +122,18 @@ def test_what_cannot_be_sent_is_refused_by_name(call: Call, param: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         remote_request("far", "served", call)
     assert caught.value.param == param
+
+
+def test_no_thinking_is_said_by_the_effort_alone() -> None:
+    assert sent(kwargs={"reasoning_effort": "none", "enable_thinking": False}) == {**SAID, "reasoning_effort": "none"}
+    body = sent(kwargs={"verbosity": "low", "enable_thinking": False})
+    assert (body["verbosity"], body["chat_template_kwargs"]) == ("low", {"enable_thinking": False})
+
+
+def test_how_the_prompt_ends_is_said_where_it_is_not_the_usual_way() -> None:
+    for prompt, told in (
+        (Conversation(SAID["messages"], continue_final=True), (False, True)),
+        (Conversation(SAID["messages"], add_generation_prompt=False), (False, False)),
+    ):
+        body = json.loads(remote_request("far", "served", Call("far", prompt)).body)
+        assert (body["add_generation_prompt"], body["continue_final_message"]) == told

@@ -19,7 +19,8 @@ from lockstep.pocket import BILLING_PERSONA, GENERAL_PERSONA, ROUTER_PERSONA
 from tests.cluster.clusters import SUPPORT
 
 MANIFEST = parse(SUPPORT)
-ASKED = Call(None, Conversation([{"role": "user", "content": "hello"}], {"tools": []}), SamplingParams(n=3, logprobs=2))
+ASKED_MESSAGES = [{"role": "user", "content": "hello"}]
+ASKED = Call(None, Conversation(ASKED_MESSAGES, {"tools": []}), SamplingParams(n=3, logprobs=2))
 PERSONA = Entry("m", "stub://m", system_prompt="Be kind.", sampling={"temperature": 0.5, "top_k": 7}, priority=-1)
 
 
@@ -79,6 +80,8 @@ def test_a_persona_stands_before_the_conversation_or_after_it() -> None:
     assert messages_of(addressed(ASKED, PERSONA)) == [("system", "Be kind."), ("user", "hello")]
     suffix = replace(PERSONA, persona=Persona.SUFFIX)
     assert messages_of(addressed(ASKED, suffix)) == [("user", "hello"), ("system", "Be kind.")]
+    going_on = structs.replace(ASKED, prompt=Conversation(ASKED_MESSAGES, continue_final=True))
+    assert messages_of(addressed(going_on, suffix)) == [("system", "Be kind."), ("user", "hello")]
     own = Conversation([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}])
     both = addressed(structs.replace(ASKED, prompt=own), PERSONA)
     assert messages_of(both) == [("system", "Be kind.\n\nBe brief."), ("user", "hello")]

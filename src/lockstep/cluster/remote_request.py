@@ -95,6 +95,8 @@ def _refuse(id_: str, call: Call) -> None:
 def _of_template(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     told = {name: kwargs[name] for name in _OWN_PARAMETERS if kwargs.get(name)}
     others = {name: value for name, value in kwargs.items() if name not in _OWN_PARAMETERS}
+    if told.get("reasoning_effort") == "none":  # which says it already, also to servers that know no variables
+        others.pop("enable_thinking", None)
     return {**told, "chat_template_kwargs": others} if others else told
 
 

@@ -131,6 +131,7 @@ def _constraint(
     told: Constraint | None,
 ) -> Constraint | None:
     may_talk = choice.mode is ChoiceMode.AUTO
+    told = told if tokenizer.takes_grammars else None  # else whoever is asked for both may know how
     if may_talk and parallel and told is None and not any(tool.strict for tool in tools):
         return None
     if not tokenizer.takes_grammars:
