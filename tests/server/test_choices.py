@@ -187,3 +187,17 @@ def test_token_ids_go_with_the_text() -> None:
     choice.feed(TokenOutput(1, 0, (65, 66), "AB"))
     assert choice.token_ids == [65, 66]
     assert not choice.is_plain
+
+
+def test_of_one_call_a_chunk_has_one_piece_however_many_came() -> None:
+    """Clients read the first of a chunk's calls and no other."""
+    plan = plan_tools(TOKENIZER, [{"type": "function", "function": {"name": "f"}}], "auto", True)
+    calls = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' * 2
+    ids = iter(("call_1", "call_2"))
+    answer = answer_of(chat_encoder(), num_choices=1)
+    answer.choices = [Choice(0, reader=CallsReader(plan, plan.parser(lambda: next(ids))))]
+    answer.feed(0, outputs_of([list(calls)]))
+    frames = [json.loads(frame.removeprefix("data: ")) for frame in answer.take().decode().strip().split("\n\n")]
+    deltas = [frame["choices"][0]["delta"].get("tool_calls", []) for frame in frames]
+    told = [[(call["index"], call["id"], call["function"]["arguments"]) for call in delta] for delta in deltas if delta]
+    assert told == [[(0, "call_1", '{"a": 1}')], [(1, "call_2", '{"a": 1}')]]

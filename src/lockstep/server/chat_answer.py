@@ -141,9 +141,9 @@ class ChatEncoder:
         return "function_call" if is_old else choice.finish_reason
 
     def _call_deltas(self, calls: Sequence[CallDelta]) -> list[dict[str, Any]]:
-        """News of calls as deltas: together, or of the deprecated form each by itself."""
+        """News of calls as deltas, each by itself, as OpenAI tells them."""
         if not self._has_functions:
-            return [{"tool_calls": [_call_delta(call) for call in calls]}]
+            return [{"tool_calls": [_call_delta(call)]} for call in calls]
         named = [({} if call.name is None else {"name": call.name}, call.arguments) for call in calls]
         return [{"function_call": {**name, "arguments": arguments}} for name, arguments in named]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import CallPart, TokenOutput
@@ -207,13 +207,21 @@ class Choice:
     def _sort(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             if isinstance(delta, CallDelta):
-                self.calls.append(delta)
+                self._add(delta)
             else:
                 self._texts.append(delta.text)
 
+    def _add(self, news: CallDelta) -> None:
+        """News of a call; of one call there is one piece at a time, since clients look at the first of a chunk only."""
+        last = self.calls[-1] if self.calls else None
+        if last is not None and last.index == news.index:
+            self.calls[-1] = replace(last, arguments=last.arguments + news.arguments)
+        else:
+            self.calls.append(news)
+
     def _take_calls(self, parts: Sequence[CallPart]) -> None:
         for part in parts:
-            self.calls.append(CallDelta(part.index, part.arguments, part.id, part.name))
+            self._add(CallDelta(part.index, part.arguments, part.id, part.name))
             self.num_pending_bytes += len(part.arguments)
             self._told_calls.setdefault(part.index, []).append(part)
 
