@@ -15,10 +15,6 @@ SOME_TEXT = ("--extra-inputs", "min_tokens:4")
 """An answer without text is an error to AIPerf, and a model may end at once."""
 
 
-SOME_TEXT = ("--extra-inputs", "min_tokens:4")
-"""An answer without text is an error to AIPerf, and a model may end at once."""
-
-
 def _asking(kind: str, *more: str) -> Callable[[str, str], None]:
     def scenario(base_url: str, model: str) -> None:
         with tempfile.TemporaryDirectory() as name:
