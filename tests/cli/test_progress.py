@@ -76,6 +76,7 @@ def test_a_terminal_has_bars_and_keeps_what_is_done(capsys: pytest.CaptureFixtur
     with progress.running():
         progress.tell("a", "compile", 0.0)
         progress.announce("lockstep: listening on there, loading [a]")
+        progress.tell("b[1]", "build", 0.0)
         progress.tell("b[1]", "build", 0.5)
         progress.tell("a", "ready", 1.0)
         progress.tell("b[1]", "ready", 1.0)

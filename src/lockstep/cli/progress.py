@@ -201,7 +201,8 @@ class ServingProgress:
             bars.start()
         if model in self._tasks:
             total = 1.0 if fraction else None  # nobody knows how long it takes
-            bars.update(self._tasks[model], description=f"{model}: {doing(stage)}", completed=fraction, total=total)
+            said, begins = f"{model}: {doing(stage)}", not fraction
+            bars.update(self._tasks[model], description=said, completed=fraction, total=total, refresh=begins)
         if is_over and model in self._tasks:
             bars.remove_task(self._tasks.pop(model))
             if not self._tasks:
