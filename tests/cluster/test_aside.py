@@ -108,5 +108,21 @@ async def test_a_fault_of_the_work_is_told_and_gives_the_place_back() -> None:
             await bench.do(_faulty, 2 * LONG_BYTES)
 
 
+async def test_work_that_panics_is_told_and_gives_the_place_back() -> None:
+    """As the libraries in Rust do: what they raise then is no `Exception`."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panic() -> None:
+        raise PanicException("index out of bounds")
+
+    bench = Workbench(LONG_BYTES)
+    async with asyncio.timeout(HANG_S):
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="index out of bounds"):
+                await bench.do(panic, 2 * LONG_BYTES)
+
+
 def test_memory_is_given_back_where_the_system_knows_how() -> None:
     give_back_memory()

@@ -38,11 +38,20 @@ async def aside(work: Callable[[], T]) -> T:
             answer, value = done.set_result, work()
         except Exception as error:
             tell(loop, settle, done.set_exception, error)
+        except BaseException as error:  # native code that panics raises no `Exception`; it is still waited for
+            tell(loop, settle, done.set_exception, _given_up(error))
         else:
             tell(loop, settle, answer, value)
 
     threading.Thread(target=body, name="lockstep-aside", daemon=True).start()
     return await done
+
+
+def _given_up(error: BaseException) -> RuntimeError:
+    """An error that those who wait can catch as any other."""
+    failure = RuntimeError(f"work aside gave up: {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *arguments: object) -> None:
