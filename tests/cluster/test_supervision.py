@@ -73,6 +73,20 @@ async def test_a_killed_worker_ends_what_was_in_flight_and_comes_back() -> None:
         await settled(model)
 
 
+async def test_a_worker_comes_back_when_there_are_files_to_open_again(caplog: pytest.LogCaptureFixture) -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with served("stub://alpha", "process") as model:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            os.kill(pid_of(model), signal.SIGKILL)
+            await until(lambda: "did not come back" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (await answer(model, call("abc"))).text == "[stub:alpha] ok len=3 max=40"
+    assert "no worker process can be started: [Errno 24] Too many open files" in caplog.text
+
+
 async def test_where_the_next_worker_comes_late_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.worker.restarts.FIRST_DELAY_S", HANG_S)
     monkeypatch.setattr("lockstep.worker.restarts.MAX_DELAY_S", HANG_S)

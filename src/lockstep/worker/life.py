@@ -159,8 +159,9 @@ class Life:
             await asyncio.sleep(self.restarts.start_at_s - time.monotonic())
             try:
                 await self._start_link()
-            except LockstepError as error:
-                log.error("the device worker did not come back: %s", error)
+            except Exception as error:  # whatever it is, nobody else would ever start one
+                defect = None if isinstance(error, LockstepError) else error
+                log.error("the device worker did not come back: %s", error, exc_info=defect)
                 self.restarts.schedule(time.monotonic(), load_s)
         log.warning("the device worker is back")
         self._on_back()

@@ -59,7 +59,10 @@ class ProcessLink(asyncio.Protocol):
         """
         if sys.platform == "win32":
             raise UsageError("worker processes need a Unix system; choose the worker thread here")
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise ExecutorError(f"no worker process can be started: {error}") from error
         with theirs:
             fd = theirs.fileno()
             command = [sys.executable, "-P", "-m", MODULE, str(fd), str(os.getpid()), log_format, log_level]
