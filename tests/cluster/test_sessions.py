@@ -52,6 +52,18 @@ async def test_when_all_are_busy_a_request_waits_for_its_turn() -> None:
     assert (held.num_active, held.num_held, held.num_waiting) == (0, 1, 0)
 
 
+async def test_who_leaves_the_queue_lets_those_pass_who_have_room() -> None:
+    held = ModelSessions(1, lambda session: None)
+    await held.enter("a")
+    first, second = (asyncio.create_task(held.enter(session)) for session in ("b", "a"))
+    await asyncio.sleep(0)
+    assert held.num_waiting == 2
+    first.cancel()
+    async with asyncio.timeout(HANG_S):
+        await second  # of the very session that runs, so that its end need not be waited for
+    assert (held.num_waiting, held.num_active) == (0, 1)
+
+
 async def test_a_turn_that_comes_to_one_who_has_left_goes_to_the_next() -> None:
     held = ModelSessions(1, lambda session: None)
     await held.enter(None)

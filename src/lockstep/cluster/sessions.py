@@ -104,6 +104,7 @@ class ModelSessions:
                 self.leave(session)
             elif waiter in self._waiting:  # else somebody left meanwhile, and it was passed over
                 self._waiting.remove(waiter)
+                self._next()  # whoever stood behind it may have had room all the while
             raise
 
     def leave(self, session: str | None) -> None:
