@@ -10,6 +10,7 @@ from contextlib import aclosing
 import pytest
 
 from lockstep.cluster.breaker import BreakerState
+from lockstep.cluster.remote_exchange import Patience
 from lockstep.core.request import FinishReason
 from lockstep.errors import (
     DeadlineError,
@@ -115,6 +116,18 @@ async def test_refusals_are_told_and_say_nothing_against_the_server(
         assert KEY not in str(caught.value)
         assert getattr(caught.value, "param", None) == error.get("param")
         assert model.state is BreakerState.CLOSED
+
+
+async def test_a_call_whose_time_is_up_may_be_ended_in_the_same_moment() -> None:
+    """As when the server closes: whoever ends all calls gets to the end of them."""
+    loop = asyncio.get_running_loop()
+    patience = Patience(call(), loop.time())
+    waiting = asyncio.create_task(patience.wait(asyncio.Event().wait, loop.time(), DeadlineError("late")))
+    await asyncio.sleep(0)  # it waits, and its timer is the next to be called
+    await asyncio.sleep(0)  # that was called, and the call is not awake yet
+    patience.end(UnavailableError("closing"))
+    with pytest.raises(UnavailableError, match="closing"):
+        await waiting
 
 
 async def test_nobody_listens() -> None:

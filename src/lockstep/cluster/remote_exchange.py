@@ -49,7 +49,7 @@ class Patience:
     def end(self, error: LockstepError) -> None:
         """End the call: whoever waits for its next event gets the error."""
         self._error = self._error or error
-        if self._scope is not None:
+        if self._scope is not None and not self._scope.expired():  # else it is woken already
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     def answered(self) -> None:
