@@ -89,6 +89,8 @@ BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
     "no JSON": (b"{", 400, None, "not valid JSON at character 1"),
     "no UTF-8": (b'{"prompt": "\xff"}', 400, None, "byte 12 is 0xff"),
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), 400, None, "not UTF-8"),
+    "UTF-16 without a mark": ('{"prompt": "a"}'.encode("utf-16-le"), 400, None, "byte 1 is 0x00"),
+    "UTF-32 without a mark": ('{"prompt": "a"}'.encode("utf-32-be"), 400, None, "byte 0 is 0x00"),
     "too deep": (b"[" * 100_000, 400, None, "deeper than 128"),
     "too deep, closed": (b'{"prompt":' * 200 + b"1" + b"}" * 200, 400, None, "deeper than 128"),
     "half a pair": (b'{"prompt": "\\ud83d"}', 400, None, "surrogate"),

@@ -157,10 +157,13 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
             f"The content type is {kind or 'missing'}; send {right}.",
             code="unsupported_media_type",
         )
+    at = body[:4].find(b"\0")  # by which parsers know UTF-16 and UTF-32: they would read another text than is checked
     try:
         body.decode()
     except UnicodeDecodeError as error:
-        where = f"byte {error.start} is 0x{body[error.start]:02x}"
+        at = error.start
+    if at >= 0:
+        where = f"byte {at} is 0x{body[at]:02x}"
         return _invalid(f"The body is not UTF-8: {where}; send it in UTF-8.", is_yaml=is_yaml)
     if is_yaml:  # its own reader bounds what it nests, and knows its lines
         return None
