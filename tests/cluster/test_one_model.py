@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 
+from lockstep.cluster.aside import LONG_BYTES
 from lockstep.cluster.base import Accepted, Conversation
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
@@ -191,6 +193,23 @@ async def test_a_deadline_is_an_error_and_not_a_short_answer() -> None:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
             await settled(model)
+
+
+@shares_a_model
+async def test_deadlines_count_while_a_prompt_waits_to_be_tokenised(stub: ManifestCluster) -> None:
+    may_end, asked = threading.Event(), call("word " * 100_000)
+    other = asyncio.create_task(stub._answering._prompting._bench.do(may_end.wait, LONG_BYTES + 1))
+    await asyncio.sleep(0)  # it has the one place
+    try:
+        async with asyncio.timeout(HANG_S):
+            with pytest.raises(QueueDeadlineError, match="could not take the request within"):
+                await answer(stub, structs.replace(asked, queue_deadline_s=0.05, deadline_s=HANG_S))
+            with pytest.raises(DeadlineError, match="could not take the request within"):
+                await answer(stub, structs.replace(asked, deadline_s=0.05))
+    finally:
+        may_end.set()
+    await other
+    await settled(stub)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -23,6 +23,8 @@ from lockstep.cluster.snapshot import Counters
 from lockstep.engine.outputs import GenerationRequest, TokenOutput
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker
+
+Timed = TypeVar("Timed", Call, GenerationRequest)
 
 MAX_WAIT_S = 300.0
 """For a session and a replica, where the call has no deadline of its own."""
@@ -195,12 +197,19 @@ class Answering:
                     self._worker.leave(mailbox)
 
     async def _prepared(self, model: Model, held: Held, call: Call) -> GenerationRequest | None:
-        """The call as its worker takes it; None: that worker is gone."""
+        """The call as its worker takes it, with the time that it has left; None: that worker is gone."""
         assert held.loaded is not None, "whose calls are admitted was loaded"
         assert held.tokenizer is not None, "and its text side was read then"
-        request = await self._prompting.request(held.tokenizer, held.loaded.config.max_model_len, call)
+        began_s = self._clock()
+        limits = [limit for limit in (call.deadline_s, call.queue_deadline_s) if limit is not None]
+        try:
+            async with asyncio.timeout(min(limits, default=None)):
+                request = await self._prompting.request(held.tokenizer, held.loaded.config.max_model_len, call)
+        except TimeoutError:
+            raise _too_late(model, call, self._clock() - began_s) from None
         if held.phase is not Phase.RESIDENT:
             return None
+        request = _shortened(request, self._clock() - began_s)
         return request if request.session_id is None else _owned(request, model)
 
     @asynccontextmanager
@@ -278,8 +287,8 @@ def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:
     return replace(request, session_owner=model.id, max_active_sessions=most)
 
 
-def _shortened(call: Call, waited_s: float) -> Call:
-    """A call with deadlines that count from now."""
+def _shortened(call: Timed, waited_s: float) -> Timed:
+    """A call or request with deadlines that count from now."""
     if call.deadline_s is None and call.queue_deadline_s is None:
         return call
     left = [
