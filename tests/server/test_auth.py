@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -140,6 +141,25 @@ def test_a_page_that_points_its_name_at_loopback_is_refused(server: ServerProces
         assert refused.status_code == 403
         assert error_of(refused)["code"] == "unknown_host"
         assert client.get("/health", headers={"Host": host}).status_code == 200, "probes come by any name"
+
+
+def test_a_page_from_elsewhere_changes_nothing_without_a_key(tmp_path: Path) -> None:
+    """Its browser sends a POST without a body unasked, with the origin that it comes from."""
+    manifest = tmp_path / "m.yaml"
+    manifest.write_text("cluster: c\nmodels:\n  m: {source: 'stub://m'}\n")
+    with serve("--manifest", str(manifest), *IN_THREAD, "--cors-origin", "https://ui.example") as server:
+
+        def status(origin: str | None, path: str = "/v1/models/m/load") -> int:
+            headers = {} if origin is None else {"Origin": origin}
+            with server.client() as client:
+                answer = client.post(path, headers=headers)
+            if answer.status_code == 403:
+                assert error_of(answer)["code"] == "unknown_origin"
+            return answer.status_code
+
+        for foreign in ("https://evil.example", "null", "http://localhost:3000"):
+            assert status(foreign) == status(foreign, "/v1/models/m/unload") == 403
+        assert status(None) == status(server.base_url) == status("https://ui.example") == 200
 
 
 @pytest.mark.parametrize(

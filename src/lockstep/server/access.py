@@ -23,6 +23,7 @@ _LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 _INFERENCE = re.compile(
     r"/v1/(chat/completions|completions|embeddings|responses(/.*)?|models(/.*)?)|/tokenize|/detokenize"
 )
+_READING = ("GET", "HEAD", "OPTIONS")
 _BEARER = b"bearer "
 _ADMIN = "admin-"
 _OPERATED = re.compile(
@@ -162,6 +163,28 @@ def host_fault(allowed: Collection[str], headers: Iterable[tuple[bytes, bytes]])
         "permission_error",
         "This server does not answer to that Host; it can be told to by --allowed-host, or be given an --api-key.",
         code="unknown_host",
+    )
+
+
+def origin_fault(
+    allowed: Collection[str], method: str, path: str, headers: Iterable[tuple[bytes, bytes]]
+) -> HttpError | None:
+    """The refusal of a page that would change what belongs to all callers; None: no page asks, or it may.
+
+    A browser keeps the answer from a page of a foreign origin, but its POST without a body it sends without asking
+    us. Our own pages may, and what is no browser names no origin.
+    """
+    found = dict(headers)
+    origin = found.get(b"origin", b"").decode("latin-1")
+    if not origin or method in _READING or not is_operators(path) or not {"*", origin}.isdisjoint(allowed):
+        return None
+    if origin.lower().partition("://")[2] == found.get(b"host", b"").decode("latin-1").lower():
+        return None
+    return HttpError(
+        403,
+        "permission_error",
+        "Pages of this origin may change nothing here; --cors-origin ORIGIN lets them, or an --api-key for the server.",
+        code="unknown_origin",
     )
 
 

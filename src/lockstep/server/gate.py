@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.errors import UnavailableError
-from lockstep.server.access import OPEN_PATHS, AccessKeys, host_fault
+from lockstep.server.access import OPEN_PATHS, AccessKeys, host_fault, origin_fault
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.limits import RateLimits
 from lockstep.server.record import RequestRecord
@@ -40,7 +40,10 @@ class GateMiddleware:
         record: RequestRecord = scope["state"]["record"]
         is_work = scope["method"] in WORK
         refusal = (
-            self._known_host(scope) or self._authenticate(scope, record) or (self._admit(record) if is_work else None)
+            self._known_host(scope)
+            or self._known_origin(scope)
+            or self._authenticate(scope, record)
+            or (self._admit(record) if is_work else None)
         )
         if refusal is not None:
             await refuse(refusal, scope, receive, send)
@@ -52,6 +55,11 @@ class GateMiddleware:
     def _known_host(self, scope: Scope) -> HttpError | None:
         allowed = self._serving.options.allowed_hosts
         return host_fault(allowed, scope["headers"]) if allowed else None
+
+    def _known_origin(self, scope: Scope) -> HttpError | None:
+        if self._keys:  # which no page of another origin has
+            return None
+        return origin_fault(self._serving.options.cors_origins, scope["method"], scope["path"], scope["headers"])
 
     def _authenticate(self, scope: Scope, record: RequestRecord) -> HttpError | None:
         if not self._keys:
