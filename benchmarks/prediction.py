@@ -10,12 +10,11 @@ so that the error of the prediction stands beside the spread of two identical ru
 prices, the limits, and when which lengths arrived; not one time of a step of the run that it predicts. "Error, alike"
 is that of the same prediction with prices of the identical run of the other round: a load like the one to predict.
 
-Calibrate under a load like the one to predict. Prices are those of a machine in a state: a server that often idles
-wakes up to cold caches, and a full one shares its cores with the clients that keep it full. Somebody outside this
-project, who calibrated on a light load, measured +15.9 % throughput and -14.4 % end-to-end time on a saturated run,
-predicted against measured. Run B is such a pair, too, and has missed its goals in the other direction, so the sign is
-the machine's. A replay says where its steps are larger than those that were seen; how busy the machine was, it cannot
-know.
+Calibrate under a load like the one to predict. Prices are those of a machine in a state, and a server that often idles
+is in another than a full one, which shares its cores with its clients. Somebody outside this project, who calibrated on
+a light load, measured +15.9 % throughput and -14.4 % end-to-end time on a saturated run, predicted against measured.
+Run B is such a pair, too, and has missed its goals in the other direction: not even the sign holds from one machine to
+the next. A replay says where its steps are larger than those that were seen; how busy the machine was, it cannot know.
 
 A like load is no cure where the machine itself stalls: at a load average of 20, in three slices of pocket whose two
 rounds were 23 % apart, prices of the identical run predicted 25 % too much throughput of run B, and those of run A 3
