@@ -90,10 +90,12 @@ async def test_calls_of_functions_pass_through_whole_and_streamed() -> None:
     assert frames[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_variables_that_are_parameters_there_pass_through() -> None:
+async def test_variables_of_the_template_pass_through() -> None:
+    more = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
     async with client_of(says(whole("Once"))) as (client, asked):
-        (await client.post("/v1/chat/completions", json=body(reasoning_effort="low"))).raise_for_status()
+        (await client.post("/v1/chat/completions", json=body(**more))).raise_for_status()
     assert asked[0][1]["reasoning_effort"] == "low"
+    assert asked[0][1]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,6 @@ async def test_variables_that_are_parameters_there_pass_through() -> None:
         ({"return_token_ids": True}, "return_token_ids"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     ],
 )
 async def test_what_needs_the_models_tokens_is_refused_by_name(more: dict[str, Any], param: str) -> None:
