@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -41,6 +44,43 @@ def test_a_loop_ends_while_the_work_goes_on() -> None:
     for thread in before:
         thread.join(30.0)
     assert has_ended.is_set()
+
+
+class _BookError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("benched", [False, True])
+async def test_an_error_keeps_nothing_of_the_work_when_it_is_told(benched: bool) -> None:
+    """Its frames hold what they worked on; a cycle would leave that to the next full collection."""
+    told: list[weakref.ref[_BookError]] = []
+
+    def work() -> None:
+        error = _BookError()
+        told.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    async def leave() -> None:
+        with contextlib.suppress(_BookError):
+            await (Workbench(LONG_BYTES).do(work, 10) if benched else aside(work))
+
+    gc.disable()
+    try:
+        await leave()
+        await _turns()
+        await asyncio.to_thread(_join_all)
+        assert [error() for error in told] == [None]
+    finally:
+        gc.enable()
+
+
+def _join_all() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "lockstep-aside":
+            thread.join(HANG_S)
 
 
 class _Held:

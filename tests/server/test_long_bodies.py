@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import random
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -15,9 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.errors import PromptTooLongError
 from lockstep.server.body import MAX_CONTAINERS, MAX_MEMBERS, structure_fault
 from lockstep.server.long_bodies import parsed
 from lockstep.server.options import ServerOptions
+from lockstep.server.reading import all_of
 from lockstep.server.serving import MAX_INLINE_BYTES, MAX_LONG_BODIES
 from tests.server.living import Living, living
 from tests.server.support import error_of
@@ -50,6 +55,47 @@ def test_what_no_context_can_hold_is_refused_by_its_characters(pocket: Living, c
     error = error_of(refused)
     assert error["code"] == "context_length_exceeded"
     assert " characters, but the context holds " in error["message"], "nobody counted its tokens"
+
+
+@pytest.mark.parametrize(("path", "member"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
+def test_of_many_prompts_the_first_that_is_too_long_refuses_all_and_nothing_of_them_is_kept(
+    pocket: Living, path: str, member: str
+) -> None:
+    """Each is too long, and told so only by its tokens; what the refusals hold of them needs no collection to go."""
+    long = " ".join(str(number) for number in range(1_500))
+    before = weakref.WeakSet(refusals())
+    gc.disable()
+    try:
+        error = error_of(pocket.post(path, {member: ["short", *[long] * 1_000]}))
+        assert error["code"] == "context_length_exceeded"
+        assert " tokens, but the context holds " in error["message"], "they were counted"
+        until(lambda: pocket.get("/load").json()["server_load"] == 0, "the request is over")
+        until(lambda: not [one for one in refusals() if one not in before], "its refusals are gone")
+    finally:
+        gc.enable()
+
+
+def refusals() -> list[PromptTooLongError]:
+    return [one for one in gc.get_objects() if type(one) is PromptTooLongError]
+
+
+async def test_work_on_many_is_begun_in_order_and_ended_by_the_first_in_order_that_fails() -> None:
+    begun: list[int] = []
+
+    async def work(number: int) -> int:
+        begun.append(number)
+        await asyncio.sleep(0)
+        if number in (100, 103):
+            for _ in range(110 - number):  # the second fails first
+                await asyncio.sleep(0)
+            raise ValueError(number)
+        return -number
+
+    assert await all_of(work, range(50), 7) == [-number for number in range(50)]
+    begun.clear()
+    with pytest.raises(ValueError, match="100"):
+        await all_of(work, range(50, 1_000), 7)
+    assert begun == list(range(50, 107))
 
 
 def test_a_text_that_is_cut_may_be_longer_than_the_context(stub: Living) -> None:

@@ -21,7 +21,7 @@ LONG_BYTES = 256 << 10
 SHORT_PLACES, LONG_PLACES = 2, 1
 """Threads at once. A long text takes a core, and a hundred times its size in memory."""
 TRIM_AFTER_S = 0.5
-"""After the last long work; what it was about is gone by then as well."""
+"""After the last work of a long time; what it was about is gone by then as well."""
 
 
 async def aside(work: Callable[[], T]) -> T:
@@ -29,22 +29,26 @@ async def aside(work: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def settle(answer: Callable[[Any], None], value: object) -> None:
+    def settle(done: asyncio.Future[T], answer: Callable[[Any], None], value: object) -> None:
         if not done.done():
             answer(value)
 
-    def body() -> None:
+    def body(done: asyncio.Future[T]) -> None:
         try:
-            answer, value = done.set_result, work()
+            value = work()
         except Exception as error:
-            tell(loop, settle, done.set_exception, error)
+            tell(loop, settle, done, done.set_exception, error)
         except BaseException as error:  # native code that panics raises no `Exception`; it is still waited for
-            tell(loop, settle, done.set_exception, _given_up(error))
+            tell(loop, settle, done, done.set_exception, _given_up(error))
         else:
-            tell(loop, settle, answer, value)
+            tell(loop, settle, done, done.set_result, value)
+        del done  # as below: the frames that an error came through have this one
 
-    threading.Thread(target=body, name="lockstep-aside", daemon=True).start()
-    return await done
+    threading.Thread(target=body, args=(done,), name="lockstep-aside", daemon=True).start()
+    try:
+        return await done
+    finally:
+        del done  # which has an error whose frames have it: they would keep each other, and all that the work was about
 
 
 def _given_up(error: BaseException) -> RuntimeError:
@@ -79,6 +83,8 @@ class Workbench:
         self._short, self._long = _Lane(SHORT_PLACES), _Lane(LONG_PLACES)
         self._max_waiting_bytes = max_waiting_bytes
         self._num_waiting_bytes = 0
+        self._num_kept_bytes = 0
+        """That work was about since memory was given back: many short texts leave as much as a long one."""
         self._trimming: asyncio.TimerHandle | None = None
 
     async def do(self, work: Callable[[], T], num_bytes: int) -> T:
@@ -94,8 +100,11 @@ class Workbench:
         lane = self._long if num_bytes > LONG_BYTES else self._short
         await self._enter(lane, num_bytes)
         working = asyncio.get_running_loop().create_task(aside(work))
-        working.add_done_callback(lambda _: self._leave(lane))
-        return await asyncio.shield(working)
+        working.add_done_callback(lambda _: self._end(lane, num_bytes))
+        try:
+            return await asyncio.shield(working)
+        finally:
+            del working  # as `done` in `aside`
 
     async def _enter(self, lane: _Lane, num_bytes: int) -> None:
         if lane.num_free:
@@ -118,6 +127,12 @@ class Workbench:
         finally:
             self._num_waiting_bytes -= num_bytes
 
+    def _end(self, lane: _Lane, num_bytes: int) -> None:
+        self._leave(lane)
+        self._num_kept_bytes += num_bytes
+        if self._num_kept_bytes > LONG_BYTES:
+            self._trim_soon()
+
     def _leave(self, lane: _Lane) -> None:
         """Give the place to who waits for it."""
         while lane.waiting:
@@ -126,8 +141,6 @@ class Workbench:
                 turn.set_result(None)
                 return
         lane.num_free += 1
-        if lane is self._long:
-            self._trim_soon()
 
     def _trim_soon(self) -> None:
         if self._trimming is not None:
@@ -135,7 +148,7 @@ class Workbench:
         self._trimming = asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._trim)
 
     def _trim(self) -> None:
-        self._trimming = None
+        self._trimming, self._num_kept_bytes = None, 0
         threading.Thread(target=give_back_memory, name="lockstep-trim", daemon=True).start()
 
 

@@ -23,7 +23,7 @@ from lockstep.errors import InvalidParameterError, RequestError, RequestFailedEr
 from lockstep.server.answer_schema import Shape
 from lockstep.server.long_bodies import LongBodyRoute
 from lockstep.server.options import ServerOptions
-from lockstep.server.reading import ClientLeft, while_connected
+from lockstep.server.reading import ClientLeft, all_of, while_connected
 from lockstep.server.record import CLIENT_LEFT_STATUS, record_of
 from lockstep.server.schema import MAX_SEQUENCE_TOKENS, Body, Name, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.serving import serving_of, translated
@@ -121,26 +121,19 @@ def calls_of(body: EmbeddingBody, tenant: str, options: ServerOptions) -> list[C
 
 
 async def _answer_all(cluster: Cluster, body: EmbeddingBody, calls: Sequence[Call]) -> list[RequestOutput]:
-    """The answers, in order; the first error ends them all."""
-    places = asyncio.Semaphore(MAX_OPEN_INPUTS)
+    """The answers, in order; the first error in order ends them all."""
     is_list = isinstance(body.input, list) and not isinstance(body.input[0], int)
 
-    async def answer(index: int, call: Call) -> RequestOutput:
-        async with places:
-            try:
-                output = await _answer(cluster, call)
-            except RequestError as error:
-                raise placed(error, f"input[{index}]" if is_list else "input", call.prompt) from None
+    async def answer(index: int) -> RequestOutput:
+        call = calls[index]
+        try:
+            output = await _answer(cluster, call)
+        except RequestError as error:
+            raise placed(error, f"input[{index}]" if is_list else "input", call.prompt) from None
         check_dimensions(body, _vector(output))
         return output
 
-    tasks = [asyncio.ensure_future(answer(index, call)) for index, call in enumerate(calls)]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await all_of(answer, range(len(calls)), MAX_OPEN_INPUTS)
 
 
 async def _answer(cluster: Cluster, call: Call) -> RequestOutput:

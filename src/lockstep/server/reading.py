@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,8 +17,12 @@ from lockstep.errors import RequestError, RequestFailedError
 from lockstep.server.calls import in_the_requests_words
 from lockstep.server.record import RequestRecord, Usage
 
+A = TypeVar("A")
 T = TypeVar("T")
 Feed = Callable[[Sequence[Event]], None]
+
+MAX_OPENING = 64
+"""Calls of one request that are on their way to their acceptance at once."""
 
 
 class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is gone
@@ -60,34 +65,46 @@ async def open_calls(
     """
     streams = [cluster.stream(call) for call in calls]
     try:
-        results = await _firsts(streams, when_routed)
-    except asyncio.CancelledError:
+        firsts = await all_of(lambda stream: _first(stream, when_routed), streams, MAX_OPENING)
+    except BaseException as error:
         await close(streams)
+        if isinstance(error, RequestError):
+            raise in_the_requests_words(error, names) from None
         raise
     opened = [
-        OpenCall(result, stream, names)
-        for result, stream in zip(results, streams, strict=True)
-        if isinstance(result, Accepted)
+        OpenCall(first, stream, names)
+        for first, stream in zip(firsts, streams, strict=True)
+        if isinstance(first, Accepted)
     ]
     if len(opened) == len(calls):
         return opened
     await close(streams)
-    for result in results:
-        if isinstance(result, RequestError):
-            raise in_the_requests_words(result, names)
-        if isinstance(result, BaseException):
-            raise result
     raise RequestFailedError("a call did not begin with its acceptance; this is a bug in Lockstep")
 
 
-async def _firsts(streams: Sequence[EventStream], when_routed: bool) -> list[Event | BaseException]:
-    """The first event of each, or what it raises; a single one needs no task of its own."""
-    if len(streams) > 1:
-        return await asyncio.gather(*(_first(stream, when_routed) for stream in streams), return_exceptions=True)
+async def all_of(work: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A], most: int) -> list[T]:
+    """The results of some work on each item, in order; begun in order as well, ``most`` at once at most.
+
+    The first in order that fails ends them all, and nothing is begun that is far behind it: of a thousand prompts
+    whose first is too long, nobody reads the last.
+    """
+    if len(items) == 1:
+        return [await work(items[0])]  # which needs no task of its own
+    results: list[T] = []
+    running: deque[asyncio.Task[T]] = deque()
+    loop = asyncio.get_running_loop()
     try:
-        return [await _first(streams[0], when_routed)]
-    except Exception as error:
-        return [error]
+        for item in items:
+            if len(running) == most:
+                results.append(await running.popleft())
+            running.append(loop.create_task(work(item)))
+        while running:
+            results.append(await running.popleft())
+        return results
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _first(stream: EventStream, when_routed: bool) -> Event:
