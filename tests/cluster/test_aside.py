@@ -164,5 +164,23 @@ async def test_work_that_panics_is_told_and_gives_the_place_back() -> None:
                 await bench.do(panic, 2 * LONG_BYTES)
 
 
+async def test_a_fault_that_nobody_waits_for_any_more_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    bench, may_end = Workbench(LONG_BYTES), threading.Event()
+
+    def work() -> None:
+        assert may_end.wait(HANG_S)
+        raise ConfigError("wrong")
+
+    left = asyncio.create_task(bench.do(work, 10))
+    await _turns()
+    left.cancel()
+    await _turns()
+    may_end.set()
+    await asyncio.to_thread(_join_all)
+    await _turns()
+    gc.collect()
+    assert not caplog.records
+
+
 def test_memory_is_given_back_where_the_system_knows_how() -> None:
     give_back_memory()

@@ -100,7 +100,7 @@ class Workbench:
         lane = self._long if num_bytes > LONG_BYTES else self._short
         await self._enter(lane, num_bytes)
         working = asyncio.get_running_loop().create_task(aside(work))
-        working.add_done_callback(lambda _: self._end(lane, num_bytes))
+        working.add_done_callback(lambda ended: self._end(ended, lane, num_bytes))
         try:
             return await asyncio.shield(working)
         finally:
@@ -127,7 +127,9 @@ class Workbench:
         finally:
             self._num_waiting_bytes -= num_bytes
 
-    def _end(self, lane: _Lane, num_bytes: int) -> None:
+    def _end(self, ended: asyncio.Task[Any], lane: _Lane, num_bytes: int) -> None:
+        if not ended.cancelled():
+            ended.exception()  # seen, also where its asker has left: no fault to be logged
         self._leave(lane)
         self._num_kept_bytes += num_bytes
         if self._num_kept_bytes > LONG_BYTES:
