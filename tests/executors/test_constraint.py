@@ -64,3 +64,10 @@ def test_a_schema_that_json_cannot_say_is_refused() -> None:
 def test_a_text_alone_is_a_choice_of_one() -> None:
     assert Constraint.choice("yes").source == ("yes",)
     assert Constraint.choice("yes").kind is ConstraintKind.CHOICE
+
+
+def test_a_schema_is_written_no_further_than_it_may_be_long() -> None:
+    """What is behind that could not be written at all, and nobody finds out."""
+    with pytest.raises(InvalidParameterError, match=f"more than {MAX_SOURCE_BYTES} bytes") as caught:
+        Constraint.json_schema({"enum": ["ab"] * MAX_SOURCE_BYTES, "default": object()})
+    assert caught.value.param == "constraint"

@@ -111,9 +111,18 @@ def test_token_ids_beyond_the_context_are_refused_by_their_number(stub: Living) 
     assert "has 100000 tokens" in error["message"]
 
 
-def test_a_constraint_that_is_too_long_is_named_as_it_was_sent(stub: Living) -> None:
-    error = error_of(stub.post("/v1/completions", {"prompt": "a", "guided_regex": "a" * 100_000}))
-    assert (error["param"], error["code"]) == ("guided_regex", "invalid_parameter")
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("guided_regex", "a" * 100_000),
+        ("guided_json", {"enum": ["a"] * 100_000}),
+        ("structured_outputs", {"json": {"enum": ["a"] * 100_000}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a"] * 100_000}}}),
+    ],
+)
+def test_a_constraint_that_is_too_long_is_named_as_it_was_sent(stub: Living, param: str, value: object) -> None:
+    error = error_of(stub.post("/v1/completions", {"prompt": "a", param: value}))
+    assert (error["param"], error["code"]) == (param, "invalid_parameter")
 
 
 def padded(body: bytes) -> bytes:

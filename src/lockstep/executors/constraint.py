@@ -20,6 +20,7 @@ MAX_SOURCE_BYTES = 65_536
 MAX_CHOICES = 1_000
 
 JsonSchema = Mapping[str, object] | bool | str
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 class ConstraintKind(StrEnum):
@@ -60,15 +61,24 @@ class Constraint(msgspec.Struct, frozen=True):
             schema: a mapping, true, or JSON text.
 
         Raises:
-            InvalidParameterError: the mapping holds what JSON cannot say.
+            InvalidParameterError: the mapping holds what JSON cannot say, or more than a constraint may have; what is
+                beyond that is not written.
         """
         if isinstance(schema, str):
             return cls(ConstraintKind.JSON_SCHEMA, schema)
+        pieces: list[str] = []
+        num_chars = 0
         try:
-            text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+            for piece in _JSON.iterencode(schema):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > MAX_SOURCE_BYTES:
+                    raise InvalidParameterError(
+                        f"the json_schema constraint has more than {MAX_SOURCE_BYTES} bytes, and may not", param=PARAM
+                    )
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidParameterError(f"the JSON schema is not JSON: {error}", param=PARAM) from None
-        return cls(ConstraintKind.JSON_SCHEMA, text)
+        return cls(ConstraintKind.JSON_SCHEMA, "".join(pieces))
 
     @classmethod
     def json_object(cls) -> Constraint:

@@ -10,7 +10,7 @@ from lockstep.core.request import Priority
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.executors.constraint import PARAM as CONSTRAINT
-from lockstep.executors.constraint import Constraint
+from lockstep.executors.constraint import Constraint, JsonSchema
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import PEOPLE
@@ -73,7 +73,7 @@ def constraint_of(body: GenerationBody) -> Constrained:
         InvalidParameterError: two of them do, or one says it wrongly.
     """
     guided = {
-        "guided_json": None if body.guided_json is None else Constraint.json_schema(body.guided_json),
+        "guided_json": None if body.guided_json is None else _json_schema(body.guided_json, "guided_json"),
         "guided_regex": None if body.guided_regex is None else Constraint.regex(body.guided_regex),
         "guided_choice": None if body.guided_choice is None else Constraint.choice(body.guided_choice),
         "guided_grammar": None if body.guided_grammar is None else Constraint.lark(body.guided_grammar),
@@ -101,11 +101,18 @@ def _check_source(said: Constrained) -> None:
         raise in_the_requests_words(error, {CONSTRAINT: said.param or CONSTRAINT}) from None
 
 
+def _json_schema(schema: JsonSchema, param: str) -> Constraint:
+    try:
+        return Constraint.json_schema(schema)
+    except InvalidParameterError as error:
+        raise in_the_requests_words(error, {CONSTRAINT: param}) from None
+
+
 def _structured(said: StructuredOutputs) -> Constraint:
     given = [
         constraint
         for constraint in (
-            None if said.json_ is None else Constraint.json_schema(said.json_),
+            None if said.json_ is None else _json_schema(said.json_, "structured_outputs"),
             None if said.regex is None else Constraint.regex(said.regex),
             None if said.choice is None else Constraint.choice(said.choice),
             None if said.grammar is None else Constraint.lark(said.grammar),
@@ -135,7 +142,7 @@ def _response_format(said: ResponseFormat) -> Constraint | None:
             "response_format.json_schema is missing; type json_schema needs it", param="response_format.json_schema"
         )
     schema = said.json_schema.schema_
-    return Constraint.json_object() if schema is None else Constraint.json_schema(schema)
+    return Constraint.json_object() if schema is None else _json_schema(schema, "response_format")
 
 
 def sampling_params(
