@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 
 from lockstep.errors import InvalidParameterError
@@ -44,6 +48,29 @@ def test_what_is_not_is_refused_by_name(constraint: Constraint, words: str) -> N
     with pytest.raises(InvalidParameterError, match=words.replace("(", r"\(")) as caught:
         SamplingParams(constraint=constraint).validate(1000)
     assert caught.value.param == "constraint"
+
+
+def test_of_a_schema_that_is_too_long_nothing_is_kept() -> None:
+    class Member:
+        """What is seen to go."""
+
+    members: list[object] = ["ab"] * MAX_SOURCE_BYTES + [Member()]
+    gone = weakref.ref(members[-1])
+    gc.disable()
+    try:
+        with contextlib.suppress(InvalidParameterError):
+            Constraint.json_schema({"enum": members})
+        del members
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_schema_within_itself_is_refused() -> None:
+    circle: dict[str, object] = {}
+    circle["not"] = circle
+    with pytest.raises(InvalidParameterError, match="the JSON schema"):
+        Constraint.json_schema(circle)
 
 
 def test_something_else_than_a_constraint_is_refused() -> None:

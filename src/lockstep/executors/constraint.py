@@ -20,7 +20,8 @@ MAX_SOURCE_BYTES = 65_536
 MAX_CHOICES = 1_000
 
 JsonSchema = Mapping[str, object] | bool | str
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
+"""What it has not finished it would keep, to the next full collection, for that check; a circle is deep as well."""
 
 
 class ConstraintKind(StrEnum):
