@@ -88,7 +88,7 @@ def shut_sources(served: Machine) -> list[str]:
         str(outside),
         "/etc/passwd",
         "/etc/no-such-file",
-        "/root/x.gguf",
+        "/srv/x.gguf",
         "~/x.gguf",
         "~root/x.gguf",
         "~no-such-user/x.gguf",
