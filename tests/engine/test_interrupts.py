@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 import sys
@@ -265,7 +264,10 @@ def test_a_load_that_is_interrupted_leaves_no_thread_and_no_file(tmp_path: Path)
 
 
 class Interrupter:
-    """Sends this process SIGINT after a while; one that comes too late is nobody's."""
+    """Sends the main thread SIGINT after a while; one that comes too late is nobody's.
+
+    Not the process: the system would choose a thread, and one that sleeps might take it when the handler is gone.
+    """
 
     def __init__(self) -> None:
         self._is_armed = False
@@ -279,7 +281,7 @@ class Interrupter:
             raise KeyboardInterrupt
 
     def during(self, call: Callable[[], object], after_s: float) -> None:
-        timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+        timer = threading.Timer(after_s, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         timer.start()
         try:
             self._is_armed = True
