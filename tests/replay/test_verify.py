@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,10 @@ MUTATIONS = {
 }
 
 
+MAX_ROUNDS = 100_000
+"""Of taking blocks, in all: a scheduler that decides wrongly may never come to the end of a decision."""
+
+
 def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
     """A scheduler whose planner has one comparison inverted."""
     module, old, new = MUTATIONS[name]
@@ -164,6 +169,13 @@ def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
         exec(inspect.getsource(planner), changed)
         changed["choose_tails"] = namespace["choose_tails"]
         namespace = changed
+    take_blocks, rounds = namespace["StepPlanner"]._take_blocks, count()
+
+    def bounded(*args: Any) -> bool:
+        assert next(rounds) < MAX_ROUNDS, "it takes blocks for ever"
+        return bool(take_blocks(*args))
+
+    namespace["StepPlanner"]._take_blocks = bounded
 
     class Mutated(Scheduler):
         def __init__(self, config: SchedulerConfig) -> None:
