@@ -56,7 +56,7 @@ HOSTILE: Mapping[str, tuple[Constraint, str]] = {
     "unsupported keyword": (_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
     "always false": (_schema("false"), "Unsatisfiable"),
     "deep nesting": (_schema(nested(5_000)), "recursion limit"),
-    "10 MB": (_schema({"enum": ["x" * 10_000_000]}), "at most 65536"),
+    "10 MB": (_schema('{"enum": ["' + "x" * 10_000_000 + '"]}'), "at most 65536"),
     "cycle": (_schema(chain(2)), "nothing that this model can write"),
     "long cycle": (_schema(chain(1_800)), "nothing that this model can write"),
     "remote reference": (_schema({"$ref": "https://example.com/x"}), "example.com"),
