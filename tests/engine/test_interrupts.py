@@ -308,7 +308,7 @@ def test_interrupts_at_random_moments_leave_the_model_usable(source: str, call: 
     params = [SamplingParams(max_tokens=rng.randrange(20, 60), seed=number, ignore_eos=True) for number in range(8)]
     try:
         with LLM(source, options) as llm:
-            ask = {
+            ask: Callable[[], object] = {
                 "generate": lambda: llm.generate(PROMPTS[:8], params),
                 "chat": lambda: llm.chat([HELLO] * 8, params[0]),
             }[call]
