@@ -126,7 +126,7 @@ def test_models_that_are_unloaded_by_hand_under_load_come_back_and_nobody_is_ref
                 for name in ("legal", "billing", "router"):
                     assert client.post(f"/v1/models/{name}/unload").status_code == 200
                 seen = len(statuses)
-                until(lambda seen=seen: len(statuses) > seen + 8, "they are answered again")  # type: ignore[misc]
+                until(lambda seen=seen: len(statuses) > seen + 8, "they are answered again")  # type: ignore[misc]  # bound now
         finally:
             is_over.set()
             for each in clients:
