@@ -124,3 +124,27 @@ assert base[-1] - base[0] < 15, base
 def test_closing_gives_the_memory_back() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
+
+
+INTERRUPTED = """
+import gc, signal, threading
+from lockstep.executors.openvino.executor import load_executor
+from tests.executors.openvino.support import random_artifact
+held = [load_executor(random_artifact())]
+def free():
+    held.pop().close()
+    gc.collect()
+thread = threading.Thread(target=free)
+thread.start()
+thread.join()
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_finds_the_stack_for_its_signal_after_another_thread_freed_a_model() -> None:
+    """Where OpenVINO gave the first thread one: on processors with large registers."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=HANG_S)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

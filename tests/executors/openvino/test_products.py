@@ -20,7 +20,7 @@ from lockstep.executors.openvino.products import (
     split_below,
     split_products,
 )
-from lockstep.executors.openvino.runtime import CompiledModel, Model, Node, op, ov
+from lockstep.executors.openvino.runtime import CompiledModel, Model, Node, op, ov, the_core
 
 KINDS = ("int8 per channel", "int8 in groups", "int4 in groups", "int4 in groups with zero points")
 EVEN, UNEVEN = 64, 72
@@ -61,7 +61,7 @@ def four_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> Node:
 
 
 def compiled(model: Model) -> CompiledModel:
-    return ov.Core().compile_model(model, "CPU", compile_properties(OPTIONS))
+    return the_core().compile_model(model, "CPU", compile_properties(OPTIONS))
 
 
 def rows_of(compiled: CompiledModel, x: Floats) -> Floats:

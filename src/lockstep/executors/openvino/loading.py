@@ -18,7 +18,7 @@ from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.paged import LOGITS, to_paged
 from lockstep.executors.openvino.precision import has_floats, summary
 from lockstep.executors.openvino.products import MAX_PASS_TOKENS, needs_short_passes, split_products
-from lockstep.executors.openvino.runtime import CompiledModel, Core, Model, ov
+from lockstep.executors.openvino.runtime import CompiledModel, Core, Model, ov, the_core
 
 log = logging.getLogger(__name__)
 Report = Callable[[str, float], None]
@@ -30,7 +30,7 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
     Returns:
         The model, and the most tokens that a forward pass may have, or None: any number.
     """
-    core = ov.Core()
+    core = the_core()
     device = choose_device(options.device, tuple(core.available_devices))
     _check_quantize(artifact, options)
     if device == "CPU" and (reason := refusal()):
@@ -165,12 +165,12 @@ def choose_device(wanted: str, available: tuple[str, ...]) -> str:
 
 def check_device(wanted: str) -> None:
     """UsageError where this machine has no such device."""
-    choose_device(wanted, tuple(ov.Core().available_devices))
+    choose_device(wanted, tuple(the_core().available_devices))
 
 
 def environment_of(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
     """Everything that a model's bits depend on, as strings; ``environment.digest`` makes one key of it."""
-    core = ov.Core()
+    core = the_core()
     device = choose_device(options.device, tuple(core.available_devices))
     return {
         "executor": "openvino",

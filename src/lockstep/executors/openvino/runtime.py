@@ -10,6 +10,7 @@ Importing this module costs a third of a second: only modules that compute impor
 from __future__ import annotations
 
 import sys
+from functools import cache
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
@@ -43,3 +44,14 @@ InferRequest: TypeAlias = Any
 ov: Any
 op: Any
 ov, op = _import_without_telemetry()
+
+
+@cache
+def the_core() -> Core:
+    """OpenVINO's core, one for the process and kept to its end.
+
+    On processors with large registers its CPU plugin gives the thread that asks first a stack of its own for signals,
+    and unmaps it when the core goes, on whatever thread that is: the next Ctrl-C of the first thread is a segmentation
+    fault. (OpenVINO's ``SigAltStackSetup``.)
+    """
+    return ov.Core()
