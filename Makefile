@@ -9,9 +9,12 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
 
-# Two processes; tests of one file stay together, since they share servers.
+# Two processes; tests of one file stay together, since they share servers. A process that dies ends the run: xdist
+# would start another and may wait for ever for the tests that it lost.
+WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow"
@@ -19,13 +22,13 @@ test-slow: $(STAMP)
 # The default suite as other machines would have it: with an embedded model of other weights, which draws other tokens
 # (SEED=n is another one), and on the kernels of processors with less. Both variables: each library reads its own.
 test-perturbed: $(STAMP)
-	$(BIN)/python -m tools.perturbed --seed $(or $(SEED),0) -n 2 --dist loadfile
+	$(BIN)/python -m tools.perturbed --seed $(or $(SEED),0) $(WORKERS)
 
 test-avx2: $(STAMP)
-	ONEDNN_MAX_CPU_ISA=AVX2 OV_CPU_MAX_ISA=AVX2 $(BIN)/python -m pytest -n 2 --dist loadfile
+	ONEDNN_MAX_CPU_ISA=AVX2 OV_CPU_MAX_ISA=AVX2 $(BIN)/python -m pytest $(WORKERS)
 
 test-avx512: $(STAMP)
-	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest -n 2 --dist loadfile
+	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest $(WORKERS)
 
 # Every branch of the core; fails below 100 %.
 cover: $(STAMP)
