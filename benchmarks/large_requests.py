@@ -73,7 +73,7 @@ KINDS: Mapping[str, tuple[str, Body]] = {
             '[{"role":"user","content":"a"}]',
             ',"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{'
             + ",".join(f'"p{i}":{{"type":"string"}}' for i in range(n // 28))
-            + "}}}]",
+            + "}}}}]",
         ),
     ),
     "chat, a long schema": (

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import PromptTooLongError
-from lockstep.server.body import MAX_CONTAINERS, MAX_MEMBERS, structure_fault
+from lockstep.server.body import _WINDOW, MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES, skeleton_of, structure_fault
 from lockstep.server.long_bodies import parsed
 from lockstep.server.options import ServerOptions
 from lockstep.server.reading import all_of
@@ -211,6 +211,25 @@ def test_objects_and_lists_are_bounded_in_number_and_in_members() -> None:
         assert structure_fault(b"{" + members + b"}") is None
         fault = structure_fault(b'[{"a":{' + members + b',"more":1}}]')
         assert "members" in str(fault)
+
+
+def test_values_are_bounded_in_number() -> None:
+    assert structure_fault(b"[" + b"1," * (MAX_VALUES - 1) + b"1]") is None
+    assert "values" in str(structure_fault(b"[" + b"1," * MAX_VALUES + b"1]"))
+    assert structure_fault(json.dumps(["a,b" * MAX_VALUES]).encode()) is None, "commas in text part no values"
+
+
+@given(VALUES, st.text(st.sampled_from('\\"[,: a'), max_size=40), st.integers(0, 12))
+def test_the_skeleton_of_json_is_its_structure(value: object, text: str, shift: int) -> None:
+    """Wherever a window of the scan ends: before, in or after what is escaped."""
+
+    def skeleton(value: object) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f":{skeleton(inner)}" for inner in value.values()) + "}"
+        return "[" + ",".join(map(skeleton, value)) + "]" if isinstance(value, list) else ""
+
+    whole = [text, value, "x" * (_WINDOW - shift), text, value]
+    assert skeleton_of(json.dumps(whole).encode()).decode() == skeleton(whole)
 
 
 @given(st.integers(0, 2**32 - 1))

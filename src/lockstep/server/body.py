@@ -25,16 +25,19 @@ MAX_DEPTH = 128
 """Objects and lists within each other; parsers and schema compilers recurse."""
 MAX_CONTAINERS = 1 << 17
 """Objects and lists in all: more than any conversation has, and each takes a microsecond of many steps."""
+MAX_VALUES = 1 << 19
+"""In all, as commas part them: more than the tokens of any prompt, or of a request's inputs."""
 MAX_MEMBERS = 1 << 14
 """Of one object; each that nobody knows would be a fault to be told."""
 MAX_DISCARDED_BODIES = 8
 """A refused body of up to this many times the limit is read and dropped, so that its sender sees the refusal."""
 TAKES_YAML = ("PUT", "/v1/manifest")
 """The one request whose body may be YAML."""
-_WINDOW = 1 << 18
+_WINDOW = 1 << 16
 """Bytes that are searched in one go."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"[ \t\r\n]*+(:)?|\Z)|([\[{])|([\]}])', re.DOTALL)
+_FLESH = bytes(sorted(frozenset(range(256)) - frozenset(b"[]{}:,")))
+_COLON, _BACKSLASH = b":\\"
 _SURROGATES = re.compile(
     rb"\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F])", re.DOTALL
 )
@@ -176,27 +179,46 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
 
 
 def structure_fault(body: bytes, max_depth: int = MAX_DEPTH) -> str | None:
-    """What JSON text has too much of: objects and lists, at once or in all, or members of one object; None: of nothing.
-    Linear in its length."""
-    if count(body, b"[") + count(body, b"{") <= max_depth and count(body, b":") <= MAX_MEMBERS:
+    """What JSON text has too much of: values, or objects and lists, at once or in all, or members of one object; None:
+    of nothing. Linear in its length."""
+    num_opened, num_colons, num_commas = count(body, b"[") + count(body, b"{"), count(body, b":"), count(body, b",")
+    if num_opened <= max_depth and num_colons <= MAX_MEMBERS and num_commas < MAX_VALUES:
         return None
-    num_members, num_containers = [0], 0
-    for token in _STRUCTURE.finditer(body):
-        kind = token.lastindex
-        if kind == 1:
+    skeleton = skeleton_of(body)
+    if skeleton.count(b",") >= MAX_VALUES:
+        return f"The body has more than {MAX_VALUES} values; send less at once."
+    if skeleton.count(b"[") + skeleton.count(b"{") > MAX_CONTAINERS:
+        return f"The body has more than {MAX_CONTAINERS} objects and lists; send less at once."
+    num_members = [0]
+    for character in skeleton.replace(b",", b""):
+        if character == _COLON:
             num_members[-1] += 1
             if num_members[-1] > MAX_MEMBERS:
                 return f"The body has an object of more than {MAX_MEMBERS} members; send less at once."
-        elif kind == 2:
+        elif character in b"[{":
             num_members.append(0)
-            num_containers += 1
             if len(num_members) - 1 > max_depth:
                 return f"The body nests objects and lists deeper than {max_depth}; send it flatter."
-            if num_containers > MAX_CONTAINERS:
-                return f"The body has more than {MAX_CONTAINERS} objects and lists; send less at once."
-        elif kind == 3 and len(num_members) > 1:
+        elif len(num_members) > 1:
             num_members.pop()
     return None
+
+
+def skeleton_of(body: bytes) -> bytes:
+    """The brackets, braces, colons and commas of JSON text, without what is in strings.
+
+    In windows, between which other threads may run; every step within one is the interpreter's own, in C.
+    """
+    pieces: list[bytes] = []
+    begin, is_in_string = 0, False
+    while begin < len(body):
+        end = begin + _WINDOW
+        while end < len(body) and body[end - 1] == _BACKSLASH:  # not between a backslash and what it escapes
+            end += 1
+        parts = body[begin:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        pieces.append(b"".join(parts[is_in_string::2]).translate(None, _FLESH))
+        begin, is_in_string = end, is_in_string ^ (len(parts) % 2 == 0)
+    return b"".join(pieces)
 
 
 def count(body: bytes, what: bytes) -> int:

@@ -44,8 +44,8 @@ MAX_NAME_CHARS = 256
 MAX_DEADLINE_MS = 86_400_000
 MAX_SEQUENCE_TOKENS = 2**31 - 1
 """More tokens than any context holds."""
-MAX_PROMPT_TOKENS = 1 << 22
-"""Token ids of one prompt; as many as the largest body has room for."""
+MAX_PROMPT_TOKENS = 1 << 19
+"""Token ids of one prompt; as many as a body may have values."""
 _PIECE = 1_024
 """Members of a list that are checked in one go."""
 
