@@ -123,6 +123,8 @@ class Workbench:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # its turn had come
                 self._leave(lane)
+            else:
+                lane.waiting.remove(turn)
             raise
         finally:
             self._num_waiting_bytes -= num_bytes
