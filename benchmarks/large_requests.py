@@ -95,7 +95,7 @@ KINDS: Mapping[str, tuple[str, Body]] = {
     "completion, empty lists": ("/v1/completions", lambda n: '{"prompt":' + listed("[]", n) + "}"),
     "responses": ("/v1/responses", lambda n: json.dumps({"input": repeated(WORDS, n)})),
     "responses, items": ("/v1/responses", lambda n: '{"input":' + listed('{"role":"user","content":"a"}', n) + "}"),
-    "embeddings": ("/v1/embeddings", lambda n: json.dumps({"input": [repeated(WORDS, n // 2_000)] * 2_000})),
+    "embeddings": ("/v1/embeddings", lambda n: json.dumps({"input": [repeated(WORDS, n // 200)] * 200})),
     "tokenize": ("/tokenize", lambda n: json.dumps({"prompt": repeated(WORDS, n)})),
     "detokenize": ("/detokenize", lambda n: '{"tokens":' + listed("65", n) + "}"),
 }
@@ -244,7 +244,7 @@ class Watch:
         body: dict[str, Any] = STREAM
         while True:
             reader, writer = await self._request("POST /v1/completions", json.dumps(body).encode())
-            await reader.read(1 << 16)
+            await reader.readuntil(b"data:")  # until then it waits for its turn in the queue
             last_s = time.perf_counter()
             while await reader.read(1 << 16):
                 now_s = time.perf_counter()

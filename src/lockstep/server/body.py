@@ -73,19 +73,23 @@ class BodyMiddleware:
         headers, record = Headers(scope=scope), scope["state"]["record"]
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await self._read(headers, receive, held)
+                chunks = await self._read(headers, receive, held)
         except TimeoutError:
             raise _RefusedError(_too_slow()) from None
-        if body is None:
+        if chunks is None:
             return None
         content_type, takes_yaml = headers.get("content-type", ""), (scope["method"], scope["path"]) == TAKES_YAML
-        if len(body) > MAX_INLINE_BYTES:
-            try:
-                fault = await self._bench.do(lambda: body_fault(body, content_type, takes_yaml=takes_yaml), len(body))
-            except QueueFullError as error:
-                raise _RefusedError(http_error(error)) from None
-        else:
-            fault = body_fault(body, content_type, takes_yaml=takes_yaml)
+
+        def joined() -> tuple[bytes, HttpError | None]:
+            body = b"".join(chunks)
+            return body, body_fault(body, content_type, takes_yaml=takes_yaml)
+
+        num_bytes = sum(map(len, chunks))
+        try:
+            body, fault = joined() if num_bytes <= MAX_INLINE_BYTES else await self._bench.do(joined, num_bytes)
+        except QueueFullError as error:
+            raise _RefusedError(http_error(error)) from None
+        chunks.clear()
         if fault is not None:
             raise _RefusedError(fault)
         record.num_body_bytes = len(body)
@@ -102,7 +106,7 @@ class BodyMiddleware:
         self._num_free_bytes -= num_bytes - held.num_bytes
         held.num_bytes = num_bytes
 
-    async def _read(self, headers: Headers, receive: Receive, held: _Held) -> bytes | None:
+    async def _read(self, headers: Headers, receive: Receive, held: _Held) -> list[bytes] | None:
         length = headers.get("content-length", "")
         if length.isdigit():
             if int(length) > self._max_bytes:
@@ -121,7 +125,7 @@ class BodyMiddleware:
             self._hold(num_bytes, held)
             chunks.append(chunk)
             if not message.get("more_body", False):
-                return b"".join(chunks)
+                return chunks
 
     def _too_large(self, *, closes: bool) -> HttpError:
         return HttpError(
