@@ -36,8 +36,8 @@ def silent(pulse: Pulse, num_questions: int) -> Pulse:
 def test_a_worker_hangs_that_leaves_too_many_questions_unanswered_whatever_a_clock_says() -> None:
     pulse = Pulse(HealthLimits(silence_s=60.0), 0.0)
     pulse.heard()
-    assert hang_of(silent(pulse, 60)) == ""
-    assert hang_of(silent(pulse, 1)) == "61 s without a sign of life"
+    assert hang_of(silent(pulse, 59)) == ""
+    assert hang_of(silent(pulse, 1)) == "60 s without a sign of life"
     pulse.heard()
     assert hang_of(pulse) == "", "any word of it is a sign of life"
     pulse.reported(HealthReport(0, 0.0, 0, 0), 1e9)
@@ -46,12 +46,19 @@ def test_a_worker_hangs_that_leaves_too_many_questions_unanswered_whatever_a_clo
 
 def test_while_it_starts_or_loads_a_worker_may_be_silent_for_longer() -> None:
     pulse = Pulse(HealthLimits(silence_s=60.0, load_s=600.0), 0.0)
-    assert hang_of(silent(pulse, 600)) == ""
-    assert hang_of(silent(pulse, 1)) == "601 s without a sign of life since its start"
+    assert hang_of(silent(pulse, 599)) == ""
+    assert hang_of(silent(pulse, 1)) == "600 s without a sign of life since its start"
     pulse.heard()
-    assert silent(pulse, 600).hang(is_loading=True) == ""
-    assert silent(pulse, 1).hang(is_loading=True) == "601 s without a sign of life"
-    assert hang_of(silent(Pulse(HealthLimits(silence_s=900.0), 0.0), 900)) == "", "who is patient is so from the start"
+    assert silent(pulse, 599).hang(is_loading=True) == ""
+    assert silent(pulse, 1).hang(is_loading=True) == "600 s without a sign of life"
+    assert hang_of(silent(Pulse(HealthLimits(silence_s=900.0), 0.0), 899)) == "", "who is patient is so from the start"
+
+
+def test_a_question_that_was_just_asked_is_not_yet_unanswered() -> None:
+    pulse = Pulse(HealthLimits(silence_s=0.1), 0.0)
+    pulse.heard()
+    assert hang_of(silent(pulse, 1)) == ""
+    assert hang_of(silent(pulse, 1)) == "2 s without a sign of life"
 
 
 def test_a_step_without_end_is_a_hang_though_questions_are_answered() -> None:

@@ -84,7 +84,8 @@ class Pulse:
             return ""
         silence_s = self._num_silent * ASK_INTERVAL_S
         is_busy = is_loading or not self._has_spoken
-        if silence_s > (max(limits.load_s, limits.silence_s) if is_busy else limits.silence_s):
+        most_s = max(limits.load_s, limits.silence_s) if is_busy else limits.silence_s
+        if silence_s >= max(most_s, 2 * ASK_INTERVAL_S):  # the last question was just asked
             return f"{silence_s:.0f} s without a sign of life" + ("" if self._has_spoken else " since its start")
         stuck_s = limits.step_s + self._num_stuck * ASK_INTERVAL_S
         if stuck_s > max(MAX_STEP_S, limits.silence_s):
