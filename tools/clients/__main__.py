@@ -99,9 +99,7 @@ def tried(client: Client, cache: Path, base_url: str) -> list[Result]:
     """All scenarios of one client, or why there are none."""
     environment = cache / client.name
     python = environment / "bin" / "python"
-    failure = ""
-    if not python.exists():
-        failure = run([sys.executable, "-m", "venv", str(environment)], INSTALL_S)[1]
+    failure = run([sys.executable, "-m", "venv", str(environment)], INSTALL_S)[1]  # mends one that was left half made
     for packages in filter(None, (client.before, client.packages)):
         failure = failure or run([str(python), "-m", "pip", "install", "--quiet", *packages], INSTALL_S)[1]
     if failure:
