@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,14 @@ TRACE = "\n".join(
     json.dumps({"timestamp": 100 * number, "input_length": 1500, "output_length": 9, "hash_ids": [0, 1, number + 2]})
     for number in range(12)
 )
+CLASSES: dict[str, Any] = {
+    "config": {"block_size": 16, "num_blocks": 20, "max_num_seqs": 1},
+    "requests": [
+        {"id": "running", "prompt_tokens": 30, "max_output_tokens": 2},
+        {"id": 7, "prompt_tokens": 30, "max_output_tokens": 1, "arrival_tick": 1},
+        {"id": "urgent", "prompt_tokens": 30, "max_output_tokens": 1, "priority": "high", "arrival_tick": 1},
+    ],
+}
 COST = {
     "constant_ps": 10**9,
     "prefill_step_ps": 0,
@@ -62,7 +71,7 @@ def test_what_is_asked_for_counts(trace: str, tmp_path: Path, capsys: pytest.Cap
     assert (report["requests"], report["config"]["max_num_seqs"], report["config"]["block_size"]) == (5, 3, 256)
     assert report["cost_ps"] == COST
     assert [outcome["arrival_ps"] for outcome in report["outcomes"]] == [50 * 10**9 * number for number in range(5)]
-    assert sum(len(tick.get("completed", [])) for tick in report["ticks"]) == 5
+    assert sum(len(tick["completed"]) for tick in report["ticks"]) == 5
 
 
 def test_two_runs_are_two_reports(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +101,8 @@ def test_two_runs_are_two_reports(trace: str, capsys: pytest.CaptureFixture[str]
         (["FILE", "--cost", "absent"], "absent: the cost model cannot be read"),
         (["FILE", "--speed", "0"], "the speed is 0.0; it must be above 0"),
         (["FILE", "--limit", "0"], "--limit"),
-        (["FILE", "--output", "absent/report.json"], "absent/report.json: the report cannot be written there"),
+        (["FILE", "--output", "."], ".: the report cannot be written there: it is a directory; name a file in it"),
+        (["FILE", "--ticks"], "say where it goes with --output FILE, or --json"),
     ],
 )
 def test_whatever_is_wrong_is_one_line_and_exit_code_2(
@@ -137,3 +147,73 @@ def test_a_replay_beyond_what_was_calibrated_says_so(
     noted = [line for line in capsys.readouterr().out.splitlines() if "larger than any that was measured" in line]
     assert len(noted) == 1
     assert noted[0].startswith("1 config has steps larger than any that was measured, as max_num_seqs=4: ")
+
+
+def replayed(load: object, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """The report of a workload, as `--output` writes it."""
+    (tmp_path / "load.json").write_text(json.dumps(load))
+    path = tmp_path / "report.json"
+    assert invoke(["replay", str(tmp_path / "load.json"), "--output", str(path), *arguments]) == 0
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def test_every_tick_is_in_the_report_by_the_names_of_the_file(tmp_path: Path) -> None:
+    """One record for each tick, idle ones too; what did not happen is an empty list."""
+    load = {**CLASSES, "requests": [*CLASSES["requests"], {**CLASSES["requests"][0], "id": "late", "arrival_tick": 7}]}
+    ticks = replayed(load, tmp_path)["ticks"]
+    assert [tick["tick"] for tick in ticks] == list(range(9))
+    assert [tick["admitted"] for tick in ticks] == [["running"], [], ["urgent"], ["7"], [], [], [], ["late"], []]
+    assert [tick["completed"] for tick in ticks] == [[], ["running"], ["urgent"], ["7"], [], [], [], [], ["late"]]
+    assert [tick["queued"] for tick in ticks] == [0, 2, 1, 0, 0, 0, 0, 0, 0]
+    assert len({tuple(tick) for tick in ticks}) == 1, "every record has every key"
+    assert replayed(load, tmp_path, "--no-ticks")["ticks"] is None
+
+
+def test_ticks_of_a_long_replay_are_there_where_they_are_asked_for(tmp_path: Path) -> None:
+    def idle_for(num_ticks: int) -> dict[str, Any]:
+        requests = [
+            {"id": str(arrival), "prompt_tokens": 4, "max_output_tokens": 1, "arrival_tick": arrival}
+            for arrival in (0, num_ticks - 1)
+        ]
+        return {"requests": requests}
+
+    assert len(replayed(idle_for(10_000), tmp_path)["ticks"]) == 10_000
+    report = replayed(idle_for(10_001), tmp_path)
+    assert (report["ticks"], report["outcomes"]) == (None, None)
+    assert report["notes"] == ["ticks are left out of the JSON, since there are 10,001; --ticks puts them in"]
+    report = replayed(idle_for(10_001), tmp_path, "--ticks")
+    assert (len(report["ticks"]), report["notes"]) == (10_001, [])
+
+
+def test_priorities_are_followed_unless_an_order_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report says so either way; whoever gets the order that was asked for is told nothing."""
+    admitted = {}
+    for order, said in (
+        ("", "requests have priorities and nothing sets"),
+        ("fcfs", "order is fcfs, so"),
+        ("priority", ""),
+    ):
+        report = replayed(CLASSES, tmp_path, *(["--set", f"order={order}"] if order else []))
+        admitted[order] = [name for tick in report["ticks"] for name in tick["admitted"]]
+        printed = capsys.readouterr().out
+        assert (f"Note: {said}" in printed) == bool(said)
+        assert [note[: len(said)] for note in report["notes"]] == ([said] if said else [])
+    assert admitted[""] == admitted["priority"] == ["running", "urgent", "7"]
+    assert admitted["fcfs"] == ["running", "7", "urgent"]
+
+
+def test_relatives_of_replay_say_it_on_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "load.json").write_text(json.dumps(CLASSES))
+    (tmp_path / "a.yaml").write_text("max_num_seqs: 2\n")
+    load, limits = str(tmp_path / "load.json"), str(tmp_path / "a.yaml")
+    for command in (
+        ["diff", load, "--set-b", "max_num_seqs=2"],
+        ["bisect", load, "--from", limits, "--to", limits, "--metric", "total_ticks"],
+        ["sweep", load, "--grid", "max_num_seqs=1,2", "--jobs", "1"],
+    ):
+        invoke(command)
+        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+        assert [line.split(",")[0] for line in told] == ["note: requests have priorities and nothing sets an order"]
+    assert invoke(["sweep", load, "--grid", "order=fcfs,priority", "--jobs", "1"]) == 0
+    assert "note: " not in capsys.readouterr().err

@@ -49,10 +49,3 @@ def test_a_comparison_is_one_page_and_says_what_was_set(
     text = capsys.readouterr().out
     assert "decisions differ" in text
     assert "| max_num_seqs " in text
-
-
-def test_a_page_that_cannot_be_written_is_one_line_and_exit_code_2(
-    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert invoke(["replay", workload, "--html", str(tmp_path / "absent" / "page.html")]) == 2
-    assert "the page cannot be written there" in capsys.readouterr().err

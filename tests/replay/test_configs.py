@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from lockstep.errors import ConfigError, UsageError
-from lockstep.replay.configs import changed_fields, config_for, parse_overrides
+from lockstep.replay.configs import changed_fields, config_for, order_note, parse_overrides
 from lockstep.replay.workload import ArrivalUnit, Workload
+from tests.replay.sample import request, workload
 
 PLAIN = Workload("trace", (), ArrivalUnit.PS)
 
@@ -34,6 +35,32 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults() -> None:
     named = changed_fields(config)
     assert (named["max_num_seqs"], named["chunking"], named["num_blocks"]) == (5, False, 10)
     assert "order" not in named
+
+
+@pytest.mark.parametrize(
+    ("in_file", "overrides", "order", "note"),
+    [
+        ({}, {}, "priority", "requests have priorities and nothing sets an order, so they are admitted by priority"),
+        ({"order": "priority"}, {}, "priority", ""),
+        ({"order": "fcfs"}, {}, "fcfs", "order is fcfs, so the queue does not look at the priorities"),
+        ({"order": "priority"}, {"order": "fair"}, "fair", "order is fair, so the queue does not look at"),
+        ({"order": "fcfs"}, {"order": "priority"}, "priority", ""),
+    ],
+)
+def test_requests_with_classes_are_ordered_by_them_unless_an_order_is_set(
+    in_file: dict[str, object], overrides: dict[str, str], order: str, note: str
+) -> None:
+    load = replace(workload(request("a", 4, 1), request("b", 4, 1, priority=-1)), config=in_file)
+    assert config_for(load, overrides).order == order
+    said = order_note(load, overrides)
+    assert said.startswith(note)
+    assert bool(said) == bool(note)
+
+
+def test_without_classes_the_order_is_that_of_a_server() -> None:
+    load = workload(request("a", 4, 1))
+    assert (config_for(load).order, order_note(load)) == ("fcfs", "")
+    assert order_note(load, {"order": "fcfs"}) == ""
 
 
 def test_values_are_read_as_the_type_of_their_field() -> None:

@@ -9,16 +9,33 @@ import pytest
 
 from lockstep.replay.configs import config_for
 from lockstep.replay.readers import read_workload
-from lockstep.replay.report import Report, report_of
+from lockstep.replay.records import TickRecorder
+from lockstep.replay.report import Report, report_of, to_json
 from lockstep.replay.simulator import Simulation
 from tools.search_workloads import TARGETS, Target, as_text, figures_of, search
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+COLUMNS = (
+    "tick",
+    "admitted",
+    "admitted_prefill_tokens",
+    "decoded",
+    "completed",
+    "queued",
+    "active",
+    "used_blocks",
+)
+"""What the documentation shows of each tick."""
 
 
 def replayed(name: str) -> Report:
-    workload = read_workload(EXAMPLES / name)
-    return report_of(Simulation(workload, config_for(workload)).run())
+    workload, recorder = read_workload(EXAMPLES / name), TickRecorder()
+    return report_of(Simulation(workload, config_for(workload), watchers=[recorder]).run(), recorder=recorder)
+
+
+def documentation() -> str:
+    return (ROOT / "docs" / "replay.md").read_text()
 
 
 def test_workload() -> None:
@@ -40,6 +57,28 @@ def test_workload_pressure() -> None:
     assert report.decode_utilization == 0.888889
     assert report.kv_occupancy == 0.595062
     assert report.all_blocks_returned
+
+
+@pytest.mark.parametrize(
+    ("name", "fingerprint"),
+    [("workload.json", "e291d8b8c8e31525"), ("workload_pressure.json", "943f56fa046dd47b")],
+)
+def test_their_fingerprints_are_published(name: str, fingerprint: str) -> None:
+    """Not b454ea97ea75ee90, which that system published: it is a hash of bytes that were not."""
+    assert replayed(name).fingerprint == fingerprint
+    assert f"| `examples/{name}` | `{fingerprint}` |" in documentation()
+
+
+def test_the_ticks_in_the_documentation_are_those_of_the_replay() -> None:
+    report = replayed("workload.json")
+    assert report.ticks is not None
+    head = f"| {' | '.join(COLUMNS).replace('_', ' ')} |\n|{'---|' * len(COLUMNS)}\n"
+    values = [[getattr(tick, column) for column in COLUMNS] for tick in report.ticks]
+    rows = [[", ".join(cell) or "-" if isinstance(cell, tuple) else str(cell) for cell in row] for row in values]
+    table = head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    assert f"\n{table}\n" in documentation(), f"docs/replay.md has another table than this:\n{table}"
+    line = next(line for line in to_json(report).decode().splitlines() if '"tick":3,' in line)
+    assert f"\n{line.strip(' ,')}\n" in documentation(), f"docs/replay.md has another record than this:\n{line}"
 
 
 def test_priorities_are_mixed() -> None:

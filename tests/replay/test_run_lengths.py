@@ -1,4 +1,4 @@
-"""Steps that are counted instead of planned change no figure."""
+"""Steps that are counted instead of planned change no figure, and no tick's record."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.replay.cost import CostModel
+from lockstep.replay.records import TickRecorder
 from lockstep.replay.report import report_of, to_json
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.timeline import Tick
@@ -19,9 +20,16 @@ from tests.replay.strategies import configs, costs, workloads
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(), configs(), costs())
 def test_run_lengths_change_nothing(load: Workload, limits: SchedulerConfig, cost: CostModel) -> None:
-    simulations = [Simulation(load, limits, cost, run_lengths=each) for each in (True, False)]
+    recorders = TickRecorder(), TickRecorder()
+    simulations = [
+        Simulation(load, limits, cost, watchers=[recorder], run_lengths=each)
+        for each, recorder in zip((True, False), recorders, strict=True)
+    ]
     replays = [simulation.run() for simulation in simulations]
-    reports = [to_json(report_of(each, {"ttft": 0.5, "tpot": 0.01, "e2e": 2.0})) for each in replays]
+    reports = [
+        to_json(report_of(each, {"ttft": 0.5, "tpot": 0.01, "e2e": 2.0}, recorder))
+        for each, recorder in zip(replays, recorders, strict=True)
+    ]
     assert reports[0] == reports[1]
     assert replays[0].outcomes == replays[1].outcomes
     assert replays[0].stats == replays[1].stats

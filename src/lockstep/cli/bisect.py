@@ -12,7 +12,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import with_flags
-from lockstep.cli.replay_configs import config_of, file_settings, settings_of
+from lockstep.cli.replay_configs import config_of, file_settings, settings_of, tell_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,8 +54,9 @@ def bisect(
     workload = reading.read(file)
     workload = replace(workload, requests=tuple(workload.requests))
     common, cost = settings_of(settings), costs.model()
-    a = config_of(workload, {**file_settings(config_a), **common}, str(config_a))
-    b = config_of(workload, {**file_settings(config_b), **common}, str(config_b))
+    fields_a, fields_b = {**file_settings(config_a), **common}, {**file_settings(config_b), **common}
+    a, b = config_of(workload, fields_a, str(config_a)), config_of(workload, fields_b, str(config_b))
+    tell_order((workload, fields_a), (workload, fields_b))
 
     def metric_of(config: SchedulerConfig) -> float:
         numbers = numbers_of(report_of(Simulation(workload, config, cost).run()))

@@ -10,7 +10,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli.replay_trace import open_and_tell
-from lockstep.cli.writing import check_place, write_file
+from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 TracePath = Annotated[
     Path, typer.Argument(metavar="TRACE", help="A recording of lockstep serve --trace: file or directory.")
 ]
-OutputFile = Annotated[Path, typer.Option("--output", "-o", help="Where the cost model goes, for replay --cost.")]
+OutputFile = Annotated[
+    Path, typer.Option("--output", "-o", callback=expanded, help="Where the cost model goes, for replay --cost.")
+]
 EngineNumber = Annotated[
     int | None, typer.Option("--engine", metavar="N", min=0, help="Whose steps, where a recording has several engines.")
 ]
@@ -39,7 +41,7 @@ def calibrate(
     from lockstep.replay.render.cost import show_cost
     from lockstep.replay.trace import live_steps
 
-    check_place(output, "the cost model")
+    check_places([(output, "the cost model")], [trace])
     recording = open_and_tell(trace.expanduser())
     traced = _engine(recording, engine, trace)
     made_on = MadeOn(

@@ -13,9 +13,9 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import refuse_others, with_flags
-from lockstep.cli.replay_configs import config_of, file_settings, settings_of
+from lockstep.cli.replay_configs import config_of, file_settings, settings_of, tell_order
 from lockstep.cli.replay_trace import open_and_tell
-from lockstep.cli.writing import check_place, write_file
+from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,12 @@ WorkloadFile = Annotated[
 ]
 ReproducerFile = Annotated[
     Path | None,
-    typer.Option("--reproducer", metavar="FILE", help="Write the few requests that still show it, as a workload."),
+    typer.Option(
+        "--reproducer",
+        metavar="FILE",
+        callback=expanded,
+        help="Write the few requests that still show it, as a workload.",
+    ),
 ]
 SetB = Annotated[
     list[str] | None, typer.Option("--set-b", metavar="FIELD=VALUE", help="A limit of B only, over those of --set.")
@@ -78,8 +83,7 @@ def diff(
     from lockstep.replay.render.difference import configs_line, facts, told
     from lockstep.replay.workload import ArrivalUnit
 
-    check_place(reproducer, "the reproducer")
-    check_place(html, "the page")
+    check_places(((reproducer, "the reproducer"), (html, "the page")), (a, b, workload, costs.cost))
     if b is not None and workload is None and _are_recordings(Path(a), Path(b)):
         why = "says nothing to two recordings, which are compared as they are; leave it out"
         refuse_others(context, _OF_RECORDINGS, why)
@@ -173,19 +177,20 @@ def _sides(
     if workload is not None:
         if b is None:
             raise UsageError("--workload compares two configs: `lockstep diff A.yaml B.yaml --workload FILE`")
-        file = reading.read(workload)
-        config_a = config_of(file, {**file_settings(Path(a)), **common}, a)
-        return Sides(file, config_a, config_of(file, {**file_settings(Path(b)), **common, **own}, b), None)
-    file = reading.read(a)
-    config_a = config_of(file, common, "--set")
-    if b is not None:
-        other = reading.read(b)
-        return Sides(file, config_a, config_of(other, {**common, **own}, "--set-b"), other)
-    if not own:
-        raise UsageError(
-            "there is nothing to compare: give a second file, --set-b FIELD=VALUE, or two configs and --workload FILE"
-        )
-    return Sides(file, config_a, config_of(file, {**common, **own}, "--set-b"), None)
+        file, other = reading.read(workload), None
+        fields_a, fields_b = {**file_settings(Path(a)), **common}, {**file_settings(Path(b)), **common, **own}
+    else:
+        file, other = reading.read(a), None if b is None else reading.read(b)
+        fields_a, fields_b = common, {**common, **own}
+        if other is None and not own:
+            raise UsageError(
+                "there is nothing to compare: give a second file, --set-b FIELD=VALUE, or two configs and "
+                "--workload FILE"
+            )
+    source_a, source_b = ("--set", "--set-b") if workload is None or b is None else (a, b)
+    config_a, config_b = config_of(file, fields_a, source_a), config_of(other or file, fields_b, source_b)
+    tell_order((file, fields_a), (other or file, fields_b))
+    return Sides(file, config_a, config_b, other)
 
 
 def _write_page(path: Path, sides: Sides, cost: CostModel | None, found: Diff, told: Told) -> None:

@@ -19,7 +19,7 @@ from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import refuse_others, with_flags
 from lockstep.cli.replay_configs import settings_of
 from lockstep.cli.replay_trace import replay_trace
-from lockstep.cli.writing import check_place, write_file
+from lockstep.cli.writing import Place, check_places, make_folder, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ class Files(NamedTuple):
         """Those of the second run of a comparison: ``steps-b.json`` beside ``steps.json``."""
         return Files(*(path and path.with_stem(f"{path.stem}-b") for path in self))
 
+    def places(self) -> tuple[Place, ...]:
+        """With their names."""
+        return (self.trace, "the recording"), (self.perfetto, "the trace")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -50,8 +54,8 @@ class Settings:
 
     priced: Priced | None
     goals_ms: Mapping[str, float]
-    has_ticks: bool
-    """Whether the report is to hold every tick."""
+    has_ticks: bool | None
+    """Whether the report is to hold every tick; None: where they are not too many."""
     has_page: bool
 
 
@@ -65,7 +69,7 @@ def replay(
     compare: asked.Compare = None,
     slo: asked.Slo = "",
     output: asked.Output = None,
-    ticks: asked.Ticks = False,
+    ticks: asked.Ticks = None,
     html: asked.Html = None,
     trace: asked.Trace = None,
     perfetto: asked.Perfetto = None,
@@ -96,8 +100,10 @@ def replay(
     path = one_file(file, input_file)
     is_pair = compare is not None or bool(settings_b)
     files = Files(trace, perfetto)
-    _check_places(output, html, files, is_pair)
-    common = Settings(costs.priced(), parse_goals(slo, "--slo", GOALS), ticks, html is not None)
+    places = ((output, "the report"), (html, "the page"), *files.places(), *(files.of_b().places() if is_pair else ()))
+    check_places(places, (path, compare, costs.cost))
+    has_ticks = False if output is None and not as_json else ticks
+    common = Settings(costs.priced(), parse_goals(slo, "--slo", GOALS), has_ticks, html is not None)
     overrides = settings_of(settings)
     runs = [_simulate(reading.read(path), overrides, common, files)]
     if is_pair:
@@ -121,22 +127,14 @@ def one_file(file: str | None, input_file: str | None) -> str:
     return file if file is not None else str(input_file)
 
 
-def _check_places(output: Path | None, html: Path | None, files: Files, is_pair: bool) -> None:
-    check_place(output, "the report")
-    check_place(html, "the page")
-    for each in (files, files.of_b()) if is_pair else (files,):
-        check_place(each.trace, "the recording")
-        check_place(each.perfetto, "the trace")
-
-
 def _simulate(
     workload: Workload, overrides: Mapping[str, str], settings: Settings, files: Files
 ) -> tuple[Report, Side | None]:
-    from lockstep.replay.configs import config_for
+    from lockstep.replay.configs import config_for, order_note
     from lockstep.replay.cost import CostModel
     from lockstep.replay.extrapolation import Extrapolation
     from lockstep.replay.recording import RunRecording
-    from lockstep.replay.records import TickRecorder
+    from lockstep.replay.records import MAX_TICKS, MAX_TICKS_UNASKED, TickRecorder
     from lockstep.replay.render.perfetto import PerfettoWriter
     from lockstep.replay.render.side import Side
     from lockstep.replay.report import report_of
@@ -145,10 +143,14 @@ def _simulate(
     config = config_for(workload, overrides)
     cost, ranges = settings.priced or (None, {})
     extrapolation = Extrapolation(ranges) if ranges else None
-    recorder = TickRecorder() if settings.has_ticks else None
+    most_ticks = {True: MAX_TICKS, None: MAX_TICKS_UNASKED, False: 0}[settings.has_ticks]
+    recorder = TickRecorder(most_ticks) if most_ticks else None
     side = Side() if settings.has_page else None
     with ExitStack() as stack:
         writer = recording = None
+        for path, what in files.places():
+            if path is not None:
+                make_folder(path, what)
         if files.perfetto is not None:
             writer = stack.enter_context(PerfettoWriter(files.perfetto, workload.name))
         if files.trace is not None:
@@ -161,10 +163,13 @@ def _simulate(
         _tell_speed(len(replay.outcomes), time.perf_counter() - start_s)
         if writer is not None:
             writer.add_requests(replay.outcomes)
-    for path, what in ((files.trace, "recording"), (files.perfetto, "trace")):
+    for path, what in files.places():
         if path is not None:
-            print(f"{what} written to {path}", file=sys.stderr)
-    notes = () if extrapolation is None else (extrapolation.note(),)
+            print(f"{what.removeprefix('the ')} written to {path}", file=sys.stderr)
+    notes = [order_note(workload, overrides), "" if extrapolation is None else extrapolation.note()]
+    if settings.has_ticks is None and replay.num_ticks > MAX_TICKS_UNASKED:
+        recorder = None
+        notes.append(f"ticks are left out of the JSON, since there are {replay.num_ticks:,}; --ticks puts them in")
     report = report_of(replay, settings.goals_ms, recorder, tuple(filter(None, notes)))
     if side is not None:
         side.end(report, replay.outcomes)

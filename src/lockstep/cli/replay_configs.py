@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.config_file import read_config
+from lockstep.cli.replay_trace import tell
 from lockstep.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -43,3 +44,14 @@ def config_of(workload: Workload, overrides: dict[str, str], source: str) -> Sch
         return config_for(workload, overrides)
     except (ConfigError, UsageError) as error:
         raise UsageError(f"{source}: {error}") from None
+
+
+def tell_order(*sides: tuple[Workload, Mapping[str, str]]) -> None:
+    """Say on standard error in which order requests with priorities are admitted, where that is not plain.
+
+    Args:
+        sides: workloads and what is set over their configs.
+    """
+    from lockstep.replay.configs import order_note
+
+    tell(dict.fromkeys(filter(None, (order_note(workload, overrides) for workload, overrides in sides))))

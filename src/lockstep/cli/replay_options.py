@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli.replay_trace import tell
+from lockstep.cli.writing import expanded
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,15 +34,30 @@ SetB = Annotated[
 ]
 Compare = Annotated[str | None, typer.Option(metavar="FILE", help="Replay this too, and compare.")]
 Slo = Annotated[str, typer.Option(metavar="GOALS", help="Count requests that meet goals in ms, e.g. ttft:500,tpot:50.")]
-Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there as JSON.")]
-Ticks = Annotated[bool, typer.Option("--ticks", help="Every tick and request become part of the JSON report.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with charts there: one HTML file.")]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", callback=expanded, help="Write the report there as JSON.")]
+Ticks = Annotated[
+    bool | None,
+    typer.Option(
+        "--ticks/--no-ticks",
+        help="Whether the JSON report has every tick and request.",
+        show_default="where there are at most 10,000 ticks",
+    ),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", callback=expanded, help="Write a page with charts there: one HTML file."),
+]
 Trace = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Record the run there as a server records its own, for --verify and diff."),
+    typer.Option(
+        metavar="FILE",
+        callback=expanded,
+        help="Record the run there as a server records its own, for --verify and diff.",
+    ),
 ]
 Perfetto = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write every step and request there, for ui.perfetto.dev.")
+    Path | None,
+    typer.Option(metavar="FILE", callback=expanded, help="Write every step and request there, for ui.perfetto.dev."),
 ]
 Verify = Annotated[
     Path | None,

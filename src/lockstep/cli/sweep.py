@@ -13,8 +13,8 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import with_flags
-from lockstep.cli.replay_configs import settings_of
-from lockstep.cli.writing import check_place, write_file
+from lockstep.cli.replay_configs import settings_of, tell_order
+from lockstep.cli.writing import check_places, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def sweep(
     from lockstep.replay.report import GOALS
     from lockstep.replay.sweep import Job
 
-    check_place(output, "the sweep")
-    check_place(html, "the page")
+    check_places(((output, "the sweep"), (html, "the page")), (file, costs.cost))
     for metric in objective or ():
         check_metric(metric)
     goals = parse_goals(slo, "--slo", GOALS)
@@ -96,6 +95,8 @@ def sweep(
     if twice:
         raise UsageError(f"{twice[0]} is given by --set and by --grid; say it once")
     workload = reading.read(file)
+    if "order" not in all_settings[0]:
+        tell_order((workload, common))
     job = Job(workload, common, costs.priced(), goals)
     outcomes = _run(job, all_settings, jobs or available_cores())
     percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent

@@ -3,27 +3,89 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lockstep.errors import UsageError
 
+Place = tuple[Path | None, str]
+"""Where something is to be written, None for nowhere, and what it is called."""
 
-def check_place(path: Path | None, what: str) -> None:
-    """UsageError if nothing can be written at a path; None is no path. Said before an hour's work, not after it."""
-    if path is None:
-        return
-    folder = path.parent
-    if path.is_dir():
-        raise UsageError(f"{path}: {what} cannot be written there: it is a directory; name a file in it")
-    if not folder.is_dir():
-        raise UsageError(f"{path}: {what} cannot be written there: {folder} is no directory; make it first")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"{path}: {what} cannot be written there: it may not be written to")
+
+def expanded(path: Path | None) -> Path | None:
+    """A path as a user means it: ``~`` is home, also where no shell has seen it."""
+    return None if path is None else path.expanduser()
+
+
+def check_places(places: Iterable[Place], inputs: Iterable[Path | str | None] = ()) -> None:
+    """Refuse what cannot be written, before an hour's work and not after it. Folders that are missing are no fault:
+    `make_folder` makes them.
+
+    Args:
+        inputs: what the command reads: files, directories whose files it reads, or None.
+
+    Raises:
+        UsageError: nothing can be written at one of the places, it holds what is read, or two are the same.
+    """
+    read = [file for path in inputs if path is not None for file in _files(Path(path).expanduser())]
+    taken: dict[Path, str] = {}
+    for path, what in places:
+        if path is None:
+            continue
+        try:
+            _check(path, what)
+        except OSError as error:
+            raise UsageError(f"{path}: {what} cannot be written there: {error.strerror}") from None
+        for file in read:
+            if _is_same(path, file):
+                raise UsageError(f"{path}: {what} cannot be written there: {file} is read from; name another file")
+        other = taken.setdefault(path.resolve(), what)
+        if other != what and (path.is_file() or not path.exists()):
+            raise UsageError(f"{path}: {what} cannot be written there: it is where {other} goes; name another file")
+
+
+def make_folder(path: Path, what: str) -> None:
+    """Make the folder that a file is to be in; UsageError where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: {what} cannot be written there: {error.strerror}") from None
 
 
 def write_file(path: Path, data: bytes, what: str) -> None:
-    """Write a file whole; UsageError where that cannot be done."""
+    """Write a file whole, in a folder that may have to be made; UsageError where that cannot be done."""
+    make_folder(path, what)
     try:
         path.write_bytes(data)
     except OSError as error:
         raise UsageError(f"{path}: {what} cannot be written there: {error.strerror}") from None
+
+
+def _check(path: Path, what: str) -> None:
+    no = f"{path}: {what} cannot be written there"
+    if path.is_dir():
+        raise UsageError(f"{no}: it is a directory; name a file in it")
+    folder = next(each for each in path.absolute().parents if os.path.lexists(each))
+    if not folder.is_dir():
+        raise UsageError(f"{no}: {folder} is no directory; name a file in one")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{no}: it may not be written to")
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """What is read of a path: itself, or all that lies in it. What cannot be looked at, reading will tell."""
+    try:
+        if path.is_dir():
+            yield from sorted(path.iterdir())
+        else:
+            yield path
+    except OSError:
+        return
+
+
+def _is_same(path: Path, file: Path) -> bool:
+    """By whatever names: links are followed."""
+    try:
+        return path.samefile(file)
+    except OSError:  # one of them is not there
+        return False

@@ -8,6 +8,7 @@ Defaults are those of a server that refuses nobody, so that a trace runs whole w
 - ``max_model_len``: all that the pool holds;
 - ``max_num_seqs`` 256, ``max_num_batched_tokens`` 8,192, ``max_chunk_tokens`` as many (a prompt is cut by the budget
   alone);
+- ``order``: ``priority`` where a request has another class than normal, since a file that gives classes means them;
 - queues without a practical bound.
 
 All else is as in ``SchedulerConfig``.
@@ -18,11 +19,12 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import Priority
 from lockstep.errors import UsageError
 from lockstep.replay.workload import Workload
 
@@ -82,7 +84,32 @@ def config_for(workload: Workload, overrides: Mapping[str, str] | None = None) -
     values.setdefault("max_chunk_tokens", values["max_num_batched_tokens"])
     values.setdefault("max_num_queued_reqs", UNBOUNDED)
     values.setdefault("max_num_queued_tokens", UNBOUNDED)
+    if "order" not in values and _has_priorities(workload):
+        values["order"] = "priority"
     return SchedulerConfig(**values)
+
+
+def order_note(workload: Workload, overrides: Mapping[str, str] | None = None) -> str:
+    """What a reader must know of the order in which requests with priorities are admitted; empty: nothing.
+
+    Args:
+        overrides: as `config_for` got them.
+    """
+    order = {**workload.config, **(overrides or {})}.get("order")
+    if order == "priority" or not _has_priorities(workload):
+        return ""
+    if order is None:
+        return "requests have priorities and nothing sets an order, so they are admitted by priority (order=priority)"
+    return (
+        f"order is {order}, so the queue does not look at the priorities that requests have; they only say whose turn "
+        "it is among the running and who is preempted first"
+    )
+
+
+def _has_priorities(workload: Workload) -> bool:
+    """Whether a request has another class than normal. No format whose requests stream gives any."""
+    requests = workload.requests
+    return isinstance(requests, Collection) and any(request.priority != Priority.NORMAL for request in requests)
 
 
 def changed_fields(config: SchedulerConfig) -> dict[str, Any]:

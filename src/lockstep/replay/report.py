@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lockstep.replay.latencies import (
     Latencies,
@@ -17,12 +19,12 @@ from lockstep.replay.latencies import (
     tpot_ps,
     ttft_ps,
 )
-from lockstep.replay.records import TickRecord, TickRecorder
+from lockstep.replay.records import TickRecord, TickRecorder, names_of, tick_records
 from lockstep.replay.simulator import Replay
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.workload import PS_PER_MS
 
-VERSION = 1
+VERSION = 2
 """Of the report's form; it grows when a field changes its meaning or goes."""
 _PS_PER_S = 1000 * PS_PER_MS
 _MEASURES = {"ttft": ttft_ps, "tpot": tpot_ps, "e2e": e2e_ps}
@@ -129,13 +131,14 @@ def report_of(
     Args:
         notes: what else a reader must know.
         goals_ms: milliseconds by metric, of ``GOALS``.
-        recorder: what watched the simulation; its records and every request's outcome become part of the report.
+        recorder: what watched the simulation; its ticks and every request's outcome become part of the report.
     """
     config, totals, stats = replay.config, replay.totals, replay.stats
     unbounded = replay.num_unbounded_hit_tokens
     done = [each for each in replay.outcomes if each.finished_tick >= 0]
     num_decoded = sum(each.num_output_tokens for each in replay.outcomes)
     tenants = list(dict.fromkeys(each.tenant for each in done))
+    ticks = None if recorder is None else _ticks(replay, recorder)
     return Report(
         name=replay.name,
         config=asdict(config),
@@ -182,15 +185,35 @@ def report_of(
         tenants=len(tenants),
         all_blocks_returned=stats.num_held_blocks == 0,
         fingerprint=replay.fingerprint,
-        notes=(*_notes(replay, recorder), *notes),
-        ticks=None if recorder is None else tuple(recorder.records),
-        outcomes=None if recorder is None else replay.outcomes,
+        notes=(*_notes(replay, ticks), *notes),
+        ticks=ticks,
+        outcomes=None if ticks is None else replay.outcomes,
     )
 
 
 def to_json(report: Report | tuple[Report, ...]) -> bytes:
-    """Indented JSON with a newline at its end; the same reports give the same bytes."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    """Indented JSON, a line for each tick and outcome, with a newline at its end; the same reports give the same
+    bytes."""
+    if isinstance(report, Report):
+        return _document(report) + b"\n"
+    return b"[\n  " + b",\n  ".join(_document(each).replace(b"\n", b"\n  ") for each in report) + b"\n]\n"
+
+
+def _document(report: Report) -> bytes:
+    whole = msgspec.json.format(msgspec.json.encode(replace(report, ticks=None, outcomes=None)), indent=2)
+    rest = b'  "ticks": null,\n  "outcomes": null\n}'
+    assert whole.endswith(rest), "the long lists are the last fields"
+    return b'%s  "ticks": %s,\n  "outcomes": %s\n}' % (
+        whole.removesuffix(rest),
+        _lines(report.ticks),
+        _lines(report.outcomes),
+    )
+
+
+def _lines(values: Sequence[object] | None) -> bytes:
+    if not values:
+        return b"null" if values is None else b"[]"
+    return b"[\n    " + b",\n    ".join(map(msgspec.json.encode, values)) + b"\n  ]"
 
 
 def from_json(data: bytes) -> Report:
@@ -240,13 +263,18 @@ def _fairness(done: list[RequestOutcome], tenants: list[str]) -> float:
     return ratio(sum(speeds) ** 2, len(speeds) * sum(speed * speed for speed in speeds)) if speeds else 1.0
 
 
-def _notes(replay: Replay, recorder: TickRecorder | None) -> tuple[str, ...]:
+def _ticks(replay: Replay, recorder: TickRecorder) -> tuple[TickRecord, ...]:
+    """One for each tick, as many as the recorder is to keep."""
+    return tuple(islice(tick_records(recorder.spans, names_of(replay.outcomes), replay.cost), recorder.most))
+
+
+def _notes(replay: Replay, ticks: Sequence[TickRecord] | None) -> tuple[str, ...]:
     """Those of the simulation, why somebody was refused, and what was left out."""
     notes = list(replay.notes)
     refused = [each for each in replay.outcomes if each.refusal]
     if refused:
         number = "1 request was refused" if len(refused) == 1 else f"{len(refused):,} requests were refused"
         notes.append(f"{number}, first {refused[0].name}: {refused[0].refusal}")
-    if recorder is not None and recorder.num_left_out:
-        notes.append(f"ticks holds the first {len(recorder.records):,} records; {recorder.num_left_out:,} are left out")
+    if ticks is not None and len(ticks) < replay.num_ticks:
+        notes.append(f"ticks has the first {len(ticks):,}; {replay.num_ticks - len(ticks):,} are left out")
     return tuple(notes)

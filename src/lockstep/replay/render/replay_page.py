@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lockstep.replay.records import TickRecord, TickRecorder
+from lockstep.replay.records import TickRecorder, TickSpan, names_of
 from lockstep.replay.render.charts import chart_data, charts_of, sampling_words, to_ms
 from lockstep.replay.render.document import rendered
 from lockstep.replay.render.figures import (
@@ -49,9 +49,9 @@ def replay_page(side: Side) -> str:
         "latency_columns": LATENCY_COLUMNS,
         "groups": [*groups_of(report)],
         "settings": _settings(report),
-        "is_short": len(recorder.records) <= SHORT_LINES,
+        "is_short": len(recorder.spans) <= SHORT_LINES,
         "ticks_title": _ticks_title(recorder),
-        "lines": list(tick_rows(recorder.records, outcomes)),
+        "lines": list(tick_rows(recorder.spans, outcomes)),
     }
     return rendered("replay.html.jinja", page, chart_data([side]), ["timeline.js"], has_plots=True)
 
@@ -71,33 +71,33 @@ def _settings(report: Report) -> list[Figure]:
 
 
 def _ticks_title(recorder: TickRecorder) -> str:
-    number = len(recorder.records)
+    number = len(recorder.spans)
     if recorder.num_left_out:
         return f"The first {number:,} of {number + recorder.num_left_out:,} lines"
     return "All ticks"
 
 
-def tick_rows(records: Sequence[TickRecord], outcomes: Sequence[RequestOutcome]) -> Iterator[dict[str, str]]:
+def tick_rows(spans: Sequence[TickSpan], outcomes: Sequence[RequestOutcome]) -> Iterator[dict[str, str]]:
     """The table of ticks, with the names of requests."""
-    names = {outcome.seq_id: printable(outcome.name) for outcome in outcomes if outcome.seq_id >= 0}
+    names = {seq_id: printable(name) for seq_id, name in names_of(outcomes).items()}
 
     def words(seq_ids: Sequence[int]) -> str:
         text = ", ".join(names.get(seq_id, str(seq_id)) for seq_id in seq_ids[:MAX_IDS])
         return text if len(seq_ids) <= MAX_IDS else f"{text} and {len(seq_ids) - MAX_IDS} more"
 
-    for record in records:
-        last = record.tick + record.num_ticks - 1
+    for span in spans:
+        last = span.tick + span.num_ticks - 1
         yield {
-            "ticks": str(record.tick) if last == record.tick else f"{record.tick} to {last}",
-            "start": f"{to_ms(record.start_ps):,.3f}",
-            "admitted": words(record.admitted),
-            "prefill": f"{record.prefill_tokens:,}",
-            "decoded": words(record.decoded),
-            "completed": words(record.completed),
-            "preempted": words(record.preempted),
-            "queued": f"{record.queued:,}",
-            "running": f"{record.active:,}",
-            "blocks": f"{record.used_blocks:,}",
+            "ticks": str(span.tick) if last == span.tick else f"{span.tick} to {last}",
+            "start": f"{to_ms(span.start_ps):,.3f}",
+            "admitted": words(span.admitted),
+            "prefill": f"{span.prefill_tokens:,}",
+            "decoded": words(span.decoded),
+            "completed": words(span.completed),
+            "preempted": words(span.preempted),
+            "queued": f"{span.queued:,}",
+            "running": f"{span.active:,}",
+            "blocks": f"{span.used_blocks:,}",
         }
 
 
