@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lockstep.core.request import FinishReason
     from lockstep.engine.engine import Engine
     from lockstep.engine.llm import LLM, AsyncEngine
-    from lockstep.engine.loading import LoadOptions
-    from lockstep.engine.outputs import Completion, GenerationRequest, RequestOutput, TokenOutput
+    from lockstep.engine.loading import LoadOptions, load_model
+    from lockstep.engine.outputs import Completion, GenerationRequest, RequestOutput, StepOutputs, TokenOutput
     from lockstep.engine.sizing import EngineOptions
     from lockstep.errors import LockstepError
     from lockstep.executors.constraint import Constraint
@@ -42,8 +42,10 @@ __all__ = [
     "OpenVINOOptions",
     "RequestOutput",
     "SamplingParams",
+    "StepOutputs",
     "TokenOutput",
     "__version__",
+    "load_model",
 ]
 
 _HOMES = {
@@ -60,7 +62,9 @@ _HOMES = {
     "OpenVINOOptions": "lockstep.executors.openvino.options",
     "RequestOutput": "lockstep.engine.outputs",
     "SamplingParams": "lockstep.executors.sampling_params",
+    "StepOutputs": "lockstep.engine.outputs",
     "TokenOutput": "lockstep.engine.outputs",
+    "load_model": "lockstep.engine.loading",
 }
 
 

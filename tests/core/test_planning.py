@@ -31,12 +31,12 @@ def test_ten_tokens_in_chunks_of_four() -> None:
 def test_the_first_step_takes_all_that_fit_in_order_with_exactly_their_prompts() -> None:
     core = scheduler()
     ids = [core.add(Request(n, 3)) for n in (5, 1, 9)]
-    assert core.num_waiting == 3
+    assert core.num_waiting == core.num_unfinished == 3
     plan = step(core)
     assert rows(plan) == [(0, 0, 5), (1, 0, 1), (2, 0, 9)]
     assert plan.admitted == tuple(ids)
     assert plan.samples == (True, True, True)
-    assert (core.num_waiting, core.num_running) == (0, 3)
+    assert (core.num_waiting, core.num_running, core.num_unfinished) == (0, 3, 3)
     assert (plan.num_tokens, plan.num_sequences, plan.num_samples) == (15, 3, 3)
 
 

@@ -82,16 +82,16 @@ class Subject:
         others = self.others(case.num_others)
         if case.warm:
             engine.submit(target)
-            engine.run()
+            engine.run_until_idle()
         if case.others_first:
             for other in others:
                 engine.submit(other)
-            engine.run()
+            engine.run_until_idle()
             others = []
         middle = len(others) // 2
         queue: Sequence[GenerationRequest] = [*others[:middle], target, *others[middle:]]
         ids = [engine.submit(request) for request in queue]
-        engine.run()
+        engine.run_until_idle()
         engine.scheduler.check()
         outputs = [engine.result(request_id) for request_id in ids]
         output = outputs[middle]

@@ -97,14 +97,14 @@ def ask(subject: Subject, case: Case, params: SamplingParams) -> Run:
     if case.warm or case.others_first:
         for request in [target] * case.warm + others * case.others_first:
             engine.submit(request)
-        engine.run()
+        engine.run_until_idle()
     plans.clear()
     middle = len(others) // 2
     running = [] if case.others_first else others
     queue = [*running[:middle], target, *running[middle:]]
     recorder.seq_id = engine.scheduler._next_id + queue.index(target)
     ids = [engine.submit(request) for request in queue]
-    engine.run()
+    engine.run_until_idle()
     engine.scheduler.check()
     output = engine.result(ids[queue.index(target)])
     assert output is not None

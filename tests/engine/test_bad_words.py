@@ -25,7 +25,7 @@ def output_of(make_engine: MakeEngine, **params: object) -> RequestOutput:
     engine = make_engine()
     values = {"max_tokens": 100, "temperature": 0.0, **params}
     request_id = engine.submit(GenerationRequest("hello", SamplingParams(**values)))  # type: ignore[arg-type]  # by name
-    engine.run()
+    engine.run_until_idle()
     engine.scheduler.check()
     output = engine.result(request_id)
     assert output is not None
@@ -69,7 +69,7 @@ def test_words_of_the_prompt_are_nobodys_fault(make_engine: MakeEngine) -> None:
     engine = make_engine()
     params = SamplingParams(max_tokens=3, temperature=0.0, bad_words=("o[",))
     request_id = engine.submit(GenerationRequest("hello", params))
-    engine.run()
+    engine.run_until_idle()
     output = engine.result(request_id)
     assert output is not None
     assert output.text == REPLY[:3]

@@ -31,7 +31,7 @@ DOCUMENT = Constraint.json_schema(
 def answer(engine: Engine, constraint: Constraint, **params: object) -> RequestOutput:
     values = {"max_tokens": 100, "temperature": 0.0, "constraint": constraint, **params}
     request_id = engine.submit(GenerationRequest("hello", SamplingParams(**values)))  # type: ignore[arg-type]  # by name
-    engine.run()
+    engine.run_until_idle()
     engine.scheduler.check()
     output = engine.result(request_id)
     assert output is not None
@@ -57,7 +57,7 @@ def test_forced_tokens_come_in_segments_and_are_published_with_the_sampled_one(m
     outputs: list[TokenOutput] = []
     params = SamplingParams(temperature=0.0, max_tokens=100, constraint=DOCUMENT)
     engine.submit(GenerationRequest("hello", params), outputs.append)
-    engine.run()
+    engine.run_until_idle()
     text = "".join(output.text for output in outputs)
     assert json.loads(text)["status"] == "this is long and fixed"
     sizes = [len(output.token_ids) for output in outputs]
@@ -153,7 +153,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(make_engine: Mak
     params = [SamplingParams(temperature=9.0, seed=1, max_tokens=60, ignore_eos=True, constraint=explosive)]
     params += [SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(max_tokens=40, constraint=WORDS)]
     ids = [engine.submit(GenerationRequest("hello", each)) for each in params]
-    engine.run()
+    engine.run_until_idle()
     failed, free, chosen = (engine.result(request_id) for request_id in ids)
     assert failed is not None
     assert isinstance(failed.error, RequestFailedError)
@@ -179,7 +179,7 @@ def test_special_tokens_are_text_where_the_request_wants_them(make_engine: MakeE
     texts = []
     for shown in ((), ("<|user|>", "<|end|>", "ordinary"), ("<|system|>",)):
         request_id = engine.submit(GenerationRequest("hello", params, shown_specials=shown))
-        engine.run()
+        engine.run_until_idle()
         output = engine.result(request_id)
         assert output is not None
         assert output.completions[0].stop_reason == END_ID

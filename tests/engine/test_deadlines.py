@@ -34,7 +34,7 @@ def test_a_late_answer_has_its_text_so_far_and_the_error(make_engine: MakeEngine
     for _ in range(3):
         engine.step()
     clock.advance(1.0)
-    engine.run()
+    engine.run_until_idle()
     assert ended(engine.result(request_id)) == (DeadlineError, FinishReason.DEADLINE, "[st")
 
 
@@ -43,7 +43,7 @@ def test_a_queue_deadline_ends_only_those_that_never_ran(make_engine: MakeEngine
     ran, waited, patient = (engine.submit(ask(queue_deadline_s=limit)) for limit in (1.0, 1.0, 9.0))
     engine.step()
     clock.advance(1.0)
-    engine.run()
+    engine.run_until_idle()
     assert ended(engine.result(ran))[:2] == (None, FinishReason.STOP)
     assert ended(engine.result(waited)) == (QueueDeadlineError, FinishReason.DEADLINE, "")
     assert ended(engine.result(patient))[:2] == (None, FinishReason.STOP)
@@ -56,7 +56,7 @@ def test_of_two_deadlines_at_once_the_queue_is_named(make_engine: MakeEngine, cl
     both = engine.submit(ask(queue_deadline_s=1.0, deadline_s=1.0))
     engine.step()
     clock.advance(2.0)
-    engine.run()
+    engine.run_until_idle()
     output = engine.result(both)
     assert output is not None
     assert type(output.error) is QueueDeadlineError
@@ -71,7 +71,7 @@ def test_the_deadline_of_an_answer_also_ends_one_that_waits(make_engine: MakeEng
     late = engine.submit(ask(deadline_s=1.0))
     engine.step()
     clock.advance(1.5)
-    engine.run()
+    engine.run_until_idle()
     assert ended(engine.result(late)) == (DeadlineError, FinishReason.DEADLINE, "")
 
 
@@ -81,7 +81,7 @@ def test_a_callback_sees_the_error_on_the_last_output(make_engine: MakeEngine, c
     engine.submit(ask(deadline_s=1.0), outputs.append)
     engine.step()
     clock.advance(1.0)
-    engine.run()
+    engine.run_until_idle()
     assert [type(output.error) for output in outputs] == [type(None), DeadlineError]
     assert outputs[-1].finish_reason is FinishReason.DEADLINE
 

@@ -35,7 +35,7 @@ def vector_of(llm: LLM, pooling: Pooling, **config: object) -> npt.NDArray[np.fl
     request_id = engine.submit(GenerationRequest(TEXTS[1], priority=1, pooling=pooling))
     for other in others[2:]:
         engine.submit(other)
-    engine.run()
+    engine.run_until_idle()
     engine.scheduler.check()
     output = engine.result(request_id)
     assert output is not None

@@ -35,7 +35,7 @@ def test_an_answer_is_complete_and_read_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask())
     assert not engine.is_complete(request_id)
-    engine.run()
+    engine.run_until_idle()
     output = one(engine.result(request_id))
     assert output.text == HELLO
     assert output.completions[0].finish_reason is FinishReason.STOP
@@ -50,7 +50,7 @@ def test_streamed_pieces_concatenate_to_the_answer(make_engine: MakeEngine) -> N
     engine = make_engine()
     outputs: list[TokenOutput] = []
     engine.submit(ask(), outputs.append)
-    engine.run()
+    engine.run_until_idle()
     assert "".join(output.text for output in outputs) == HELLO
     assert [output.is_final for output in outputs] == [False] * (len(outputs) - 1) + [True]
     last = outputs[-1].request
@@ -65,7 +65,7 @@ def test_many_requests_share_steps_and_keep_their_own_answers(make_engine: MakeE
     engine._observer = lambda plan, result, events: sizes.append(plan.num_sequences)
     prompts = ["x" * length for length in range(1, 40)]
     ids = [engine.submit(ask(prompt)) for prompt in prompts]
-    engine.run()
+    engine.run_until_idle()
     texts = [one(engine.result(request_id)).text for request_id in ids]
     assert texts == [f"[stub:alpha] ok len={len(prompt)} max=100" for prompt in prompts]
     assert max(sizes) > 10
@@ -74,7 +74,7 @@ def test_many_requests_share_steps_and_keep_their_own_answers(make_engine: MakeE
 def test_max_tokens_ends_with_length_and_counts_exactly(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask(max_tokens=7))
-    engine.run()
+    engine.run_until_idle()
     completion = one(engine.result(request_id)).completions[0]
     assert completion.finish_reason is FinishReason.LENGTH
     assert len(completion.token_ids) == 7
@@ -85,7 +85,7 @@ def test_a_stop_string_ends_the_text_before_it_and_never_leaks(make_engine: Make
     engine = make_engine()
     pieces: list[TokenOutput] = []
     engine.submit(ask(stop=("k len", "never")), pieces.append)
-    engine.run()
+    engine.run_until_idle()
     last = pieces[-1].request
     assert last is not None
     completion = last.completions[0]
@@ -97,7 +97,7 @@ def test_stop_token_ids_and_min_tokens(make_engine: MakeEngine) -> None:
     engine = make_engine()
     first = engine.submit(ask(stop_token_ids=(ord(":"),)))
     late = engine.submit(ask(stop=("[", "o"), min_tokens=5))
-    engine.run()
+    engine.run_until_idle()
     assert one(engine.result(first)).completions[0].stop_reason == ord(":")
     assert one(engine.result(late)).text == "[stub:alpha] "
 
@@ -105,7 +105,7 @@ def test_stop_token_ids_and_min_tokens(make_engine: MakeEngine) -> None:
 def test_ignore_eos_goes_on_until_length(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask(ignore_eos=True, max_tokens=50))
-    engine.run()
+    engine.run_until_idle()
     completion = one(engine.result(request_id)).completions[0]
     assert (len(completion.token_ids), completion.finish_reason) == (50, FinishReason.LENGTH)
 
@@ -113,7 +113,7 @@ def test_ignore_eos_goes_on_until_length(make_engine: MakeEngine) -> None:
 def test_siblings_are_ordered_by_index(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask(n=3))
-    engine.run()
+    engine.run_until_idle()
     output = one(engine.result(request_id))
     assert [completion.index for completion in output.completions] == [0, 1, 2]
     assert {completion.text for completion in output.completions} == {HELLO}
@@ -125,7 +125,7 @@ def test_of_siblings_that_end_in_one_step_the_last_output_alone_carries_the_whol
     engine = make_engine()
     outputs: list[TokenOutput] = []
     engine.submit(GenerationRequest("alike", SamplingParams(n=3, max_tokens=4, ignore_eos=True)), outputs.append)
-    engine.run()
+    engine.run_until_idle()
     assert [output.request is not None for output in outputs].count(True) == 1
     answer = outputs[-1].request
     assert answer is not None
@@ -137,7 +137,7 @@ def test_of_siblings_that_end_in_one_step_the_last_output_alone_carries_the_whol
 def test_logprobs_come_with_each_token(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask(logprobs=2, max_tokens=4))
-    engine.run()
+    engine.run_until_idle()
     completion = one(engine.result(request_id)).completions[0]
     assert completion.logprobs is not None
     assert len(completion.logprobs) == 4
@@ -151,7 +151,7 @@ def test_abort_keeps_what_came_and_leaves_others_alone(make_engine: MakeEngine) 
         engine.step()
     engine.abort(aborted)
     engine.abort(12345)
-    engine.run()
+    engine.run_until_idle()
     completion = one(engine.result(aborted)).completions[0]
     assert completion.finish_reason is FinishReason.ABORT
     assert completion.text == HELLO[:4]
@@ -165,7 +165,7 @@ def test_a_deadline_ends_a_request_that_is_late(make_engine: MakeEngine, clock: 
     in_time = engine.submit(GenerationRequest("hello", SamplingParams(max_tokens=100), deadline_s=2.0))
     engine.step()
     clock.advance(1.5)
-    engine.run()
+    engine.run_until_idle()
     assert one(engine.result(late)).completions[0].finish_reason is FinishReason.DEADLINE
     assert one(engine.result(in_time)).text == HELLO
 
@@ -182,14 +182,14 @@ def test_a_failing_step_fails_its_requests_with_the_reason_and_the_engine_goes_o
         assert "fail_every=5" in str(output.error)
     engine.scheduler.check()
     after = engine.submit(ask(max_tokens=3))
-    engine.run()
+    engine.run_until_idle()
     assert one(engine.result(after)).text == "[st"
 
 
 def test_a_row_of_nan_fails_its_request_alone(make_engine: MakeEngine) -> None:
     engine = make_engine("stub://alpha?nan_every=7")
     ids = [engine.submit(ask(max_tokens=3)) for _ in range(3)]
-    engine.run()
+    engine.run_until_idle()
     outputs = [one(engine.result(request_id)) for request_id in ids]
     errors = [output.error for output in outputs]
     assert isinstance(errors[0], NumericsError)
@@ -206,7 +206,7 @@ def test_a_raising_callback_ends_only_its_own_request(make_engine: MakeEngine) -
 
     bad = engine.submit(ask(), explode)
     good = engine.submit(ask())
-    engine.run()
+    engine.run_until_idle()
     assert engine.is_complete(bad)
     assert one(engine.result(good)).text == HELLO
     engine.scheduler.check()
@@ -230,7 +230,7 @@ def test_a_refused_request_never_enters(make_engine: MakeEngine) -> None:
 def test_a_full_queue_refuses_by_name_and_serves_the_rest(make_engine: MakeEngine) -> None:
     engine = make_engine(scheduler={"max_num_queued_reqs": 2})
     ids = [engine.submit(ask(max_tokens=2)) for _ in range(3)]
-    engine.run()
+    engine.run_until_idle()
     outputs = [one(engine.result(request_id)) for request_id in ids]
     assert [type(output.error) for output in outputs] == [type(None), type(None), QueueFullError]
 
@@ -243,21 +243,21 @@ def test_a_refused_request_whose_callback_raises_disturbs_nobody(make_engine: Ma
 
     good = engine.submit(ask(max_tokens=2))
     engine.submit(ask(max_tokens=2), explode)
-    engine.run()
+    engine.run_until_idle()
     assert one(engine.result(good)).text == "[s"
 
 
 def test_the_largest_seed_has_siblings_too(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request_id = engine.submit(ask(n=2, seed=2**64 - 1, temperature=1.0))
-    engine.run()
+    engine.run_until_idle()
     assert one(engine.result(request_id)).error is None
 
 
 def test_unread_results_are_bounded(make_engine: MakeEngine) -> None:
     engine = make_engine(scheduler={"max_finished": 2})
     ids = [engine.submit(ask(max_tokens=1)) for _ in range(4)]
-    engine.run()
+    engine.run_until_idle()
     assert [engine.result(request_id) is not None for request_id in ids] == [False, False, True, True]
 
 
@@ -269,10 +269,10 @@ def test_the_second_time_a_prompt_is_found_in_the_cache(make_engine: MakeEngine)
         None,
         GenerationRequest(prompt, SamplingParams(max_tokens=2), cache_salt="other"),
     )
-    engine.run()
+    engine.run_until_idle()
     warm = engine.submit(ask(prompt, max_tokens=2))
     other = engine.submit(salted)
-    engine.run()
+    engine.run_until_idle()
     cached = [one(engine.result(request_id)).num_cached_tokens for request_id in (cold, warm, other)]
     assert cached == [0, 96, 0]
 
@@ -283,7 +283,7 @@ def test_metrics_count_every_token_exactly(make_engine: MakeEngine) -> None:
     requests, tokens = 5, 9
     for _ in range(requests):
         engine.submit(ask(max_tokens=tokens))
-        engine.run()
+        engine.run_until_idle()
     snapshot = engine.metrics()
     histograms = snapshot.histograms
     assert histograms["inter_token_latency_seconds"].count == requests * (tokens - 1)
@@ -320,7 +320,7 @@ def test_an_internal_fault_is_named_in_the_error(make_engine: MakeEngine, monkey
         raise ZeroDivisionError("boom")
 
     monkeypatch.setattr(engine.model.executor, "execute", broken)
-    engine.run()
+    engine.run_until_idle()
     error = one(engine.result(request_id)).error
     assert isinstance(error, RequestFailedError)
     assert "boom" in str(error)

@@ -45,7 +45,8 @@ def holds_nothing(engine: Engine) -> None:
     engine.scheduler.check()
     assert not engine.has_work
     assert engine.num_open == engine.scheduler.num_held_blocks == 0
-    assert engine._publisher.generations == engine._results == {}
+    assert not engine._publisher.generations
+    assert not engine._results
 
 
 def is_usable(llm: LLM) -> None:
@@ -94,7 +95,7 @@ def test_whatever_a_step_raises_fails_it_and_the_engine_goes_on(
         assert output.error.__cause__ is error
     holds_nothing(engine)
     after = engine.submit(GenerationRequest("hello", SHORT))
-    engine.run()
+    engine.run_until_idle()
     output = engine.result(after)
     assert output is not None
     assert output.text == "[stub:alpha] ok len=5 max=40"
@@ -131,10 +132,10 @@ def test_an_interrupt_of_a_callers_code_comes_out_when_the_step_is_over(who: str
     asked = engine.submit(GenerationRequest("hello", SHORT), leave if who == "callback" else None)
     other = engine.submit(GenerationRequest("hello", SHORT))
     with pytest.raises(SystemExit):
-        engine.run()
+        engine.run_until_idle()
     engine.scheduler.check()
     assert engine.is_complete(asked) == (who == "callback")
-    engine.run()
+    engine.run_until_idle()
     output = engine.result(other)
     assert output is not None
     assert output.text == "[stub:alpha] ok len=5 max=40"

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lockstep.core.request import FinishReason
-from lockstep.engine import engine as engine_module
+from lockstep.engine import exchange
 from lockstep.engine.engine import Engine
 from lockstep.engine.metrics import HISTOGRAMS, EngineMetrics, Histogram, MetricsSnapshot, SequenceSpan
 from lockstep.engine.outputs import GenerationRequest
@@ -58,7 +58,7 @@ def test_prompt_tokens_have_one_of_two_sources(make_engine: MakeEngine) -> None:
     engine = make_engine()
     for _ in range(2):
         submit(engine, "x" * 100)
-        engine.run()
+        engine.run_until_idle()
     snapshot = engine.metrics()
     expected = {"local_compute": 104.0, "local_cache_hit": 96.0}
     assert by_label(snapshot, "prompt_tokens_by_source") == ("source", expected)
@@ -71,7 +71,7 @@ def test_a_recomputed_prompt_is_no_cache_hit(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=16, scheduler={"preemption": "recompute"})
     for index in range(12):
         submit(engine, f"{index:02}" + "x" * 58, max_tokens=40)
-    engine.run()
+    engine.run_until_idle()
     snapshot = engine.metrics()
     assert snapshot.counters["num_preemptions"] > 0
     assert by_label(snapshot, "prompt_tokens_by_source")[1] == {"local_compute": 720, "local_cache_hit": 0}
@@ -81,7 +81,7 @@ def test_what_was_asked_for_is_counted_once_per_request(make_engine: MakeEngine)
     engine = make_engine()
     submit(engine, "hello", 7, n=3)
     submit(engine, "hello", 2)
-    engine.run()
+    engine.run_until_idle()
     histograms = engine.metrics().histograms
     sums = {name: (histograms[name].count, histograms[name].sum) for name in histograms}
     assert sums["request_params_n"] == (2, 4.0)
@@ -114,12 +114,12 @@ def test_refusals_of_full_queues_and_faulty_rows_are_counted(
     engine = make_engine("stub://alpha?nan_every=3", scheduler={"max_num_queued_reqs": 2})
     for _ in range(5):
         submit(engine, "hello", 1)
-    engine.run()
-    monkeypatch.setattr(engine_module, "MAX_INBOX", 1)
+    engine.run_until_idle()
+    monkeypatch.setattr(exchange, "MAX_COMMANDS", 1)
     submit(engine, "hello", 1)
     with pytest.raises(QueueFullError, match="1 commands already wait"):
         submit(engine, "hello", 1)
-    engine.run()
+    engine.run_until_idle()
     counters = engine.metrics().counters
     assert counters["admission_rejections"] == 3 + 1
     assert counters["corrupted_requests"] == 1
@@ -128,7 +128,7 @@ def test_refusals_of_full_queues_and_faulty_rows_are_counted(
 def test_a_snapshot_crosses_processes_and_says_what_the_cache_is(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=77)
     submit(engine, "hello")
-    engine.run()
+    engine.run_until_idle()
     snapshot = engine.metrics()
     assert snapshot.info["cache_config_info"].items() >= {"block_size": "16", "num_gpu_blocks": "77"}.items()
     assert pickle.loads(pickle.dumps(snapshot)) == snapshot

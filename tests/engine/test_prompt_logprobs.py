@@ -71,7 +71,7 @@ def ask(engine: Engine, request: GenerationRequest, num_others: int = 0) -> Requ
         for index in range(num_others)
     ]
     ids = [engine.submit(each) for each in (*others[: num_others // 2], request, *others[num_others // 2 :])]
-    engine.run()
+    engine.run_until_idle()
     engine.scheduler.check()
     output = engine.result(ids[num_others // 2])
     assert output is not None

@@ -45,7 +45,7 @@ def ask(text: str, session: str | None = None, **fields: object) -> GenerationRe
 
 def answer(engine: Engine, request: GenerationRequest) -> RequestOutput:
     request_id = engine.submit(request)
-    engine.run()
+    engine.run_until_idle()
     output = engine.result(request_id)
     assert output is not None
     return output
@@ -135,7 +135,7 @@ def test_waiting_for_a_session_ends_with_a_deadline_an_abort_or_a_full_queue(mak
     engine.step()
     engine.abort(left)
     clock.advance(1.0)
-    engine.run()
+    engine.run_until_idle()
     outcomes = [engine.result(request_id) for request_id in (runs, late, left, refused)]
     errors = [None if output is None else type(output.error) for output in outcomes]
     assert errors == [type(None), QueueDeadlineError, RequestFailedError, QueueFullError]
@@ -152,7 +152,7 @@ def test_no_request_waits_for_room_that_only_idle_sessions_take(make: Make, cloc
     large = engine.submit(ask("x" * 200))
     engine.step()
     assert engine.scheduler.num_running == 1
-    engine.run()
+    engine.run_until_idle()
     assert engine.is_complete(large)
     kept = {report.session_id: report.num_blocks for report in engine.sessions.reports(clock.now_s())}
     assert sum(kept.values()) < 12
@@ -170,7 +170,7 @@ def test_a_sweep_takes_idle_sessions_and_an_end_busy_ones_too(make: Make, change
     assert engine.sessions.sweep() == Swept(1, 2)
     assert told(changes) == [("idle", "swept", 2, "idle")]
     engine.sessions.end("busy")
-    engine.run()
+    engine.run_until_idle()
     assert told(changes) == [("busy", "swept", 0, "ended")]
     assert engine.sessions.reports(0.0) == ()
     assert engine.sessions.sweep("nobody") == Swept(0, 0)
@@ -182,7 +182,7 @@ def test_a_session_that_was_ended_lives_again_with_its_next_request(make: Make) 
     engine.step()
     engine.sessions.end("s")
     engine.submit(ask("a" * 64, "s"))
-    engine.run()
+    engine.run_until_idle()
     assert [report.num_blocks for report in engine.sessions.reports(0.0)] == [4]
 
 
@@ -194,7 +194,7 @@ def test_a_request_that_never_began_leaves_its_session_as_it_was(make: Make, cha
     engine.step()
     changes.clear()
     engine.abort(other)
-    engine.run()
+    engine.run_until_idle()
     assert changes == []
     assert answer(engine, ask("a" * 64 + "more", "s")).num_cached_tokens == 64
 
@@ -229,7 +229,7 @@ def test_a_session_changes_no_byte() -> None:
             request = GenerationRequest(prompt, params, session_id=session)
             other = GenerationRequest(tuple(noise.randrange(5, 3000) for _ in range(noise.randrange(20, 300))), params)
             ids = [llm.engine.submit(other), llm.engine.submit(request), llm.engine.submit(other)]
-            llm.engine.run()
+            llm.engine.run_until_idle()
             output = llm.engine.result(ids[1])
             assert output is not None
             completion = output.completions[0]
@@ -272,7 +272,7 @@ def test_whatever_happens_nothing_is_lost_and_nothing_stays_pinned(steps: list[t
         reports = engine.sessions.reports(0.0)
         assert max([sum(report.owner == owner for report in reports) for owner in "01"]) <= 2
         engine.scheduler.check()
-    engine.run()
+    engine.run_until_idle()
     assert engine.num_open == 0
     assert not any(report.num_busy for report in engine.sessions.reports(0.0))
     engine.sessions.sweep()

@@ -93,7 +93,7 @@ def output_of(make_engine: MakeEngine, **params: object) -> RequestOutput:
     engine = make_engine()
     values = {"max_tokens": 99, "temperature": 0.0, **params}
     request_id = engine.submit(GenerationRequest("hello", SamplingParams(**values)))  # type: ignore[arg-type]  # by name
-    engine.run()
+    engine.run_until_idle()
     output = engine.result(request_id)
     assert output is not None
     return output

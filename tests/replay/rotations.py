@@ -87,7 +87,7 @@ class Flight:
         if chosen is None:
             self._recorder.idle(self._priorities)
             return
-        self.seen["empty plans"] += self._engine.step() is None
+        self.seen["empty plans"] += self._engine.step().plan is None
         self._turns.spend(chosen, STEP_US)
         self._recorder.turn(self._priorities, with_work, chosen, self._now_us, self._now_us + STEP_US)
         self._now_us += 2 * STEP_US

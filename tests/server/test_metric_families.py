@@ -23,7 +23,7 @@ def samples() -> Samples:
     engine = Engine(*load_model("stub://a", LoadOptions(engine=EngineOptions(num_blocks=64))))
     for _ in range(2):
         engine.submit(GenerationRequest("x" * 100, SamplingParams(max_tokens=4)))
-        engine.run()
+        engine.run_until_idle()
     page = generate_latest(_Page(model_families({"m": engine.metrics()}, "vllm"))).decode()
     found: Samples = {}
     for family in text_string_to_metric_families(page):

@@ -312,6 +312,11 @@ class Scheduler:
         return bool(self._sequences)
 
     @property
+    def num_unfinished(self) -> int:
+        """Who waits, runs or is preempted."""
+        return len(self._sequences)
+
+    @property
     def num_running(self) -> int:
         return self._roster.num_running
 

@@ -1,17 +1,14 @@
 """The step loop of one replica: inbox, schedule, execute, sample, commit, publish.
 
-One thread owns all state: whoever calls ``step``. Other threads reach it through the bounded inbox only. The engine
-knows no recorder and no HTTP; it takes an observer and hands outputs to sinks.
+One thread owns all state: whoever calls ``step``, or ``run``, which does. Other threads reach it through the bounded
+inbox only. The engine knows no recorder and no HTTP; it takes an observer and hands outputs to sinks.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
@@ -21,28 +18,22 @@ from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.clock import Clock, SystemClock
 from lockstep.engine.deadlines import Deadlines, Due
-from lockstep.engine.detokenizer import Detokenizer
+from lockstep.engine.exchange import Abort, Inbox, Results
 from lockstep.engine.generation import Generation, LiveRequest, Sink
 from lockstep.engine.intake import prepare
-from lockstep.engine.metrics import EngineMetrics, Inbox, MetricsSnapshot, cache_config_labels, snapshot
+from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled, cache_config_labels, snapshot
 from lockstep.engine.model import LoadedModel
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.outputs import GenerationRequest, RequestOutput, StepOutputs, TokenOutput
 from lockstep.engine.publish import Publisher
+from lockstep.engine.running import Runner
 from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
 from lockstep.engine.stream import LoopMailboxes, OutputStream, collect, stream
 from lockstep.engine.taped import Tape, TapedScheduler
-from lockstep.errors import LockstepError, QueueFullError, RequestFailedError
-from lockstep.executors.sampling import SamplerState
+from lockstep.errors import LockstepError, QueueFullError, RequestFailedError, UsageError
 
 log = logging.getLogger(__name__)
 
 Observer = Callable[[StepPlan, StepResult, StepEvents], None]
-MAX_INBOX = 65_536
-"""Commands that may wait for the next step."""
-
-
-class _Abort(NamedTuple):
-    request_id: int
 
 
 class Engine:
@@ -82,15 +73,12 @@ class Engine:
         if tape is not None:
             tape.opened(self.scheduler, self._fingerprint)
         self._publisher = Publisher(model, self._metrics)
-        self._inbox: deque[LiveRequest | _Abort] = deque()
-        self._counting = threading.Lock()
-        self._num_rejected = 0
-        self._wake = threading.Event()
-        """Set whenever there may be something to do; whoever waited for it clears it before looking."""
+        self._inbox = Inbox()
+        self._runner = Runner(self._inbox)
         self._ids = itertools.count()
         self._info = {"cache_config_info": cache_config_labels(config)}
         self._open: dict[int, LiveRequest] = {}
-        self._results: OrderedDict[int, RequestOutput] = OrderedDict()
+        self._results = Results(config.max_finished)
         self._deadlines = Deadlines()
         self._mailboxes = LoopMailboxes()
 
@@ -108,18 +96,18 @@ class Engine:
         Raises:
             InvalidParameterError, PromptTooLongError: the request can never be served as it is.
             QueueFullError: too many requests wait.
+            UsageError: the engine was stopped.
         """
         prepared = prepare(self.model, self.config, request)
-        if len(self._inbox) >= MAX_INBOX:
-            with self._counting:
-                self._num_rejected += 1
-            raise QueueFullError(f"{MAX_INBOX} commands already wait for the next step; try again later")
+        self._inbox.check_room()
         request_id = next(self._ids) if request_id is None else request_id
         live = LiveRequest(request_id, prepared, self._now_s(), callback)
         self._open[request_id] = live
         try:
-            self._inbox.append(live)
-            self.wake()
+            self._inbox.put(live)
+        except UsageError:
+            self._open.pop(request_id, None)
+            raise
         except BaseException:  # an interrupt: nobody will ever know this id
             self.abort(request_id)
             raise
@@ -136,38 +124,54 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """End a request before its next step; an unknown or ended one is left alone."""
         if request_id in self._open:
-            self._inbox.append(_Abort(request_id))
-            self.wake()
+            self._inbox.abort(request_id)
 
     def is_complete(self, request_id: int) -> bool:
         return request_id not in self._open
 
     def result(self, request_id: int) -> RequestOutput | None:
         """The answer to a request that was submitted without a callback, once; None while it runs or when read."""
-        return self._results.pop(request_id, None)
+        return self._results.take(request_id)
+
+    def drain_finished(self) -> tuple[RequestOutput, ...]:
+        """Every answer that ``result`` would give, in the order in which they ended; they count as read then."""
+        return self._results.take_all()
+
+    def stop(self) -> None:
+        """Refuse requests from now on, and have ``run`` end with its step and abort what is open; does not wait."""
+        self._inbox.close("this engine was stopped and takes no requests")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no more requests are taken, since it was stopped or ``run`` broke."""
+        return self._inbox.is_closed
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something is submitted, a deadline is due or the time is up."""
+        """Sleep until something is submitted or aborted, a deadline is due, it is stopped, or the time is up."""
         due_s = self._deadlines.next_s
         if due_s is not None:
             timeout_s = min(timeout_s, max(0.0, due_s - self._now_s()))
-        self._wake.wait(timeout_s)
-        self._wake.clear()
-
-    def wake(self) -> None:
-        """End a ``wait`` early, the one under way or the next."""
-        if not self._wake.is_set():
-            self._wake.set()
+        self._inbox.wait(timeout_s)
 
     def metrics(self) -> MetricsSnapshot:
         """A consistent enough copy of all counters; may be called from any thread."""
-        num_waiting = sum(type(command) is LiveRequest for command in self._inbox.copy()) + self.sessions.num_waiting
-        return snapshot(self._metrics, self.scheduler.stats(), Inbox(num_waiting, self._num_rejected), self._info)
+        unscheduled = Unscheduled(self._inbox.num_requests + self.sessions.num_waiting, self._inbox.num_rejected)
+        return snapshot(self._metrics, self.scheduler.stats(), unscheduled, self._info)
 
     @property
     def num_open(self) -> int:
         """Requests that were submitted and have not ended."""
         return len(self._open)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are being computed; a request has ``n`` of them."""
+        return self.scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are queued or preempted, and requests that the scheduler has not seen yet."""
+        return self.scheduler.num_waiting + self._inbox.num_requests + self.sessions.num_waiting
 
     @property
     def fingerprint(self) -> str:
@@ -190,6 +194,15 @@ class Engine:
         return self.sessions.reports(self._now_s())
 
     def run(self) -> None:
+        """Step while there is work and wait while there is none, until ``stop``; what is open then ends with ``abort``.
+
+        For a thread of its own; UsageError where another has it. Interrupts out of executors and callbacks are logged
+        there, and come out on the main thread. So does on any what breaks the loop itself, or what an observer raises:
+        every open request has ended with an error then, and no more are taken.
+        """
+        self._runner.run(self)
+
+    def run_until_idle(self) -> None:
         """Step until nothing is left to do."""
         while self.has_work:
             self.step()
@@ -215,13 +228,16 @@ class Engine:
                 self._refuse(live, error)
         self._mailboxes.dispatch(on_lost=lambda request_id: None)
 
-    def step(self) -> StepPlan | None:
-        """Drain the inbox, then plan, execute and publish one step; None when there was nothing to do.
+    def step(self) -> StepOutputs:
+        """Drain the inbox, then plan, execute and publish one step; returns what it did, for all requests.
 
         Whatever the executor, the sampler or a grammar raises fails the step: its requests end with the reason and the
         next step can come. Interrupts (no `Exception`) among it or out of callbacks, and what the observer raises, come
-        out of here when the step is over. A signal's may come amid a decision: no main thread should call this.
+        out of here when the step is over. A signal's may come amid a decision, and nothing is certain then: to go on
+        after Ctrl-C, step on another thread, as ``LLM`` does.
         """
+        self._runner.check_thread()
+        outputs = self._publisher.outputs = []
         self.drain()
         plan = self.scheduler.schedule()
         if plan.has_work:
@@ -230,7 +246,7 @@ class Engine:
             assert not self.scheduler.has_unfinished, "sequences wait, but the plan is empty: nothing would ever change"
         self._mailboxes.dispatch(on_lost=self._abort_now)
         self._publisher.raise_interrupt()
-        return plan if plan.has_work else None
+        return StepOutputs(plan if plan.has_work else None, outputs)
 
     def _run_plan(self, plan: StepPlan) -> None:
         try:
@@ -273,17 +289,13 @@ class Engine:
             self._end(request_id, FinishReason.ERROR, error)
 
     def drain(self) -> None:
-        """Take what waited for a session, then what was submitted, in order, then what is due.
-
-        Once per step, and never more than was there.
-        """
+        """Take what waited for a session, then what was submitted, in order, then what is due; once per step."""
         now_s = self._now_s()
         if self.sessions.num_waiting:
             for live in self.sessions.ready(now_s):
                 self._schedule(live, now_s)
-        for _ in range(len(self._inbox)):
-            command = self._inbox.popleft()
-            if isinstance(command, _Abort):
+        for command in self._inbox.take():
+            if isinstance(command, Abort):
                 self._end(command.request_id, FinishReason.ABORT)
             else:
                 self._add(command, now_s)
@@ -311,25 +323,15 @@ class Engine:
 
     def _schedule(self, live: LiveRequest, now_s: float) -> bool:
         """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
-        prepared, model = live.prepared, self.model
         first: int | None = None
         for index in range(live.num_open):
             try:
-                seq_id = self.scheduler.add(prepared.core_request_of(first))
+                seq_id = self.scheduler.add(live.prepared.core_request_of(first))
             except LockstepError as error:
                 self._refuse(live, error)
                 return False
             first = seq_id if first is None else first
-            sampler = SamplerState(prepared.sampling, prepared.seed + index, prepared.prompt_ids, model.vocab_size)
-            detokenizer = Detokenizer(
-                model.tokenizer,
-                after=prepared.prompt_ids[-1],
-                verbatim=bool(prepared.grammars),
-                shown=prepared.shown_ids,
-            )
-            generation = Generation(live, index, seq_id, sampler, detokenizer, self.config.max_forced_tokens)
-            live.generations.append(generation)
-            self._publisher.open(generation)
+            generation = self._publisher.open(live, index, seq_id, self.config.max_forced_tokens)
             if self._tape is not None:
                 self._tape.came(generation, max(0.0, now_s - live.arrival_s))
         return True
@@ -345,11 +347,8 @@ class Engine:
         now_s = self._now_s()
         self._metrics.count_finished(reason)
         self._finish(live, now_s)
-        if live.sink is not None:
-            output = live.output(now_s)
-            self._publisher.hand_over(
-                live.sink, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=output)
-            )
+        request = live.output(now_s)
+        self._publisher.tell(live, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=request))
 
     def _end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
         """End what is still open of a request, outside a step."""
@@ -390,11 +389,9 @@ class Engine:
             self._finish(live, now_s)
 
     def _finish(self, live: LiveRequest, now_s: float) -> None:
-        self._open.pop(live.request_id, None)
         self.sessions.leave(live, now_s)
         if live.generations:
             self._metrics.observe_request([generation.num_output for generation in live.generations])
         if live.sink is None:
-            self._results[live.request_id] = live.output(now_s)
-            while len(self._results) > self.config.max_finished:
-                self._results.popitem(last=False)
+            self._results.keep(live.output(now_s))
+        self._open.pop(live.request_id, None)  # now that its result is there, for whoever looks whether it is complete

@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
-_IDLE_WAIT_S = 1.0
 
 
 class LLM:
@@ -55,7 +54,7 @@ class LLM:
         progress: Progress | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self.model, config = load_model(model, options or LoadOptions(), progress)
+        self.model, config = load_model(model, options, progress)
         try:
             self.engine = Engine(self.model, config, observer=observer)
             self._aside = Aside(f"lockstep-{self.model.name}")
@@ -186,9 +185,8 @@ class AsyncEngine:
         progress: Progress | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self.model, config = load_model(model, options or LoadOptions(), progress)
+        self.model, config = load_model(model, options, progress)
         self.engine = Engine(self.model, config, observer=observer)
-        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=f"lockstep-{self.model.name}", daemon=True)
         self._thread.start()
 
@@ -242,8 +240,7 @@ class AsyncEngine:
 
     def close(self) -> None:
         """End what is open, stop the thread, free the model. Calling it again does nothing, or what is left of it."""
-        self._stopping.set()
-        self.engine.wake()
+        self.engine.stop()
         self._thread.join()
 
     def __enter__(self) -> AsyncEngine:
@@ -276,33 +273,17 @@ class AsyncEngine:
         )
 
     def _checked(self, request: GenerationRequest) -> GenerationRequest:
-        if self._stopping.is_set():
+        if self.engine.is_stopped:
             raise UsageError("this engine is closed")
         return request
 
     def _loop(self) -> None:
-        engine = self.engine
         try:
-            while not self._stopping.is_set():
-                if not self._step():
-                    engine.wait(_IDLE_WAIT_S)
-            engine.abort_all()
-        except Exception as error:  # a defect of ours: nobody may wait for answers that cannot come
+            self.engine.run()
+        except Exception:  # a defect of ours, which every open request was told
             log.exception("the engine's thread broke")
-            self._stopping.set()
-            engine.abandon(RequestFailedError(f"the engine broke: {error!r}; load the model again"))
         finally:  # here, since a wait for this thread may be interrupted
             self.model.close()
-
-    def _step(self) -> bool:
-        """Whether there was anything to do."""
-        try:
-            return self.engine.step() is not None
-        except Exception:
-            raise
-        except BaseException:  # the step is over, its requests know, and nobody above this thread can be interrupted
-            log.exception("an interrupt in the engine's thread")
-            return True
 
 
 def _vector(output: RequestOutput) -> npt.NDArray[np.float32]:

@@ -44,12 +44,13 @@ class LoadOptions:
 
 
 def load_model(
-    source: str, options: LoadOptions, progress: Progress | None = None
+    source: str, options: LoadOptions | None = None, progress: Progress | None = None
 ) -> tuple[LoadedModel, SchedulerConfig]:
-    """Load a model and decide its scheduler's configuration.
+    """Load a model and decide its scheduler's configuration: what an ``Engine`` is made of. Whoever loads it closes it.
 
     Args:
         source: a path, ``hf://org/name``, ``pocket://`` or ``stub://NAME``.
+        options: how to load it and within what limits.
 
     Raises:
         ArtifactError: the artifact cannot be served.
@@ -57,6 +58,7 @@ def load_model(
         ConfigError: the limits cannot work with it.
         UsageError: an option names something that this machine does not have.
     """
+    options = options or LoadOptions()
     report = progress or (lambda stage, fraction: None)
     if source.startswith(STUB_SCHEME):
         loaded, config = _load_stub(source, options)

@@ -179,7 +179,7 @@ def cache_config_labels(config: SchedulerConfig) -> Mapping[str, str]:
     return {name: str(value) for name, value in facts.items()}
 
 
-class Inbox(NamedTuple):
+class Unscheduled(NamedTuple):
     """What the engine knows of requests that its scheduler has not seen."""
 
     num_waiting: int
@@ -188,13 +188,13 @@ class Inbox(NamedTuple):
 
 
 def snapshot(
-    metrics: EngineMetrics, stats: SchedulerStats, inbox: Inbox, info: Mapping[str, Mapping[str, str]]
+    metrics: EngineMetrics, stats: SchedulerStats, unscheduled: Unscheduled, info: Mapping[str, Mapping[str, str]]
 ) -> MetricsSnapshot:
     """Put the engine's and the scheduler's counts side by side, under vLLM's names.
 
     Who waits for blocks or a place does so for ``capacity``; ``deferred`` are those who came while a step was running.
     """
-    by_reason = {"capacity": stats.num_queued + stats.num_preempted, "deferred": inbox.num_waiting}
+    by_reason = {"capacity": stats.num_queued + stats.num_preempted, "deferred": unscheduled.num_waiting}
     cached = metrics.cached_prompt_tokens
     by_source = {"local_compute": metrics.prompt_tokens - cached, "local_cache_hit": cached}
     return MetricsSnapshot(
@@ -210,7 +210,7 @@ def snapshot(
             "num_preemptions": stats.num_preemptions,
             "prefix_cache_queries": stats.prefix_queries_tokens,
             "prefix_cache_hits": stats.prefix_hits_tokens,
-            "admission_rejections": metrics.admission_rejections + inbox.num_rejected,
+            "admission_rejections": metrics.admission_rejections + unscheduled.num_rejected,
             "corrupted_requests": metrics.corrupted_requests,
             "num_steps": metrics.num_steps,
             "num_failed_steps": metrics.num_failed_steps,

@@ -7,12 +7,14 @@ Array-like, because the same struct is what a device worker sends: names of fiel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.request import FinishReason, Priority
+from lockstep.core.step import StepPlan
 from lockstep.engine.pooling import Pooling
 from lockstep.engine.reasoning import Reasoning
 from lockstep.errors import LockstepError
@@ -160,3 +162,13 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_final(self) -> bool:
         return self.finish_reason is not None
+
+
+class StepOutputs(NamedTuple):
+    """What one step of an engine did."""
+
+    plan: StepPlan | None
+    """None: there was nothing to compute."""
+    outputs: list[TokenOutput]
+    """What it brought, of every request, with a callback or without; also of those that it aborted, refused or found
+    past their deadline."""

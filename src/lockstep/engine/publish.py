@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepPlan, StepResult
-from lockstep.engine.generation import Generation, Sink
+from lockstep.engine.detokenizer import Detokenizer
+from lockstep.engine.generation import Generation, LiveRequest, Sink
 from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import TokenOutput
@@ -18,7 +19,7 @@ from lockstep.engine.pooling import Pooler
 from lockstep.errors import NumericsError
 from lockstep.executors.base import HiddenStates, Logits, SequenceObserver, StepBatch
 from lockstep.executors.grammar import TokenBits
-from lockstep.executors.sampling import Samples, likeliest, sample
+from lockstep.executors.sampling import SamplerState, Samples, likeliest, sample
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Publisher:
     def __init__(self, model: LoadedModel, metrics: EngineMetrics) -> None:
         self._executor = model.executor
         self._observer = model.executor if isinstance(model.executor, SequenceObserver) else None
-        self._name = model.name
+        self._model = model
         self._metrics = metrics
         self.generations: dict[int, Generation] = {}
         self._pooled: list[tuple[Pooler, int, range]] = []
@@ -40,12 +41,25 @@ class Publisher:
         """Who samples in the step under way, in plan order."""
         self.interrupt: BaseException | None = None
         """What is to come out of the step when it is over."""
+        self.outputs: list[TokenOutput] = []
+        """What was told since the step under way began, or the last one; the engine puts a new list here for each."""
 
-    def open(self, generation: Generation) -> None:
-        self.generations[generation.seq_id] = generation
+    def open(self, live: LiveRequest, index: int, seq_id: int, max_step_tokens: int) -> Generation:
+        """One of a request's sequences has its place in the queue."""
+        prepared, model = live.prepared, self._model
+        sampler = SamplerState(prepared.sampling, prepared.seed + index, prepared.prompt_ids, model.vocab_size)
+        detokenizer = Detokenizer(
+            model.tokenizer,
+            after=prepared.prompt_ids[-1],
+            verbatim=bool(prepared.grammars),
+            shown=prepared.shown_ids,
+        )
+        generation = Generation(live, index, seq_id, sampler, detokenizer, max_step_tokens)
+        live.generations.append(generation)
+        self.generations[seq_id] = generation
         if self._observer is not None:
-            prepared = generation.live.prepared
-            self._observer.begin(generation.seq_id, prepared.prompt_ids, prepared.max_output_tokens)
+            self._observer.begin(seq_id, prepared.prompt_ids, prepared.max_output_tokens)
+        return generation
 
     def retire(self, seq_id: int) -> None:
         del self.generations[seq_id]
@@ -172,7 +186,12 @@ class Publisher:
         if interrupt is not None:
             raise interrupt
 
-    def hand_over(self, sink: Sink, output: TokenOutput) -> bool:
+    def tell(self, live: LiveRequest, output: TokenOutput) -> bool:
+        """Put an output among the step's and call the request's sink, if it has one; False when that raised."""
+        self.outputs.append(output)
+        return live.sink is None or self._hand_over(live.sink, output)
+
+    def _hand_over(self, sink: Sink, output: TokenOutput) -> bool:
         """Call a sink; False when it raised, which is its request's fault and never the engine's."""
         try:
             sink(output)
@@ -184,12 +203,12 @@ class Publisher:
         return True
 
     def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
-        """Give every sink its output; returns the requests whose sink raised."""
+        """Tell what each got; returns the requests whose sink raised."""
         lost: list[int] = []
         for generation in touched:
-            sink = generation.live.sink
-            if sink is not None and not self.hand_over(sink, generation.take_output(now_s)):
-                lost.append(generation.live.request_id)
+            live = generation.live
+            if not self.tell(live, generation.take_output(now_s)):
+                lost.append(live.request_id)
         return lost
 
     def _pool(self) -> None:
@@ -213,7 +232,7 @@ class Publisher:
 
     def _not_finite(self, position: int) -> NumericsError:
         return NumericsError(
-            f"model {self._name!r} produced NaN or infinity at position {position}; "
+            f"model {self._model.name!r} produced NaN or infinity at position {position}; "
             "its weights or its precision are at fault"
         )
 

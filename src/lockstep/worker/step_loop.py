@@ -178,7 +178,7 @@ class StepLoop:
         started_s = self._now_s()
         plan: StepPlan | None = None
         try:
-            plan = engine.step()
+            plan = engine.step().plan
         except Exception:
             raise
         except BaseException:  # the step is over, its requests know, and nobody above this thread can be interrupted

@@ -119,7 +119,7 @@ def test_a_stream_brings_the_same_calls(llm: LLM) -> None:
         request = chat_request(llm.model.tokenizer, messages, params, template_kwargs=plan.template_kwargs)
         outputs: list[TokenOutput] = []
         llm.engine.submit(request, outputs.append)
-        llm.engine.run()
+        llm.engine.run_until_idle()
         streamed, whole = plan.parser(lambda: "id"), plan.parser(lambda: "id")
         deltas = [delta for output in outputs for delta in streamed.append(output.text)] + streamed.flush()
         whole.append("".join(output.text for output in outputs))
