@@ -154,7 +154,7 @@ MUTATIONS = {
 
 
 MAX_ROUNDS = 100_000
-"""Of taking blocks, in all: a scheduler that decides wrongly may never come to the end of a decision."""
+"""Of taking blocks, by one scheduler: one that decides wrongly may never come to the end of a decision."""
 
 
 def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
@@ -169,20 +169,21 @@ def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
         exec(inspect.getsource(planner), changed)
         changed["choose_tails"] = namespace["choose_tails"]
         namespace = changed
-    take_blocks, rounds = namespace["StepPlanner"]._take_blocks, count()
+    wrong: type[Any] = namespace["StepPlanner"]
 
-    def bounded(*args: Any) -> bool:
-        assert next(rounds) < MAX_ROUNDS, "it takes blocks for ever"
-        return bool(take_blocks(*args))
+    class Bounded(wrong):  # type: ignore[misc]  # its base is made here
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._rounds = count()
 
-    namespace["StepPlanner"]._take_blocks = bounded
+        def _take_blocks(self, *args: Any) -> bool:
+            assert next(self._rounds) < MAX_ROUNDS, "it takes blocks for ever"
+            return bool(super()._take_blocks(*args))
 
     class Mutated(Scheduler):
         def __init__(self, config: SchedulerConfig) -> None:
             super().__init__(config)
-            self._planner = namespace["StepPlanner"](
-                config, self._kv, self._queue, self._ledger, self._roster, self._sequences
-            )
+            self._planner = Bounded(config, self._kv, self._queue, self._ledger, self._roster, self._sequences)
 
     return Mutated
 
