@@ -199,6 +199,84 @@ async def test_idle_sessions_of_low_models_are_swept_first_and_of_critical_ones_
         assert swept == ["low-3", "low-4", "normal-2", "high-1", "critical-0"]
 
 
+ROUTED = """
+cluster: c
+models:
+  router: {source: 'stub://router?field=intent&ids=billing,legal', max_active_sessions: 2}
+  specialists:
+    - {id: billing, source: stub://billing}
+    - {id: legal, source: stub://legal}
+routing: {entry: router, dispatch_rule: 'router.output.intent -> specialists.{intent}'}
+"""
+
+
+async def evictions(cluster: ManifestCluster) -> list[tuple[str, str, str]]:
+    """All that were told since the start: the session, the model and why."""
+    last_id, told = cluster.events.last_id, []
+    async with asyncio.timeout(HANG_S), aclosing(cluster.events.subscribe(0)) as events:
+        while last_id and (event := await anext(events)):
+            if event.type == "session_evicted":
+                told.append((event.fields["session"], event.fields["model"], event.fields["reason"]))
+            if event.id == last_id:
+                break
+    return told
+
+
+async def test_a_session_that_gives_way_is_one_eviction_with_one_event() -> None:
+    """To others' sessions, and to requests without one; also where the engine's own bound is what sweeps."""
+    async with clustered(ONE) as cluster:
+        for number in range(5):
+            await say(cluster, "hello", session=f"s{number}")
+        assert cluster.snapshot().counters.lru_evictions == 3
+        await say(cluster, "hello")
+        assert cluster.snapshot().counters.lru_evictions == 4
+        assert await evictions(cluster) == [(f"s{number}", "m", "room") for number in range(4)]
+        await say(cluster, "hello", session="s0")
+        await say(cluster, "hello")
+        assert [session for session, *_ in await evictions(cluster)][4:] == ["s4"], "s0 was used since, and is held"
+        assert cluster.snapshot().counters.lru_evictions == 5
+    unbounded = ONE.replace(", max_active_sessions: 2", "") + "sessions: {max_active_sessions: unlimited}\n"
+    async with clustered(unbounded) as cluster:
+        for number in range(18):
+            await say(cluster, "hello", session=f"s{number}")
+        await until(lambda: cluster.snapshot().counters.lru_evictions == 2)
+        assert await evictions(cluster) == [("s0", "m", "room"), ("s1", "m", "room")]
+        assert cluster.snapshot().counters.model_evictions == 0
+
+
+async def test_a_session_of_several_models_is_evicted_once_until_it_comes_back() -> None:
+    """First the router needs its place, then nobody comes back to what the others keep."""
+    text = ROUTED + "sessions: {idle_threshold: 1h, min_lifetime: 1ms, sweep_interval: 10ms}\n"
+    async with clustered(text) as cluster:
+        for session, words in (("a", "an invoice"), ("b", "a contract"), ("c", "an invoice")):
+            await say(cluster, words, session=session)
+        assert await evictions(cluster) == [("a", "router", "room")]
+        await cluster.replace(text.replace("1h", "1ms"))
+        await until(lambda: all(session.state == "dropped" for session in cluster.sessions()))
+        told = [("a", "router", "room"), ("b", "legal", "idle"), ("c", "billing", "idle")]
+        assert await evictions(cluster) == told
+        assert cluster.snapshot().counters.lru_evictions == 3
+        await say(cluster, "a contract", session="a")
+        await until(lambda: all(session.state == "dropped" for session in cluster.sessions()))
+        assert await evictions(cluster) == [*told, ("a", "legal", "idle")]
+        assert cluster.snapshot().counters.lru_evictions == 4
+
+
+async def test_what_goes_with_its_model_or_ends_is_told_and_is_no_eviction_of_the_least_recently_used() -> None:
+    """The model made room for another one, which is counted as that."""
+    text = "cluster: c\nresources: {gpu_budget: 1GB}\nmodels:\n  extra:\n" + "".join(
+        f"    - {{id: {name}, source: 'stub://{name}', tier: standby}}\n" for name in "ab"
+    )
+    async with clustered(text) as cluster:
+        await say(cluster, "hello", "a", session="s")
+        await say(cluster, "hello", "b", session="t")
+        assert await evictions(cluster) == [("s", "a", "unloaded")]
+        await cluster.end_session("t")
+        assert len(await evictions(cluster)) == 1, "its client knows"
+        counters = cluster.snapshot().counters
+        assert (counters.model_evictions, counters.lru_evictions) == (1, 0)
+
+
 async def test_what_a_session_said_stays_when_others_fill_the_cache_until_it_is_ended() -> None:
     story = "I was charged twice for my subscription last week and would like to have my money back. " * 5
     text = "cluster: c\nmodels:\n  m: {source: 'pocket://', engine: {num_blocks: 24, max_num_seqs: 4}}\n"
@@ -227,6 +305,7 @@ async def test_a_lost_worker_loses_the_sessions_and_says_so() -> None:
         async with aclosing(cluster.events.subscribe(begin)) as events:
             seen = [(await anext(events)).type for _ in range(2)]
         assert seen == ["worker_restarted", "session_evicted"]
+        assert cluster.snapshot().counters.lru_evictions == 0
         await until(lambda: cluster.health().ready)
         assert (await say(cluster, "hello", session="s")).model == "m"
 

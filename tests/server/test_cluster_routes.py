@@ -271,6 +271,30 @@ def test_the_cluster_is_in_the_metrics(client: httpx2.Client) -> None:
         assert float(told[f"lockstep:cluster_model_sessions{labels}"]) == model["num_sessions"]
 
 
+def test_evictions_of_sessions_and_of_models_are_counted_apart_and_told() -> None:
+    """In the snapshot, in the metrics, and as events that say which session."""
+    text = MANIFEST.replace("cluster: test", "cluster: test\nresources: {gpu_budget: 2400MB}")
+    text = text.replace(f"stub://billing?step_ms={STEP_MS}", "stub://billing\n      max_active_sessions: 2")
+    text = text.replace("stub://fallback", "stub://fallback\n  tier: standby")
+    with clustered(text) as server, server.client() as client:
+        for number in range(5):
+            client.post(CHAT, json={**BILLING, "session_id": f"s{number}"})
+        assert client.post(CHAT, json=asking("Hi")).json()["model"] == "fallback"
+        assert client.post(CHAT, json=asking("Is this clause legal?")).json()["model"] == "legal"
+        counters = client.get("/v1/cluster").json()["counters"]
+        lines = client.get("/metrics").text.splitlines()
+        told = dict(line.rsplit(" ", 1) for line in lines if "evictions" in line)
+        with client.stream("GET", "/v1/events?after=0&type=session_evicted") as response:
+            data = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: "))
+            events = [next(data) for _ in range(3)]
+    assert (counters["lru_evictions"], counters["model_evictions"]) == (3, 1)
+    assert float(told["lockstep:cluster_lru_evictions_total"]) == 3
+    assert float(told["lockstep:cluster_model_evictions_total"]) == 1
+    assert [(event["session"], event["model"], event["reason"]) for event in events] == [
+        (f"s{number}", "billing", "room") for number in range(3)
+    ]
+
+
 def test_the_remote_tier_is_in_the_metrics(cluster: Living) -> None:
     """Two remote models: the other server here, and a port where nobody listens, which is left alone after five."""
     far = f"base_url: '{cluster.url}/v1', model: billing"

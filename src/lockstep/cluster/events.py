@@ -31,7 +31,11 @@ EVENTS: Mapping[str, Mapping[str, str]] = {
         "duration_ms": "submission to the end of the hop",
     },
     "session_admitted": {"session": "its id", "model": "where it began"},
-    "session_evicted": {"session": "its id", "model": "whose KV was given up", "reason": "why, in a few words"},
+    "session_evicted": {
+        "session": "its id; once, however many models held it, until its next request",
+        "model": "who gave up its KV; of several at once, the one that answered last",
+        "reason": "room: another session took its place; idle: nobody came back; unloaded: with its model; worker lost",
+    },
     "co_activation_warmed": {"model": "id of the warmed model", "by": "the model whose requests warm it"},
     "manifest_replacing": {"cluster": "name in the new manifest"},
     "manifest_replaced": {

@@ -34,6 +34,8 @@ class Session:
     """By model: tokens of its last prompt that are kept on the device."""
     is_held: bool = True
     """At least one model holds it."""
+    is_evicted: bool = False
+    """A model has given up its KV since its last request."""
 
     def snapshot(self, now_s: float) -> SessionSnapshot:
         state = "active" if self.num_active else "idle" if self.is_held else "dropped"
@@ -182,7 +184,8 @@ class Sessions:
         if session is None:
             session = Session(id_, model, now_s, now_s)
         self._known[id_] = session
-        session.model, session.is_held, session.last_used_s = model, True, now_s
+        session.model, session.last_used_s = model, now_s
+        session.is_held, session.is_evicted = True, False
         session.num_requests += 1
         session.num_active += 1
         return is_new
@@ -215,6 +218,19 @@ class Sessions:
                 session.kept_tokens.clear()
             else:
                 session.kept_tokens.pop(model, None)
+
+    def evict(self, id_: str) -> bool:
+        """Note that its KV was given up; False: it was before, with no request since, or nobody knows it."""
+        session = self._known.get(id_)
+        if session is None or session.is_evicted:
+            return False
+        session.is_evicted = True
+        return True
+
+    def last_model(self, id_: str) -> str | None:
+        """Who answered it last; None: nobody knows it."""
+        session = self._known.get(id_)
+        return None if session is None else session.model
 
     @property
     def ids(self) -> tuple[str, ...]:

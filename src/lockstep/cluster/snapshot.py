@@ -134,7 +134,9 @@ class Counters(msgspec.Struct):
     demotions: int = 0
     co_activation_warms: int = 0
     lru_evictions: int = 0
-    """Models that made room for others."""
+    """Idle sessions whose KV was given up, least recently used first: for another session, or as nobody came back."""
+    model_evictions: int = 0
+    """Models that were unloaded to make room for others."""
 
 
 class TransitionSnapshot(msgspec.Struct, frozen=True):

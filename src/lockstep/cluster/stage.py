@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
 from lockstep.cluster.models import Model, Names, Roster
 from lockstep.cluster.opening import LoadProgress, Opened, corrected, has_device_alone, here, open_manifest
 from lockstep.cluster.plan_flight import PlanRecorder
-from lockstep.cluster.planner import Phase, PlanPolicy
+from lockstep.cluster.planner import Phase, PlanPolicy, UnloadReason
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replicas import FAILED, LOST, Replicas
 from lockstep.cluster.sessions import ModelSessions, Session, Sessions
@@ -43,6 +43,8 @@ DRAIN_S = 10.0
 """For calls to what goes; then they are cut."""
 REPLACED = "replaced"
 """Why a replica goes that the manifest does not have any more."""
+LRU_REASONS = ("room", "idle")
+"""Why an idle session gives up its KV, least recently used first; else it goes with the model or worker that has it."""
 _STATES = {
     Phase.ABSENT: "standby",
     Phase.LOADING: "loading",
@@ -196,7 +198,7 @@ class Stage:
         """What is done for a session that gives way to another one."""
 
         def sweep(session: str) -> None:
-            self.swept(session, model, "room")
+            self.swept(session, (model,), "room")
             self.replicas.run(self.free(session, model))
 
         return sweep
@@ -278,11 +280,19 @@ class Stage:
             return reason
         return "" if held.phase is Phase.RESIDENT else held.absence or "the model is loading"
 
-    def swept(self, session: str, model: str, reason: str) -> None:
-        """A model gave up a session's KV."""
-        is_held = any(other.sessions.holds(session) for other in self.roster.models.values())
-        self.sessions.dropped(session, model, is_held=is_held)
-        self.events.emit("session_evicted", session=session, model=model, reason=reason)
+    def swept(self, session: str, models: Sequence[str], reason: str) -> None:
+        """Models gave up a session's KV. However many they are, and when: until its next request that is one eviction.
+        Of remote models, which keep none, it is none."""
+        roster = self.roster.models
+        is_held = any(other.sessions.holds(session) for other in roster.values())
+        for model in models:
+            self.sessions.dropped(session, model, is_held=is_held)
+        local = [model for model in models if model in roster and roster[model].held is not None]
+        if local and self.sessions.evict(session):
+            last = self.sessions.last_model(session)
+            self.counters.lru_evictions += reason in LRU_REASONS
+            told = last if last in local else local[0]
+            self.events.emit("session_evicted", session=session, model=told, reason=reason)
 
     async def free(self, session: str, model: str) -> None:
         """Let the worker unpin what an idle session keeps for a model."""
@@ -321,12 +331,10 @@ class Stage:
             return
         model = self.roster.models.get(change.owner)
         if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
-            self.swept(change.session_id, change.owner, change.reason or "")
+            self.swept(change.session_id, (change.owner,), change.reason or "")
 
     def _gave_up(self, session: str, reason: str) -> None:
-        for model in self.roster.models.values():
-            if model.sessions.drop(session):
-                self.swept(session, model.id, reason)
+        self.swept(session, [m.id for m in self.roster.models.values() if m.sessions.drop(session)], reason)
 
     def idle_sessions(self, now_s: float) -> list[str]:
         """Whose KV may be given up: those of low models first and of critical ones last, by who answered last, and
@@ -369,7 +377,7 @@ class Stage:
             self.counters.promotions += 1
         elif phase is Phase.UNLOADING and reason != REPLACED:
             self.counters.demotions += 1
-            self.counters.lru_evictions += reason == "room"
+            self.counters.model_evictions += reason == UnloadReason.ROOM
 
 
 def _session_limit(entry: Entry, manifest: Manifest) -> int | None:

@@ -24,7 +24,8 @@ HELP: Mapping[str, str] = {
     "promotions": "Models that became resident after the boot.",
     "demotions": "Models that became resident no longer.",
     "co_activation_warms": "Models that were loaded because a request was likely.",
-    "lru_evictions": "Models that made room for others.",
+    "lru_evictions": "Idle sessions whose KV was given up, least recently used first.",
+    "model_evictions": "Models that were unloaded to make room for others.",
 }
 MODEL_HELP: Mapping[str, str] = {
     "running": "Requests that a model answers.",
