@@ -176,14 +176,14 @@ def test_a_manifest_is_put_and_got_over_http(tmp_path: Path) -> None:
         put = client.put("/v1/manifest", content=GROWN, headers=yaml)
         assert put.status_code == 200
         assert put.json()["added"] == ["legal"]
-        got = client.get("/v1/manifest").text
-        assert client.put("/v1/manifest", content=got, headers=yaml).json()["unchanged"] == [
-            "router",
-            "billing",
-            "legal",
-        ]
+        got = client.get("/v1/manifest", headers={"Accept": "application/yaml"}).text
+        whole = ["router", "billing", "legal"]
+        assert client.put("/v1/manifest", content=got, headers=yaml).json()["unchanged"] == whole
+        as_json = client.get("/v1/manifest").json()
+        assert as_json["cluster"] == "small"
+        assert client.put("/v1/manifest", json=as_json).json()["unchanged"] == whole
         refused = client.put("/v1/manifest", content=SMALL + "zebra: 1\n", headers=yaml)
         assert refused.status_code == 400
         [problem] = refused.json()["error"]["problems"]
         assert problem["line"] == 11
-        assert client.get("/v1/manifest").text == got
+        assert client.get("/v1/manifest", headers={"Accept": "application/yaml"}).text == got

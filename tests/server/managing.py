@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from typing import Any
+
+import yaml
 
 from lockstep.cluster.base import ModelCard
 from lockstep.cluster.cluster import ManifestCluster
@@ -60,6 +63,10 @@ class Managed(ManifestCluster):
 
     def manifest_text(self) -> str:
         return self.text
+
+    def manifest_plain(self) -> Mapping[str, Any]:
+        plain: Mapping[str, Any] = yaml.safe_load(self.text)
+        return plain
 
     async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
         self.environments.append(environment)

@@ -8,15 +8,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
 
 from lockstep.cluster.cluster import ManifestCluster
-from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.manifest import Manifest
+from lockstep.cluster.manifest_file import parse, plain
 from lockstep.server.app import create_app
 from lockstep.server.lifecycle import Phase
-from lockstep.server.manifest_text import manifest_text
+from lockstep.server.manifest_text import YAML_TYPES, kind_of, manifest_text, wanted_type
 from lockstep.server.options import ServerOptions
+from tests.cluster.manifests import manifests
 from tests.server.managing import FAULTS, MANIFEST, Managed
 from tests.server.support import NAME, client_of, error_of
 
@@ -83,14 +87,62 @@ async def test_the_cluster_is_shown_as_it_is() -> None:
     assert shown["counters"]["requests_total"] == 3
 
 
-async def test_what_is_got_can_be_put_back() -> None:
+@pytest.mark.parametrize("kind", ["application/json", "application/yaml", "text/yaml"])
+async def test_what_is_got_can_be_put_back(kind: str) -> None:
     async with managing() as (client, cluster):
-        got = await client.get("/v1/manifest")
-        assert got.headers["content-type"].startswith("application/yaml")
-        put = await client.put("/v1/manifest", content=got.content, headers=YAML)
+        got = await client.get("/v1/manifest", headers={"Accept": kind})
+        assert kind_of(got.headers["content-type"]) == kind
+        assert got.headers["vary"] == "Accept"
+        put = await client.put("/v1/manifest", content=got.content, headers={"Content-Type": kind})
     assert put.status_code == 200
-    assert cluster.text == got.text == MANIFEST
+    assert cluster.text == got.text
+    assert yaml.safe_load(got.text) == yaml.safe_load(MANIFEST)
     assert put.json()["unchanged"] == ["router"]
+
+
+async def test_a_client_that_does_not_say_what_it_wants_gets_json() -> None:
+    """As curl does, whose output goes on to jq."""
+    async with managing() as (client, _):
+        for accept in ("*/*", "application/json"):
+            got = await client.get("/v1/manifest", headers={"Accept": accept})
+            assert got.headers["content-type"] == "application/json"
+            assert got.json() == yaml.safe_load(MANIFEST)
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("", "application/json"),
+        ("*/*", "application/json"),
+        ("text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8", "application/json"),
+        ("application/*", "application/json"),
+        ("image/png", "application/json"),
+        ("Application/YAML; charset=utf-8", "application/yaml"),
+        ("text/yaml, */*", "text/yaml"),
+        ("*/*, application/x-yaml", "application/x-yaml"),
+        ("text/*", "text/yaml"),
+        ("application/yaml, application/json", "application/yaml"),
+        ("application/json, application/yaml", "application/json"),
+        ("application/yaml;q=0.5, application/json;q=0.9", "application/json"),
+        ("application/yaml;q=0.5, */*;q=0.1", "application/yaml"),
+        ("application/yaml;q=0", "application/json"),
+        ("text/yaml;q=many", "text/yaml"),
+    ],
+)
+def test_a_client_gets_the_form_that_it_likes_best(accept: str, kind: str) -> None:
+    assert wanted_type(accept) == kind
+
+
+@pytest.mark.parametrize(
+    "words", ["caf\u00e9 \U0001f600", "\x7f", "a\x85b", "a\u2028 b\u2029", "\ufeff", "\\ud83d", "a\tb\n: #", "/"]
+)
+def test_a_text_in_json_says_what_it_says(words: str) -> None:
+    """Whatever YAML would make of it; as compact JSON and as its escapes."""
+    value = {"cluster": "c", "models": {"a": {"source": "stub://a", "tier": "resident", "system_prompt": words}}}
+    for body in (msgspec.json.encode(value), json.dumps(value).encode()):
+        read = parse(manifest_text(body, "application/json"))
+        assert read.entry("a").system_prompt == words
+        assert plain(read) == value
 
 
 async def test_a_manifest_may_be_json() -> None:
@@ -102,6 +154,13 @@ async def test_a_manifest_may_be_json() -> None:
         response = await client.put("/v1/manifest", content=escaped, headers={"Content-Type": "application/json"})
         assert response.status_code == 200
         assert yaml.safe_load(cluster.text) == value
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(manifests())
+def test_every_manifest_is_read_back_from_its_json(manifest: Manifest) -> None:
+    body = msgspec.json.encode(plain(manifest))
+    assert parse(manifest_text(body, "application/json"), validators={"rollouts": lambda block: ()}) == manifest
 
 
 def test_the_lines_of_json_are_the_clients_where_they_can_be() -> None:
@@ -239,4 +298,4 @@ def test_the_document_knows_the_shapes() -> None:
     assert {"models", "budgets", "counters"} <= schema["properties"].keys()
     assert schema["properties"]["models"]["items"]["properties"]["state"] == {"type": "string"}
     body = document["paths"]["/v1/manifest"]["put"]["requestBody"]["content"]
-    assert body.keys() == {"application/yaml", "application/json"}
+    assert body.keys() == answers_of(document, "/v1/manifest", "get").keys() == {*YAML_TYPES, "application/json"}

@@ -219,11 +219,15 @@ class Cluster(Protocol):
     @property
     def is_fixed(self) -> bool:
         """Whether no request may change what is served: it was made of a command line, and has no manifest to show.
-        The four that follow are for others."""
+        The five that follow are for others."""
         ...
 
     def manifest_text(self) -> str:
         """The effective manifest as YAML; `replace` takes it."""
+        ...
+
+    def manifest_plain(self) -> Mapping[str, Any]:
+        """The same as maps, lists and scalars; `replace` takes it as JSON."""
         ...
 
     async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:

@@ -15,7 +15,7 @@ from lockstep.cluster.base import Call, EventStream, Health, ModelCard
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Manifest, Tier
-from lockstep.cluster.manifest_file import Validator, dump, parse
+from lockstep.cluster.manifest_file import Validator, dump, parse, plain
 from lockstep.cluster.opening import LoadProgress, Opened
 from lockstep.cluster.picture import picture
 from lockstep.cluster.planner import Phase
@@ -195,6 +195,9 @@ class ManifestCluster:
     def manifest_text(self) -> str:
         """The manifest that holds, as text that could replace it."""
         return dump(self._stage.roster.declared)
+
+    def manifest_plain(self) -> Mapping[str, Any]:
+        return plain(self._stage.roster.declared)
 
     async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
         """Serve another manifest; see `lockstep.cluster.replacing`. Goes on when the caller leaves.

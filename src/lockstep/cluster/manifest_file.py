@@ -1,6 +1,7 @@
 """A manifest's text and its value: `parse` tells every fault at once, with its line; `dump` writes canonical YAML.
 
-``parse(dump(manifest)) == manifest``. The environment comes in as a value; nothing is opened or read here.
+``parse(dump(manifest)) == manifest``, and the same holds of `plain` written as JSON. The environment comes in as a
+value; nothing is opened or read here.
 """
 
 from __future__ import annotations
@@ -63,7 +64,17 @@ def parse(
 
 
 def dump(manifest: Manifest) -> str:
-    """Canonical YAML: keys in one order, defaults left out, quantities in their shortest form."""
+    """`plain` as YAML."""
+    parts = [
+        yaml.dump({key: block}, Dumper=ManifestDumper, sort_keys=False, allow_unicode=True, width=_LINE_CHARS)
+        for key, block in plain(manifest).items()
+    ]
+    return "\n".join(parts)
+
+
+def plain(manifest: Manifest) -> dict[str, Any]:
+    """The canonical form as maps, lists and scalars: keys in one order, defaults left out, quantities in their shortest
+    form."""
     keys = {"id": Key(name), **entry_keys({})}
     top: dict[str, Any] = {"cluster": manifest.cluster}
     blocks = {
@@ -89,12 +100,7 @@ def dump(manifest: Manifest) -> str:
         else:
             models[block.pop("id")] = block
     blocks["models"] = models
-    top |= {key: block for key, block in blocks.items() if block not in (None, {})}
-    parts = [
-        yaml.dump({key: block}, Dumper=ManifestDumper, sort_keys=False, allow_unicode=True, width=_LINE_CHARS)
-        for key, block in top.items()
-    ]
-    return "\n".join(parts)
+    return top | {key: block for key, block in blocks.items() if block not in (None, {})}
 
 
 def _routing_written(routing: Routing) -> dict[str, Any]:

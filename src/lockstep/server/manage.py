@@ -13,14 +13,17 @@ from lockstep.cluster.base import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
 from lockstep.errors import LockstepError, ManifestError, NoManifestError, NotLoadableError, RequestError
 from lockstep.server.access import powers_of
-from lockstep.server.manifest_text import JSON_TYPE, YAML_TYPE, manifest_text
+from lockstep.server.manifest_text import JSON_TYPE, YAML_TYPES, manifest_text, wanted_type
 from lockstep.server.record import record_of
 from lockstep.server.serving import serving_of
 from lockstep.server.struct_schema import described
 
 T = TypeVar("T")
 router = APIRouter(prefix="/v1", tags=["cluster"])
-_TEXT: dict[str, Any] = {"schema": {"type": "string"}}
+_FORMS: dict[str, Any] = {JSON_TYPE: {"schema": {"type": "object"}}} | {
+    each: {"schema": {"type": "string"}} for each in YAML_TYPES
+}
+"""In which a manifest is sent, either way."""
 
 
 class SessionList(msgspec.Struct, frozen=True):
@@ -44,21 +47,27 @@ async def retrieve_cluster(request: Request) -> Response:
 
 @router.get(
     "/manifest",
-    responses={200: {"content": {YAML_TYPE: _TEXT}, "description": "What holds, additions and defaults included."}},
+    responses={
+        200: {
+            "content": _FORMS,
+            "description": "What holds, without what is a default: JSON, or YAML where `Accept` asks for it.",
+        }
+    },
     response_class=Response,
     operation_id="retrieve_manifest",
 )
 async def retrieve_manifest(request: Request) -> Response:
-    """The effective manifest, which may be put back."""
-    return Response(_manifested(request).manifest_text(), media_type=YAML_TYPE)
+    """The effective manifest, which may be put back as it came: as JSON, or as YAML where `Accept` asks for that."""
+    cluster = _manifested(request)
+    kind = wanted_type(",".join(request.headers.getlist("accept")))
+    body = msgspec.json.encode(cluster.manifest_plain()) if kind == JSON_TYPE else cluster.manifest_text()
+    return Response(body, media_type=kind, headers={"Vary": "Accept"})
 
 
 @router.put(
     "/manifest",
     responses=described(Replaced),
-    openapi_extra={
-        "requestBody": {"required": True, "content": {YAML_TYPE: _TEXT, JSON_TYPE: {"schema": {"type": "object"}}}}
-    },
+    openapi_extra={"requestBody": {"required": True, "content": _FORMS}},
     operation_id="replace_manifest",
 )
 async def replace_manifest(request: Request) -> Response:
