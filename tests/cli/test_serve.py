@@ -17,17 +17,22 @@ import typer
 from lockstep.cli.config_file import read_config
 from lockstep.cli.foreign_flags import ForeignFlags, answers_to
 from lockstep.cli.main import app, invoke
-from lockstep.cli.serve import engine_options, server_options, split_address, split_keys
-from lockstep.cli.serve_flags import ClusterFlags, EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
-from lockstep.engine.sizing import plan_config
-from lockstep.errors import ConfigError, UsageError
-from lockstep.executors.base import Geometry
+from lockstep.cli.serve import server_options, split_address, split_keys
+from lockstep.cli.serve_flags import (
+    ClusterFlags,
+    EngineFlags,
+    LimitFlags,
+    ListenFlags,
+    ModelFlags,
+    ReportFlags,
+    SchedulerFlags,
+)
+from lockstep.errors import UsageError
 from lockstep.server.options import ServerOptions
 from tests.server.frames import events_of, texts_of
 from tests.server.process import IN_THREAD, ServerProcess, serve
 
 STUB = "stub://alpha"
-GEOMETRY = Geometry(16, 16, 1, 8192, 256)
 
 
 @pytest.fixture(autouse=True)
@@ -271,59 +276,22 @@ def known_flags() -> set[str]:
         f.name
         for group in (ListenFlags, ModelFlags, ClusterFlags, EngineFlags, LimitFlags, ReportFlags)
         for f in fields(group)
-    }
+    } | {flag.name for flag in SchedulerFlags.flags()}
 
 
 def test_defaults_are_the_options_own() -> None:
     """The help shows the flags' defaults; what runs without flags is what the options say."""
-    made = server_options(ListenFlags(), ModelFlags(), EngineFlags(), LimitFlags(), ReportFlags())
+    made = server_options(ListenFlags(), ModelFlags(), SchedulerFlags(), LimitFlags(), ReportFlags())
     assert made == replace(ServerOptions(), allowed_hosts=("localhost", "127.0.0.1", "::1"))
 
 
 def test_only_loopback_without_a_key_is_picky_about_names() -> None:
     def hosts(listen: ListenFlags) -> tuple[str, ...]:
-        return server_options(listen, ModelFlags(), EngineFlags(), LimitFlags(), ReportFlags()).allowed_hosts
+        return server_options(listen, ModelFlags(), SchedulerFlags(), LimitFlags(), ReportFlags()).allowed_hosts
 
     assert hosts(ListenFlags(allowed_host=["My.Box"])) == ("localhost", "127.0.0.1", "::1", "my.box")
     assert hosts(ListenFlags(api_key=["k"])) == hosts(ListenFlags(allow_unauthenticated=True)) == ()
     assert hosts(ListenFlags(api_key=["k"], allowed_host=["a"])) == ("a",)
-
-
-def test_every_flag_reaches_the_engine() -> None:
-    flags = EngineFlags(
-        max_model_len=512,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        long_prefill_token_threshold=32,
-        enable_chunked_prefill=False,
-        enable_prefix_caching=False,
-        block_size=16,
-        num_gpu_blocks_override=40,
-        swap_space_bytes=320,
-        preemption="recompute",
-        scheduling_policy="fair",
-        max_num_queued_reqs=5,
-        max_num_queued_tokens=6,
-    )
-    assert {f.name for f in fields(flags) if getattr(flags, f.name) == f.default} == {"kv_cache_memory_bytes"}
-    config = plan_config(engine_options(flags), GEOMETRY, 1 << 30)
-    assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (512, 4, 64)
-    assert (config.max_chunk_tokens, config.chunking, config.enable_prefix_caching) == (32, False, False)
-    assert (config.num_blocks, config.num_host_blocks, config.preemption, config.order) == (40, 20, "recompute", "fair")
-    assert (config.max_num_queued_reqs, config.max_num_queued_tokens) == (5, 6)
-    by_bytes = EngineFlags(kv_cache_memory_bytes=160)
-    assert plan_config(engine_options(by_bytes), GEOMETRY, 1 << 30).num_blocks == 10
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 64, 512, 4096])
-def test_a_step_has_room_for_any_number_of_sequences(max_num_seqs: int) -> None:
-    """Unless the room is given: then it is taken at its word."""
-    plan_config(engine_options(EngineFlags(max_num_seqs=max_num_seqs)), GEOMETRY, 1 << 30)
-    if max_num_seqs > 64:
-        with pytest.raises(ConfigError, match="max_num_batched_tokens is 100"):
-            plan_config(
-                engine_options(EngineFlags(max_num_seqs=max_num_seqs, max_num_batched_tokens=100)), GEOMETRY, 1 << 30
-            )
 
 
 @pytest.mark.parametrize(

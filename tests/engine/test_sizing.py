@@ -35,6 +35,8 @@ def test_what_the_user_says_wins() -> None:
     config = plan_config(options, GEOMETRY, PLENTY)
     assert (config.max_model_len, config.num_blocks, config.num_host_blocks, config.max_num_seqs) == (100, 5, 2, 3)
     assert plan_config(EngineOptions(num_blocks=7), GEOMETRY, 10_000).num_blocks == 7
+    by_blocks = EngineOptions(num_host_blocks=3, host_kv_memory_bytes=9000)
+    assert plan_config(by_blocks, GEOMETRY, PLENTY).num_host_blocks == 3
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,7 @@ def test_impossible_limits_are_named(options: EngineOptions, message: str) -> No
         (EngineOptions(max_model_len=10**15), "max_model_len is 1000000000000000; at most"),
         (EngineOptions(num_blocks=10**15), "num_blocks is 1000000000000000; at most"),
         (EngineOptions(block_size=0), "block_size is 0; at least 1 is needed"),
+        (EngineOptions(num_host_blocks=-1), "num_host_blocks, max_skips and priority_aging_steps must not be negative"),
         (EngineOptions(scheduler={"max_num_seqs": 10**9}), "max_num_seqs is 1000000000; at most 65536 can be meant"),
         (EngineOptions(scheduler={"max_num_queued_reqs": 10**20}), "max_num_queued_reqs is 1"),
         (EngineOptions(scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 9}), "max_num_batched_tokens is 9"),

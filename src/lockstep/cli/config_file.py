@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,25 @@ def use_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is not None:
         known = {name: parameter for parameter in context.command.params if (name := parameter.name) is not None}
         repeatable = {name for name, parameter in known.items() if getattr(parameter, "multiple", False)}
-        context.default_map = read_config(path, set(known) - {"config"}, repeatable)
+        names = {
+            option[2:].replace("-", "_"): name
+            for name, parameter in known.items()
+            for option in (f"--{name}", *parameter.opts)
+            if option.startswith("--") and name != "config"
+        }
+        context.default_map = _by_parameter(path, read_config(path, names, repeatable), names)
     return path
+
+
+def _by_parameter(path: Path, given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Values under any of their flags' names, by parameter; UsageError where one has two values."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if names[key] in values:
+            flags = " and ".join(repr(each.replace("_", "-")) for each in given if names[each] == names[key])
+            raise UsageError(f"--config {path}: {flags} are names of one flag; give one of them")
+        values[names[key]] = value
+    return values
 
 
 def read_config(

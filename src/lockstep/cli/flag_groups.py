@@ -1,9 +1,10 @@
-"""Flags as dataclasses: a command takes a few groups of them instead of sixty parameters."""
+"""Flags in groups: a command takes a few of them instead of sixty parameters."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Any, TypeVar, get_type_hints
@@ -16,24 +17,28 @@ Answer = TypeVar("Answer")
 
 
 def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Make flags of the fields of every parameter that is a dataclass; the command is called with its values.
+    """Make flags of every parameter that is a group of them; the command is called with the groups' values.
 
-    Each field is an ``Annotated`` option with a default, as a parameter would be; they stand where the group stands.
+    A group is a dataclass, each of whose fields is an ``Annotated`` option with a default, as a parameter would be; or
+    a class with a static method ``flags`` that gives such parameters, and takes their values by name. Flags stand where
+    their group stands.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {
-        parameter.name: parameter.annotation for parameter in own if is_dataclass(parameter.annotation)
-    }
+    groups: dict[str, Any] = {each.name: each.annotation for each in own if _is_group(each.annotation)}
+    flags_of = {name: tuple(_flags(group)) for name, group in groups.items()}
 
     @wraps(command)
     def called(**values: Any) -> Answer:
-        made = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        made = {
+            name: group(**{flag.name: values.pop(flag.name) for flag in flags_of[name]})
+            for name, group in groups.items()
+        }
         return command(**values, **made)
 
     parameters = [
         each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in own
-        for each in (_flags(groups[parameter.name]) if parameter.name in groups else (parameter,))
+        for each in flags_of.get(parameter.name, (parameter,))
     ]
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # both are what typer reads
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -55,7 +60,27 @@ def refuse_others(context: typer.Context, used: Collection[str], why: str) -> No
             raise UsageError(f"{said} {why}")
 
 
+def field_docs(owner: type) -> Mapping[str, str]:
+    """The sentences under each field of a dataclass, by field, as its source has them; none without a source."""
+    module = inspect.getmodule(owner)
+    try:
+        source = "" if module is None else inspect.getsource(module)
+    except OSError:
+        return {}
+    _, _, body = source.partition(f"\nclass {owner.__name__}")
+    found = re.findall(r'^    (\w+): [^\n]+\n    """(.+?)"""', body, re.MULTILINE | re.DOTALL)
+    docs = {name: " ".join(text.split()).replace("``", "") for name, text in reversed(found)}  # the first of each name
+    return {field.name: docs[field.name] for field in fields(owner) if field.name in docs}
+
+
+def _is_group(annotation: Any) -> bool:
+    return is_dataclass(annotation) or hasattr(annotation, "flags")
+
+
 def _flags(group: Any) -> Iterator[inspect.Parameter]:
+    if hasattr(group, "flags"):
+        yield from group.flags()
+        return
     hints = get_type_hints(group, include_extras=True)
     for flag in fields(group):
         assert flag.default is not MISSING, f"{group.__name__}.{flag.name}: a flag has a default"

@@ -25,7 +25,8 @@ from lockstep.cli.options import show_help_without_command
 from lockstep.cli.ps import ps
 from lockstep.cli.replay import replay
 from lockstep.cli.run import run
-from lockstep.cli.serve import ENVIRONMENT_PREFIX, serve
+from lockstep.cli.serve import serve
+from lockstep.cli.serve_flags import ENVIRONMENT_PREFIX
 from lockstep.cli.sweep import sweep
 from lockstep.errors import LockstepError, ManifestError, OverBudgetError
 from lockstep.version import __version__

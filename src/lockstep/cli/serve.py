@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +19,16 @@ from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.foreign_flags import ForeignFlags, answers_to
 from lockstep.cli.manifests import read_manifest
 from lockstep.cli.progress import ServingProgress
-from lockstep.cli.serve_flags import ClusterFlags, EngineFlags, LimitFlags, ListenFlags, ModelFlags, ReportFlags
+from lockstep.cli.serve_flags import (
+    ClusterFlags,
+    EngineFlags,
+    LimitFlags,
+    ListenFlags,
+    ModelFlags,
+    ReportFlags,
+    SchedulerFlags,
+)
+from lockstep.core.policy import SchedulerConfig, least_batched_tokens
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import UsageError
@@ -32,12 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENVIRONMENT_PREFIX = "LOCKSTEP"
-"""``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
 METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
-DEFAULT_BATCHED_TOKENS = 512
-TOKENS_BESIDE_DECODES = 16
-"""A step must have room for one chunk beside every decoding sequence: SchedulerConfig's ``max_forced_tokens``."""
+_DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SchedulerConfig)}
 
 
 @with_flags
@@ -58,6 +64,7 @@ def serve(
     what: ModelFlags,
     many: ClusterFlags,
     engine: EngineFlags,
+    scheduler: SchedulerFlags,
     limits: LimitFlags,
     report: ReportFlags,
     foreign: ForeignFlags,
@@ -67,12 +74,13 @@ def serve(
     from lockstep.worker.logs import log_to_stderr
 
     options = replace(
-        server_options(listen, what, engine, limits, report),
+        server_options(listen, what, scheduler, limits, report),
         allow_any_source=many.allow_any_source,
         allow_private_remotes=many.allow_private_remotes,
     )
     progress = ServingProgress.for_this(report.log_format)
-    cluster, reload = _cluster(model, what, many, engine, report, progress.tell)
+    order = "fcfs" if many.manifest is None else "priority"
+    cluster, reload = _cluster(model, what, many, engine_options(engine, scheduler, order), report, progress.tell)
     warnings = answers_to(foreign)
     log_to_stderr(report.log_format, report.log_level, "server")
     for warning in warnings:
@@ -82,7 +90,7 @@ def serve(
 
 
 def server_options(
-    listen: ListenFlags, what: ModelFlags, engine: EngineFlags, limits: LimitFlags, report: ReportFlags
+    listen: ListenFlags, what: ModelFlags, scheduler: SchedulerFlags, limits: LimitFlags, report: ReportFlags
 ) -> ServerOptions:
     """The flags as the server's options; UsageError where two of them do not fit."""
     from lockstep.server.options import ServerOptions
@@ -110,7 +118,7 @@ def server_options(
         chat_template_kwargs=flags.template_kwargs(what.chat_template_kwargs),
         reasoning=what.reasoning,
         metrics_prefix=report.metrics_prefix,
-        supports_priority=engine.scheduling_policy == "priority",
+        supports_priority=scheduler.given.get("order") == "priority",
         log_requests=not report.disable_log_requests,
         log_prompts=report.log_prompts,
         log_user=report.log_user,
@@ -129,28 +137,21 @@ def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
     return (*loopback_hosts(host), *given) if is_bare else given
 
 
-def engine_options(engine: EngineFlags, order: str = "fcfs") -> EngineOptions:
+def engine_options(engine: EngineFlags, scheduler: SchedulerFlags, order: str = "fcfs") -> EngineOptions:
     """The flags as what one engine is intended to be; ``order`` holds where they say none."""
-    scheduler: dict[str, object] = {
-        "max_num_seqs": engine.max_num_seqs,
-        "max_num_batched_tokens": engine.max_num_batched_tokens
-        or max(DEFAULT_BATCHED_TOKENS, engine.max_num_seqs - 1 + TOKENS_BESIDE_DECODES),
-        "chunking": engine.enable_chunked_prefill,
-        "enable_prefix_caching": engine.enable_prefix_caching,
-        "preemption": engine.preemption,
-        "order": engine.scheduling_policy or order,
-        "max_num_queued_reqs": engine.max_num_queued_reqs,
-        "max_num_queued_tokens": engine.max_num_queued_tokens,
-    }
-    if engine.long_prefill_token_threshold is not None:
-        scheduler["max_chunk_tokens"] = engine.long_prefill_token_threshold
+    given: dict[str, Any] = {"order": order, **scheduler.given}
+    if "max_num_batched_tokens" not in given:
+        said = {**_DEFAULTS, **given}
+        least = least_batched_tokens(said["max_num_decode_seqs"] or said["max_num_seqs"], said["max_forced_tokens"])
+        given["max_num_batched_tokens"] = max(_DEFAULTS["max_num_batched_tokens"], least)
     options = EngineOptions(
         max_model_len=engine.max_model_len,
         kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
         host_kv_memory_bytes=engine.swap_space_bytes,
-        num_blocks=engine.num_gpu_blocks_override,
+        num_blocks=engine.num_blocks,
+        num_host_blocks=engine.num_host_blocks,
         block_size=engine.block_size,
-        scheduler=scheduler,
+        scheduler=given,
     )
     flags.check_engine(options)
     return options
@@ -160,7 +161,7 @@ def _cluster(
     model: str | None,
     what: ModelFlags,
     many: ClusterFlags,
-    engine: EngineFlags,
+    engine: EngineOptions,
     report: ReportFlags,
     progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
@@ -180,7 +181,7 @@ def _cluster(
 
         check_device(what.device)
     load = LoadOptions(
-        engine=engine_options(engine, "fcfs" if many.manifest is None else "priority"),
+        engine=engine,
         openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
         cache_dir=what.cache_dir,
         probe=what.probe,

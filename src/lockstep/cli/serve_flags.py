@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
 from lockstep.cli import options as flags
+from lockstep.cli.flag_groups import field_docs
+from lockstep.core.policy import POSITIVE, SchedulerConfig
+from lockstep.engine.sizing import DECIDED_AT_LOAD
 from lockstep.worker.flight.options import DEFAULT_MAX_MB
 from lockstep.worker.health import MAX_SILENCE_S
+
+ENVIRONMENT_PREFIX = "LOCKSTEP"
+"""``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,43 +138,90 @@ class ClusterFlags:
 
 @dataclass(frozen=True, slots=True)
 class EngineFlags:
-    """The scheduler and its KV pool."""
+    """An engine's context and its KV pool."""
 
     max_model_len: flags.MaxModelLen = None
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences running at once.", min=1)] = 64
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens that a step computes.", min=1, show_default="512, or what max-num-seqs needs"),
-    ] = None
-    long_prefill_token_threshold: Annotated[
-        int | None, typer.Option(help="Prompt tokens of one sequence in one step.", min=1, show_default="256")
-    ] = None
-    enable_chunked_prefill: Annotated[bool, typer.Option(help="Compute prompts in parts.")] = True
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of equal beginnings.")] = True
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per KV block.", min=1, show_default="what the executor has")
     ] = None
-    num_gpu_blocks_override: Annotated[
-        int | None, typer.Option(help="KV blocks, instead of what follows from memory.", min=1)
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            "--num-blocks",
+            "--num-gpu-blocks-override",
+            help="KV blocks, instead of what follows from memory.",
+            min=1,
+            envvar=[f"{ENVIRONMENT_PREFIX}_NUM_BLOCKS", f"{ENVIRONMENT_PREFIX}_NUM_GPU_BLOCKS_OVERRIDE"],
+        ),
+    ] = None
+    num_host_blocks: Annotated[
+        int | None, typer.Option(help="Blocks for the KV of preempted sequences, instead of what is below.", min=0)
     ] = None
     kv_cache_memory_bytes: flags.KvBytes = None
     swap_space_bytes: Annotated[
         int | None,
         typer.Option(help="Memory for the KV of preempted sequences.", min=0, show_default="half of the KV pool"),
     ] = None
-    preemption: Annotated[
-        Literal["swap", "recompute"], typer.Option(help="What happens to the KV of a preempted sequence.")
-    ] = "swap"
-    scheduling_policy: Annotated[
-        Literal["fcfs", "priority", "fair"] | None,
-        typer.Option(
-            help="Who is served first: by arrival, by priority, which requests then may give, or the key with least "
-            "so far.",
-            show_default="fcfs; with --manifest by the models' priority",
-        ),
-    ] = None
-    max_num_queued_reqs: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 1_024
-    max_num_queued_tokens: Annotated[int, typer.Option(help="Prompt tokens that may wait.", min=1)] = 1 << 24
+
+
+class SchedulerFlags:
+    """A flag for every field of SchedulerConfig that is not decided at load; types, defaults and help are the fields'.
+
+    Attributes:
+        given: what was said, or is the default, by field.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.given = {name: value for name, value in values.items() if value is not None}
+
+    @staticmethod
+    def flags() -> Iterator[inspect.Parameter]:
+        hints, docs = get_type_hints(SchedulerConfig), field_docs(SchedulerConfig)
+        for field in fields(SchedulerConfig):
+            if field.name not in DECIDED_AT_LOAD:
+                yield _scheduler_flag(field.name, hints[field.name], field.default, docs.get(field.name, ""))
+
+
+_ALSO = {
+    "max_chunk_tokens": ("long-prefill-token-threshold",),
+    "chunking": ("enable-chunked-prefill",),
+    "order": ("scheduling-policy",),
+}
+"""Further names of flags, which are vLLM's."""
+_LEFT_OPEN = {
+    "order": "fcfs; with --manifest by the models' priority",
+    "max_num_batched_tokens": "512, or what max-num-seqs needs",
+}
+"""Defaults that depend on what else is said."""
+
+
+def _scheduler_flag(name: str, hint: Any, default: Any, doc: str) -> inspect.Parameter:
+    """A field as a parameter that is a flag.
+
+    Args:
+        hint: of the field.
+        default: its own.
+        doc: the sentences under it; ``None: field.`` at their end says whose value it then has.
+    """
+    words, _, instead = doc.partition("; None: ")
+    is_flag = hint is bool
+    names = [f"--{each}" for each in (name.replace("_", "-"), *_ALSO.get(name, ()))]
+    is_open = name in _LEFT_OPEN or default is None
+    shown = _LEFT_OPEN.get(name, f"as {instead.rstrip('.').replace('_', '-')}" if instead else True)
+    option = typer.Option(
+        *(f"{each}/--no-{each[2:]}" if is_flag else each for each in names),
+        help=words if words.endswith(".") else f"{words}.",
+        min=int(name in POSITIVE) if int in (hint, *get_args(hint)) else None,
+        show_default=shown,
+        envvar=[f"{ENVIRONMENT_PREFIX}_{each[2:].replace('-', '_').upper()}" for each in names],
+    )
+    type_ = hint | None if is_open else hint
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if is_open else default,
+        annotation=Annotated[type_, option],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,13 @@ from lockstep.cluster.manifest_nodes import FAULTY, Place, Reader, shown
 from lockstep.cluster.manifest_readers import Key, one_of, read_fields, size, whole
 from lockstep.cluster.quantities import size_text
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.sizing import EngineOptions, check_limits
+from lockstep.engine.sizing import DECIDED_AT_LOAD, EngineOptions, check_limits
 from lockstep.errors import ConfigError, InvalidParameterError
 from lockstep.executors.sampling_params import SamplingParams
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
 """Fields of SamplingParams whose None says that the request was silent; only those can have a default."""
 _OWN_KEYS = tuple(each.name for each in fields(EngineOptions) if each.name != "scheduler")
-_DECIDED_AT_LOAD = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
 _BYTES = "_bytes"
 _ANY_VOCABULARY = 2**31
 """Ranges of what a manifest may set do not depend on the vocabulary."""
@@ -78,11 +77,12 @@ def engine_keys() -> Mapping[str, Key]:
         "kv_cache_memory_bytes": Key(size(1), write=size_text),
         "host_kv_memory_bytes": Key(size(), write=size_text),
         "num_blocks": Key(whole(1)),
+        "num_host_blocks": Key(whole(0)),
         "block_size": Key(whole(1)),
     }
     hints = get_type_hints(SchedulerConfig)
     for each in fields(SchedulerConfig):
-        if each.name not in _DECIDED_AT_LOAD:
+        if each.name not in DECIDED_AT_LOAD:
             keys[each.name] = Key(_scheduler_value(hints[each.name]))
     return keys
 

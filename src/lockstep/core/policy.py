@@ -11,6 +11,13 @@ from lockstep.errors import ConfigError, InvalidParameterError, PromptTooLongErr
 MIN_CHUNK_TOKENS = 3
 """With this many tokens a prompt of any length moves on without a chunk or a remainder of one token."""
 
+POSITIVE = (
+    *("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_forced_tokens"),
+    *("max_num_queued_reqs", "max_num_queued_tokens", "max_finished", "max_num_tenants"),
+    *("max_num_step_seqs", "max_num_decode_seqs"),
+)
+"""Fields of SchedulerConfig that are at least 1 where they are a number; the other counts may be 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -39,7 +46,7 @@ class SchedulerConfig:
     max_forced_tokens: int = 16
     """Tokens of one segment, the sampled one and those that a grammar forces after it."""
     chunking: bool = True
-    """False: a prompt is computed whole or waits."""
+    """Prompts are computed in parts; if not, one is computed whole or waits."""
     admission: Literal["optimistic", "reserve"] = "optimistic"
     """``reserve``: prompt and maximal output have their blocks from the start, nothing is ever preempted.
     ``optimistic``: the prompt has its blocks from the start, the output takes them as it grows, and may preempt."""
@@ -63,7 +70,7 @@ class SchedulerConfig:
     max_num_tenants: int = 4096
     """Tenants whose served tokens are remembered, beyond those with unfinished requests."""
     enable_prefix_caching: bool = True
-    """False: block hashes are ignored."""
+    """Equal beginnings share their blocks; if not, block hashes are ignored."""
 
     def __post_init__(self) -> None:
         self._check_positive()
@@ -73,7 +80,7 @@ class SchedulerConfig:
         for name, limit in limits.items():
             if limit < MIN_CHUNK_TOKENS:
                 raise ConfigError(f"{name} is {limit}; a prompt needs at least {MIN_CHUNK_TOKENS} tokens to move on")
-        needed = self.decode_limit - 1 + max(MIN_CHUNK_TOKENS, self.max_forced_tokens)
+        needed = least_batched_tokens(self.decode_limit, self.max_forced_tokens)
         if self.max_num_batched_tokens < needed:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; {self.decode_limit} decoding sequences "
@@ -83,19 +90,7 @@ class SchedulerConfig:
             raise ConfigError("prefill_share 'adaptive' cuts prompts to a share; turn chunking on or use 'fixed'")
 
     def _check_positive(self) -> None:
-        for name in (
-            "block_size",
-            "num_blocks",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_forced_tokens",
-            "max_num_queued_reqs",
-            "max_num_queued_tokens",
-            "max_finished",
-            "max_num_tenants",
-            "max_num_step_seqs",
-            "max_num_decode_seqs",
-        ):
+        for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; at least 1 is needed")
@@ -132,6 +127,11 @@ class SchedulerConfig:
     def kv_positions(self, num_tokens: int) -> int:
         """Positions that a sequence of ``num_tokens`` needs at its end: its last token needs none, but is reserved."""
         return num_tokens if self.admission == "reserve" else num_tokens - 1
+
+
+def least_batched_tokens(num_decode_seqs: int, max_forced_tokens: int) -> int:
+    """Tokens that a step needs so that this many sequences may decode in it and a chunk has room beside them."""
+    return num_decode_seqs - 1 + max(MIN_CHUNK_TOKENS, max_forced_tokens)
 
 
 def prompt_chunk(remaining: int, room: int, may_end: bool) -> int:

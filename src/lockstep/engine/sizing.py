@@ -19,7 +19,8 @@ KV_SHARE = 0.3
 HOST_SHARE = 0.5
 """Host swap space in parts of the device pool when nothing else is said."""
 _DEFAULTS = {f.name: f.default for f in fields(SchedulerConfig)}
-_MEASURED = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
+DECIDED_AT_LOAD = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
+"""Fields of SchedulerConfig that follow from the model and the memory; EngineOptions says what of them is intended."""
 _TYPICAL_BLOCK_TOKENS = 32
 MAX_LIMITS: Mapping[str, int] = {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20}
 """More than any machine computes at once."""
@@ -39,6 +40,8 @@ class EngineOptions:
     """Swap space for preempted sequences; half of the KV pool by default, 0 turns swapping into recomputing."""
     num_blocks: int | None = None
     """Overrides the number of blocks that follows from memory."""
+    num_host_blocks: int | None = None
+    """The same for the swap space."""
     block_size: int | None = None
     """Tokens per block that the executor is expected to have; another one is refused, as it cannot be chosen."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
@@ -55,7 +58,8 @@ def check_limits(options: EngineOptions, declared_max_model_len: int | None = No
         ConfigError: an unknown or impossible limit.
     """
     _check_names(options.scheduler)
-    counts = {**options.scheduler, "max_model_len": options.max_model_len, "num_blocks": options.num_blocks}
+    own = {name: getattr(options, name) for name in ("max_model_len", "num_blocks", "num_host_blocks")}
+    counts = {**options.scheduler, **own}
     for name, value in counts.items():
         most = MAX_LIMITS.get(name, MAX_LIMIT)
         if isinstance(value, int) and value > most:
@@ -66,6 +70,7 @@ def check_limits(options: EngineOptions, declared_max_model_len: int | None = No
     SchedulerConfig(
         block_size=_TYPICAL_BLOCK_TOKENS if options.block_size is None else options.block_size,
         num_blocks=1 if options.num_blocks is None else options.num_blocks,
+        num_host_blocks=options.num_host_blocks or 0,
         max_model_len=2 if max_model_len is None else max_model_len,
         **options.scheduler,
     )
@@ -132,7 +137,9 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
             f"the KV pool would hold no block: one takes {geometry.bytes_per_block} bytes; "
             "raise kv_cache_memory_bytes or num_blocks"
         )
-    if options.host_kv_memory_bytes is None:
+    if options.num_host_blocks is not None:
+        num_host_blocks = options.num_host_blocks
+    elif options.host_kv_memory_bytes is None:
         num_host_blocks = int(num_blocks * HOST_SHARE)
     else:
         num_host_blocks = options.host_kv_memory_bytes // geometry.bytes_per_block
@@ -141,7 +148,7 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
         raise ConfigError(
             f"the KV pool would take {_gigabytes(pool_bytes)} ({num_blocks} blocks on the device and {num_host_blocks} "
             f"on the host), and {_gigabytes(available_bytes)} of memory are free once the model is loaded; lower "
-            "kv_cache_memory_bytes, num_blocks or host_kv_memory_bytes, or leave them out"
+            "kv_cache_memory_bytes, num_blocks, host_kv_memory_bytes or num_host_blocks, or leave them out"
         )
     return SchedulerConfig(
         block_size=geometry.block_size,
@@ -153,7 +160,7 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
-    known = [f.name for f in fields(SchedulerConfig) if f.name not in _MEASURED]
+    known = [f.name for f in fields(SchedulerConfig) if f.name not in DECIDED_AT_LOAD]
     for name in given:
         if name not in known:
             raise ConfigError(f"unknown scheduler option {name!r}; known: {', '.join(known)}")

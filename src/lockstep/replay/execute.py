@@ -21,7 +21,7 @@ from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadOptions, default_cache_dir, load_model
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import GenerationRequest
-from lockstep.engine.sizing import EngineOptions
+from lockstep.engine.sizing import DECIDED_AT_LOAD, EngineOptions
 from lockstep.errors import LockstepError, TraceError
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
@@ -33,7 +33,6 @@ from lockstep.replay.verify import parted_facts, side_by_side
 from lockstep.worker.flight.content import decode_request, tokens_of
 from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Pinned, RequestEntry, Swept, Tokens
 
-_MEASURED = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
 Rows = Sequence[tuple[int, ...]]
 
 
@@ -294,7 +293,7 @@ def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
 def _load_options(engine: TracedEngine, cache_dir: Path | None) -> LoadOptions:
     """As it was loaded, as far as the recording knows."""
     config, environment = engine.config, engine.environment
-    scheduler = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _MEASURED}
+    scheduler = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in DECIDED_AT_LOAD}
     options = EngineOptions(
         max_model_len=config.max_model_len,
         num_blocks=config.num_blocks,
