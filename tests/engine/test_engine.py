@@ -16,7 +16,7 @@ from lockstep.errors import (
     RequestFailedError,
 )
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.executors.stub import END_ID
+from lockstep.executors.stub import END_ID, VOCAB_SIZE
 from tests.engine.conftest import MakeEngine
 
 HELLO = "[stub:alpha] ok len=5 max=100"
@@ -73,12 +73,12 @@ def test_many_requests_share_steps_and_keep_their_own_answers(make_engine: MakeE
 
 def test_max_tokens_ends_with_length_and_counts_exactly(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    request_id = engine.submit(ask(max_tokens=7))
+    request_id = engine.submit(ask(max_tokens=4))
     engine.run_until_idle()
     completion = one(engine.result(request_id)).completions[0]
     assert completion.finish_reason is FinishReason.LENGTH
-    assert len(completion.token_ids) == 7
-    assert completion.text == "[stub:a"
+    assert len(completion.token_ids) == 4
+    assert completion.text == "[stu"
 
 
 def test_a_stop_string_ends_the_text_before_it_and_never_leaks(make_engine: MakeEngine) -> None:
@@ -219,7 +219,7 @@ def test_a_refused_request_never_enters(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidParameterError, match="max_tokens"):
         engine.submit(ask("x" * 60, max_tokens=5))
     with pytest.raises(InvalidParameterError, match="not in the vocabulary"):
-        engine.submit(GenerationRequest([1, 2, 260]))
+        engine.submit(GenerationRequest([1, 2, VOCAB_SIZE]))
     with pytest.raises(InvalidParameterError, match="empty"):
         engine.submit(ask(""))
     with pytest.raises(InvalidParameterError, match="deadline_s"):
@@ -282,7 +282,7 @@ def test_metrics_count_every_token_exactly(make_engine: MakeEngine) -> None:
     engine = make_engine()
     requests, tokens = 5, 9
     for _ in range(requests):
-        engine.submit(ask(max_tokens=tokens))
+        engine.submit(ask(max_tokens=tokens, ignore_eos=True))
         engine.run_until_idle()
     snapshot = engine.metrics()
     histograms = snapshot.histograms

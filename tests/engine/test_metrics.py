@@ -45,8 +45,8 @@ def test_a_finished_sequence_is_observed_as_far_as_it_got() -> None:
     assert metrics.finished == {"stop": 1, "abort": 1}
 
 
-def submit(engine: Engine, prompt: str, max_tokens: int = 4, n: int = 1) -> int:
-    return engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens, n=n)))
+def submit(engine: Engine, prompt: str, max_tokens: int = 4, n: int = 1, ignore_eos: bool = False) -> int:
+    return engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=ignore_eos)))
 
 
 def by_label(snapshot: MetricsSnapshot, name: str) -> tuple[str, dict[str, float]]:
@@ -79,7 +79,7 @@ def test_a_recomputed_prompt_is_no_cache_hit(make_engine: MakeEngine) -> None:
 
 def test_what_was_asked_for_is_counted_once_per_request(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    submit(engine, "hello", 7, n=3)
+    submit(engine, "hello", 7, n=3, ignore_eos=True)
     submit(engine, "hello", 2)
     engine.run_until_idle()
     histograms = engine.metrics().histograms

@@ -20,6 +20,7 @@ from lockstep.engine.outputs import RequestOutput
 from lockstep.errors import InvalidParameterError, NumericsError
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
 from lockstep.executors.sampling_rows import TokenLogprobs
+from lockstep.executors.stub import VOCAB_SIZE
 
 PROMPT = tuple(int(token) for token in np.random.default_rng(5).integers(3, 4000, 203))
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
@@ -214,4 +215,5 @@ def test_a_stub_finds_all_tokens_equally_likely() -> None:
     with LLM("stub://x") as stub:
         entries = ask(stub.engine, GenerationRequest("abc", SamplingParams(max_tokens=2), prompt_logprobs=1))
     assert entries.prompt_logprobs is not None
-    assert [entry and round(math.exp(-entry.logprob)) for entry in entries.prompt_logprobs] == [None, 260, 260]
+    told = [entry and round(math.exp(-entry.logprob)) for entry in entries.prompt_logprobs]
+    assert told == [None, VOCAB_SIZE, VOCAB_SIZE]

@@ -24,7 +24,7 @@ FAMILIES = {
     "byte level": lambda: two_ends(text_models.byte_level()),
     "sentencepiece": lambda: two_ends(text_models.sentencepiece()),
     "sentencepiece, no legacy": lambda: two_ends(text_models.sentencepiece(legacy=False)),
-    "stub": stub_tokenizer_parts,
+    "stub": lambda: stub_tokenizer_parts(),
 }
 
 

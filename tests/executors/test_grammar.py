@@ -19,6 +19,7 @@ from lockstep.executors.grammar import (
     Grammar,
     GrammarCompiler,
 )
+from lockstep.executors.stub import VOCAB_SIZE
 from tests.engine import text_models
 from tests.executors.grammars import FAMILIES, compiler_of, ids_of, pick, text_of, tokenizer_of
 
@@ -146,7 +147,7 @@ def test_a_sequence_that_uses_up_its_budget_takes_nothing_from_the_others() -> N
 
 
 def test_a_checked_constraint_is_remembered_and_so_is_a_refused_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
     compiler.build(Constraint.regex("a"))
     with pytest.raises(InvalidParameterError):
         compiler.build(Constraint.regex("(["))
@@ -163,7 +164,7 @@ def test_a_checked_constraint_is_remembered_and_so_is_a_refused_one(monkeypatch:
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "MAX_CACHED_GRAMMARS", 3)
     assert MAX_CACHED_GRAMMARS == 256
-    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
     for index in range(10):
         compiler.build(Constraint.choice([str(index)]))
     assert [constraint.source for constraint in compiler._checked] == [("7",), ("8",), ("9",)]
@@ -183,10 +184,10 @@ def test_models_whose_tokenizer_cannot_be_used_say_so() -> None:
         compiler = GrammarCompiler(other.vocabulary, other.vocab_size, (1,))
         with pytest.raises(InvalidParameterError, match="cannot spell every text byte by byte"):
             compiler.build(Constraint.regex("a"))
-    with pytest.raises(InvalidParameterError, match="it has 260 tokens, the model only 200 rows"):
+    with pytest.raises(InvalidParameterError, match=f"it has {VOCAB_SIZE} tokens, the model only 200 rows"):
         GrammarCompiler(tokenizer_of("stub").vocabulary, 200, (259,)).build(Constraint.regex("a"))
     with pytest.raises(InvalidParameterError, match="this model has no end token"):
-        GrammarCompiler(tokenizer_of("stub").vocabulary, 260, ()).build(Constraint.regex("a"))
+        GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, ()).build(Constraint.regex("a"))
 
 
 def test_a_native_panic_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +197,7 @@ def test_a_native_panic_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     def panic(*_: object) -> None:
         raise PanicException("index out of bounds")
 
-    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+    compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
     monkeypatch.setattr(compiler, "_check", panic)
     with pytest.raises(InvalidParameterError, match="the compiler broke on it: index out of bounds"):
         compiler.build(Constraint.regex("a"))

@@ -16,6 +16,7 @@ from lockstep.executors.constraint import Constraint, ConstraintKind
 from lockstep.executors.grammar import MAX_LEXER_STATES, STEP_LEXER_FUEL, GrammarCompiler
 from lockstep.executors.grammar_places import RememberingMatcher
 from lockstep.executors.grammar_source import grammar_source
+from lockstep.executors.stub import VOCAB_SIZE
 from tests.executors.grammars import FAMILIES, compiler_of, ids_of, pick, tokenizer_of
 
 INTENTS = ("billing", "billing-eu", "technical", "none", "intent=billing", "intent=technical", "größe")
@@ -59,7 +60,7 @@ class TestAChoiceThatIsAskedForAgain:
         assert ids_of(beside[2].allowed()) == copied[0][0][0]
 
     def test_is_compiled_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
         choice = Constraint.choice(INTENTS)
         assert not compiler.is_ready(choice)
         compiler.build(choice)
@@ -84,7 +85,7 @@ class TestAChoiceThatIsAskedForAgain:
             def deep_copy(self) -> object:
                 raise PanicException("poisoned")
 
-        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
         choice = Constraint.choice(INTENTS)
         compiler.build(choice)
         compiler._checked[choice] = grammar_module._Checked("", None, Broken())  # type: ignore[arg-type]  # as good
@@ -96,7 +97,7 @@ class TestAChoiceThatIsAskedForAgain:
     def test_needs_no_parser_where_somebody_was_before_and_remembers_so_many_places(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
         choice = Constraint.choice(INTENTS)
         pick(compiler.build(choice)[0], "technical")
         walked: list[tuple[int, ...]] = []
@@ -119,7 +120,7 @@ class TestAChoiceThatIsAskedForAgain:
         """With limits that a choice which is copied cannot reach."""
         rng = random.Random(3)
         texts = ["".join(rng.choice("abcdef") for _ in range(60)) for _ in range(8)]
-        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
         choice = Constraint.choice(texts)
         compiler.build(choice)
         limits = LLParserLimits(max_lexer_states=60, verbose_errors=False)
@@ -141,7 +142,7 @@ class TestAChoiceThatIsAskedForAgain:
         texts = ["".join(rng.choice("abcdef") for _ in range(32)) for _ in range(grammar_module.MAX_COPIED_BYTES // 32)]
         monkeypatch.setattr(grammar_module, "MAX_LEXER_STATES", MAX_LEXER_STATES // 2)
         monkeypatch.setattr(grammar_module, "STEP_LEXER_FUEL", STEP_LEXER_FUEL // 2)
-        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, 260, (259,))
+        compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
         for text in texts:
             (grammar,) = compiler.build(Constraint.choice(texts))
             pick(grammar, text)

@@ -6,9 +6,20 @@ import numpy as np
 import pytest
 
 from lockstep.core.step import StepPlan
+from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ExecutorError, UsageError
 from lockstep.executors.base import Executor, SequenceObserver, StepBatch
-from lockstep.executors.stub import END_ID, USER_ID, StubExecutor, StubOptions, reply_of, stub_tokenizer_parts
+from lockstep.executors.stub import (
+    END_ID,
+    HEAD_ID,
+    MAX_ID,
+    USER_ID,
+    VOCAB_SIZE,
+    StubExecutor,
+    StubOptions,
+    reply_of,
+    stub_tokenizer_parts,
+)
 
 ROUTER = StubOptions.parse("stub://router?field=intent&ids=billing,technical,legal,returns")
 
@@ -39,8 +50,50 @@ def test_a_keyword_whose_specialist_does_not_exist_is_passed_over() -> None:
     assert reply_of(options, [USER_ID, *b"refund this contract"], 9) == b"intent=legal"
 
 
+@pytest.mark.parametrize(
+    ("text", "intent"),
+    [
+        ("ask specialist-12 please", "specialist-12"),
+        ("ask SPECIALIST-1, please", "specialist-1"),
+        ("ask spec of specialist-122", "spec"),
+        ("specialist-122", "specialist-12"),
+        ("who knows", "none"),
+    ],
+)
+def test_of_ids_that_a_text_names_a_whole_word_and_the_longest_is_meant(text: str, intent: str) -> None:
+    options = StubOptions.parse("stub://r?field=intent&ids=spec,specialist-1,specialist-12")
+    assert reply_of(options, [USER_ID, *text.encode()], 99) == f"intent={intent}".encode()
+
+
 def test_other_models_count_bytes_not_special_tokens() -> None:
-    assert reply_of(StubOptions("x"), [USER_ID, *"é!".encode(), END_ID], 7) == b"[stub:x] ok len=3 max=7"
+    assert reply_of(StubOptions("x"), [USER_ID, *"é!".encode(), END_ID], 70) == b"[stub:x] ok len=3 max=70"
+
+
+@pytest.mark.parametrize("num_bytes", [1, 43, 999, 8191])
+@pytest.mark.parametrize("most", [8, 9, 16, 30, 32, 100])
+def test_an_answer_ends_by_itself_from_eight_tokens_on(num_bytes: int, most: int) -> None:
+    """However long the name is; and it says what it always says."""
+    options = StubOptions("a-specialist-for-all-that-can-happen")
+    reply = list(reply_of(options, [USER_ID, *b"x" * num_bytes, END_ID], most))
+    assert len(reply) < most, "and so there is room for the end"
+    text = f"[stub:{options.name}] ok len={num_bytes} max={most}"
+    assert Tokenizer(stub_tokenizer_parts(options.name)).decode(reply) == text
+    if len(text) < most:
+        assert reply == [*text.encode()], "a token a byte, where there is room for them"
+
+
+def test_what_ends_within_no_tokens_is_spelled_until_they_are_used_up() -> None:
+    assert reply_of(StubOptions("x"), [USER_ID, *b"hello", END_ID], 4) == b"[stub:x] ok len=5 max=4"
+
+
+def test_no_text_is_tokenised_into_the_pieces_of_an_answer() -> None:
+    """So that prompts, answers among them that are sent back, count their bytes."""
+    tokenizer = Tokenizer(stub_tokenizer_parts("x"))
+    text = "[stub:x] ok len=3 max=7<|end|>"
+    assert tokenizer.encode_plain([text]) == [[*text.encode()]]
+    assert tokenizer.encode(text) == [*text.removesuffix("<|end|>").encode(), END_ID]
+    assert tokenizer.decode([HEAD_ID, ord("3"), MAX_ID, ord("7"), END_ID]) == text.removesuffix("<|end|>")
+    assert tokenizer.vocab_size == VOCAB_SIZE
 
 
 def test_the_tokenizer_maps_bytes_and_specials_both_ways() -> None:

@@ -101,7 +101,7 @@ def test_the_hop_does_not_wait_for_the_model_that_it_names(gate: Gate) -> None:
         assert json.loads(call["function"]["arguments"])["target"] == "specialists.legal"
         assert model_of(client, "legal")["state"] == "resident"
         text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in rest)
-        assert len(text) == 8
+        assert text == "[stub:legal] ok len=21 max=8"
         assert [hop["model"] for hop in rest[-1]["lockstep"]["hops"]] == ["router", "legal"]
         warm = client.post(CHAT, json={**whole, "stream": False}).json()["choices"][0]
         told = [entry for chunk in rest for entry in (chunk["choices"][0]["logprobs"] or {"content": ()})["content"]]
@@ -191,7 +191,7 @@ def test_the_official_client_reads_a_routed_answer(cluster: Living) -> None:
                 names.append(call.function.name)
     assert names == ["dispatch_to_specialist"]
     assert text == answer.choices[0].message.content
-    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_a_model_that_is_asked_for_by_name_answers_itself(client: httpx2.Client) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.executors.stub import VOCAB_SIZE
 from tests.server.process import ServerProcess
 from tests.server.support import client_of, error_of
 
@@ -78,7 +79,7 @@ def test_tokens_become_text_again(server: ServerProcess) -> None:
         ("/tokenize", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": "yes"}, 400, "add_special_tokens"),
         ("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]"),
-        ("/detokenize", {"tokens": [1, 260]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [1, VOCAB_SIZE]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": [1, "a"]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": [True]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": 1}, 400, "tokens"),

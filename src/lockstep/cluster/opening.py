@@ -195,7 +195,8 @@ class _Source:
     def open(cls, source: str, model: str, base: LoadOptions, progress: LoadProgress | None) -> _Source:
         if source.startswith(STUB):
             stub = StubOptions.parse(source)
-            return cls(source, source, DECLARED_BYTES, stub_tokenizer_parts, stub.max_model_len, is_stub=True)
+            parts = partial(stub_tokenizer_parts, stub.name)
+            return cls(source, source, DECLARED_BYTES, parts, stub.max_model_len, is_stub=True)
         told: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
         told("open", 0.0)
         artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(told))

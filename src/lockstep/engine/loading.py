@@ -134,7 +134,7 @@ def _load_stub(source: str, options: LoadOptions) -> tuple[LoadedModel, Schedule
     executor = StubExecutor(stub)
     config = plan_config(options.engine, executor.geometry, available_memory_bytes())
     executor.allocate(config.num_blocks, config.num_host_blocks)
-    tokenizer = _tokenizer(stub_tokenizer_parts(), options)
+    tokenizer = _tokenizer(stub_tokenizer_parts(stub.name), options)
     return _loaded(stub.name, source, f"stub-{stub.name}", executor, tokenizer, None, config, None), config
 
 

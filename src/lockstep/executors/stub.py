@@ -1,11 +1,15 @@
 """A deterministic fake model with a byte tokenizer: no files, boots at once, latencies and faults on request.
 
 It ships: benches, replay, the cluster's examples and tests run on it. It ignores the KV pool; what it says depends on
-the prompt alone, so it can check plumbing and never arithmetic. To it, all tokens of a prompt are equally likely.
+the request alone, so it can check plumbing and never arithmetic. To it, all tokens of a prompt are equally likely.
+
+Texts are tokenised byte by byte. An answer is spelled so, too, where it then ends within ``max_tokens``; where that is
+too few, what it always says is a token each (`HEAD_ID`, `MAX_ID`), so that with 8 it still ends by itself.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,8 +24,10 @@ from lockstep.executors.base import Geometry, Logits, StepBatch
 
 SCHEME = "stub://"
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 USER_ID, END_ID = 257, 259
+HEAD_ID, MAX_ID = 260, 261
+"""Pieces of answers that no text is tokenised into, as no merge leads to them: up to the length, and behind it."""
+VOCAB_SIZE = 262
 DECLARED_BYTES = 800_000_000
 """What a stub model says that its weights weigh."""
 CHAT_TEMPLATE = (
@@ -34,6 +40,7 @@ KEYWORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("contract", "clause"), "legal"),
 )
 NONE_OF_THESE = "none"
+_MAX = " max="
 _CHOSEN_LOGIT = 100.0
 
 
@@ -74,37 +81,50 @@ class StubOptions:
             raise UsageError(f"{source}: {error}") from None
 
 
-def stub_tokenizer_parts() -> TokenizerParts:
-    """The byte tokenizer: token id = byte value, then the special tokens."""
+def stub_tokenizer_parts(name: str = "stub") -> TokenizerParts:
+    """The byte tokenizer: token id = byte value, then the special tokens, then the pieces of this stub's answers."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {token: 256 + index for index, token in enumerate(SPECIAL_TOKENS)}
+    vocab |= {_head_of(name): HEAD_ID, _MAX: MAX_ID}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     return TokenizerParts(tokenizer, CHAT_TEMPLATE, None, "<|end|>", (END_ID,))
 
 
-def reply_of(options: StubOptions, prompt_ids: Sequence[int], max_output_tokens: int) -> bytes:
-    """The whole answer, a pure function of the request."""
+def reply_of(options: StubOptions, prompt_ids: Sequence[int], max_output_tokens: int) -> Sequence[int]:
+    """The whole answer without its end, a pure function of the request: by bytes, or in pieces where only they leave
+    room for the end."""
     if options.field:
         begin = len(prompt_ids) - prompt_ids[::-1].index(USER_ID) if USER_ID in prompt_ids else 0
         text = bytes([token for token in prompt_ids[begin:] if token < 256]).decode(errors="replace").lower()
         return f"{options.field}={_route(text, options.ids)}".encode()
-    num_bytes = sum([token < 256 for token in prompt_ids])
-    return f"[stub:{options.name}] ok len={num_bytes} max={max_output_tokens}".encode()
+    num_bytes = b"%d" % sum([token < 256 for token in prompt_ids])
+    most = b"%d" % max_output_tokens
+    whole = _head_of(options.name).encode() + num_bytes + _MAX.encode() + most
+    pieces = (HEAD_ID, *num_bytes, MAX_ID, *most)
+    return pieces if len(pieces) < max_output_tokens <= len(whole) else whole
+
+
+def _head_of(name: str) -> str:
+    return f"[stub:{name}] ok len="
 
 
 def _route(text: str, ids: tuple[str, ...]) -> str:
+    """By a keyword, or by the id that the text names: the longest, one that is a word before one inside of others."""
     for words, specialist in KEYWORDS:
         if specialist in ids and any(word in text for word in words):
             return specialist
-    return next((specialist for specialist in ids if specialist.lower() in text), NONE_OF_THESE)
+    named = [specialist for specialist in ids if specialist.lower() in text]
+    whole = [each for each in named if re.search(rf"(?<![\w-]){re.escape(each.lower())}(?![\w-])", text)]
+    return max(whole or named, key=len, default=NONE_OF_THESE)
 
 
 class _Script(msgspec.Struct, frozen=True):
     prompt_len: int
-    reply: bytes
+    reply: tuple[int, ...]
 
 
 class StubExecutor:
@@ -131,7 +151,7 @@ class StubExecutor:
         self._num_blocks = num_blocks
 
     def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
-        self._scripts[seq_id] = _Script(len(prompt_ids), reply_of(self._options, prompt_ids, max_output_tokens))
+        self._scripts[seq_id] = _Script(len(prompt_ids), tuple(reply_of(self._options, prompt_ids, max_output_tokens)))
 
     def end(self, seq_id: int) -> None:
         self._scripts.pop(seq_id, None)
