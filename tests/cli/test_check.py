@@ -69,6 +69,16 @@ def test_a_line_a_model_and_a_line_a_budget(check: Check) -> None:
     assert ram.startswith("ram_budget: ")
 
 
+def test_one_model_behind_every_name_is_one_replica(check: Check, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "tiny-llama")
+    told = facts(check, EXAMPLES / "customer-support.yaml", "--backend", str(path))
+    assert (told["backend"], told["would_boot"]) == (str(path), True)
+    assert {model["source"] for model in told["models"]} == {str(path)}
+    assert [model["shares_with"] for model in told["models"]] == [None, *["router"] * 4]
+    code, _, err = check(EXAMPLES / "customer-support.yaml", "--backend", "stubs")
+    assert (code, "did you mean 'stub'?" in err) == (2, True)
+
+
 def test_models_of_one_artifact_are_one_replica(check: Check) -> None:
     told = facts(check, EXAMPLES / "customer-support.yaml", "--backend", "pocket")
     assert told["would_boot"]

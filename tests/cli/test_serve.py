@@ -33,6 +33,7 @@ from tests.server.frames import events_of, texts_of
 from tests.server.process import IN_THREAD, ServerProcess, serve
 
 STUB = "stub://alpha"
+SUPPORT = str(Path(__file__).resolve().parents[2] / "examples" / "customer-support.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,14 @@ def token_ids_of(events: list[dict[str, Any]]) -> list[int]:
         (("",), "Missing argument 'model'"),
         (("--manifest", "c.yaml", "--served-model-name", "a"), "--served-model-name is said of one model"),
         (("--manifest", "c.yaml", "--chat-template", "t"), "--chat-template is said of one model"),
-        (("--manifest", "c.yaml", "--backend", "mock"), "--backend"),
+        (
+            ("--manifest", "c.yaml", "--backend", "mock"),
+            "--backend is 'mock'; it must be auto, stub, pocket or the source of one model (a path, hf://org/name, ",
+        ),
+        (("--manifest", "c.yaml", "--backend", "pokcet"), "did you mean 'pocket'?"),
+        (("--manifest", "c.yaml", "--backend", "hg://a/b"), "--backend is 'hg://a/b', of an unknown scheme 'hg'"),
+        (("--manifest", "c.yaml", "--backend", "stub://a?colour=red"), "unknown stub option 'colour'; known: field"),
+        (("--manifest", "c.yaml", "--backend", "pocket://x"), "the embedded model is called pocket://"),
         ((STUB, "--bogus"), "--bogus"),
         ((STUB, "--port", "70000"), "--port"),
         ((STUB, "--port", "http"), "--port"),
@@ -180,6 +188,7 @@ def test_what_cannot_be_is_one_line_and_code_2(
         (("pyproject.toml",), "pyproject.toml: a file that is not GGUF"),
         (("pocket://x",), "the embedded model is called pocket://"),
         (("stub://a?bogus=1",), "unknown stub option 'bogus'"),
+        (("--manifest", SUPPORT, "--backend", "no/such.gguf"), "no/such.gguf: nothing is there"),
         ((STUB, "--chat-template", "{broken}"), "the model's chat template cannot be read"),
         ((STUB, "--responses-db", "no/such/folder/x.db"), "stored responses cannot be kept there"),
     ],

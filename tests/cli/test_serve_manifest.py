@@ -7,10 +7,12 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.cli.main import invoke
+from lockstep.pocket import pocket_path
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.waiting import until
 
@@ -53,6 +55,42 @@ def test_the_example_boots_as_it_stands_and_routes() -> None:
     assert answer["lockstep"]["final_model"] == answer["model"]
     assert direct["model"] == "legal", "a standby model is loaded for who asks for it"
     assert "hops" not in direct["lockstep"]
+
+
+def cluster_of(server: ServerProcess) -> dict[str, Any]:
+    with server.client() as client:
+        shown: dict[str, Any] = client.get("/v1/cluster").json()
+    return shown
+
+
+def test_one_model_from_a_file_answers_under_every_name() -> None:
+    """The fallback's, too; it is loaded once."""
+    path = str(pocket_path())
+    with serve("--manifest", str(EXAMPLES / "customer-support.yaml"), "--backend", path, *IN_THREAD) as server:
+        with server.client() as client:
+            body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+            for name in names_of(server):
+                assert client.post("/v1/chat/completions", json={**body, "model": name}).status_code == 200
+        shown = cluster_of(server)
+    assert shown["backend"] == path
+    assert {model["source"] for model in shown["models"]} == {path}
+    assert len(shown["replicas"]) == 1
+
+
+def test_the_embedded_model_has_its_personas_by_either_of_its_names() -> None:
+    with serve("--manifest", str(EXAMPLES / "customer-support.yaml"), "--backend", "pocket://", *IN_THREAD) as server:
+        assert cluster_of(server)["backend"] == "pocket"
+
+
+def test_one_stub_behind_every_name_still_routes_by_what_is_said() -> None:
+    flags = ("--manifest", str(EXAMPLES / "customer-support.yaml"), "--backend", "stub://all?step_ms=1")
+    with serve(*flags, *IN_THREAD) as server, server.client() as client:
+        for words, model in (("a clause of my contract", "legal"), ("hello", "fallback")):
+            body = {"messages": [{"role": "user", "content": words}], "max_tokens": 8}
+            answer = client.post("/v1/chat/completions", json=body).json()
+            [choice] = answer["choices"]
+            assert (answer["model"], choice["finish_reason"]) == (model, "stop")
+            assert choice["message"]["content"] == f"[stub:all] ok len={len(words)} max=8"
 
 
 @pytest.mark.parametrize(

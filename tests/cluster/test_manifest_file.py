@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from lockstep.cluster.manifest_engine import SAMPLING_KEYS, engine_keys, engine_
 from lockstep.cluster.manifest_file import ROUTING_KEYS, TOP_KEYS, dump, parse
 from lockstep.cluster.manifest_keys import RESOURCES, SESSIONS, entry_keys, remote_keys
 from lockstep.errors import ManifestError, Problem
+from lockstep.executors.stub import StubOptions
 from tests.cluster.manifests import manifests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -228,6 +230,7 @@ def test_the_document_names_every_key_and_its_example_is_right() -> None:
     document = DOCUMENT.read_text()
     engine, sampling = set(engine_keys()), set(SAMPLING_KEYS)
     blocks = [TOP_KEYS, ROUTING_KEYS, RESOURCES, SESSIONS, entry_keys({}), remote_keys({}), engine, sampling]
+    blocks.append([each.name for each in fields(StubOptions) if each.name != "name"])
     missing = [key for block in blocks for key in block if f"`{key}`" not in document]
     assert not missing
     (example,) = re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)

@@ -6,12 +6,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.manifests import STANDARD_INPUT, read_manifest, read_standard_input
+from lockstep.cli.manifests import STANDARD_INPUT, BackendName, backend_of, read_manifest, read_standard_input
 from lockstep.engine.loading import LoadOptions
 from lockstep.errors import ManifestError
 
@@ -21,24 +21,20 @@ if TYPE_CHECKING:
 
 EXIT_REFUSED = 2
 
-BackendName = Annotated[
-    Literal["auto", "stub", "pocket"],
-    typer.Option("--backend", help="auto: by source; stub: fakes without files; pocket: the embedded model as each."),
-]
 ManifestFile = Annotated[Path, typer.Argument(metavar="FILE", help="A manifest; - reads standard input.")]
 
 
 def check(
     file: ManifestFile,
-    backend: BackendName = "auto",
+    backend: BackendName = None,
     cache_dir: flags.CacheDir = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
     """Tell every fault of a manifest, or where its models would be; exit code 2 if it would not boot."""
-    from lockstep.cluster.backend import Backend
     from lockstep.cluster.placement import lines_of, place
 
+    served_by = backend_of(backend)
     is_piped = str(file) == "-"
     try:
         manifest = read_standard_input() if is_piped else read_manifest(file)
@@ -48,9 +44,9 @@ def check(
         problems = [{"line": each.line, "where": each.where, "message": each.message} for each in error.problems]
         _print_json({"name": error.name, "would_boot": False, "problems": problems})
         raise typer.Exit(EXIT_REFUSED) from None
-    placement = place(manifest, Backend(backend), LoadOptions(cache_dir=cache_dir), os.environ)
+    placement = place(manifest, served_by, LoadOptions(cache_dir=cache_dir), os.environ)
     if as_json:
-        _print_json(_facts(STANDARD_INPUT if is_piped else str(file), backend, placement))
+        _print_json(_facts(STANDARD_INPUT if is_piped else str(file), str(served_by), placement))
     else:
         print("\n".join(lines_of(placement)))
         sys.stdout.flush()

@@ -17,7 +17,7 @@ from lockstep.cli import options as flags
 from lockstep.cli.config_file import use_config
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.foreign_flags import ForeignFlags, answers_to
-from lockstep.cli.manifests import read_manifest
+from lockstep.cli.manifests import backend_of, read_manifest
 from lockstep.cli.progress import ServingProgress
 from lockstep.cli.serve_flags import (
     ClusterFlags,
@@ -166,7 +166,6 @@ def _cluster(
     progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
     """Who stands behind the server, and how a manifest is brought in again; the one place that knows."""
-    from lockstep.cluster.backend import Backend
     from lockstep.cluster.cluster import ManifestCluster
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.stage import ClusterOptions
@@ -195,7 +194,7 @@ def _cluster(
         trace=trace_options(report),
     )
     options = ClusterOptions(
-        Backend(many.backend or "auto"),
+        backend_of(many.backend),
         load,
         worker,
         environment=os.environ,

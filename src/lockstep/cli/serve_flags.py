@@ -12,6 +12,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli.flag_groups import field_docs
+from lockstep.cli.manifests import BackendName
 from lockstep.core.policy import POSITIVE, SchedulerConfig
 from lockstep.engine.sizing import DECIDED_AT_LOAD
 from lockstep.worker.flight.options import DEFAULT_MAX_MB
@@ -112,13 +113,7 @@ class ClusterFlags:
         Path | None,
         typer.Option(metavar="FILE", help="A cluster of models, as YAML, instead of MODEL; SIGHUP brings it in again."),
     ] = None
-    backend: Annotated[
-        Literal["auto", "stub", "pocket"] | None,
-        typer.Option(
-            help="Of a manifest's models: their own sources; stubs without files; the embedded model.",
-            show_default="auto",
-        ),
-    ] = None
+    backend: BackendName = None
     watch: Annotated[bool, typer.Option("--watch", help="Bring the manifest in whenever its file changes.")] = False
     allow_any_source: Annotated[
         bool,

@@ -1,13 +1,14 @@
-"""Whom the models of a manifest are served by: their own sources, stubs, or the embedded model. Pure."""
+"""Whom the models of a manifest are served by: their own sources, stubs, the embedded model, or any other one. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from urllib.parse import quote, urlencode
 
 from lockstep.cluster.manifest import Entry, Manifest, Persona, Tier
 from lockstep.executors.stub import SCHEME as STUB
+from lockstep.executors.stub import StubOptions
 from lockstep.pocket import GENERAL_PERSONA, PERSONAS, ROUTER_PERSONA
 
 POCKET = "pocket://"
@@ -24,35 +25,59 @@ class Backend(StrEnum):
     """Every model the embedded one with its persona, the remote ones too."""
 
 
+@dataclass(frozen=True, slots=True)
+class OneModel:
+    """A backend of one model behind every name, the remote ones too; their personas are the manifest's."""
+
+    source: str
+
+    def __str__(self) -> str:
+        return self.source
+
+
 def targets_of(manifest: Manifest) -> tuple[str, ...]:
     """Ids that the routing's rule may name, in order of definition."""
     routing = manifest.routing
     return () if routing is None else tuple(e.id for e in manifest.entries if e.set == routing.rule.set)
 
 
-def served_by(manifest: Manifest, backend: Backend) -> Manifest:
-    """The manifest with sources that the backend has; a remote model becomes one that is loaded when it is needed."""
-    if backend is Backend.AUTO:
-        return manifest
-    change = _stub if backend is Backend.STUB else _pocket
-    return replace(manifest, entries=tuple(change(manifest, _local(entry)) for entry in manifest.entries))
+def served_by(manifest: Manifest, backend: Backend | OneModel) -> Manifest:
+    """The manifest with sources that the backend has.
+
+    A remote model becomes one that is loaded when it is needed; under ``auto`` only where its source is a stub, which
+    stands for its server. A stub in the entry's place knows the words of the rule, wherever it comes from.
+    """
+
+    def served(entry: Entry) -> Entry:
+        if isinstance(backend, OneModel):
+            return replace(_local(entry), source=backend.source)
+        if backend is Backend.POCKET:
+            return _pocket(manifest, _local(entry))
+        if entry.source.startswith(STUB):  # is one already, and keeps its options
+            return _local(entry) if backend is Backend.STUB or entry.remote is None else entry
+        return replace(_local(entry), source=STUB + quote(entry.id, safe="")) if backend is Backend.STUB else entry
+
+    return replace(manifest, entries=tuple(_routing_stub(manifest, served(entry)) for entry in manifest.entries))
 
 
 def _local(entry: Entry) -> Entry:
     return replace(entry, tier=Tier.STANDBY, remote=None) if entry.tier is Tier.REMOTE else entry
 
 
-def _stub(manifest: Manifest, entry: Entry) -> Entry:
-    """What is a stub already keeps its options."""
-    if entry.source.startswith(STUB):
-        return entry
-    source = STUB + quote(entry.id, safe="")
+def _routing_stub(manifest: Manifest, entry: Entry) -> Entry:
+    """A stub that is to route is told what it may say, as far as its source does not; all other entries as they are."""
     routing = manifest.routing
-    if routing is not None and routing.entry == entry.id:
-        *words, _ = routing.rule.constraint_words(targets_of(manifest))
-        answers = {"field": routing.rule.field_name, "ids": ",".join(words)}
-        source += "?" + urlencode(answers, safe=",")
-    return replace(entry, source=source)
+    if routing is None or routing.entry != entry.id or entry.tier is Tier.REMOTE or not entry.source.startswith(STUB):
+        return entry
+    said = StubOptions.parse(entry.source)
+    *words, _ = routing.rule.constraint_words(targets_of(manifest))
+    missing = {
+        **({} if said.field else {"field": routing.rule.field_name}),
+        **({} if said.ids else {"ids": ",".join(words)}),
+    }
+    if not missing:
+        return entry
+    return replace(entry, source=f"{entry.source}{'&' if '?' in entry.source else '?'}{urlencode(missing, safe=',')}")
 
 
 def _pocket(manifest: Manifest, entry: Entry) -> Entry:

@@ -62,16 +62,22 @@ def _priority_text(value: int) -> str | int:
 
 def source(place: Place) -> str:
     """Where an artifact comes from; its form is checked, and nothing is opened."""
-    from lockstep.artifacts.hub.source import parse_hub_source
-
     value = text(place)
-    scheme, sign, rest = value.partition("://")
     if "${" in value:
         raise ConfigError(f"is {shown(value)}; ${{…}} is expanded in `remote:` only, so write the source out")
+    check_source(value)
+    return value
+
+
+def check_source(value: str) -> None:
+    """Refuse what names no artifact; ConfigError says why, without its subject."""
+    from lockstep.artifacts.hub.source import parse_hub_source
+
+    scheme, sign, rest = value.partition("://")
     if _CONTROL.search(value) or "\n" in value:
         raise ConfigError(f"is {shown(value)}; a source has no control characters")
     if not sign:
-        return value
+        return
     if scheme in ("http", "https"):
         raise ConfigError(f"is {shown(value)}; a server is named by `remote: {{base_url: …}}` with `tier: remote`")
     if scheme not in ("hf", "pocket", "stub"):
@@ -89,7 +95,6 @@ def source(place: Place) -> str:
             StubOptions.parse(value)
     except (ArtifactError, UsageError) as error:
         raise ConfigError(f"is {shown(value)}: {str(error).removeprefix(f'{value}: ')}") from None
-    return value
 
 
 def _remote_text(environment: Mapping[str, str] | None) -> Callable[[Place], str]:

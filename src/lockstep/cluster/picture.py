@@ -27,7 +27,7 @@ def picture(stage: Stage, is_replacing: bool, num_ephemeral: int) -> ClusterSnap
     named = stage.sessions.snapshot(now_s)
     return ClusterSnapshot(
         cluster=roster.declared.cluster,
-        backend=stage.options.backend,
+        backend=str(stage.options.backend),
         entry=None if roster.router is None else roster.router.entry,
         fallback=roster.declared.fallback,
         is_replacing=is_replacing,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from lockstep.artifacts.source import open_artifact
-from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import (
     COLUMNS,
     BudgetTable,
@@ -60,7 +60,10 @@ class Placement:
 
 
 def place(
-    manifest: Manifest, backend: Backend, base: LoadOptions, environment: Mapping[str, str] = MappingProxyType({})
+    manifest: Manifest,
+    backend: Backend | OneModel,
+    base: LoadOptions,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Placement:
     """The placement of a manifest. Takes the time of reading headers, and of hashing files that were never seen.
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.cluster.aside import aside, tell
-from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.base import recording_warnings
 from lockstep.cluster.budget import cut_texts, refusal, table_text
 from lockstep.cluster.events import EventLog
@@ -57,7 +57,7 @@ _STATES = {
 class ClusterOptions:
     """How a manifest is served."""
 
-    backend: Backend = Backend.AUTO
+    backend: Backend | OneModel = Backend.AUTO
     load: LoadOptions = field(default_factory=LoadOptions)
     """Of every model, where its own ``engine`` says nothing else."""
     worker: WorkerOptions = field(default_factory=WorkerOptions)
