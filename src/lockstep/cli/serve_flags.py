@@ -22,6 +22,16 @@ ENVIRONMENT_PREFIX = "LOCKSTEP"
 """``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
 
 
+class _Variables(list[str]):
+    """The environment variables of a flag that has several names; messages show them as a text."""
+
+    def __init__(self, *flags: str) -> None:
+        super().__init__(f"{ENVIRONMENT_PREFIX}_{flag.lstrip('-').replace('-', '_').upper()}" for flag in flags)
+
+    def __str__(self) -> str:
+        return "' or '".join(self)
+
+
 @dataclass(frozen=True, slots=True)
 class ListenFlags:
     """Where, and for whom."""
@@ -146,7 +156,7 @@ class EngineFlags:
             "--num-gpu-blocks-override",
             help="KV blocks, instead of what follows from memory.",
             min=1,
-            envvar=[f"{ENVIRONMENT_PREFIX}_NUM_BLOCKS", f"{ENVIRONMENT_PREFIX}_NUM_GPU_BLOCKS_OVERRIDE"],
+            envvar=_Variables("--num-blocks", "--num-gpu-blocks-override"),
         ),
     ] = None
     num_host_blocks: Annotated[
@@ -208,7 +218,7 @@ def _scheduler_flag(name: str, hint: Any, default: Any, doc: str) -> inspect.Par
         help=words if words.endswith(".") else f"{words}.",
         min=int(name in POSITIVE) if int in (hint, *get_args(hint)) else None,
         show_default=shown,
-        envvar=[f"{ENVIRONMENT_PREFIX}_{each[2:].replace('-', '_').upper()}" for each in names],
+        envvar=_Variables(*names) if len(names) > 1 else None,  # else it is found by the flag's name
     )
     type_ = hint | None if is_open else hint
     return inspect.Parameter(
