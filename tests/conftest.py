@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.waiting import Gate
+
+settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("lockstep")  # no example is timed, and a failing one says how to have it again
 
 
 def pytest_configure() -> None:

@@ -16,7 +16,7 @@ from tools.random_models import Shape, write_gguf, write_huggingface
 SHAPE = Shape(
     num_layers=1, hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=300
 )
-FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 EDITS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6)
 
 

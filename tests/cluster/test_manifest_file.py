@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.cluster.dispatch import DispatchRule
@@ -148,7 +148,7 @@ def test_an_example_is_written_and_read_as_itself(path: Path) -> None:
     assert dump(parse(dump(manifest))) == dump(manifest)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(manifests())
 def test_what_is_written_is_read_as_the_same_value(manifest: Manifest) -> None:
     text = dump(manifest)
@@ -157,7 +157,7 @@ def test_what_is_written_is_read_as_the_same_value(manifest: Manifest) -> None:
     assert dump(again) == text, "canonical: one value, one text"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: data.decode("latin-1")))
 def test_any_text_is_a_manifest_or_a_manifest_error(text: str) -> None:
     for candidate in (text, f"cluster: x\nmodels:\n  m: {{source: {text}}}\n", FULL.replace("full", text)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -156,6 +156,4 @@ def _in(shell: FakeShell, phase: Phase) -> list[str]:
 
 
 TestPlannerMachine = Machine.TestCase
-TestPlannerMachine.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestPlannerMachine.settings = settings(max_examples=80, stateful_step_count=40)

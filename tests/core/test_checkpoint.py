@@ -179,7 +179,7 @@ class Rotations(RuleBasedStateMachine):
 
 
 TestRotations = Rotations.TestCase
-TestRotations.settings = settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True)
+TestRotations.settings = settings(max_examples=50, stateful_step_count=30, derandomize=True)
 
 
 def test_every_attribute_of_the_core_is_state_or_said_to_be_none() -> None:

@@ -128,8 +128,6 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(
     max_examples=200,
     stateful_step_count=40,
-    deadline=None,
     derandomize=True,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.filter_too_much],
 )

@@ -32,7 +32,7 @@ def output_of(make_engine: MakeEngine, **params: object) -> RequestOutput:
     return output
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(RUN, max_size=6), st.lists(st.integers(0, 3), max_size=8), st.integers(0, 4))
 def test_what_would_complete_a_run_is_banned_and_nothing_else(
     runs: list[tuple[int, ...]], tokens: list[int], begin: int

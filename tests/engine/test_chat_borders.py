@@ -58,7 +58,7 @@ HOSTILE = st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join)
 
 
 @pytest.mark.parametrize("spm", [False, True])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(family=st.sampled_from(sorted(FAMILIES)), contents=HOSTILE)
 def test_special_tokens_are_those_of_the_same_conversation_without_them(
     spm: bool, family: str, contents: list[str]

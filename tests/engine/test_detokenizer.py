@@ -35,7 +35,7 @@ def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], after: int | None = None
 
 
 @pytest.mark.parametrize("family", TABLED)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_pieces_of_any_tokens_are_the_whole_decode(family: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(family)
@@ -44,7 +44,7 @@ def test_pieces_of_any_tokens_are_the_whole_decode(family: str, data: st.DataObj
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.one_of(st.text(max_size=60), st.lists(st.sampled_from(TEXTS[:5]), max_size=3).map(" ".join)))
 def test_pieces_of_a_text_are_what_the_library_decodes(family: str, text: str) -> None:
     tokenizer = tokenizer_of(family)
@@ -54,7 +54,7 @@ def test_pieces_of_a_text_are_what_the_library_decodes(family: str, text: str) -
     assert "".join(pieces_of(tokenizer, ids)) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 430), max_size=40))
 def test_byte_level_decoding_of_any_tokens_is_the_librarys(ids: list[int]) -> None:
     for skip in (True, False):
@@ -62,7 +62,7 @@ def test_byte_level_decoding_of_any_tokens_is_the_librarys(ids: list[int]) -> No
 
 
 @pytest.mark.parametrize("family", TABLED[:3])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=40))
 def test_no_piece_holds_half_a_character(family: str, text: str) -> None:
     tokenizer = tokenizer_of(family)

@@ -72,7 +72,7 @@ FRAGMENTS = ["<think>", "</think>", "<", "</", "</thi", "<th", "ink>", "think", 
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 60), max_size=8), is_open=st.booleans())
 def test_any_chunking_gives_the_same_split_and_nothing_is_lost(text: str, cuts: list[int], is_open: bool) -> None:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -84,7 +84,7 @@ def test_any_chunking_gives_the_same_split_and_nothing_is_lost(text: str, cuts: 
     assert re.fullmatch(whole, text), "white space and one pair of tags aside, the parts are the whole"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS, is_open=st.booleans())
 def test_what_was_shown_is_never_taken_back_and_never_half_a_tag(text: str, is_open: bool) -> None:
     splitter = ReasoningSplitter(Reasoning(TAGS, is_open))

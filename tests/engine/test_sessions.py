@@ -252,7 +252,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_happens_nothing_is_lost_and_nothing_stays_pinned(steps: list[tuple[str, int, int]]) -> None:
     model, config = load_model("stub://s", LoadOptions(EngineOptions(num_blocks=20)))
     engine = Engine(model, config, clock=ManualClock())

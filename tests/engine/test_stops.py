@@ -37,14 +37,14 @@ def streamed(pieces: list[str], stops: list[str]) -> tuple[list[str], str | None
     return [*shown, finder.flush()], None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.text("abcd", max_size=6), max_size=12), STOPS)
 def test_a_stream_is_its_text_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
     shown, stop = streamed(pieces, stops)
     assert ("".join(shown), stop) == whole("".join(pieces), stops)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text("abcd", max_size=40), STOPS)
 def test_what_is_held_back_could_become_a_stop_and_nothing_more_is(text: str, stops: list[str]) -> None:
     finder = StopStrings(stops)

@@ -43,7 +43,7 @@ def test_tokens_are_those_of_the_rendered_text(family: str, spm: bool) -> None:
         assert tokenizer.encode_chat(messages) == tokenizer.encode(text, add_special_tokens=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.lists(st.text("ab <>|/[]\n_é", max_size=12), min_size=1, max_size=5).filter(lambda texts: len(texts) % 2),

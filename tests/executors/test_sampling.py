@@ -41,7 +41,7 @@ def row_of(samples: Samples, index: int) -> tuple[int, object, bool]:
     return samples.token_ids[index], samples.logprobs[index], samples.finite[index]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([17, 257, 4_099, 5_000]),
@@ -118,7 +118,7 @@ def test_an_empty_batch_is_empty() -> None:
     assert sample(np.empty((0, 5_003), np.float32), [], []) == Samples([], [], [])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**32),
     st.lists(st.integers(0, 39), max_size=30),

@@ -33,7 +33,7 @@ def random_at(seed: int, position: int) -> TokenRandom:
     return random
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32), SIZES, st.one_of(st.none(), st.integers(1, 40)), SAMPLINGS)
 def test_no_token_outside_of_the_rules_is_drawn(
     seed: int, size: int, levels: int | None, sampling: ResolvedSampling
@@ -44,7 +44,7 @@ def test_no_token_outside_of_the_rules_is_drawn(
         assert draw(row, sampling, random_at(seed, position)) in allowed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), SIZES, st.integers(1, MAX_SORTED), st.floats(0.05, 1.0), st.sampled_from([0.0, 0.05]))
 def test_few_tokens_are_drawn_as_from_the_sorted_vocabulary(
     seed: int, size: int, top_k: int, top_p: float, min_p: float
@@ -61,7 +61,7 @@ def test_few_tokens_are_drawn_as_from_the_sorted_vocabulary(
             assert draw(row, sampling, random_at(seed, position)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([1, 50, 4_096, 5_003]),
@@ -82,7 +82,7 @@ def test_membership_of_a_nucleus_is_decided_exactly(
     assert [nucleus.holds(token) for token in order] == [token in inside for token in order]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([40, 5_003, 6_400]),

@@ -21,7 +21,7 @@ def rows(seed: int, size: int, levels: int | None) -> Floats:
     return (random.standard_normal(size) * 3).astype(np.float32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), SIZES, st.one_of(st.none(), st.integers(1, 2_000)), st.data())
 def test_the_greatest_are_those_of_a_full_sort(seed: int, size: int, levels: int | None, data: st.DataObject) -> None:
     row = rows(seed, size, levels)
@@ -34,7 +34,7 @@ def test_the_greatest_are_those_of_a_full_sort(seed: int, size: int, levels: int
     assert values.tolist() == row[expected].tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), SIZES, st.one_of(st.none(), st.integers(1, 50)), st.floats(-9, 60, width=32))
 def test_everything_at_least_as_great_is_found(seed: int, size: int, levels: int | None, bound: float) -> None:
     row = rows(seed, size, levels)

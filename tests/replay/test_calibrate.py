@@ -179,7 +179,7 @@ def test_the_tables_say_prices_and_trust() -> None:
     assert ("steps held out", "200") in trust.rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
 def test_no_non_negative_point_beats_the_solution(seed: int, num_features: int) -> None:
     random = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.errors import TraceError, UsageError
@@ -57,7 +57,7 @@ LIMITS = config(num_blocks=40, max_num_seqs=5, max_num_batched_tokens=48, order=
 COST = CostModel(2 * MS, MS // 100, MS // 5, MS // 1000, MS // 2)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(workloads(), configs(), costs())
 def test_whatever_was_simulated_is_verified(
     tmp_path_factory: pytest.TempPathFactory, load: Workload, limits: SchedulerConfig, cost: CostModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.replay.cost import CostModel
@@ -17,7 +17,7 @@ from tests.replay.sample import config, request, workload
 from tests.replay.strategies import configs, costs, workloads
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(workloads(), configs(), costs())
 def test_run_lengths_change_nothing(load: Workload, limits: SchedulerConfig, cost: CostModel) -> None:
     recorders = TickRecorder(), TickRecorder()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cli.main import invoke
@@ -270,7 +270,6 @@ def parts_of(runs: list[tuple[int, int, bool]], gaps: random.Random) -> list[Par
     return parts
 
 
-@settings(deadline=None)
 @given(runs=RUNS, seed=st.integers(0, 1 << 20))
 def test_nothing_that_a_recorder_does_is_a_fault(runs: list[tuple[int, int, bool]], seed: int) -> None:
     parts = parts_of(runs, random.Random(seed))
@@ -279,7 +278,6 @@ def test_nothing_that_a_recorder_does_is_a_fault(runs: list[tuple[int, int, bool
     assert not [each for each in findings if each.kind.is_fault]
 
 
-@settings(deadline=None)
 @given(runs=RUNS, seed=st.integers(0, 1 << 20), data=st.data())
 def test_every_file_that_is_taken_away_but_the_oldest_is_missing(
     runs: list[tuple[int, int, bool]], seed: int, data: st.DataObject
@@ -298,7 +296,6 @@ def test_every_file_that_is_taken_away_but_the_oldest_is_missing(
     assert missing == ([parts[index].path.name] if is_known else []), (run, number)
 
 
-@settings(deadline=None)
 @given(runs=RUNS, seed=st.integers(0, 1 << 20))
 def test_files_are_ordered_by_what_they_say_and_each_is_taken_once(
     runs: list[tuple[int, int, bool]], seed: int

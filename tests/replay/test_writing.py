@@ -27,7 +27,7 @@ rows = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(rows, min_size=1, max_size=10),
     st.lists(st.integers(0, 30_000_000_001), min_size=10, max_size=10),

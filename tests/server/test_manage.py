@@ -11,7 +11,7 @@ import httpx2
 import msgspec
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
@@ -156,7 +156,7 @@ async def test_a_manifest_may_be_json() -> None:
         assert yaml.safe_load(cluster.text) == value
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(manifests())
 def test_every_manifest_is_read_back_from_its_json(manifest: Manifest) -> None:
     body = msgspec.json.encode(plain(manifest))

@@ -30,7 +30,6 @@ SCHEMA.config.checks.not_a_server_error.expected_statuses = ["2xx", "3xx", "4xx"
 @SCHEMA.parametrize()
 @settings(
     max_examples=MAX_EXAMPLES,
-    deadline=None,
     database=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

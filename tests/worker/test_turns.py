@@ -161,7 +161,7 @@ REPLICAS = st.lists(st.tuples(st.integers(-3, 2), st.integers(1, 80)), min_size=
 
 
 @given(REPLICAS, st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nobody_with_work_waits_longer_than_the_bound(replicas: list[tuple[int, int]], data: st.DataObject) -> None:
     """The bound in the module's docstring, whatever the others do and however long steps take."""
     priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
@@ -185,7 +185,6 @@ def test_nobody_with_work_waits_longer_than_the_bound(replicas: list[tuple[int, 
 
 
 @given(REPLICAS, st.lists(st.integers(0, 80), min_size=50, max_size=200))
-@settings(deadline=None)
 def test_shares_never_drift_apart(replicas: list[tuple[int, int]], durations: list[int]) -> None:
     """What two got, each divided by its weight, differs by the bound in the module's docstring at most."""
     priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
@@ -203,7 +202,6 @@ def test_shares_never_drift_apart(replicas: list[tuple[int, int]], durations: li
 
 
 @given(REPLICAS, st.lists(st.tuples(st.sets(st.integers(0, 4)), st.integers(0, 80)), max_size=60))
-@settings(deadline=None)
 def test_the_same_inputs_give_the_same_turns(
     replicas: list[tuple[int, int]], steps: list[tuple[set[int], int]]
 ) -> None:

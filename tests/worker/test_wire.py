@@ -114,14 +114,14 @@ REQUESTS = st.builds(
 ERROR_CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LockstepError)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**63), max_size=3), st.lists(OUTPUTS, max_size=4))
 def test_the_outputs_of_a_step_come_out_as_they_went_in(accepted: list[int], outputs: list[TokenOutput]) -> None:
     event = Outputs(accepted, outputs)
     assert event_decoder().decode(event_encoder().encode(event)) == event
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(REQUESTS)
 def test_a_request_comes_out_as_it_went_in(request: GenerationRequest) -> None:
     command = Submit(7, "model", request)

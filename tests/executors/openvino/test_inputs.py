@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -109,7 +109,6 @@ def test_so_is_a_copy(pairs: tuple[tuple[int, int], ...]) -> None:
         check_moves(batch_of(copies=pairs).plan, LIMITS)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_table_is_either_refused_or_within_the_pool(data: st.DataObject) -> None:
     """Whatever a plan says, no index that reaches the kernel is outside the pool."""

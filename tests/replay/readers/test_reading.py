@@ -31,7 +31,7 @@ from tests.replay.readers.files import (
 )
 
 FRESH_FILE = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )  # each example overwrites the one file
 
 

@@ -53,7 +53,7 @@ def test_milliseconds_are_exact_whatever_their_fraction(tmp_path: Path) -> None:
     assert arrivals == [0, PS_PER_MS // 10, 3 * PS_PER_MS // 10, 100 * PS_PER_MS, 100 * PS_PER_MS + 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     arrivals=st.lists(st.integers(0, 5), min_size=1, max_size=20),
     indent=st.sampled_from([None, 0, 1, "\t"]),

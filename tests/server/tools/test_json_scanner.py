@@ -43,7 +43,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(value=VALUES, indent=st.sampled_from([None, 1]), ascii_only=st.booleans(), at=st.lists(st.integers(0, 80)))
 def test_a_document_is_complete_with_its_last_character(
     value: object, indent: int | None, ascii_only: bool, at: list[int]
@@ -55,7 +55,7 @@ def test_a_document_is_complete_with_its_last_character(
     assert scan([text + "}{"]) == (len(text), True, False)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=800)
 @given(scraps=st.lists(st.sampled_from(SCRAPS), max_size=12), at=st.lists(st.integers(0, 30), max_size=4))
 def test_it_takes_what_the_library_takes_and_any_cut_gives_the_same(scraps: list[str], at: list[int]) -> None:
     text = "[" + "".join(scraps) + "]"

@@ -132,7 +132,7 @@ FORMATS = (HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED)
 
 
 @pytest.mark.parametrize("call_format", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join), cuts=st.lists(st.integers(0, 200), max_size=8)
 )
@@ -153,7 +153,7 @@ def test_any_cut_gives_the_same_and_nothing_is_lost(call_format: CallFormat, tex
 
 
 @pytest.mark.parametrize("call_format", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join))
 def test_what_was_shown_is_never_taken_back(call_format: CallFormat, text: str) -> None:
     final = read(call_format, [text])[0].content
