@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.bench.cluster import SUITES, asked_of, decisions, faults_of
+from lockstep.bench.cluster import NRT, SUITES, asked_of, decisions, faults_of, text_of
 from lockstep.cli.main import invoke
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.manifest_file import parse
@@ -25,9 +25,18 @@ def test_all_suites_boot_as_they_must_and_answer(capsys: pytest.CaptureFixture[s
     for result, suite in zip(results, SUITES, strict=True):
         assert result["faults"] == []
         assert (result["num_models"], result["resident_mb"]) == (suite.num_models, suite.resident_mb)
+        assert result["used_bytes"]["gpu_budget"] == suite.resident_mb * 1_000_000
         for figure in ("decision_us", "call_ms", "loaded_call_ms"):
             assert 0 < result[figure]["p50"] <= result[figure]["p99"]
-        assert result["request_throughput"] > 0
+        assert min(result["request_throughput"], result["sequential_request_throughput"]) > 0
+    lines = [line.split("  ") for line in text_of(results).splitlines()]
+    cells = {first: [cell.strip() for cell in rest if cell] for first, *rest in lines}
+    assert cells["resident / standby"] == ["3 / 1", "26 / 25", "1 / 8", "the same"]
+    assert cells["VRAM, MB"] == ["2,400", "20,800", "800", "the same"]
+    assert cells["co-activation warms, declared / done"] == ["2 / 0", "0 / 0", "8 / 8"]
+    assert cells["bootstrap, ms"][-1] == "9..88"
+    assert cells["requests/s, one at a time"][-1] == "208..217"
+    assert cells["a request, ms: p50 p95 p99"][-1] == f"p50 {NRT['call_ms']['p50']}"
 
 
 def test_a_count_that_is_not_right_is_a_fault() -> None:
@@ -37,6 +46,7 @@ def test_a_count_that_is_not_right_is_a_fault() -> None:
         "num_resident": suite.num_resident,
         "num_standby": suite.num_standby,
         "resident_mb": suite.resident_mb,
+        "num_declared_warms": suite.num_declared_warms,
         "num_warms": suite.num_warms,
     }
     assert faults_of(suite, counts) == []

@@ -1,6 +1,7 @@
 """`lockstep bench cluster` as functions: what the orchestration of many models costs when the models cost nothing.
 
-Two figures, apart: the decision path alone, and whole calls of two hops through real engines on stub executors.
+Two figures, apart: the decision path alone, and whole calls of two hops through real engines on stub executors. Beside
+them stands what was published of NRT, the router and specialists in Rust whose manifests the suites are.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ STREAM_INTERVAL_S = 0.02
 """As `lockstep serve` has it where nobody says otherwise."""
 PERCENTILES = (50, 95, 99)
 MS, US, MB = 1e3, 1e6, 1e6
+Cell = Callable[[Mapping[str, Any]], str]
+"""A result's cell in one row of the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +56,25 @@ class Suite:
     num_resident: int
     num_standby: int
     resident_mb: int
+    num_declared_warms: int
+    """Models that ask to be warmed by another's requests."""
     num_warms: int
-    """Models that routed calls warm."""
+    """Those that routed calls warm: who is resident needs no warming."""
 
 
 SUITES = (
-    Suite("customer-support", 5, 3, 1, 2_400, 0),
-    Suite("density-50", 51, 26, 25, 20_800, 0),
-    Suite("warming-heavy", 9, 1, 8, 800, 8),
+    Suite("customer-support", 5, 3, 1, 2_400, 2, 0),
+    Suite("density-50", 51, 26, 25, 20_800, 0, 0),
+    Suite("warming-heavy", 9, 1, 8, 800, 8, 8),
 )
+NRT: Mapping[str, Any] = {
+    "num_calls": 200,
+    "bootstrap_ms": (9, 88),
+    "call_ms": {"p50": 4.6},
+    "sequential_request_throughput": (208, 217),
+}
+"""Published of NRT on its own stub, whole calls one after the other; pairs are the least and the greatest of its three
+suites. Its counts are those of `SUITES`. Its machine was not published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +125,8 @@ async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -
     try:
         booted = cluster.snapshot()
         await _calls(cluster, targets, NUM_WARMUPS, 1)
-        single_s, _ = await _calls(cluster, targets, options.num_calls, 1)
-        many_s, duration_s = await _calls(cluster, targets, options.num_calls, CONCURRENCY)
+        single_s, alone_s = await _calls(cluster, targets, options.num_calls, 1)
+        many_s, together_s = await _calls(cluster, targets, options.num_calls, CONCURRENCY)
         after = cluster.snapshot()
     finally:
         await cluster.close()
@@ -124,11 +137,14 @@ async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -
         "num_calls": options.num_calls,
         "bootstrap_ms": bootstrap_s * MS,
         **counts,
+        "used_bytes": {budget.name: budget.used_bytes for budget in booted.budgets},
         "decision_us": _percentiles(decision_us, US),
         "call_ms": _percentiles(single_s, MS),
         "loaded_call_ms": _percentiles(many_s, MS),
+        "sequential_request_throughput": options.num_calls / alone_s,
         "concurrency": CONCURRENCY,
-        "request_throughput": options.num_calls / duration_s,
+        "request_throughput": options.num_calls / together_s,
+        "nrt": dict(NRT),
         "faults": faults_of(suite, counts),
     }
 
@@ -149,6 +165,7 @@ def counts_of(booted: ClusterSnapshot, after: ClusterSnapshot) -> dict[str, int]
         "num_resident": sum(model.state == "resident" for model in booted.models),
         "num_standby": tiers.count(Tier.STANDBY),
         "resident_mb": round(used_bytes / MB),
+        "num_declared_warms": sum(bool(model.co_activation) for model in booted.models),
         "num_warms": after.counters.co_activation_warms,
     }
 
@@ -230,23 +247,51 @@ def _percentiles(values_s: Sequence[float], scale: float) -> dict[str, float]:
 
 
 def text_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """The results as a table, a suite a column."""
+    """The results as a table, a suite a column, and NRT's published figures in the last."""
+    single, rate = NRT["call_ms"], NRT["sequential_request_throughput"]
     rows = [
-        ("suite", [result["suite"] for result in results]),
-        ("bootstrap, ms", [f"{result['bootstrap_ms']:.0f}" for result in results]),
-        ("models", [str(result["num_models"]) for result in results]),
-        ("resident / standby", [f"{result['num_resident']} / {result['num_standby']}" for result in results]),
-        ("resident, MB", [f"{result['resident_mb']:,}" for result in results]),
-        ("co-activation warms", [str(result["num_warms"]) for result in results]),
-        ("decision path, us: p50 p95 p99", [_trio(result["decision_us"], 1) for result in results]),
-        ("call alone, ms: p50 p95 p99", [_trio(result["call_ms"], 2) for result in results]),
-        (f"call, {CONCURRENCY} in flight, ms", [_trio(result["loaded_call_ms"], 2) for result in results]),
-        (f"calls/s, {CONCURRENCY} in flight", [f"{result['request_throughput']:.0f}" for result in results]),
+        _row("", results, lambda result: result["suite"], "NRT, published"),
+        _row(
+            "calls, alone and together", results, lambda result: f"{result['num_calls']}", f"{NRT['num_calls']} alone"
+        ),
+        _row("bootstrap, ms", results, lambda result: f"{result['bootstrap_ms']:.0f}", _range(NRT["bootstrap_ms"])),
+        _row("models", results, lambda result: f"{result['num_models']}"),
+        _row("resident / standby", results, lambda result: f"{result['num_resident']} / {result['num_standby']}"),
+        _row("VRAM, MB", results, lambda result: f"{result['resident_mb']:,}"),
+        _row("bytes of gpu_budget", results, lambda result: f"{result['used_bytes']['gpu_budget']:,}", ""),
+        _row("bytes of ram_budget", results, lambda result: f"{result['used_bytes']['ram_budget']:,}", ""),
+        _row(
+            "co-activation warms, declared / done",
+            results,
+            lambda result: f"{result['num_declared_warms']} / {result['num_warms']}",
+            "",
+        ),
+        _row("requests/s, one at a time", results, _rate("sequential_request_throughput"), _range(rate)),
+        _row("a request, ms: p50 p95 p99", results, _trio("call_ms", 2), f"p50 {single['p50']}"),
+        _row(f"requests/s, {CONCURRENCY} in flight", results, _rate("request_throughput"), ""),
+        _row(f"of {CONCURRENCY} in flight one, ms: p50 p95 p99", results, _trio("loaded_call_ms", 2), ""),
+        _row("decision path, us: p50 p95 p99", results, _trio("decision_us", 1), ""),
     ]
-    width = max(len(name) for name, _ in rows)
-    column = 2 + max(len(cell) for _, cells in rows for cell in cells)
-    return "\n".join(name.ljust(width) + "".join(cell.rjust(column) for cell in cells) for name, cells in rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        row[0].ljust(widths[0])
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)).rstrip()
+        for row in rows
+    )
 
 
-def _trio(percentiles: Mapping[str, float], digits: int) -> str:
-    return " ".join(f"{value:.{digits}f}" for value in percentiles.values())
+def _row(name: str, results: Sequence[Mapping[str, Any]], cell: Cell, nrt: str = "the same") -> list[str]:
+    return [name, *map(cell, results), nrt]
+
+
+def _range(least_and_greatest: tuple[float, float]) -> str:
+    least, greatest = least_and_greatest
+    return f"{least:g}..{greatest:g}"
+
+
+def _rate(key: str) -> Cell:
+    return lambda result: f"{result[key]:,.0f}"
+
+
+def _trio(key: str, digits: int) -> Cell:
+    return lambda result: " ".join(f"{value:.{digits}f}" for value in result[key].values())
