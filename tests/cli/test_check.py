@@ -134,6 +134,22 @@ def test_a_source_that_cannot_be_served_refuses_the_boot(check: Check, tmp_path:
     assert "nothing is there" in second
 
 
+def test_budgets_as_nrt_wrote_them_are_a_warning(check: Check) -> None:
+    text = (EXAMPLES / "customer-support.yaml").read_text().replace("18GB", "18G").replace("32GB", "32000000000")
+    code, out, err = check(text, "--backend", "stub")
+    assert code == 0
+    assert "gpu_budget: 2,400 MB needed of 18,000 MB" in out
+    assert err.splitlines() == [
+        "lockstep: warning: line 4: resources.gpu_budget is '18G', and taken for 18GB (18,000,000,000 bytes); "
+        "write 18GB, or what is meant",
+        "lockstep: warning: line 5: resources.ram_budget is '32000000000', and taken for 32000000000B "
+        "(32,000,000,000 bytes); write 32000000000B, or what is meant",
+    ]
+    told = facts(check, text, "--backend", "stub")
+    assert told["would_boot"]
+    assert len(told["warnings"]) == 2
+
+
 def test_over_budget_is_a_refusal_with_its_figures(check: Check) -> None:
     text = (EXAMPLES / "customer-support.yaml").read_text().replace("18GB", "2GB")
     code, out, err = check(text, "--backend", "stub")

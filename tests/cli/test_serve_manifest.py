@@ -93,6 +93,25 @@ def test_one_stub_behind_every_name_still_routes_by_what_is_said() -> None:
             assert choice["message"]["content"] == f"[stub:all] ok len={len(words)} max=8"
 
 
+def test_budgets_as_nrt_wrote_them_are_taken_and_told(tmp_path: Path) -> None:
+    """In the log, in `/v1/cluster`, and in the answer to who puts such a manifest."""
+    text = SMALL.replace("models:", "resources: {gpu_budget: 18G}\nmodels:", 1)
+    note = (
+        "line 2: resources.gpu_budget is '18G', and taken for 18GB (18,000,000,000 bytes); write 18GB, or what is meant"
+    )
+    with serve("--manifest", str(written(tmp_path, text)), *IN_THREAD) as server, server.client() as client:
+        shown = client.get("/v1/cluster").json()
+        kind = {"Content-Type": "application/yaml"}
+        same = client.put("/v1/manifest", content=text.replace("18G", "18000000000"), headers=kind).json()
+        right = client.put("/v1/manifest", content=text.replace("18G", "18GB"), headers=kind).json()
+        log, after = server.stderr, client.get("/v1/cluster").json()
+    assert shown["budgets"][0]["declared_bytes"] == 18_000_000_000
+    assert shown["warnings"] == [note]
+    assert note in log
+    assert (same["unchanged"], len(same["warnings"])) == (["router", "billing"], 1)
+    assert right["warnings"] == after["warnings"] == []
+
+
 @pytest.mark.parametrize(
     ("example", "num_models", "num_resident", "num_standby", "resident_bytes"),
     [

@@ -92,10 +92,22 @@ SHAPE: dict[str, Case] = {
 }
 
 VALUES: dict[str, Case] = {
-    "size without unit": ("18GB", "18", 3, "resources.gpu_budget", ["'18'", "without a unit", "18GB", "18GiB"]),
+    "size without unit": (
+        "tier: resident",
+        "size: 18",
+        8,
+        "models.router.size",
+        ["'18'", "without a unit", "18GB", "18GiB"],
+    ),
     "size in an unknown unit": ("18GB", "18GX", 3, "resources.gpu_budget", ["unknown unit", "GiB"]),
-    "size in a doubtful unit": ("18GB", "18G", 3, "resources.gpu_budget", ["GB (powers of 1000)", "GiB"]),
-    "size in the wrong case": ("18GB", "18gb", 3, "resources.gpu_budget", ["did you mean GB?"]),
+    "size in a doubtful unit": (
+        "tier: resident",
+        "size: 18G",
+        8,
+        "models.router.size",
+        ["GB (powers of 1000)", "GiB"],
+    ),
+    "size in the wrong case": ("tier: resident", "size: 18gb", 8, "models.router.size", ["did you mean GB?"]),
     "negative budget": ("18GB", "-18GB", 3, "resources.gpu_budget", ["'-18GB'", "never negative"]),
     "no budget": ("18GB", "0GB", 3, "resources.gpu_budget", ["is 0"]),
     "half a byte": ("18GB", "0.5B", 3, "resources.gpu_budget", ["whole number of bytes"]),

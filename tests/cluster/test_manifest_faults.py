@@ -45,7 +45,7 @@ def test_all_faults_of_a_text_are_told_at_once_in_the_order_of_lines() -> None:
     text = """\
 cluster: [shop]
 resources:
-  gpu_budget: 18
+  gpu_budget: 18GX
   ram_budget: -1GB
   disk: 4GB
 models:
@@ -90,9 +90,9 @@ routing:
 
 def test_the_error_names_the_text_and_every_line() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(BASE.replace("18GB", "18").replace("standby", "stand-by"), "shop.yaml")
+        parse(BASE.replace("18GB", "18GX").replace("standby", "stand-by"), "shop.yaml")
     first, second = str(caught.value).splitlines()
-    assert first.startswith("shop.yaml, line 3: resources.gpu_budget is '18', a size without a unit")
+    assert first.startswith("shop.yaml, line 3: resources.gpu_budget is '18GX', in an unknown unit")
     assert second.startswith("shop.yaml, line 15: models.specialists[1].tier is 'stand-by'")
 
 

@@ -165,6 +165,18 @@ def test_any_text_is_a_manifest_or_a_manifest_error(text: str) -> None:
             assert 1 <= problem.line <= len(candidate.splitlines()) + 1
 
 
+@pytest.mark.parametrize("written", ["18G", "18gb", "18000000000"])
+def test_budgets_of_nrt_are_taken_and_noted(written: str) -> None:
+    """The value is that of the canonical text, which is what is written and needs no note."""
+    text = (EXAMPLES / "customer-support.yaml").read_text()
+    manifest, meant = parse(text.replace("18GB", written)), parse(text)
+    (note,) = manifest.notes
+    assert note.startswith(f"line 4: resources.gpu_budget is '{written}', and taken for 18")
+    assert manifest == meant
+    assert dump(manifest) == dump(meant)
+    assert parse(dump(manifest)).notes == meant.notes == ()
+
+
 def test_a_remote_model_needs_no_source_and_no_tier() -> None:
     manifest = parse("cluster: x\nmodels: {m: {remote: {base_url: 'http://127.0.0.1:1/v1'}}}\n")
     assert manifest.entries == (

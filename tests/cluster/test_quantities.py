@@ -10,6 +10,7 @@ from lockstep.cluster.quantities import (
     MAX_DURATION_S,
     MAX_SIZE_BYTES,
     duration_text,
+    parse_budget,
     parse_duration,
     parse_size,
     size_text,
@@ -31,6 +32,32 @@ from lockstep.errors import ConfigError
 )
 def test_sizes(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes", "taken"),
+    [
+        ("18GB", 18 * 10**9, ""),
+        ("18GiB", 18 * 2**30, ""),
+        ("18G", 18 * 10**9, "18GB"),
+        ("18gb", 18 * 10**9, "18GB"),
+        ("1.5 g", 1_500_000_000, "1.5GB"),
+        ("512m", 512 * 10**6, "512MB"),
+        ("2gib", 2 * 2**30, "2GiB"),
+        ("18000000000", 18 * 10**9, "18000000000B"),
+        ("18", 18, "18B"),
+    ],
+)
+def test_budgets_are_taken_as_nrt_took_them(text: str, num_bytes: int, taken: str) -> None:
+    """And what is not written as sizes are written here is told with what it was taken for."""
+    note = f"is {text!r}, and taken for {taken} ({num_bytes:,} bytes); write {taken}, or what is meant"
+    assert parse_budget(text) == (num_bytes, note if taken else "")
+
+
+@pytest.mark.parametrize("text", ["18GX", "18Gi", "-18G", "lots", "1.5", "9000000T"])
+def test_what_is_no_budget(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_budget(text)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,8 @@ class Manifest:
     sessions: SessionLimits = field(default_factory=SessionLimits)
     rollouts: object | None = None
     """Another room's block, as it was written, in dicts, lists and scalars; its validator is injected."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What its text said that was taken, and should be written otherwise: a sentence each, with its line."""
 
     @classmethod
     def of_model(cls, source: str, names: Sequence[str], chat_template: str | None = None) -> Manifest:

@@ -142,7 +142,7 @@ def _manifest(
     if vet is not None:
         for entry in draft.entries:
             vet(entry, reading)
-    return None if reading.problems else _built(draft)
+    return None if reading.problems else _built(draft, tuple(map(str, reading.notes)))
 
 
 def _or_none(value: Any) -> Any:
@@ -249,7 +249,7 @@ def _foreign(place: Place, validators: Mapping[str, Validator]) -> object:
     return FAULTY if problems else block
 
 
-def _built(draft: ManifestDraft) -> Manifest:
+def _built(draft: ManifestDraft, notes: tuple[str, ...]) -> Manifest:
     """The value of a draft without faults."""
     entries = []
     for entry in draft.entries:
@@ -264,4 +264,5 @@ def _built(draft: ManifestDraft) -> Manifest:
         fallback=draft.fallback,
         sessions=SessionLimits(**draft.sessions),
         rollouts=draft.rollouts,
+        notes=notes,
     )

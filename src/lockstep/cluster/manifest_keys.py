@@ -15,6 +15,7 @@ from lockstep.cluster.manifest_nodes import Place, did_you_mean, listed, shown
 from lockstep.cluster.manifest_readers import (
     Key,
     alias,
+    budget,
     duration,
     filled,
     name,
@@ -165,13 +166,13 @@ def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
 
 
 RESOURCES: Mapping[str, Key] = {
-    key: Key(size(low), f"{key}_bytes", size_text)
-    for key, low in {
-        "gpu_budget": 1,
-        "ram_budget": 0,
-        "kv_budget": 1,
-        "host_kv_budget": 0,
-        "disk_kv_budget": 0,
+    key: Key(read, f"{key}_bytes", size_text)
+    for key, read in {
+        "gpu_budget": budget(1),
+        "ram_budget": budget(),
+        "kv_budget": size(1),
+        "host_kv_budget": size(),
+        "disk_kv_budget": size(),
     }.items()
 }
 SESSIONS: Mapping[str, Key] = {

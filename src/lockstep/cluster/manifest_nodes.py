@@ -124,12 +124,18 @@ class Reading:
     """One text being read: its faults so far, and the line on which each path stands."""
 
     problems: list[Problem] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
+    """What is no fault, and should be written otherwise."""
     lines: dict[str, int] = field(default_factory=dict)
 
     def fault(self, where: str, message: str, line: int | None = None) -> None:
         """Note a fault of a path; its line is that of the path, or of the nearest above that is there."""
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(Problem(self.line(where) if line is None else line, where, message))
+
+    def note(self, where: str, message: str) -> None:
+        """As `fault`, of what is taken all the same."""
+        self.notes.append(Problem(self.line(where), where, message))
 
     def line(self, where: str) -> int:
         while where and where not in self.lines:

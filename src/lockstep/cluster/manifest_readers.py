@@ -11,13 +11,14 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from lockstep.cluster.manifest_nodes import FAULTY, Place, Reader, did_you_mean, listed, odd_character, shown
-from lockstep.cluster.quantities import duration_text, parse_duration, parse_size
+from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size
 from lockstep.errors import ConfigError
 
 MAX_NAME_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?")
 _ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 _SET = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_SIZE = "a size with a unit, e.g. 18GB"
 
 
 def _same(value: Any) -> Any:
@@ -105,12 +106,28 @@ def size(low: int = 0) -> Reader:
     """Bytes, written with a unit."""
 
     def read(place: Place) -> int:
-        num_bytes = parse_size(quantity(place, "a size with a unit, e.g. 18GB"))
-        if num_bytes < low:
-            raise ConfigError("is 0; there must be something to share out")
+        return _at_least(low, parse_size(quantity(place, _SIZE)))
+
+    return read
+
+
+def budget(low: int = 0) -> Reader:
+    """As `size`; what was written for NRT is read as NRT read it, and noted."""
+
+    def read(place: Place) -> int:
+        num_bytes, note = parse_budget(quantity(place, _SIZE))
+        _at_least(low, num_bytes)
+        if note:
+            place.reading.note(place.where, note)
         return num_bytes
 
     return read
+
+
+def _at_least(low: int, num_bytes: int) -> int:
+    if num_bytes < low:
+        raise ConfigError("is 0; there must be something to share out")
+    return num_bytes
 
 
 def duration(low_s: float = 0.0, read_text: Callable[[Place], str] | None = None) -> Reader:

@@ -39,7 +39,7 @@ def picture(stage: Stage, is_replacing: bool, num_ephemeral: int) -> ClusterSnap
         counters=msgspec.structs.replace(stage.counters),
         transitions=tuple(stage.transitions),
         remotes=tuple(model.remote.snapshot() for model in roster.models.values() if model.remote is not None),
-        warnings=stage.warnings(),
+        warnings=(*roster.declared.notes, *stage.warnings()),
     )
 
 

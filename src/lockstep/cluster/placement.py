@@ -104,7 +104,8 @@ def place(
     for budget, needed in ((budgets.gpu, table.gpu_needed_bytes), (budgets.ram, table.ram_needed_bytes)):
         if budget.effective_bytes is not None and needed > budget.effective_bytes:
             refusals.append(budget_text(budget, needed))
-    warnings = (*_meant_otherwise(manifest), *_without_key(served, environment), *_found(table, unknown))
+    meant = (*manifest.notes, *_meant_otherwise(manifest))
+    warnings = (*meant, *_without_key(served, environment), *_found(table, unknown))
     return Placement(manifest, served, table, unknown, tuple(refusals), warnings)
 
 

@@ -19,6 +19,12 @@ SIZE_UNITS: Mapping[str, int] = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+_LOOSE_UNITS = {
+    "": "B",
+    **{known.lower(): known for known in SIZE_UNITS},
+    **{known[0].lower(): known for known in ("KB", "MB", "GB", "TB")},
+}
+"""What is meant by units in any case, by the first letter of one, and by none."""
 DURATION_UNITS: Mapping[str, Fraction] = {
     "ms": Fraction(1, 1000),
     "s": Fraction(1),
@@ -46,6 +52,31 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"is {text!r}, a size without a unit; write e.g. {text}MB, {text}GB or {text}GiB")
     if unit not in SIZE_UNITS:
         raise ConfigError(f"is {text!r}, in an unknown unit; {_unit_hint(unit)}")
+    return _whole_bytes(text, number, unit)
+
+
+def parse_budget(text: str) -> tuple[int, str]:
+    """Bytes of a size as it is written here, or as NRT, whose manifests are read, took it too: ``18gb`` and ``18G`` are
+    18GB, and a bare number is bytes.
+
+    Returns:
+        The bytes, and, where it is written in NRT's way, what it was taken for; else an empty text.
+
+    Raises:
+        ConfigError: as `parse_size`, but for those.
+    """
+    number, unit = _split(text, "18GB (10^9 bytes each) or 16GiB (2^30)")
+    if unit in SIZE_UNITS:
+        return _whole_bytes(text, number, unit), ""
+    meant = _LOOSE_UNITS.get(unit.lower())
+    if meant is None:
+        raise ConfigError(f"is {text!r}, in an unknown unit; {_unit_hint(unit)}")
+    num_bytes = _whole_bytes(text, number, meant)
+    written = text.strip().removesuffix(unit).strip() + meant
+    return num_bytes, f"is {text!r}, and taken for {written} ({num_bytes:,} bytes); write {written}, or what is meant"
+
+
+def _whole_bytes(text: str, number: Fraction, unit: str) -> int:
     num_bytes = number * SIZE_UNITS[unit]
     if num_bytes < 0:
         raise ConfigError(f"is {text!r}; a size is never negative")

@@ -48,7 +48,9 @@ async def replace_manifest(stage: Stage, manifest: Manifest) -> Replaced:
             await remote.close()
     added, removed, changed, unchanged = differences(old, roster)
     duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
-    return Replaced(manifest.cluster, added, removed, changed, unchanged, num_drained, num_cut, duration_ms)
+    return Replaced(
+        manifest.cluster, added, removed, changed, unchanged, num_drained, num_cut, duration_ms, manifest.notes
+    )
 
 
 def differences(old: Roster, new: Roster) -> tuple[tuple[str, ...], ...]:

@@ -191,3 +191,5 @@ class Replaced(msgspec.Struct, frozen=True):
     num_cut: int
     """Calls that were ended because draining took too long."""
     duration_ms: float
+    warnings: tuple[str, ...] = ()
+    """What of its text was taken and should be written otherwise, a sentence each."""

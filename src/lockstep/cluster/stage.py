@@ -209,7 +209,8 @@ class Stage:
 
     def enter(self, roster: Roster, opened: Opened) -> None:
         """From now on calls go to these models."""
-        for text in cut_texts(opened.table.budgets) if opened is not self.opened else ():
+        told = (*roster.declared.notes, *cut_texts(opened.table.budgets)) if opened is not self.opened else ()
+        for text in told:
             log.warning("%s", text)
         self._roster, self._coming, self.opened = roster, None, opened
         for model in roster.models.values():
