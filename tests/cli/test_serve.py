@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import psutil
 import pytest
 import typer
 
@@ -167,6 +168,13 @@ def test_what_cannot_be_is_one_line_and_code_2(
     assert message in printed.err
     assert printed.err.startswith("lockstep: error: ")
     assert printed.err.count("\n") == 1
+
+
+def test_a_start_that_is_refused_leaves_no_process() -> None:
+    """The worker's process is started ahead of what finds the fault."""
+    before = psutil.Process().children()
+    assert invoke(["serve", "--manifest", "no/such.yaml"]) == 2
+    assert psutil.Process().children() == before
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Literal
 
+import psutil
 import pytest
 
 from lockstep.core.request import Priority
@@ -18,9 +21,11 @@ from lockstep.engine.outputs import GenerationRequest, RequestOutput
 from lockstep.engine.sessions import Swept
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.life import Back, Lost
 from lockstep.worker.messages import SessionsChanged
 from lockstep.worker.options import WorkerOptions
+from lockstep.worker.process import SpawnedWorker
 from lockstep.worker.steps import StepReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
 from tests.waiting import HANG_S
@@ -138,3 +143,45 @@ async def test_nobody_who_is_gone_is_asked_anything(kind: Kind) -> None:
     assert await worker.sessions() == {}
     assert await worker.sweep("a") == Swept(0, 0)
     assert await worker.end_session("a", "s") == Swept(0, 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
+async def test_a_process_that_was_started_ahead_is_the_first_worker_and_no_later_one() -> None:
+    ahead = SpawnedWorker("text", "warning")
+    notices: list[Notice] = []
+    worker = SupervisedWorker(WorkerOptions("process", ahead=ahead), notices.append)
+    await worker.start()
+    try:
+        assert not ahead.is_free
+        ahead.discard()  # too late: it is the worker's
+        await worker.load("a", "stub://alpha", SMALL)
+        assert (await answer(worker, "a", "abc", "s")).text == "[stub:alpha] ok len="
+        first = worker.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: Back() in notices)
+        assert worker.pid not in (first, None)
+    finally:
+        await asyncio.wait_for(worker.close(), HANG_S)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
+def test_a_process_that_nobody_speaks_to_has_touched_nothing_and_is_ended(tmp_path: Path) -> None:
+    """However long it waited: one that is refused its start must not write into another server's recording."""
+    ahead = SpawnedWorker("text", "warning", TraceOptions(str(tmp_path / "flight")))
+    process, sock = ahead.take()
+    sock.close()
+    assert process.wait(HANG_S) == 0
+    assert not (tmp_path / "flight").exists()
+    unused = SpawnedWorker("text", "warning")
+    [child] = psutil.Process().children()
+    unused.discard()
+    assert not child.is_running()
+
+
+def test_a_worker_process_imports_no_event_loop_and_no_readers_before_it_is_told_to() -> None:
+    """They would be a third of the time in which it starts; a time would be a flaky test."""
+    code = "import sys, lockstep.worker.device, lockstep.worker.outbox, lockstep.executors.stub; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"asyncio", "psutil", "tempfile", "tokenizers", "openvino", "llguidance", "jinja2"} & set(loaded)
+    assert "lockstep.artifacts.source" not in loaded

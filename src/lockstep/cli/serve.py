@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from lockstep.server.options import ServerOptions
     from lockstep.server.reloading import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
+    from lockstep.worker.options import WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +72,49 @@ def serve(
     foreign: ForeignFlags,
 ) -> None:
     """Serve a model, or a cluster of them, to OpenAI clients."""
-    from lockstep.server.run import run_server
-    from lockstep.worker.logs import log_to_stderr
+    with _worker(what, report) as worker:
+        from lockstep.server.run import run_server
+        from lockstep.worker.logs import log_to_stderr
 
-    options = replace(
-        server_options(listen, what, scheduler, limits, report),
-        allow_any_source=many.allow_any_source,
-        allow_private_remotes=many.allow_private_remotes,
-    )
-    progress = ServingProgress.for_this(report.log_format)
-    order = "fcfs" if many.manifest is None else "priority"
-    cluster, reload = _cluster(model, what, many, engine_options(engine, scheduler, order), report, progress.tell)
-    warnings = answers_to(foreign)
-    log_to_stderr(report.log_format, report.log_level, "server")
-    for warning in warnings:
-        log.warning(warning)
-    with progress.running():
-        run_server(cluster, options, progress.announce, reload)
+        options = replace(
+            server_options(listen, what, scheduler, limits, report),
+            allow_any_source=many.allow_any_source,
+            allow_private_remotes=many.allow_private_remotes,
+        )
+        progress = ServingProgress.for_this(report.log_format)
+        order = "fcfs" if many.manifest is None else "priority"
+        cluster, reload = _cluster(model, what, many, engine_options(engine, scheduler, order), worker, progress.tell)
+        warnings = answers_to(foreign)
+        log_to_stderr(report.log_format, report.log_level, "server")
+        for warning in warnings:
+            log.warning(warning)
+        with progress.running():
+            run_server(cluster, options, progress.announce, reload)
+
+
+@contextmanager
+def _worker(what: ModelFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
+    """The device worker's options, with its process started ahead of the server's imports, which take as long as its
+    own."""
+    from lockstep.worker.health import HealthLimits
+    from lockstep.worker.options import WorkerOptions
+    from lockstep.worker.process import SpawnedWorker
+
+    trace = trace_options(report)
+    ahead = SpawnedWorker(report.log_format, report.log_level, trace) if what.worker == "process" else None
+    try:
+        yield WorkerOptions(
+            kind=what.worker,
+            health=HealthLimits(silence_s=what.worker_timeout),
+            log_format=report.log_format,
+            log_level=report.log_level,
+            stream_interval_s=what.stream_interval_ms / 1000,
+            trace=trace,
+            ahead=ahead,
+        )
+    finally:
+        if ahead is not None:
+            ahead.discard()
 
 
 def server_options(
@@ -162,7 +190,7 @@ def _cluster(
     what: ModelFlags,
     many: ClusterFlags,
     engine: EngineOptions,
-    report: ReportFlags,
+    worker: WorkerOptions,
     progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
     """Who stands behind the server, and how a manifest is brought in again; the one place that knows."""
@@ -170,8 +198,6 @@ def _cluster(
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.stage import ClusterOptions
     from lockstep.server.reloading import ManifestReload, stamp_of
-    from lockstep.worker.health import HealthLimits
-    from lockstep.worker.options import WorkerOptions
 
     model = model or None  # what a unit's variable that is not set leaves of an argument
     _check_together(model, what, many)
@@ -184,14 +210,6 @@ def _cluster(
         openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
         cache_dir=what.cache_dir,
         probe=what.probe,
-    )
-    worker = WorkerOptions(
-        kind=what.worker,
-        health=HealthLimits(silence_s=what.worker_timeout),
-        log_format=report.log_format,
-        log_level=report.log_level,
-        stream_interval_s=what.stream_interval_ms / 1000,
-        trace=trace_options(report),
     )
     options = ClusterOptions(
         backend_of(many.backend),

@@ -146,8 +146,8 @@ class ManifestCluster:
     async def start(self) -> None:
         stage = self._stage
         try:
+            await stage.worker.start()  # first: a process has its imports to do, while the sources are opened
             opened = self._prepared or await stage.open(self._manifest, self._progress)
-            await stage.worker.start()
             roster = stage.cast(self._manifest, opened)
             stage.replicas.progress = self._told
             stage.enter(roster, opened)

@@ -166,8 +166,11 @@ class _Draft:
     def _refuse(self) -> set[str]:
         """Tell those who wait for what can never be loaded; who that is."""
         refused = set()
+        pinned = sum(r.bytes for r in self._replicas if r.is_pinned)
         for index, replica in enumerate(self._replicas):
             if replica.phase is not Phase.ABSENT or not _is_wanted(replica):
+                continue
+            if pinned + (0 if replica.is_pinned else replica.bytes) <= self._budget:  # whoever is kept beside it
                 continue
             kept = sum(r.bytes for i, r in enumerate(self._replicas) if _outranks(i, r, index, replica))
             if replica.bytes <= self._budget - kept:

@@ -38,17 +38,14 @@ MAX_WAITING_CALLS = 1024
 """That wait for replicas, all together; more are refused."""
 MIN_LOOK_S = 0.005
 """Plans that only time could change are no closer together."""
-
 MAX_AWAY_S = 5.0
 """Calls wait for a worker that is started within this time; where it is later, they are told when to come again."""
-
 FAILED = "failed"
 """Why a replica is absent that could not be loaded."""
 LOST = "worker lost"
 """Why one is absent that was there, or was being loaded."""
 CUT = "the model was taken out of service before this answer was complete; send the request again"
 """What calls are told that did not end in the time that draining had."""
-
 Watcher = Callable[[Held, Phase, str, float], None]
 """Told that a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
 PlanWatcher = Callable[[Observed, float, PlanPolicy, tuple[Action, ...]], None]
@@ -253,15 +250,15 @@ class Replicas:
         if self._closing is not None:
             return
         now_s = self._clock()
-        if self._worker.is_up:  # else there is nothing to be done, and nobody to do it
-            self._carry_out(now_s)
+        observed = self._carry_out(now_s) if self._worker.is_up else None  # else there is nobody to do anything
         waiting, self._watchers = self._watchers, []
         for watcher in waiting:
             if not watcher.done():
                 watcher.set_result(None)
-        self._look_again(self._observed(now_s), now_s)
+        self._look_again(observed or self._observed(now_s), now_s)
 
-    def _carry_out(self, now_s: float) -> None:
+    def _carry_out(self, now_s: float) -> Observed | None:
+        """Plan and act; what was observed, where it still is so."""
         for held in self._held.values():
             held.recall(now_s)
         observed = self._observed(now_s)
@@ -279,11 +276,14 @@ class Replicas:
                     drains[key] = makes_room_for
                 case Refuse(key, why):
                     self._held[key].fail_waiting(NotLoadableError(f"the model cannot be loaded: {why}"))
+        is_same = not actions
         for held in self._held.values():
             if held.phase is Phase.RESIDENT:
+                is_same = is_same and held.makes_room_for is None and not held.waiting
                 held.makes_room_for = drains.get(held.key)
                 if held.waiting and held.is_open:
                     held.admit_waiting(self._clock())
+        return observed if is_same else None
 
     def _look_again(self, observed: Observed, now_s: float) -> None:
         """See to it that there is another plan when time alone may change it."""

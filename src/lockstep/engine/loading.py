@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import Artifact, TokenizerParts
-from lockstep.artifacts.source import DownloadProgress, open_artifact
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.sizing import EngineOptions, anonymous_memory_bytes, available_memory_bytes, plan_config
@@ -21,12 +20,15 @@ from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
 
 if TYPE_CHECKING:
+    from lockstep.artifacts.source import DownloadProgress
     from lockstep.executors.probe import ProbeReport
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Called with a stage's name and how much of it is done, 0 to 1."""
+STUB_POOL_BYTES = 1 << 32
+"""More is no fiction that a stub's pool could be: its blocks hold nothing, but are counted one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def load_model(
         report("ready", 1.0)
         return loaded, config
     report("open", 0.0)
+    from lockstep.artifacts.source import open_artifact
     from lockstep.executors.openvino.executor import load_executor
 
     before_bytes = anonymous_memory_bytes()  # with the libraries imported, which are no model's
@@ -132,7 +135,7 @@ def _probe(executor: Executor, num_blocks: int) -> ProbeReport:
 def _load_stub(source: str, options: LoadOptions) -> tuple[LoadedModel, SchedulerConfig]:
     stub = StubOptions.parse(source)
     executor = StubExecutor(stub)
-    config = plan_config(options.engine, executor.geometry, available_memory_bytes())
+    config = plan_config(options.engine, executor.geometry, STUB_POOL_BYTES)
     executor.allocate(config.num_blocks, config.num_host_blocks)
     tokenizer = _tokenizer(stub_tokenizer_parts(stub.name), options)
     return _loaded(stub.name, source, f"stub-{stub.name}", executor, tokenizer, None, config, None), config

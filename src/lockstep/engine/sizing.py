@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lockstep.core.policy import SchedulerConfig
 from lockstep.errors import ConfigError
 from lockstep.executors.base import Geometry
@@ -168,6 +166,8 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 def machine_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """All memory that this process could ever have: the machine's, cut by the cgroup's limit (v2)."""
+    import psutil
+
     total = psutil.virtual_memory().total
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -179,6 +179,8 @@ def machine_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """What this process may still take: the machine's available memory, cut by the cgroup's limit (v2), which counts
     files that were read once and may be forgotten as used."""
+    import psutil
+
     available = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()

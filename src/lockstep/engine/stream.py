@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.engine.generation import Sink
 from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
 from lockstep.errors import RequestFailedError
 
+if TYPE_CHECKING:  # a worker process has no event loop, and starts sooner without
+    import asyncio
+
+    OutputQueue = asyncio.Queue[TokenOutput]
+    """Bounded by the request itself: at most one output per token of its ``n`` completions."""
+
 OutputStream = AsyncGenerator[TokenOutput, None]
-OutputQueue = asyncio.Queue[TokenOutput]
-"""Bounded by the request itself: at most one output per token of its ``n`` completions."""
 
 
 class Submitter(Protocol):
@@ -54,6 +57,8 @@ def _deliver(batch: list[tuple[OutputQueue, TokenOutput]]) -> None:
 
 async def stream(engine: Submitter, mailboxes: LoopMailboxes, request: GenerationRequest) -> OutputStream:
     """Yield what each step brings; an error of the request is raised; leaving early aborts it."""
+    import asyncio
+
     loop = asyncio.get_running_loop()
     queue: OutputQueue = asyncio.Queue()
     request_id = engine.submit(request, lambda output: mailboxes.post(loop, queue, output))

@@ -14,7 +14,7 @@ from lockstep.worker.health import ASK_INTERVAL_S, Pulse
 from lockstep.worker.link import Link
 from lockstep.worker.messages import AskHealth, Command, Event, HealthReport
 from lockstep.worker.options import WorkerOptions
-from lockstep.worker.process import ProcessLink
+from lockstep.worker.process import ProcessLink, SpawnedWorker
 from lockstep.worker.replicas import Replicas
 from lockstep.worker.restarts import Restarts
 from lockstep.worker.thread import ThreadLink
@@ -169,7 +169,10 @@ class Life:
     async def _start_link(self) -> None:
         options = self._options
         if options.kind == "process":
-            self.link = await ProcessLink.open(self, options.log_format, options.log_level, options.trace)
+            spawned = options.ahead
+            if spawned is None or not spawned.is_free:
+                spawned = SpawnedWorker(options.log_format, options.log_level, options.trace)
+            self.link = await ProcessLink.open(self, spawned)
         else:
             self.link = ThreadLink(self, options.trace)
         self._move_to(WorkerState.UP)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.logs import LogFormat
 from lockstep.worker.messages import TrialOptions
+
+if TYPE_CHECKING:
+    from lockstep.worker.process import SpawnedWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +30,6 @@ class WorkerOptions:
     """What is recorded; None: nothing."""
     stream_interval_s: float = 0.0
     """What streams get within less than this comes to their readers at once, except their first tokens and ends."""
+    ahead: SpawnedWorker | None = None
+    """The first worker's process, where it was started ahead of all else; whoever started it ends it if nobody takes
+    it. None: it is started when it is needed, as its successors are."""

@@ -32,26 +32,14 @@ EOF_LIMIT_S = 1.0
 _POLL_INTERVAL_S = 0.005
 
 
-class ProcessLink(asyncio.Protocol):
-    """Implements `lockstep.worker.link.Link`. Made by `open`."""
+class SpawnedWorker:
+    """A worker process to which nobody speaks yet: it imports what it needs, and touches nothing until it is told to.
 
-    def __init__(self, handler: Handler, process: subprocess.Popen[bytes]) -> None:
-        self._handler = handler
-        self._process = process
-        self._reader = FrameReader()
-        self._decoder = event_decoder()
-        self._encoder = command_encoder()
-        self._transport: asyncio.Transport | None = None
-        self._is_closing = False
-        self._obituary: asyncio.Task[None] | None = None
+    To be started on a thread that lives as long as the worker shall: on Linux the child ends with it.
+    """
 
-    @classmethod
-    async def open(
-        cls, handler: Handler, log_format: LogFormat, log_level: str, trace: TraceOptions | None = None
-    ) -> ProcessLink:
-        """Start a worker process; it accepts commands at once and obeys when its imports are done.
-
-        To be called on a thread that lives as long as the worker shall: on Linux the child ends with it.
+    def __init__(self, log_format: LogFormat, log_level: str, trace: TraceOptions | None = None) -> None:
+        """Start it.
 
         Raises:
             UsageError: this system cannot hand a socket to a process.
@@ -68,17 +56,54 @@ class ProcessLink(asyncio.Protocol):
             command = [sys.executable, "-P", "-m", MODULE, str(fd), str(os.getpid()), log_format, log_level]
             command.append("" if trace is None else msgspec.json.encode(trace).decode())
             try:  # what it prints is no answer of ours: standard output goes where errors go
-                process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2)
+                self._process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2)
             except OSError as error:
                 ours.close()
                 raise ExecutorError(f"no worker process can be started: {error}") from error
         ours.setblocking(False)
+        self._sock = ours
+        self.is_free = True
+        """Whether nobody has taken it, or ended it."""
+
+    def take(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The process and our end of its socket, for who speaks to it from now on; once."""
+        assert self.is_free, "a process is taken once"
+        self.is_free = False
+        return self._process, self._sock
+
+    def discard(self) -> None:
+        """End it, if nobody has taken it."""
+        if self.is_free:
+            _end(*self.take())
+
+
+def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    sock.close()
+    process.kill()
+    process.wait()
+
+
+class ProcessLink(asyncio.Protocol):
+    """Implements `lockstep.worker.link.Link`. Made by `open`."""
+
+    def __init__(self, handler: Handler, process: subprocess.Popen[bytes]) -> None:
+        self._handler = handler
+        self._process = process
+        self._reader = FrameReader()
+        self._decoder = event_decoder()
+        self._encoder = command_encoder()
+        self._transport: asyncio.Transport | None = None
+        self._is_closing = False
+        self._obituary: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, handler: Handler, spawned: SpawnedWorker) -> ProcessLink:
+        """Speak to a worker process; it accepts commands at once and obeys when its imports are done."""
+        process, sock = spawned.take()
         try:
-            _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(handler, process), sock=ours)
+            _, link = await asyncio.get_running_loop().create_unix_connection(lambda: cls(handler, process), sock=sock)
         except BaseException:  # whoever opens it was cancelled: nobody would ever end it
-            ours.close()
-            process.kill()
-            process.wait()
+            _end(process, sock)
             raise
         return link
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.artifacts.source import open_artifact
 from lockstep.engine.loading import Progress, default_cache_dir, download_stage
 from lockstep.errors import ArtifactError, LockstepError
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
@@ -57,6 +54,8 @@ def run_trial(load: Load, command: Sequence[str]) -> None:
         ArtifactError: it crashed, or did not come to an end.
         LockstepError: what loading said.
     """
+    import subprocess
+
     limit_s = load.trial.limit_s
     try:
         ended = subprocess.run(
@@ -98,6 +97,7 @@ def _told(said: bytes, code: int, source: str) -> LockstepError:
 
 def _record(load: Load, progress: Progress) -> Path:
     """Where the success of this trial is remembered, whatever the artifact is called."""
+    from lockstep.artifacts.source import open_artifact
     from lockstep.executors.openvino.environment import digest
     from lockstep.executors.openvino.loading import environment_of
 
@@ -110,6 +110,8 @@ def _record(load: Load, progress: Progress) -> Path:
 
 def _remember(record: Path) -> None:
     """Written whole or not at all; where nothing can be written, the next load is a trial again."""
+    import tempfile
+
     with contextlib.suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
         present = list(record.parent.iterdir())
