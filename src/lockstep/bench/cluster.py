@@ -117,11 +117,7 @@ async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -
     served = served_by(manifest, Backend.STUB)
     targets = asked_of(served)
     decision_us = await decisions(served, targets)
-    worker = WorkerOptions(options.worker, log_level="error", stream_interval_s=STREAM_INTERVAL_S)
-    cluster = ManifestCluster(manifest, ClusterOptions(backend=Backend.STUB, worker=worker))
-    started_s = time.perf_counter()
-    await cluster.start()
-    bootstrap_s = time.perf_counter() - started_s
+    cluster, bootstrap_s = await _boot(manifest, options.worker)
     try:
         booted = cluster.snapshot()
         await _calls(cluster, targets, NUM_WARMUPS, 1)
@@ -130,12 +126,15 @@ async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -
         after = cluster.snapshot()
     finally:
         await cluster.close()
+    in_thread, thread_bootstrap_s = await _boot(manifest, "thread")
+    await in_thread.close()
     counts = counts_of(booted, after)
     return {
         "suite": suite.name,
         "worker": options.worker,
         "num_calls": options.num_calls,
         "bootstrap_ms": bootstrap_s * MS,
+        "thread_bootstrap_ms": thread_bootstrap_s * MS,
         **counts,
         "used_bytes": {budget.name: budget.used_bytes for budget in booted.budgets},
         "decision_us": _percentiles(decision_us, US),
@@ -147,6 +146,15 @@ async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -
         "nrt": dict(NRT),
         "faults": faults_of(suite, counts),
     }
+
+
+async def _boot(manifest: Manifest, kind: Literal["process", "thread"]) -> tuple[ManifestCluster, float]:
+    """A cluster that answers, and how many seconds that took, its worker's process included."""
+    worker = WorkerOptions(kind, log_level="error", stream_interval_s=STREAM_INTERVAL_S)
+    cluster = ManifestCluster(manifest, ClusterOptions(backend=Backend.STUB, worker=worker))
+    started_s = time.perf_counter()
+    await cluster.start()
+    return cluster, time.perf_counter() - started_s
 
 
 def asked_of(manifest: Manifest) -> tuple[str, ...]:
@@ -255,6 +263,7 @@ def text_of(results: Sequence[Mapping[str, Any]]) -> str:
             "calls, alone and together", results, lambda result: f"{result['num_calls']}", f"{NRT['num_calls']} alone"
         ),
         _row("bootstrap, ms", results, lambda result: f"{result['bootstrap_ms']:.0f}", _range(NRT["bootstrap_ms"])),
+        _row("the same, worker in a thread", results, lambda result: f"{result['thread_bootstrap_ms']:.0f}", ""),
         _row("models", results, lambda result: f"{result['num_models']}"),
         _row("resident / standby", results, lambda result: f"{result['num_resident']} / {result['num_standby']}"),
         _row("VRAM, MB", results, lambda result: f"{result['resident_mb']:,}"),
