@@ -129,5 +129,5 @@ TestMachine.settings = settings(
     max_examples=200,
     stateful_step_count=40,
     derandomize=True,
-    suppress_health_check=[HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
