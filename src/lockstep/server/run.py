@@ -34,6 +34,9 @@ KEEP_ALIVE_S = 75
 """Seconds that an idle connection is kept: longer than clients keep theirs, so that none is closed under a request."""
 ENDING_S = 5.0
 """Seconds that streams have to deliver their last frame, after their requests were ended."""
+SWITCH_INTERVAL_S = 0.0005
+"""So long the event loop waits for the interpreter where another thread has it, which uvloop does once per connection
+that has something: while long bodies are parsed beside it, a tenth of the default halves everybody's waits."""
 CLOSING_S = 2
 """Seconds that uvicorn waits for what is left before it cancels it."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -70,6 +73,7 @@ def run_server(
             app = create_app(cluster, options, () if tracer is None else (tracer,), store)
             gc.collect()
             gc.freeze()  # modules and routes stay; walking over them takes every full collection 34 ms
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
             runner.run(_Run(app, listener, announce, reload).serve())
     finally:
         if tracer is not None:
