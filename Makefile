@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-perturbed test-avx2 test-avx512 cover lint format bench lock clean
+.PHONY: demo test test-slow test-perturbed test-avx2 test-avx512 cover surface lint format bench lock clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
@@ -33,6 +33,10 @@ test-avx512: $(STAMP)
 # Every branch of the core; fails below 100 %.
 cover: $(STAMP)
 	$(BIN)/python -m pytest tests/core --cov=lockstep.core --cov-branch --cov-fail-under=100 -q
+
+# What users see, as texts in tests/surface: written again after a change that is meant; read the difference.
+surface: $(STAMP)
+	LOCKSTEP_WRITE_SURFACE=1 $(BIN)/python -m pytest tests/surface -q
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

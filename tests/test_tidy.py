@@ -75,7 +75,8 @@ CONFINED = {
     "openvino._offline_transformations": "executors/openvino/paged.py",
 }
 
-MAX_FILE_LINES = 400
+# 150 to 400 lines is a good file; the rest is room for those that would otherwise be cut where no idea ends.
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 SOURCES = sorted(
     path for folder in ("src", "tests", "tools", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
