@@ -32,7 +32,7 @@ from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import GenerationRequest, TokenOutput
 from lockstep.engine.sizing import EngineOptions
-from lockstep.executors.sampling import TokenLogprobs
+from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.correspondence import Correspondence
 from lockstep.worker.messages import Outputs

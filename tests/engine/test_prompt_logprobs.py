@@ -19,7 +19,7 @@ from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import RequestOutput
 from lockstep.errors import InvalidParameterError, NumericsError
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
-from lockstep.executors.sampling_rows import TokenLogprobs
+from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.stub import VOCAB_SIZE
 
 PROMPT = tuple(int(token) for token in np.random.default_rng(5).integers(3, 4000, 203))

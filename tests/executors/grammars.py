@@ -9,7 +9,8 @@ import numpy as np
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.executors.grammar import Grammar, GrammarCompiler
+from lockstep.executors.grammar import Grammar
+from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.executors.stub import stub_tokenizer_parts
 from tests.engine import text_models
 

@@ -11,14 +11,10 @@ import pytest
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, QueueFullError, RequestFailedError
-from lockstep.executors import grammar as grammar_module
+from lockstep.executors import grammar_compiler
 from lockstep.executors.constraint import Constraint
-from lockstep.executors.deep_stack import DeepStack
-from lockstep.executors.grammar import (
-    MAX_CACHED_GRAMMARS,
-    Grammar,
-    GrammarCompiler,
-)
+from lockstep.executors.grammar import Grammar
+from lockstep.executors.grammar_compiler import MAX_CACHED_GRAMMARS, DeepStack, GrammarCompiler
 from lockstep.executors.stub import VOCAB_SIZE
 from tests.engine import text_models
 from tests.executors.grammars import FAMILIES, compiler_of, ids_of, pick, text_of, tokenizer_of
@@ -162,7 +158,7 @@ def test_a_checked_constraint_is_remembered_and_so_is_a_refused_one(monkeypatch:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "MAX_CACHED_GRAMMARS", 3)
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED_GRAMMARS", 3)
     assert MAX_CACHED_GRAMMARS == 256
     compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
     for index in range(10):

@@ -11,7 +11,7 @@ import pytest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestFailedError
 from lockstep.executors.constraint import Constraint
-from lockstep.executors.grammar import GrammarCompiler
+from lockstep.executors.grammar_compiler import GrammarCompiler
 from tests.engine import text_models
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep.executors.sampling import SamplerState, Samples, sample
 from lockstep.executors.sampling_params import ResolvedSampling
 from tests.executors.sampling_reference import Floats, log_softmax, penalised
-from tests.executors.test_sampling_rows import rows
+from tests.executors.test_logits import rows
 
 GREEDY = ResolvedSampling(0.0)
 

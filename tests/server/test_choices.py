@@ -13,7 +13,7 @@ from lockstep.cluster.base import Accepted
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import RequestFailedError
-from lockstep.executors.sampling import TokenLogprobs
+from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.stub import END_ID
 from lockstep.server.answer import Answer
 from lockstep.server.choices import CallsReader, Choice

@@ -25,8 +25,8 @@ from lockstep.errors import (
     UnavailableError,
 )
 from lockstep.executors.constraint import Constraint
+from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.openvino.options import OpenVINOOptions
-from lockstep.executors.sampling import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.messages import Command, Load, Loading, Outputs, Refused, Submit, TrialOptions
 from lockstep.worker.wire import (

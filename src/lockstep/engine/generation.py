@@ -19,7 +19,8 @@ from lockstep.engine.reasoning import ReasoningSplitter
 from lockstep.engine.stops import StopStrings
 from lockstep.errors import LockstepError, RequestFailedError
 from lockstep.executors.grammar import TokenBits
-from lockstep.executors.sampling import SamplerState, TokenLogprobs
+from lockstep.executors.logits import TokenLogprobs
+from lockstep.executors.sampling import SamplerState
 
 Sink = Callable[[TokenOutput], None]
 

@@ -14,7 +14,7 @@ from lockstep.engine.model import LoadedModel
 from lockstep.engine.sizing import EngineOptions, anonymous_memory_bytes, available_memory_bytes, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.base import Executor
-from lockstep.executors.grammar import GrammarCompiler
+from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.base import Executor
-from lockstep.executors.grammar import GrammarCompiler
+from lockstep.executors.grammar_compiler import GrammarCompiler
 
 if TYPE_CHECKING:
     from lockstep.executors.probe import ProbeReport

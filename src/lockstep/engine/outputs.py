@@ -18,7 +18,7 @@ from lockstep.core.step import StepPlan
 from lockstep.engine.pooling import Pooling
 from lockstep.engine.reasoning import Reasoning
 from lockstep.errors import LockstepError
-from lockstep.executors.sampling import TokenLogprobs
+from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
 
 DEFAULT_MAX_ACTIVE_SESSIONS = 16

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.executors.sampling_rows import TokenLogprobs, token_logprobs
+from lockstep.executors.logits import TokenLogprobs, token_logprobs
 
 
 class PromptLogprobs:

@@ -14,7 +14,7 @@ from lockstep.engine.reasoning import Reasoning, tags_of_template
 from lockstep.engine.token_bytes import TokenBytes, decoder_rules
 from lockstep.engine.token_reach import TokenReach
 from lockstep.errors import ChatTemplateError, InvalidParameterError, PromptTooLongError
-from lockstep.executors.grammar_vocabulary import Vocabulary
+from lockstep.executors.grammar_compiler import Vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

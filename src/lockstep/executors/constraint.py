@@ -1,13 +1,13 @@
-"""What the text of an answer must be: a frozen value that a request carries.
+"""A constraint on an answer's text: a frozen value that a request carries.
 
-Knows no grammar engine and no tokenizer; `grammar.py` puts it to work. Being hashable, it is also the key under which
-a checked grammar is remembered.
+Knows no grammar engine and no tokenizer; `grammar_compiler.py` puts it to work. Being hashable, it is also the key
+under which a checked grammar is remembered. Of a JSON schema, `schema_text` says which documents it stands for here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -18,10 +18,19 @@ PARAM = "constraint"
 MAX_SOURCE_BYTES = 65_536
 """Of a schema, pattern or grammar, and of all choices together, in UTF-8."""
 MAX_CHOICES = 1_000
-
 JsonSchema = Mapping[str, object] | bool | str
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
 """What it has not finished it would keep, to the next full collection, for that check; a circle is deep as well."""
+COMPACT: dict[str, bool] = {"whitespace_flexible": False}
+"""Documents on one line: a small model loses itself in white space, and what is fixed between values can be forced."""
+_JOINING = frozenset(["allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"])
+"""Keywords by which one object obeys several schemas."""
+_CHOOSING = frozenset(["anyOf", "oneOf", "$ref"])
+"""Also these, beside `properties`."""
+_OPENING = frozenset(["additionalProperties", "patternProperties", "propertyNames", "minProperties"])
+"""Keywords that say something of properties which are not declared."""
+_MAPS, _LISTS, _ONES = ("properties", "$defs", "definitions"), ("anyOf", "oneOf", "prefixItems"), ("items",)
+"""Where schemas stand in a schema: by name, in a list, alone."""
 
 
 class ConstraintKind(StrEnum):
@@ -136,3 +145,64 @@ class Constraint(msgspec.Struct, frozen=True):
                 f"text {wrong[0]} of the choice is {texts[wrong[0]]!r}; it must be a string that is not empty",
                 param=PARAM,
             )
+
+
+def schema_text(constraint: Constraint) -> str:
+    """The schema of a JSON constraint, its objects closed."""
+    source = constraint.source
+    if constraint.kind is ConstraintKind.JSON_OBJECT:
+        return '{"type":"object"}'
+    assert isinstance(source, str), "validation lets only a choice have several texts"
+    try:
+        return json.dumps(closed(json.loads(source)), ensure_ascii=False, separators=(",", ":"))
+    except (ValueError, RecursionError):  # whoever compiles it says what is wrong
+        return source
+
+
+def closed(schema: object) -> object:
+    """A schema whose documents this one accepts as well: an object that declares its properties has no others.
+
+    Left open, they are what a model never comes to an end with. So vLLM's and llama.cpp's grammars do, and OpenAI's
+    strict schemas must say it, which clients take out again for other servers. A schema that says anything of
+    undeclared properties keeps its word, and one that joins schemas to one object stays as it is.
+    """
+    return _closed(schema) if not _joins(schema) else schema
+
+
+def _joins(schema: object) -> bool:
+    """Whether an object may have to obey several schemas at once."""
+    if not isinstance(schema, dict):
+        return False
+    keys = schema.keys()
+    if not keys.isdisjoint(_JOINING) or ("properties" in keys and not keys.isdisjoint(_CHOOSING)):
+        return True
+    return any(_joins(part) for part in _parts(schema))
+
+
+def _parts(schema: dict[str, object]) -> Iterator[object]:
+    for key in _MAPS:
+        if isinstance(named := schema.get(key), dict):
+            yield from named.values()
+    for key in _LISTS:
+        if isinstance(several := schema.get(key), list):
+            yield from several
+    for key in _ONES:
+        yield schema.get(key)
+
+
+def _closed(schema: object) -> object:
+    if not isinstance(schema, dict):
+        return schema
+    copy = dict(schema)
+    for key in _MAPS:
+        if isinstance(named := copy.get(key), dict):
+            copy[key] = {name: _closed(part) for name, part in named.items()}
+    for key in _LISTS:
+        if isinstance(several := copy.get(key), list):
+            copy[key] = [_closed(part) for part in several]
+    for key in _ONES:
+        if key in copy:
+            copy[key] = _closed(copy[key])
+    if "properties" in copy and _OPENING.isdisjoint(copy):
+        copy["additionalProperties"] = False
+    return copy

@@ -13,7 +13,7 @@ import msgspec
 
 from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.executors.sampling import TokenLogprobs
+from lockstep.executors.logits import TokenLogprobs
 
 LEAST_LOGPROB = -9_999.0
 """JSON has no infinity; vLLM's floor."""

@@ -15,7 +15,8 @@ import pytest
 from lockstep.engine.reasoning import ReasoningSplitter
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.constraint import Constraint
-from lockstep.executors.grammar import Grammar, GrammarCompiler
+from lockstep.executors.grammar import Grammar
+from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS
 from lockstep.server.tools.parser import ToolParser
 from lockstep.server.tools.plan import ToolPlan, plan_tools

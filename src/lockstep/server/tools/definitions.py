@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from lockstep.errors import InvalidParameterError
-from lockstep.executors.grammar_source import closed
+from lockstep.executors.constraint import closed
 
 MAX_TOOLS = 128
 """Functions that one request may describe, as many as OpenAI takes."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.engine.reasoning import Reasoning
-from lockstep.executors.constraint import Constraint
-from lockstep.executors.grammar_source import COMPACT, schema_text
+from lockstep.executors.constraint import COMPACT, Constraint, schema_text
 from lockstep.server.tools.definitions import Tool
 from lockstep.server.tools.formats import CallFormat
 

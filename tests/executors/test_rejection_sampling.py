@@ -8,15 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.executors.sampling_darts import EXP_MARGIN, Darts, Support, weigh, weigh_lightly
-from lockstep.executors.sampling_draw import MAX_SORTED, draw
-from lockstep.executors.sampling_head import Head
-from lockstep.executors.sampling_nucleus import _Nucleus, _Shares, draw_from_nucleus
+from lockstep.executors.logits import columns
+from lockstep.executors.rejection_sampling import (
+    EXP_MARGIN,
+    Head,
+    RejectionSampler,
+    Support,
+    TokenRandom,
+    _Nucleus,
+    _Shares,
+    draw_from_nucleus,
+    weigh,
+    weigh_lightly,
+)
+from lockstep.executors.sampling import MAX_SORTED, draw
 from lockstep.executors.sampling_params import ResolvedSampling
-from lockstep.executors.sampling_random import TokenRandom
-from lockstep.executors.sampling_rows import columns
 from tests.executors.sampling_reference import Floats, kept
-from tests.executors.test_sampling_rows import SIZES, rows
+from tests.executors.test_logits import SIZES, rows
 
 SAMPLINGS = st.builds(
     ResolvedSampling,
@@ -187,10 +195,10 @@ def softmax(row: Floats, temperature: float) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize(("size", "temperature"), [(150, 0.9), (4_133, 0.9), (4_159, 3.0), (6_400, 0.3)])
-def test_many_darts_hit_in_proportion_to_the_weights(size: int, temperature: float) -> None:
+def test_many_points_hit_in_proportion_to_the_weights(size: int, temperature: float) -> None:
     row = rows(7, size, None)
-    darts = Darts(columns(row), temperature, np.float32(-np.inf), random_at(7, 0))
-    hits = np.concatenate([ids for _ in range(20) for _, ids in darts.hits()]).tolist()
+    sampler = RejectionSampler(columns(row), temperature, np.float32(-np.inf), random_at(7, 0))
+    hits = np.concatenate([ids for _ in range(20) for _, ids in sampler.hits()]).tolist()
     assert_distributed(hits, softmax(row, temperature))
 
 
@@ -261,14 +269,55 @@ def test_a_single_token_is_drawn() -> None:
         assert draw(np.zeros(1, np.float32), sampling, random_at(1, 1)) == 0
 
 
-def test_darts_and_nucleus_agree_with_their_rules_under_a_support() -> None:
+def test_rejection_and_the_nucleus_agree_with_their_rules_under_a_support() -> None:
     """A support that ends within a tie is respected by both ways of drawing."""
     row = np.repeat(np.arange(64, dtype=np.float32) / np.float32(16), 80)
     support = Support(np.float32(3.0), int(np.flatnonzero(row == 3.0)[5]))
     cols = columns(row)
     for position in range(200):
         random = random_at(9, position)
-        dart = Darts(cols, 1.0, support.bound, random).first(support)
+        accepted = RejectionSampler(cols, 1.0, support.bound, random).first(support)
         token = draw_from_nucleus(cols, ResolvedSampling(1.0, top_p=0.999), support, random)
-        for drawn in (dart, token):
+        for drawn in (accepted, token):
             assert row[drawn] > 3.0 or (row[drawn] == 3.0 and drawn <= support.last_id)
+
+
+def words(seed: int, position: int, count: int = 8) -> list[int]:
+    random = TokenRandom(seed)
+    random.at(position)
+    return [int(word) for word in random.words(count)]
+
+
+def test_the_words_are_philox_as_published() -> None:
+    """Known answer of Random123 (kat_vectors, philox4x64 10 rounds, all zero): numpy counts up before it generates."""
+    generator = np.random.Philox(key=0, counter=2**256 - 1)
+    expected = [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
+    assert [int(word) for word in generator.random_raw(4)] == expected
+
+
+def test_the_words_are_numpys_for_this_key_and_counter() -> None:
+    expected = np.random.Philox(key=1_234, counter=77 << 64).random_raw(8)
+    assert words(1_234, 77) == [int(word) for word in expected]
+
+
+def test_a_position_has_its_words_whatever_was_drawn_before() -> None:
+    random = TokenRandom(5)
+    random.at(3)
+    random.words(7)
+    random.uniform()
+    random.at(9)
+    assert [int(word) for word in random.words(8)] == words(5, 9)
+    random.at(3)
+    assert [int(word) for word in random.words(8)] == words(5, 3)
+
+
+def test_seeds_and_positions_differ() -> None:
+    drawn = {tuple(words(seed, position)) for seed in (0, 1, -1, 2**63) for position in (0, 1, 2**20)}
+    assert len(drawn) == 12
+    assert words(-1, 0) == words(2**64 - 1, 0)
+
+
+def test_uniforms_stay_below_one_times_any_total() -> None:
+    largest = ((2**64 - 1) >> 12) * 2.0**-52
+    for total in np.random.default_rng(3).random(1_000) * 10.0 ** np.arange(-300, 300, 0.6):
+        assert largest * total < total

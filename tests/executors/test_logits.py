@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.executors.sampling_rows import at_least, bound_of_greatest, columns, greatest, token_logprobs
+from lockstep.executors.logits import at_least, bound_of_greatest, columns, greatest, token_logprobs
 from tests.executors.sampling_reference import Floats, log_softmax, ranked
 
 SIZES = st.one_of(st.integers(1, 300), st.integers(4_090, 4_400), st.sampled_from([6_400, 6_401, 6_463]))

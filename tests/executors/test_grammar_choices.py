@@ -11,11 +11,10 @@ from llguidance import LLMatcher, LLParserLimits
 
 from lockstep.errors import InvalidParameterError, RequestFailedError
 from lockstep.executors import grammar as grammar_module
-from lockstep.executors import grammar_places
+from lockstep.executors import grammar_compiler
 from lockstep.executors.constraint import Constraint, ConstraintKind
-from lockstep.executors.grammar import MAX_LEXER_STATES, STEP_LEXER_FUEL, GrammarCompiler
-from lockstep.executors.grammar_places import RememberingMatcher
-from lockstep.executors.grammar_source import grammar_source
+from lockstep.executors.grammar import CachedMatcher
+from lockstep.executors.grammar_compiler import MAX_LEXER_STATES, STEP_LEXER_FUEL, GrammarCompiler, grammar_source
 from lockstep.executors.stub import VOCAB_SIZE
 from tests.executors.grammars import FAMILIES, compiler_of, ids_of, pick, tokenizer_of
 
@@ -53,7 +52,7 @@ class TestAChoiceThatIsAskedForAgain:
                 grammar.accept(0, 0)
         copied = [marks(copying, family, choice, seed) for seed in range(20)]
         assert copying.is_ready(choice)
-        monkeypatch.setattr(grammar_module, "MAX_COPIED_BYTES", 0)
+        monkeypatch.setattr(grammar_compiler, "MAX_COPIED_BYTES", 0)
         anew = GrammarCompiler(tokenizer.vocabulary, tokenizer.vocab_size, tokenizer.end_token_ids)
         assert copied == [marks(anew, family, choice, seed) for seed in range(20)]
         assert not anew.is_ready(choice)
@@ -88,32 +87,32 @@ class TestAChoiceThatIsAskedForAgain:
         compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
         choice = Constraint.choice(INTENTS)
         compiler.build(choice)
-        compiler._checked[choice] = grammar_module._Checked("", None, Broken())  # type: ignore[arg-type]  # as good
+        compiler._checked[choice] = grammar_compiler._Checked("", None, Broken())  # type: ignore[arg-type]  # as good
         with pytest.raises(InvalidParameterError, match="the compiler broke on it: poisoned"):
             compiler.build(choice)
         (grammar,) = compiler.build(choice)
         pick(grammar, "none")
 
-    def test_needs_no_parser_where_somebody_was_before_and_remembers_so_many_places(
+    def test_needs_no_parser_where_somebody_was_before_and_remembers_so_many_states(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
         choice = Constraint.choice(INTENTS)
         pick(compiler.build(choice)[0], "technical")
         walked: list[tuple[int, ...]] = []
-        look = RememberingMatcher._copied
+        look = CachedMatcher._copied
 
-        def count(matcher: RememberingMatcher, taken: tuple[int, ...]) -> Any:
+        def count(matcher: CachedMatcher, taken: tuple[int, ...]) -> Any:
             walked.append(taken)
             return look(matcher, taken)
 
-        monkeypatch.setattr(RememberingMatcher, "_copied", count)
+        monkeypatch.setattr(CachedMatcher, "_copied", count)
         pick(compiler.build(choice)[0], "technical")
         assert not walked
-        monkeypatch.setattr(grammar_places, "MAX_PLACES", 4)
+        monkeypatch.setattr(grammar_module, "MAX_MATCHER_STATES", 4)
         for _ in range(2):
             pick(compiler.build(choice)[0], "billing-eu")
-        assert len(compiler._places._known) == 4
+        assert len(compiler._states._known) == 4
         assert (*b"billing",) in walked
 
     def test_fails_its_sequence_where_a_copy_cannot_go_on(self) -> None:
@@ -125,23 +124,25 @@ class TestAChoiceThatIsAskedForAgain:
         compiler.build(choice)
         limits = LLParserLimits(max_lexer_states=60, verbose_errors=False)
         poor = LLMatcher(compiler._ready_tokenizer(choice), grammar_source(choice), log_level=0, limits=limits)
-        compiler._checked[choice] = grammar_module._Checked("", None, poor)
+        compiler._checked[choice] = grammar_compiler._Checked("", None, poor)
         (grammar,) = compiler.build(choice)
         with pytest.raises(RequestFailedError, match="the constraint cannot go on"):
             pick(grammar, texts[0])
-        _, furthest = max(compiler._places._known, key=lambda key: len(key[1]))
-        place = compiler._places.find(poor, furthest)
-        assert place is not None
-        assert place.mask is None, "what a copy in trouble says is not remembered"
+        _, furthest = max(compiler._states._known, key=lambda key: len(key[1]))
+        state = compiler._states.find(poor, furthest)
+        assert state is not None
+        assert state.mask is None, "what a copy in trouble says is not remembered"
 
     def test_is_copied_only_where_its_whole_lexer_stays_far_from_the_limits(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Half of the limits are enough for every state of the largest choice, made by one lexer."""
         rng = random.Random(8)
-        texts = ["".join(rng.choice("abcdef") for _ in range(32)) for _ in range(grammar_module.MAX_COPIED_BYTES // 32)]
-        monkeypatch.setattr(grammar_module, "MAX_LEXER_STATES", MAX_LEXER_STATES // 2)
-        monkeypatch.setattr(grammar_module, "STEP_LEXER_FUEL", STEP_LEXER_FUEL // 2)
+        texts = [
+            "".join(rng.choice("abcdef") for _ in range(32)) for _ in range(grammar_compiler.MAX_COPIED_BYTES // 32)
+        ]
+        monkeypatch.setattr(grammar_compiler, "MAX_LEXER_STATES", MAX_LEXER_STATES // 2)
+        monkeypatch.setattr(grammar_compiler, "STEP_LEXER_FUEL", STEP_LEXER_FUEL // 2)
         compiler = GrammarCompiler(tokenizer_of("stub").vocabulary, VOCAB_SIZE, (259,))
         for text in texts:
             (grammar,) = compiler.build(Constraint.choice(texts))

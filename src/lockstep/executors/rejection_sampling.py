@@ -1,0 +1,377 @@
+"""Exact draws from many tokens without sorting them, or even weighing them all: rejection sampling.
+
+**Under an envelope** (`RejectionSampler`): over every token of a column stands a bar as high as the weight of the
+column's maximum. A point thrown evenly at the bars hits the part that is the token's own weight with a probability in
+proportion to that weight; one above it is thrown again (J. von Neumann, "Various techniques used in connection with
+random digits", 1951). Nothing is approximate: the envelope decides how many points are needed, never what they hit. Of
+a column of 64 at least one point in 64 counts.
+
+**From a nucleus** (top-p) too wide to sort (`draw_from_nucleus`): draw from all tokens until one is in the nucleus.
+That a token is in it needs no sorting: the tokens before it in rank must weigh less than top_p of all. Where the weight
+is at the top, the head alone mostly decides that (`Head`): the columns with the greatest maxima are weighed element by
+element, over the others stand bars, and the weight of all tokens is at least what is seen of it. Otherwise everything
+is weighed. Weights and sums are taken in float32 first; where its error could matter, in float64.
+
+**Randomness** (`TokenRandom`) is counter-based: a pure function of a seed and a position, so that there is nothing to
+carry or to lose. The generator is Philox4x64-10 (J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011) as numpy has it; numpy promises its raw words for good (NEP 19). The key is the seed, the counter is (block,
+position, 0, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.executors.logits import GRID_ROWS, Columns, Floats, Ids, bound_of_greatest
+from lockstep.executors.sampling_params import ResolvedSampling
+
+Weights = npt.NDArray[np.float64]
+EXP_MARGIN = 2.0**-15
+"""Bound of the relative error of a sum of float32 weights. A float32 argument of exp is off by at most two roundings
+of a number below 64, 2**-24 * 64 * 2 (smaller weights do not count in a sum of at least 1), the function by a few
+2**-24, and the sum of 64 terms by 2**-18: together below 2**-16."""
+_FIRST_POINTS = 128
+_MAX_POINTS = 4_096
+_MAX_ROUNDS = 64
+Words = npt.NDArray[np.uint64]
+_MASK = (1 << 64) - 1
+_NUM_COLUMNS = 32
+_HOPELESS = 4.0
+"""Height of the bars relative to what surely lies below the head's, from which on throws would mostly miss."""
+_MAX_THROWS = 32
+_SUMMANDS = 64
+"""Terms that are added up in float32 before float64 takes over; EXP_MARGIN counts on it."""
+_SMALL_TOP_P = 0.5
+"""Below it what is surely outside of the nucleus is taken out before drawing, else 1 / top_p draws were needed."""
+_MAX_DRAWS = 4_096
+"""At least one draw in 1 / _SMALL_TOP_P is in the nucleus, or about one in _SUMMANDS: so many never fail."""
+Rank = tuple[float, int]
+"""(-logit, id): ascending is most likely first."""
+
+
+class TokenRandom:
+    """Random words for the tokens of one sequence; `at` must be called before each token.
+
+    Holds numpy's generator only because setting its counter is ten times cheaper than making a new one.
+    """
+
+    __slots__ = ("_counter", "_generator", "_state")
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.Philox(key=seed & _MASK, counter=0)
+        self._state = self._generator.state
+        self._counter = self._state["state"]["counter"]
+
+    def at(self, position: int) -> None:
+        """Begin the words of the token at this position."""
+        self._counter[1] = position
+        self._generator.state = self._state
+
+    def words(self, count: int) -> Words:
+        """The next words of this token, uniform over 64 bits."""
+        return self._generator.random_raw(count)
+
+    def uniform(self) -> float:
+        """The next number of [0, 1): 52 bits, so that for a positive finite `total`, uniform * total < total."""
+        return (self._generator.random_raw() >> 12) * 2.0**-52
+
+
+class RejectionSampler:
+    """Draws from the tokens of the columns whose maximum reaches `bound`; at least those of that logit may be hit."""
+
+    __slots__ = ("_bars", "_cols", "_masses", "_random", "_temperature")
+
+    def __init__(self, cols: Columns, temperature: float, bound: np.float32, random: TokenRandom) -> None:
+        self._cols = cols
+        self._temperature = temperature
+        self._random = random
+        self._bars = weigh(cols.maxima, cols.peak, temperature)
+        if bound > -np.inf:
+            self._bars[cols.maxima < bound] = 0.0
+        self._masses = np.cumsum(self._bars)
+
+    def first(self, support: Support) -> int:
+        """The first hit within the support."""
+        for values, ids in self.hits():
+            inside = support.holds(values, ids)
+            if inside.any():
+                return int(ids[inside.argmax()])
+        return int(self._cols.row.argmax())
+
+    def hits(self) -> Iterator[tuple[Floats, Ids]]:
+        """Batches of hits in the order of the throws, each distributed as the weights; ends after many empty rounds.
+
+        Every round counts with a probability of at least 1 - (63 / 64) ** 128, later ones of nearly 1.
+        """
+        count = _FIRST_POINTS
+        for _ in range(_MAX_ROUNDS):
+            yield self._throw(count)
+            count = min(2 * count, _MAX_POINTS)
+
+    def _throw(self, count: int) -> tuple[Floats, Ids]:
+        cols = self._cols
+        words = self._random.words(2 * count)
+        across = (words[:count] >> np.uint64(12)) * 2.0**-52
+        column = self._masses.searchsorted(across * self._masses[-1], side="right")
+        # The other word: six bits for the element of the column, 52 for the height.
+        element = (words[count:] >> np.uint64(58)).astype(np.int64)
+        height = ((words[count:] >> np.uint64(6)) & np.uint64(2**52 - 1)) * 2.0**-52
+        ids = column
+        thrown = height * self._bars[column]
+        if cols.height > 1:
+            assert cols.height == GRID_ROWS
+            single = column >= cols.width
+            ids = column + cols.width * np.where(single, cols.height - 1, element)
+            thrown[single & (element > 0)] = np.inf
+        values = cols.row[ids]
+        hit = (thrown < weigh(values, cols.peak, self._temperature)).nonzero()[0]
+        return values[hit], ids[hit]
+
+
+def draw_from_nucleus(cols: Columns, sampling: ResolvedSampling, support: Support, random: TokenRandom) -> int:
+    """A token of the nucleus of those in the support."""
+    row = cols.row
+    uncertain: int | None = None
+    if support.bound == -np.inf:
+        uncertain, is_in = Head(cols, sampling).draw(random)
+        if uncertain is not None and is_in:
+            return uncertain
+    weights = weigh_lightly(row, cols.peak, sampling.temperature)
+    if support.bound > -np.inf:
+        weights *= row >= support.bound
+        ties = np.flatnonzero(row == support.bound)
+        weights[ties[ties > support.last_id]] = 0.0
+    shares = _Shares(weights)
+    nucleus = _Nucleus(row, cols.peak, sampling, weights, shares.total)
+    if uncertain is not None and nucleus.holds(uncertain):
+        return uncertain
+    if sampling.top_p < _SMALL_TOP_P:
+        bound = _surely_out_below(cols, sampling, shares.total)
+        shares = _Shares(weights * (row >= bound))
+    for _ in range(_MAX_DRAWS):
+        token = shares.draw(random)
+        if nucleus.holds(token):
+            return token
+    return int(row.argmax())
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The tokens before some rank: logits above the bound, and those at the bound up to an id."""
+
+    bound: np.float32
+    last_id: int
+
+    def holds(self, values: Floats, ids: Ids) -> npt.NDArray[np.bool_]:
+        inside: npt.NDArray[np.bool_] = (values > self.bound) | ((values == self.bound) & (ids <= self.last_id))
+        return inside
+
+
+def weigh(values: Floats, peak: float, temperature: float) -> Weights:
+    """Unnormalised probabilities; the peak's is 1."""
+    weights = values.astype(np.float64)
+    weights -= peak
+    if temperature != 1.0:
+        weights /= temperature
+    return np.exp(weights, out=weights)
+
+
+def weigh_lightly(values: Floats, peak: float, temperature: float) -> Floats:
+    """As `weigh` in float32, for sums of many: EXP_MARGIN bounds their error."""
+    weights = np.subtract(values, np.float32(peak))
+    if temperature != 1.0:
+        weights *= np.float32(1.0 / temperature)
+    return np.exp(weights, out=weights)
+
+
+class Head:
+    """The columns with the greatest maxima, and bounds of the weight of all tokens."""
+
+    __slots__ = (
+        "_block",
+        "_bound",
+        "_cols",
+        "_is_near",
+        "_least",
+        "_most",
+        "_places",
+        "_sampling",
+        "_weights",
+        "bars",
+    )
+
+    def __init__(self, cols: Columns, sampling: ResolvedSampling) -> None:
+        self._cols = cols
+        self._sampling = sampling
+        self._bound = bound_of_greatest(cols, min(_NUM_COLUMNS, len(cols.maxima)))
+        light = weigh_lightly(cols.maxima, cols.peak, sampling.temperature)
+        self._places = (cols.maxima >= self._bound).nonzero()[0]
+        heads = float(light[self._places].sum(dtype=np.float64))
+        outside = float(light.sum(dtype=np.float64)) - heads
+        self._is_near = outside * cols.height <= _HOPELESS * heads
+        """Whether most throws will hit."""
+        if not self._is_near:
+            return
+        num_grid = int(self._places.searchsorted(cols.width))
+        self._block = cols.grid.take(self._places[:num_grid], axis=1)
+        self._weights = weigh_lightly(self._block, cols.peak, sampling.temperature)
+        sums = self._weights.sum(axis=0, dtype=np.float64)
+        bars: Weights = light.astype(np.float64)
+        singles = bars[self._places[num_grid:]]
+        inside = float(sums.sum()) + float(singles.sum())
+        self._least = (inside + outside) * (1.0 - EXP_MARGIN)
+        self._most = (inside + outside * cols.height) * (1.0 + EXP_MARGIN)
+        bars *= cols.height
+        bars[self._places[:num_grid]] = sums
+        bars[self._places[num_grid:]] = singles
+        self.bars = bars
+        """Per column: what its tokens weigh, or a bound of it."""
+
+    def draw(self, random: TokenRandom) -> tuple[int | None, bool]:
+        """A token of the nucleus and True; or a token of which that is not certain and False; or None: nothing was hit.
+
+        After the second, the token must be taken if and only if it is in the nucleus; otherwise a new draw is due.
+        """
+        if not self._is_near:
+            return None, False
+        masses = np.cumsum(self.bars)
+        for _ in range(_MAX_THROWS):
+            token = self.throw(masses, random)
+            if token is None:
+                continue
+            least, most = self._weight_before(token)
+            if most * (1.0 + EXP_MARGIN) < self._sampling.top_p * self._least:
+                return token, True
+            if least * (1.0 - EXP_MARGIN) < self._sampling.top_p * self._most:
+                return token, False
+        return None, False
+
+    def _weight_before(self, token: int) -> tuple[float, float]:
+        """Between what the tokens before it in rank weigh: which of its equals are before it is not asked."""
+        cols = self._cols
+        value = cols.row[token]
+        least = float(self._weights[self._block > value].sum(dtype=np.float64))
+        num_equal = int(np.count_nonzero(self._block == value))
+        singles = cols.row[cols.width * cols.height :]
+        if len(singles):
+            above = weigh_lightly(singles[singles > value], cols.peak, self._sampling.temperature)
+            least += float(above.sum(dtype=np.float64))
+            num_equal += int(np.count_nonzero(singles == value))
+        if value < self._bound:
+            return least, np.inf
+        return least, least + (num_equal - 1) * self._weight(token)
+
+    def throw(self, masses: Weights, random: TokenRandom) -> int | None:
+        """A token in proportion to its weight, or None: the throw went above the weights."""
+        cols = self._cols
+        place = int(masses.searchsorted(random.uniform() * masses[-1], side="right"))
+        chosen = int(self._places.searchsorted(place))
+        is_weighed = chosen < len(self._places) and int(self._places[chosen]) == place
+        if place >= cols.width:
+            token = place + (cols.height - 1) * cols.width
+            return token if is_weighed or random.uniform() * cols.height < 1.0 else None
+        if is_weighed:
+            masses = np.cumsum(self._weights[:, chosen], dtype=np.float64)
+            return int(masses.searchsorted(random.uniform() * masses[-1], side="right")) * cols.width + place
+        token = int(random.uniform() * cols.height) * cols.width + place
+        bar = self.bars[place] / cols.height
+        return token if random.uniform() * bar < self._weight(token) else None
+
+    def _weight(self, token: int) -> float:
+        return float(weigh_lightly(self._cols.row[token : token + 1], self._cols.peak, self._sampling.temperature)[0])
+
+
+class _Shares:
+    """Sums of light weights, and draws in proportion to them."""
+
+    __slots__ = ("_masses", "_rest", "_weights", "_width", "total")
+
+    def __init__(self, weights: Floats) -> None:
+        self._weights = weights
+        self._width = len(weights) // _SUMMANDS
+        self._rest = weights[_SUMMANDS * self._width :]
+        self._masses = np.cumsum(np.concatenate((self._grid.sum(axis=0), self._rest)), dtype=np.float64)
+        self.total = float(self._masses[-1])
+
+    @property
+    def _grid(self) -> Floats:
+        return self._weights[: _SUMMANDS * self._width].reshape(_SUMMANDS, self._width)
+
+    def draw(self, random: TokenRandom) -> int:
+        column = int(self._masses.searchsorted(random.uniform() * self.total, side="right"))
+        if column >= self._width:
+            return column + (_SUMMANDS - 1) * self._width
+        masses = np.cumsum(self._grid[:, column], dtype=np.float64)
+        return int(masses.searchsorted(random.uniform() * masses[-1], side="right")) * self._width + column
+
+
+@dataclass(slots=True)
+class _Nucleus:
+    """Answers whether a token is in the nucleus, and remembers what that says of others."""
+
+    row: Floats
+    peak: float
+    sampling: ResolvedSampling
+    weights: Floats
+    """[V] light weights, 0 for tokens that do not count."""
+    total: float
+    in_until: Rank = (-np.inf, -1)
+    """Ranks up to it are in."""
+    out_from: Rank = (np.inf, 0)
+    """Ranks from it are out."""
+
+    def holds(self, token: int) -> bool:
+        rank = (-float(self.row[token]), token)
+        if rank <= self.in_until:
+            return True
+        if rank >= self.out_from:
+            return False
+        inside = self._is_before_end(token)
+        if inside:
+            self.in_until = rank
+        else:
+            self.out_from = rank
+        return inside
+
+    def _is_before_end(self, token: int) -> bool:
+        value = self.row[token]
+        num_ties = int(np.count_nonzero(self.row[:token] == value))
+        before, slack = self._weight_above(token)
+        before += num_ties * float(self.weights[token])
+        end = self.sampling.top_p * self.total
+        if abs(before - end) > slack + EXP_MARGIN * (before + 2.0 * end):
+            return before < end
+        exact = weigh(self.row, self.peak, self.sampling.temperature)
+        exact[self.weights == 0.0] = 0.0
+        above = float(np.sum(exact[self.row > value]))
+        return above + num_ties * float(exact[token]) < self.sampling.top_p * float(np.sum(exact))
+
+    def _weight_above(self, token: int) -> tuple[float, float]:
+        """What weighs more than the token in all, and the error of that.
+
+        The sum of max(weight, w) less w for each that is no heavier: cheaper than picking the heavier ones. Equal light
+        weights of unequal logits are in the error: their number times a rounding.
+        """
+        own = self.weights[token]
+        total = _sum(np.maximum(self.weights, own))
+        num_lighter = len(self.row) - int(np.count_nonzero(self.row > self.row[token]))
+        return total - num_lighter * float(own), EXP_MARGIN * total
+
+
+def _surely_out_below(cols: Columns, sampling: ResolvedSampling, total: float) -> np.float32:
+    """A logit below which nothing is in the nucleus: the column maxima above weigh enough. -inf: none is known."""
+    maxima = np.sort(cols.maxima)[::-1]
+    masses = np.cumsum(weigh(maxima, cols.peak, sampling.temperature))
+    needed = int(masses.searchsorted(sampling.top_p * total * (1.0 + 2.0 * EXP_MARGIN)))
+    return np.float32(maxima[needed]) if needed < len(maxima) else np.float32(-np.inf)
+
+
+def _sum(weights: npt.NDArray[np.float32]) -> float:
+    """The sum of a row in float64, after adding up a few terms in float32."""
+    body = len(weights) // _SUMMANDS * _SUMMANDS
+    partial = np.add.reduce(weights[:body].reshape(_SUMMANDS, -1))
+    return float(np.add.reduce(partial, dtype=np.float64) + np.add.reduce(weights[body:], dtype=np.float64))
