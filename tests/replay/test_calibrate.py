@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import LockstepError, TraceError, UsageError
-from lockstep.replay.calibrate import MIN_STEPS, calibrate
+from lockstep.replay.calibrate import MIN_STEPS, calibrate, non_negative
 from lockstep.replay.cost import CostModel
 from lockstep.replay.cost_file import CostFile, MadeOn, read_cost, to_bytes
-from lockstep.replay.least_squares import non_negative
 from lockstep.replay.render.cost import cost_tables
 
 MADE_ON = MadeOn("0.1.0", "a machine", "pocket", "f" * 16, {"max_num_seqs": 8})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.replay.cost import CostModel
-from lockstep.replay.extrapolation import Extrapolation, Ranges
+from lockstep.replay.cost import CostModel, Extrapolation, Ranges
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import ArrivalUnit
 from tests.replay.workloads import config, request, workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.replay.goals import parse_goals
+from lockstep.replay.metrics import parse_goals
 
 NAMES = ("ttft", "tpot")
 

@@ -9,12 +9,11 @@ import pytest
 from lockstep.core.prefix import HASH_BYTES
 from lockstep.errors import UsageError
 from lockstep.replay.configs import config_for
-from lockstep.replay.contents import content_hashes
 from lockstep.replay.cost import CostModel
 from lockstep.replay.report import report_of
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.timeline import Tick
-from lockstep.replay.workload import PS_PER_MS, ArrivalUnit
+from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, content_hashes
 from tests.replay.sample import config, request, workload
 
 MS = PS_PER_MS

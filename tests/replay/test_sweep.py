@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
-from lockstep.replay.grid import MAX_CONFIGS, combinations, pareto_front, parse_grid, price
+from lockstep.replay.configs import MAX_CONFIGS, combinations, parse_grid
+from lockstep.replay.sweep import price
+from lockstep.replay.sweep import pareto_front
 from lockstep.replay.metrics import metric_named, short_name
 from lockstep.replay.sweep import Job, Outcome, cheapest, evaluate, front, sweep
 from tests.replay.workloads import config, request, workload

@@ -73,7 +73,7 @@ def serve(
     from lockstep.bench.serve import Dataset, ServeOptions, run_serve
     from lockstep.bench.statistics import GOALS, parse_metrics, parse_percentiles
     from lockstep.bench.target import Target
-    from lockstep.replay.goals import parse_goals
+    from lockstep.replay.metrics import parse_goals
 
     chosen, path = _endpoint(backend, endpoint)
     options = ServeOptions(

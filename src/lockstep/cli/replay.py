@@ -88,7 +88,7 @@ def replay(
         way = "--verify" if execute is None else "--execute"
         refuse_others(context, _OF_RECORDINGS, f"says nothing to {way}, which takes a recording as it is; leave it out")
         return replay_trace(verify, execute, model, allow_gaps, as_json)
-    from lockstep.replay.goals import parse_goals
+    from lockstep.replay.metrics import parse_goals
     from lockstep.replay.report import GOALS
 
     if model is not None:
@@ -131,8 +131,7 @@ def _simulate(
     workload: Workload, overrides: Mapping[str, str], settings: Settings, files: Files
 ) -> tuple[Report, Side | None]:
     from lockstep.replay.configs import config_for, order_note
-    from lockstep.replay.cost import CostModel
-    from lockstep.replay.extrapolation import Extrapolation
+    from lockstep.replay.cost import CostModel, Extrapolation
     from lockstep.replay.recording import RunRecording
     from lockstep.replay.records import MAX_TICKS, MAX_TICKS_UNASKED, TickRecorder
     from lockstep.replay.render.perfetto import PerfettoWriter

@@ -76,9 +76,8 @@ def sweep(
 ) -> None:
     """Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them."""
     from lockstep.executors.machine import available_cores
-    from lockstep.replay.goals import parse_goals
-    from lockstep.replay.grid import combinations, parse_grid
-    from lockstep.replay.metrics import check_metric
+    from lockstep.replay.configs import combinations, parse_grid
+    from lockstep.replay.metrics import check_metric, parse_goals
     from lockstep.replay.render.sweep import facts
     from lockstep.replay.report import GOALS
     from lockstep.replay.sweep import Job

@@ -19,8 +19,10 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from itertools import product
+from math import prod
 from typing import Any
 
 from lockstep.core.policy import SchedulerConfig
@@ -164,3 +166,54 @@ def _kinds(name: str) -> tuple[Any, ...]:
 def _kind_text(kind: object) -> str:
     names = {int: "a whole number", bool: "true or false", type(None): "null"}
     return names[kind] if isinstance(kind, type) and kind in names else repr(kind)
+
+
+MAX_CONFIGS = 1024
+"""Combinations of one grid: at seconds for each, an hour."""
+
+Settings = dict[str, str]
+"""Field to value as text."""
+
+
+def parse_grid(axes: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """``["max_num_seqs=8,16,32"]`` as values by field, in the order given.
+
+    Raises:
+        UsageError: not ``field=value,value``, no field of a scheduler, a value that is not of its type, or a field or
+            value given twice.
+    """
+    grid: dict[str, tuple[str, ...]] = {}
+    for axis in axes:
+        name, equals, text = (part.strip() for part in axis.partition("="))
+        values = tuple(value.strip() for value in text.split(","))
+        if not equals or not all(values):
+            raise UsageError(f"--grid {axis!r} is no axis; write field=value,value, such as max_num_seqs=8,16,32")
+        check_field(name, "no limit of a scheduler has that name")
+        if name in grid:
+            raise UsageError(f"--grid names {name} twice; give all its values at once")
+        if len(set(values)) < len(values):
+            raise UsageError(f"--grid {axis!r} has a value twice")
+        for value in values:
+            parse_value(name, value)
+        grid[name] = values
+    return grid
+
+
+def combinations(grid: Mapping[str, Sequence[str]]) -> tuple[Settings, ...]:
+    """Every combination; the last axis changes fastest.
+
+    Raises:
+        UsageError: none at all, or more than ``MAX_CONFIGS``.
+    """
+    count = prod(len(values) for values in grid.values())
+    if not grid:
+        raise UsageError("there is no grid to sweep; give one --grid field=value,value or more")
+    if count > MAX_CONFIGS:
+        raise UsageError(f"the grid has {count:,} combinations; at most {MAX_CONFIGS:,} are swept at once")
+    return tuple(dict(zip(grid, values, strict=True)) for values in product(*grid.values()))
+
+
+
+
+
+

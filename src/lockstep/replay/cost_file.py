@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lockstep.errors import UsageError
-from lockstep.replay.cost import CostModel
-from lockstep.replay.extrapolation import Ranges
+from lockstep.replay.cost import CostModel, Ranges
 from lockstep.replay.workload import PS_PER_MS
 
 KIND = "lockstep-cost"

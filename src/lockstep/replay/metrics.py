@@ -1,11 +1,12 @@
-"""The figures of a report as numbers by name, and which of them one wants more of. Pure."""
+"""Metrics of a report by name: which one a word means, in which direction it is better, and goals for latencies."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -93,3 +94,26 @@ def short_name(name: str) -> str:
 def as_less_is_better(figures_of: Mapping[str, float], name: str) -> float:
     """A figure turned so that less of it is better."""
     return -figures_of[name] if name in MORE_IS_BETTER else figures_of[name]
+
+
+def parse_goals(text: str, option: str, names: Sequence[str]) -> dict[str, float]:
+    """``ttft:500,tpot:50`` (or with spaces) as milliseconds by metric.
+
+    Args:
+        option: what gave the text, for messages.
+        names: metrics that can be goals.
+
+    Raises:
+        UsageError: it says what would be right.
+    """
+    goals: dict[str, float] = {}
+    for pair in text.replace(",", " ").split():
+        name, _, value = pair.partition(":")
+        try:
+            limit_ms = float(value)
+        except ValueError:
+            limit_ms = -1.0
+        if name not in names or not 0 <= limit_ms < math.inf:
+            raise UsageError(f"{option} has {pair!r}; write ttft:500,tpot:50 with {', '.join(names)} in milliseconds")
+        goals[name] = limit_ms
+    return goals

@@ -20,10 +20,9 @@ from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Request
 from lockstep.errors import UsageError
-from lockstep.replay.contents import content_number
 from lockstep.replay.cost import CostModel
 from lockstep.replay.timeline import Tick
-from lockstep.replay.workload import Workload
+from lockstep.replay.workload import Workload, content_number
 from lockstep.version import __version__
 from lockstep.worker.flight.files import LEVEL, MAX_FRAME_BYTES
 from lockstep.worker.flight.format import (

@@ -18,12 +18,10 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.stats import SchedulerStats
 from lockstep.errors import RequestError, UsageError
 from lockstep.replay.cache_oracle import UnboundedCache
-from lockstep.replay.contents import content_hashes
 from lockstep.replay.cost import CostModel
 from lockstep.replay.progress import Gaps, Life, Progress
-from lockstep.replay.timeline import RequestOutcome, Tick, Watcher
-from lockstep.replay.totals import Totals
-from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
+from lockstep.replay.timeline import RequestOutcome, Tick, Totals, Watcher
+from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest, content_hashes
 
 MAX_REQUESTS = 1_000_000
 """Of one replay: what became of each is kept, about half a kilobyte."""

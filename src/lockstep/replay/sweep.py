@@ -14,10 +14,9 @@ from multiprocessing.connection import Connection
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.errors import LockstepError
-from lockstep.replay.configs import config_for
+from lockstep.replay.configs import Settings, config_for
+from lockstep.replay.cost import Extrapolation
 from lockstep.replay.cost_file import Priced
-from lockstep.replay.extrapolation import Extrapolation
-from lockstep.replay.grid import Settings, pareto_front, price
 from lockstep.replay.metrics import as_less_is_better, numbers_of
 from lockstep.replay.report import report_of
 from lockstep.replay.simulator import Simulation
@@ -182,3 +181,31 @@ def cheapest(outcomes: Sequence[Outcome], least_share: float) -> int | None:
         if each.config is not None and each.good_share is not None and each.good_share >= least_share
     ]
     return min(good)[1] if good else None
+
+
+def pareto_front(points: Sequence[Sequence[float] | None]) -> tuple[bool, ...]:
+    """Which points are not beaten: no other is at least as good in everything and better in something.
+
+    Args:
+        points: one value per objective, less is better; None: no candidate.
+    """
+    return tuple(
+        point is not None and not any(other is not None and _beats(other, point) for other in points)
+        for point in points
+    )
+
+
+def _beats(other: Sequence[float], point: Sequence[float]) -> bool:
+    pairs = list(zip(other, point, strict=True))
+    return all(x <= y for x, y in pairs) and any(x < y for x, y in pairs)
+
+
+def price(config: SchedulerConfig) -> tuple[int, ...]:
+    """What a config costs, for comparing: first KV memory in tokens, then host memory, then sequences at once, then
+    tokens of a step."""
+    return (
+        config.num_blocks * config.block_size,
+        config.num_host_blocks * config.block_size,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+    )

@@ -9,11 +9,10 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState, SequenceView
-from lockstep.replay.contents import content_hashes
 from lockstep.replay.side_by_side import Place
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.situation import Situation, Standing
-from lockstep.replay.workload import ArrivalUnit, WorkloadRequest
+from lockstep.replay.workload import ArrivalUnit, WorkloadRequest, content_hashes
 
 
 def witness(label: str, simulation: Simulation, requests: Sequence[WorkloadRequest], place: Place) -> Situation:

@@ -1,4 +1,4 @@
-"""What is replayed: requests in lengths, arrivals and block contents, whatever file they came from. Values only."""
+"""Workloads: requests in lengths, arrivals and block contents, and the block hashes that contents stand for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from lockstep.core.prefix import HASH_BYTES
 from lockstep.core.request import Priority
 
 PS_PER_MS = 1_000_000_000
@@ -59,3 +60,39 @@ class Workload:
     """Fields of ``SchedulerConfig`` that the file sets; what it leaves open has its default for replays."""
     notes: tuple[str, ...] = ()
     """What whoever replays it should know of the files that it was read from: what of them is not there."""
+
+
+ID_BYTES = 12
+"""Of a hash; the rest is the block's place within its content."""
+
+
+def content_hashes(
+    contents: tuple[int, ...], content_size: int, block_size: int, num_prompt_tokens: int
+) -> tuple[bytes, ...]:
+    """Block hashes of a prompt's full blocks.
+
+    Each id stands for ``content_size`` tokens, thus for ``content_size // block_size`` blocks. Block ``i`` of id ``c``
+    has the hash of 16 bytes that is ``c`` in 12 bytes and then ``i`` in 4, both little-endian. Equal ids are equal
+    content with equal past, so the hashes need no chain.
+
+    Args:
+        content_size: a multiple of ``block_size``.
+    """
+    per_content = content_size // block_size
+    count = num_prompt_tokens // block_size
+    to_bytes = int.to_bytes
+    if per_content == 1:
+        return tuple([to_bytes(content, HASH_BYTES, "little") for content in contents[:count]])
+    places = [to_bytes(place, HASH_BYTES - ID_BYTES, "little") for place in range(per_content)]
+    ids = [to_bytes(content, ID_BYTES, "little") for content in contents]
+    return tuple([name + place for name in ids for place in places][:count])
+
+
+def content_number(block_hash: bytes, per_content: int) -> int:
+    """A number for a hash of `content_hashes`: equal for equal hashes, consecutive for the blocks of one content.
+
+    Args:
+        per_content: blocks that an id stands for.
+    """
+    content = int.from_bytes(block_hash[:ID_BYTES], "little")
+    return content * per_content + int.from_bytes(block_hash[ID_BYTES:], "little")

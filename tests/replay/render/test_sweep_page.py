@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page
 
 from lockstep.core.policy import SchedulerConfig
-from lockstep.replay.grid import Settings
+from lockstep.replay.configs import Settings
 from lockstep.replay.render.sweep import Swept, facts, metrics_shown, sweep_notes, sweep_table, verdict
 from lockstep.replay.render.sweep_page import sweep_page
 from lockstep.replay.sweep import Outcome, cheapest, front
