@@ -20,7 +20,7 @@ import httpx2
 import uvloop
 
 from lockstep.bench.client import Client, Exchange
-from lockstep.bench.target import Target
+from lockstep.bench.protocol import Target
 
 EVENTS = 64
 PAUSE_S = 0.005

@@ -24,10 +24,10 @@ import psutil
 
 from lockstep.bench.client import Client
 from lockstep.bench.prompts import Asking, Units, prompt_of
+from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
 from lockstep.bench.runner import Job, Watch, run_load
 from lockstep.bench.samples import RandomLengths, Sample, random_samples
-from lockstep.bench.target import Target
 from lockstep.bench.throughput import answer_all
 from lockstep.cli.options import load_options
 from lockstep.engine.llm import LLM

@@ -39,12 +39,10 @@ PURE = (
     "cluster.plan",
     "cluster.planner",
     "replay.cache_oracle",
-    "replay.contents",
     "replay.cost",
     "replay.progress",
     "replay.simulator",
     "replay.timeline",
-    "replay.totals",
     "replay.workload",
 )
 PURE_MAY_IMPORT = {

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.bench import client as client_module
 from lockstep.bench.client import Client, Exchange
-from lockstep.bench.target import Target
+from lockstep.bench.protocol import Target
 from tests.waiting import HANG_S
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

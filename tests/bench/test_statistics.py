@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from lockstep.bench.client import Outcome
 from lockstep.bench.statistics import (
     METRICS,
     failures,
@@ -14,7 +15,6 @@ from lockstep.bench.statistics import (
     parse_percentiles,
     per_request,
 )
-from lockstep.bench.transcript import Outcome
 from lockstep.errors import UsageError
 
 FIRST = Outcome(True, 0.0, ttft_s=0.1, itl_s=(0.1, 0.3), e2el_s=0.5, prompt_tokens=10, output_tokens=3)

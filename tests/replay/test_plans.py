@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from lockstep.cli.replay_trace import verify_trace
+from lockstep.cli.replay import verify_trace
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse

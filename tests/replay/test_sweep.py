@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
 from lockstep.replay.configs import MAX_CONFIGS, combinations, parse_grid
-from lockstep.replay.sweep import price
-from lockstep.replay.sweep import pareto_front
 from lockstep.replay.metrics import metric_named, short_name
-from lockstep.replay.sweep import Job, Outcome, cheapest, evaluate, front, sweep
+from lockstep.replay.sweep import Job, Outcome, cheapest, evaluate, front, pareto_front, price, sweep
 from tests.replay.workloads import config, request, workload
 
 WORKLOAD = workload(*(request(f"r{n}", 12, 6, arrival=n // 4, contents=(n % 3, 7, 8)) for n in range(24)))

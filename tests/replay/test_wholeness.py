@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cli.main import invoke
-from lockstep.cli.replay_trace import verify_trace
+from lockstep.cli.replay import verify_trace
 from lockstep.cluster.plan import Observed, PlanPolicy
 from lockstep.cluster.plan_flight import PlanRecorder
 from lockstep.cluster.planner import plan

@@ -1,14 +1,19 @@
-"""From recipes to prompts: units (token ids, or words) drawn by key and seed; equal segments are equal tokens."""
+"""Prompts of asked lengths: units (token ids, or words) drawn by key and seed, calibrated on the server before a run.
+
+Equal segments are equal tokens. Calibration is not timed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from lockstep.bench.remote import Remote
 from lockstep.bench.samples import Sample, Segment
+from lockstep.errors import RemoteError
 
 WORDS = (
     *("time", "people", "way", "water", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
@@ -90,3 +95,101 @@ def prompt_of(sample: Sample, units: Units, seed: int, corrections: dict[tuple[i
     if not segments:
         return sample.recipe
     return units.fill(segments, seed, more_tokens=corrections.get(segments[-1].key, 0))
+
+
+MIN_UNITS = 8
+"""Fewer words that are one token each, and the vocabulary is taken for one of characters."""
+MAX_CORRECTIONS = 4
+"""Rounds in which one prompt's length is corrected."""
+TRUSTED_AFTER = 8
+"""So many prompts in a row that came out right at once, and the others are believed."""
+_CHARACTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+_PROBE_WORDS = (48, 144)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How the prompts of a run are made."""
+
+    units: Units
+    corrections: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Tokens to add to a prompt, by the key of its last segment."""
+
+
+def calibrate(remote: Remote, asking: Asking, path: str, samples: Sequence[Sample], seed: int) -> Calibration:
+    """Find units for the samples' segments: token ids, else words counted by ``/tokenize``, else by ``usage``."""
+    if not any(isinstance(part, Segment) for sample in samples for part in sample.recipe):
+        return Calibration(Units(method="as given"))
+    ids = _ids(remote, asking.model, " " + " ".join(WORDS))
+    if ids is None:
+        return Calibration(_by_usage(remote, asking, path))
+    if not asking.is_chat and _takes_ids(remote, asking, path, ids):
+        return Calibration(Units(ids=tuple(sorted(set(ids))), method="exact: token ids"))
+    words = tuple(f" {word}" for word in WORDS if len(_ids(remote, asking.model, f" {word}") or ()) == 1)
+    if len(words) < MIN_UNITS:
+        words = _CHARACTERS
+    units = Units(words=words, method="exact: words counted by /tokenize")
+    return Calibration(units, _corrections(remote, asking.model, units, samples, seed))
+
+
+def _ids(remote: Remote, model: str, text: str) -> list[int] | None:
+    """Token ids of a text alone; None where the server has no ``/tokenize`` as we know it."""
+    answer = remote.try_post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else None
+
+
+def _takes_ids(remote: Remote, asking: Asking, path: str, ids: list[int]) -> bool:
+    return remote.try_post(path, _plain(asking.body(ids[:8], 1))) is not None
+
+
+def _corrections(
+    remote: Remote, model: str, units: Units, samples: Sequence[Sample], seed: int
+) -> dict[tuple[int, ...], int]:
+    corrections: dict[tuple[int, ...], int] = {}
+    right = 0
+    for sample in samples:
+        if right >= TRUSTED_AFTER:
+            break
+        wanted, key = sample.input_tokens, _last_key(sample)
+        if wanted is None or key is None:
+            continue
+        for attempt in range(MAX_CORRECTIONS):
+            missing = wanted - len(_ids(remote, model, prompt_of(sample, units, seed, corrections)) or ())
+            if missing == 0:
+                right = right + 1 if attempt == 0 else 0
+                break
+            corrections[key] = corrections.get(key, 0) + missing
+    return corrections
+
+
+def _last_key(sample: Sample) -> tuple[int, ...] | None:
+    last = sample.recipe[-1]
+    return last.key if isinstance(last, Segment) else None
+
+
+def _by_usage(remote: Remote, asking: Asking, path: str) -> Units:
+    """Words, and their tokens by the difference that more of them make: a template's own tokens cancel out."""
+    counts: list[int] = []
+    for num_words in _PROBE_WORDS:
+        text = " " + " ".join(WORDS[i % len(WORDS)] for i in range(num_words))
+        counts.append(_prompt_tokens(remote.post(path, _plain(asking.body(text, 1)))))
+    rate = (counts[1] - counts[0]) / (_PROBE_WORDS[1] - _PROBE_WORDS[0])
+    if rate <= 0:
+        raise RemoteError(
+            f"{remote.target.url} counts the tokens of prompts neither in usage nor by /tokenize; "
+            "random ones cannot be sized: give prompts by --dataset jsonl:FILE"
+        )
+    words = tuple(f" {word}" for word in WORDS)
+    return Units(words=words, tokens_per_word=rate, method=f"estimated: {rate:.2f} tokens a word by usage")
+
+
+def _plain(body: dict[str, Any]) -> dict[str, Any]:
+    """The same request, not streamed."""
+    return {name: value for name, value in body.items() if name not in ("stream", "stream_options", "ignore_eos")}
+
+
+def _prompt_tokens(answer: Any) -> int:
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else 0

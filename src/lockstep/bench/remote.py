@@ -10,14 +10,12 @@ from typing import Any
 
 import httpx2
 
-from lockstep.bench.chunks import Chunk, ChunkReader, error_message
-from lockstep.bench.target import Target
+from lockstep.bench.protocol import Chunk, ChunkReader, Target, error_message
 from lockstep.errors import RemoteError
 
 CONNECT_LIMIT_S = 10.0
 READ_LIMIT_S = 600.0
 """Of silence: a model may think for long before its first token."""
-_OK = 200
 _HINTS: Mapping[int, str] = {
     401: "; give the server's key by --api-key or OPENAI_API_KEY",
     403: "; give another key by --api-key or OPENAI_API_KEY",
@@ -63,7 +61,7 @@ class Remote:
         with self._spoken():
             response = self._client.post(path, json=body)
         try:
-            return response.json() if response.status_code == _OK else None
+            return response.json() if response.status_code == httpx2.codes.OK else None
         except ValueError:
             return None
 
@@ -84,7 +82,7 @@ class Remote:
     def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk]:
         reader = ChunkReader()
         with self._spoken(), self._client.stream("POST", path, json=body) as response:
-            if response.status_code != _OK:
+            if response.status_code != httpx2.codes.OK:
                 response.read()
                 _checked(response)
             for line in response.iter_lines():
@@ -142,11 +140,11 @@ def _checked(response: httpx2.Response) -> Any:
         value = response.json()
     except ValueError:
         value = response.text or "no reason given"
-        if response.status_code == _OK:
+        if response.status_code == httpx2.codes.OK:
             raise RemoteError(
                 f"{response.url} did not answer with JSON; is this an OpenAI-compatible server?"
             ) from None
-    if response.status_code != _OK:
+    if response.status_code != httpx2.codes.OK:
         code = response.status_code
         raise RemoteError(f"{response.url} answered {code}: {error_message(value)}{_HINTS.get(code, '')}")
     return value

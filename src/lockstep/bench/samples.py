@@ -1,16 +1,21 @@
-"""What to ask: samples drawn at random or read from lines of JSON. A prompt is a recipe here, no text yet."""
+"""Samples: requests to come, drawn at random or read from JSON lines and traces. Prompts are recipes, no text yet."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.errors import UsageError
+from lockstep.errors import TraceError, UsageError
+from lockstep.replay.readers import ReadOptions, read_workload
+from lockstep.replay.readers.fields import PS_PER_S
+from lockstep.replay.workload import ArrivalUnit, WorkloadRequest
 
 MAX_SAMPLES = 1_000_000
 """More requests than this are no benchmark but a mistake in a flag."""
@@ -123,3 +128,31 @@ def json_object(line: str, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{place}: not a JSON object")
     return value
+
+
+log = logging.getLogger(__name__)
+
+
+def trace_samples(path: Path, options: ReadOptions) -> tuple[Sample, ...]:
+    """The requests of a trace; equal contents are equal segments, and priorities and tenants stay behind.
+
+    Raises:
+        TraceError: the file cannot be read, or its requests have no times; the message names the line.
+    """
+    workload = read_workload(path, options)
+    for note in workload.notes:
+        log.warning("%s", note)
+    if workload.unit is ArrivalUnit.TICKS:
+        raise TraceError(f"{workload.name} counts arrivals in ticks of a simulation; a server needs arrival_ms")
+    return tuple([_sample(request, index, workload.content_size) for index, request in enumerate(workload.requests)])
+
+
+def _sample(request: WorkloadRequest, index: int, content_size: int) -> Sample:
+    left = request.num_prompt_tokens
+    segments = []
+    for content in request.contents:
+        segments.append(Segment((2, content), min(left, content_size)))
+        left -= content_size
+    if left > 0:
+        segments.append(Segment((1, index), left))
+    return Sample(tuple(segments), request.num_output_tokens, request.arrival / PS_PER_S)

@@ -11,18 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.bench.arrivals import arrival_times
-from lockstep.bench.calibration import Calibration, calibrate
-from lockstep.bench.client import Client
-from lockstep.bench.prompts import Asking, prompt_of
+from lockstep.bench.client import Client, Outcome
+from lockstep.bench.prompts import Asking, Calibration, calibrate, prompt_of
+from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
 from lockstep.bench.report import progress
-from lockstep.bench.runner import Job, Run, Watch, run_load
-from lockstep.bench.samples import MAX_SAMPLES, RandomLengths, Sample, jsonl_samples, random_samples
+from lockstep.bench.runner import Job, Run, Watch, arrival_times, run_load
+from lockstep.bench.samples import MAX_SAMPLES, RandomLengths, Sample, jsonl_samples, random_samples, trace_samples
 from lockstep.bench.statistics import figures, per_request
-from lockstep.bench.target import Target
-from lockstep.bench.traces import trace_samples
-from lockstep.bench.transcript import Outcome
 from lockstep.errors import UsageError
 from lockstep.replay.readers import ReadOptions
 

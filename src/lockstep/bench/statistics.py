@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.bench.transcript import Outcome
+from lockstep.bench.client import Outcome
 from lockstep.errors import UsageError
 
 METRICS: Mapping[str, str] = {

@@ -17,7 +17,7 @@ from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.progress import loading_progress
-from lockstep.cli.replay_configs import settings_of
+from lockstep.cli.replay_options import settings_of
 from lockstep.errors import UsageError
 
 EXIT_ALL_FAILED = 1
@@ -69,10 +69,10 @@ def serve(
     debug: flags.Debug = False,
 ) -> None:
     """Measure any OpenAI-compatible server in an open loop; the result's keys are those of `vllm bench serve`."""
+    from lockstep.bench.protocol import Target
     from lockstep.bench.samples import RandomLengths
     from lockstep.bench.serve import Dataset, ServeOptions, run_serve
     from lockstep.bench.statistics import GOALS, parse_metrics, parse_percentiles
-    from lockstep.bench.target import Target
     from lockstep.replay.metrics import parse_goals
 
     chosen, path = _endpoint(backend, endpoint)

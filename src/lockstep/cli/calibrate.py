@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.replay_trace import open_and_tell
+from lockstep.cli.replay_options import open_and_tell
 from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import UsageError
 

@@ -40,8 +40,8 @@ def chat(
     debug: flags.Debug = False,
 ) -> None:
     """Chat with a server that speaks OpenAI's language; ours is the default."""
+    from lockstep.bench.protocol import Target
     from lockstep.bench.remote import Remote
-    from lockstep.bench.target import Target
 
     if raw and system is not None:
         raise UsageError("--system has no place in a prompt that is completed as it is: leave out --raw")

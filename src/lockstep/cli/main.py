@@ -12,13 +12,12 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.bench import bench_app
-from lockstep.cli.bisect import bisect
 from lockstep.cli.calibrate import calibrate
 from lockstep.cli.chat import chat
 from lockstep.cli.check import check
 from lockstep.cli.collect_env import collect_env
 from lockstep.cli.completion import VARIABLE, completion, enable_completion
-from lockstep.cli.diff import diff
+from lockstep.cli.diff import bisect, diff
 from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command

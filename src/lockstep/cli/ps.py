@@ -24,8 +24,8 @@ def ps(
     debug: flags.Debug = False,
 ) -> None:
     """Show the models of a running cluster, its budgets and its counters."""
+    from lockstep.bench.protocol import Target
     from lockstep.bench.remote import Remote
-    from lockstep.bench.target import Target
 
     with Remote(Target.parse(base_url, api_key)) as remote:
         answer = remote.get("/v1/cluster")

@@ -3,6 +3,7 @@ what decides is in lockstep/replay and knows none of them."""
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
@@ -10,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import refuse_others, with_flags
-from lockstep.cli.replay_configs import settings_of
-from lockstep.cli.replay_trace import replay_trace
+from lockstep.cli.replay_options import open_and_tell, settings_of
 from lockstep.cli.writing import Place, check_places, make_folder, write_file
 from lockstep.errors import UsageError
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lockstep.replay.render.side import Side
     from lockstep.replay.report import Report
     from lockstep.replay.workload import Workload
+
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes that `ru_maxrss` counts."""
@@ -62,7 +63,7 @@ class Settings:
 @with_flags
 def replay(
     context: typer.Context,
-    file: asked.Workload = None,
+    file: asked.File = None,
     input_file: asked.Input = None,
     settings: asked.Set = None,
     settings_b: asked.SetB = None,
@@ -204,3 +205,63 @@ def _show(reports: Sequence[Report]) -> None:
     from lockstep.replay.render.terminal import show_comparison, show_report
 
     show_report(reports[0]) if len(reports) == 1 else show_comparison(reports[0], reports[1])
+
+
+VERSION = 2
+"""Of the JSON form."""
+
+
+def replay_trace(verify: Path | None, execute: Path | None, model: str | None, allows_gaps: bool, as_json: bool) -> int:
+    """Exit code 0: everything is there and identical, 1: something is not."""
+    if verify is not None and execute is not None:
+        raise UsageError("--verify decides a recording again and --execute computes it again; give one of them")
+    if execute is not None:
+        if allows_gaps:
+            raise UsageError("--execute follows every step and cannot pass over gaps; leave --allow-gaps out")
+        return execute_trace(execute.expanduser(), model, as_json)
+    assert verify is not None, "one of the two is given"
+    if model is not None:
+        raise UsageError("--verify needs no model: it decides, and computes nothing; leave --model out")
+    return verify_trace(verify.expanduser(), as_json, allows_gaps=allows_gaps)
+
+
+def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False) -> int:
+    from lockstep.replay import plans as planning
+    from lockstep.replay import verify as deciding
+    from lockstep.replay.trace import open_trace
+
+    files = planning.plan_files(path)
+    facts: dict[str, Any] = {"version": VERSION}
+    lines: list[str] = []
+    is_in_order = may_be_meant = True
+    if files != (path,):
+        trace = open_trace(path)
+        verification = deciding.verify(trace)
+        facts |= deciding.facts(verification)
+        lines += deciding.describe(verification, trace)
+        is_in_order, may_be_meant = (verification.is_in_order(allows) for allows in (allows_gaps, True))
+    if files:
+        verdict = planning.verify_plans(files)
+        facts["planner"] = planning.facts(verdict)
+        lines += planning.describe(verdict)
+        is_in_order = verdict.is_in_order(allows_gaps) and is_in_order
+        may_be_meant = verdict.is_in_order(True) and may_be_meant
+    print(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
+    if not is_in_order and may_be_meant:
+        print("files that somebody deleted on purpose are no fault with --allow-gaps", file=sys.stderr)
+    return 0 if is_in_order else 1
+
+
+def execute_trace(path: Path, model: str | None, as_json: bool) -> int:
+    from lockstep.replay import execute as computing
+
+    if model is None:
+        raise UsageError("--execute computes with a model; name it with --model SOURCE")
+    engines = []
+    for execution in computing.execute(open_and_tell(path), model):
+        engines.append(computing.facts(execution))
+        if not as_json:
+            print("\n".join(computing.describe(execution)))
+    if as_json:
+        print(json.dumps({"version": VERSION, "engines": engines}, indent=2))
+    return 0 if all(engine["identical"] for engine in engines) else 1

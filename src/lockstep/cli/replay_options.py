@@ -1,24 +1,29 @@
-"""The options of `lockstep replay`, and those that its relatives share with it."""
+"""Options that the verbs of replays share, and their values: workloads, recordings, scheduler configs, prices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.replay_trace import tell
+from lockstep.cli.config_file import read_config
 from lockstep.cli.writing import expanded
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from lockstep.core.policy import SchedulerConfig
     from lockstep.replay.cost import CostModel
     from lockstep.replay.cost_file import Priced
     from lockstep.replay.readers import ReadOptions
-    from lockstep.replay.workload import Workload as Read
+    from lockstep.replay.trace import Trace
+    from lockstep.replay.workload import Workload
 
-Workload = Annotated[
+
+File = Annotated[
     str | None, typer.Argument(metavar="FILE", help="A workload or a trace; what format it has is seen by itself.")
 ]
 Input = Annotated[str | None, typer.Option("--input", metavar="FILE", help="The same as FILE.")]
@@ -96,7 +101,7 @@ class ReadFlags:
 
         return ReadOptions(speed=self.speed, limit=self.limit, dequantize_seed=self.dequantize, engine=self.engine)
 
-    def read(self, path: str | Path) -> Read:
+    def read(self, path: str | Path) -> Workload:
         """The requests of a file; what of it is not there is said on standard error."""
         from lockstep.replay.readers import read_workload
 
@@ -130,3 +135,59 @@ class CostFlags:
         """The prices alone."""
         priced = self.priced()
         return None if priced is None else priced.model
+
+
+def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
+    """What ``--set a=1,b=2 --set c=3`` says: field to value as text."""
+    from lockstep.replay.configs import parse_overrides
+
+    return parse_overrides([part for setting in settings or () for part in setting.replace(",", " ").split()])
+
+
+def file_settings(path: Path) -> dict[str, str]:
+    """The fields that a config file sets. An empty one sets none.
+
+    Raises:
+        UsageError: it cannot be read, or a key is no field; the message has the line and the nearest names.
+    """
+    from lockstep.core.policy import SchedulerConfig
+
+    names = [field.name for field in fields(SchedulerConfig)]
+    values = read_config(path.expanduser(), names, (), "", f"a scheduler's fields: {', '.join(names)}", null="none")
+    return {name: str(value) for name, value in values.items()}
+
+
+def config_of(workload: Workload, overrides: dict[str, str], source: str) -> SchedulerConfig:
+    """The config of a replay; an error says which side it is about."""
+    from lockstep.replay.configs import config_for
+
+    try:
+        return config_for(workload, overrides)
+    except (ConfigError, UsageError) as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
+def tell_order(*sides: tuple[Workload, Mapping[str, str]]) -> None:
+    """Say on standard error in which order requests with priorities are admitted, where that is not plain.
+
+    Args:
+        sides: workloads and what is set over their configs.
+    """
+    from lockstep.replay.configs import order_note
+
+    tell(dict.fromkeys(filter(None, (order_note(workload, overrides) for workload, overrides in sides))))
+
+
+def open_and_tell(path: Path) -> Trace:
+    """The recording, with what is to be said of its files on standard error."""
+    from lockstep.replay.trace import open_trace
+
+    trace = open_trace(path)
+    tell(map(str, trace.findings))
+    return trace
+
+
+def tell(notes: Iterable[str]) -> None:
+    """Say on standard error what whoever uses a file should know of it."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)

@@ -13,7 +13,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import with_flags
-from lockstep.cli.replay_configs import settings_of, tell_order
+from lockstep.cli.replay_options import settings_of, tell_order
 from lockstep.cli.writing import check_places, write_file
 from lockstep.errors import UsageError
 

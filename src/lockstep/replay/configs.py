@@ -211,9 +211,3 @@ def combinations(grid: Mapping[str, Sequence[str]]) -> tuple[Settings, ...]:
     if count > MAX_CONFIGS:
         raise UsageError(f"the grid has {count:,} combinations; at most {MAX_CONFIGS:,} are swept at once")
     return tuple(dict(zip(grid, values, strict=True)) for values in product(*grid.values()))
-
-
-
-
-
-

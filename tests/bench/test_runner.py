@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.arrivals import arrival_times
+from lockstep.bench.runner import arrival_times
 
 
 @given(st.integers(1, 200), st.floats(0.01, 1e4), st.sampled_from((0.3, 1.0, 5.0, math.inf)), st.integers(0, 2**32 - 1))

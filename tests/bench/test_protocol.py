@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lockstep.bench.target import Target
+from lockstep.bench.protocol import Target
 from lockstep.errors import UsageError
 
 
