@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.replay.cost import CostModel
     from lockstep.replay.cost_file import Priced
     from lockstep.replay.readers import ReadOptions
-    from lockstep.replay.trace import Trace
+    from lockstep.replay.trace import Trace as Recording
     from lockstep.replay.workload import Workload
 
 
@@ -178,7 +178,7 @@ def tell_order(*sides: tuple[Workload, Mapping[str, str]]) -> None:
     tell(dict.fromkeys(filter(None, (order_note(workload, overrides) for workload, overrides in sides))))
 
 
-def open_and_tell(path: Path) -> Trace:
+def open_and_tell(path: Path) -> Recording:
     """The recording, with what is to be said of its files on standard error."""
     from lockstep.replay.trace import open_trace
 
