@@ -25,7 +25,8 @@ from lockstep.engine import publish
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import LoadOptions, load_model
 from lockstep.engine.model import LoadedModel
-from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.base import Geometry, Logits, StepBatch
 from lockstep.executors.sampling import likeliest, sample

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device import DeviceWorker

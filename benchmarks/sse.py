@@ -21,11 +21,12 @@ from collections.abc import AsyncGenerator
 import uvicorn
 import uvloop
 
-from lockstep.cluster.base import Accepted, Call, Event
+from lockstep.cluster.base import Accepted, Event
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 
@@ -43,7 +44,7 @@ class Metronome(ManifestCluster):
         self._mailboxes: list[asyncio.Queue[TokenOutput]] = []
         self._begin = asyncio.Event()
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+    async def stream(self, call: GenerationRequest) -> AsyncGenerator[Event, None]:
         mailbox: asyncio.Queue[TokenOutput] = asyncio.Queue()
         self._mailboxes.append(mailbox)
         if len(self._mailboxes) == self._num_streams:

@@ -31,7 +31,7 @@ from lockstep.bench.samples import RandomLengths, Sample, random_samples
 from lockstep.bench.throughput import answer_all
 from lockstep.cli.options import load_options
 from lockstep.engine.llm import LLM
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 
 PATH = "/v1/completions"

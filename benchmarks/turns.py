@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device import DeviceWorker

@@ -24,13 +24,13 @@ from typing import Any
 import psutil
 from msgspec.structs import replace
 
-from lockstep.cluster.base import Call
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
@@ -114,8 +114,8 @@ async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) ->
     await process.start()
     ways = (
         Way("engine", lambda prompt, params: engine.engine.stream(GenerationRequest(prompt, params))),
-        Way("thread", lambda prompt, params: thread.stream(Call(None, prompt, params))),
-        Way("process", lambda prompt, params: process.stream(Call(None, prompt, params)), process.worker_pid),
+        Way("thread", lambda prompt, params: thread.stream(GenerationRequest(prompt, params))),
+        Way("process", lambda prompt, params: process.stream(GenerationRequest(prompt, params)), process.worker_pid),
     )
     figures: dict[str, list[tuple[float, float, float]]] = {way.name: [] for way in ways}
     for turn in range(rounds + 1):

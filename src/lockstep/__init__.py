@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from lockstep.engine.engine import Engine
     from lockstep.engine.llm import LLM, AsyncEngine
     from lockstep.engine.loading import LoadOptions, load_model
-    from lockstep.engine.outputs import Completion, GenerationRequest, RequestOutput, StepOutputs, TokenOutput
+    from lockstep.engine.outputs import Completion, RequestOutput, StepOutputs, TokenOutput
+    from lockstep.engine.request import GenerationRequest
     from lockstep.engine.sizing import EngineOptions
     from lockstep.errors import LockstepError
     from lockstep.executors.constraint import Constraint
@@ -56,7 +57,7 @@ _HOMES = {
     "Engine": "lockstep.engine.engine",
     "EngineOptions": "lockstep.engine.sizing",
     "FinishReason": "lockstep.core.request",
-    "GenerationRequest": "lockstep.engine.outputs",
+    "GenerationRequest": "lockstep.engine.request",
     "LoadOptions": "lockstep.engine.loading",
     "LockstepError": "lockstep.errors",
     "OpenVINOOptions": "lockstep.executors.openvino.options",

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.cluster.backend import Backend
-from lockstep.cluster.base import Accepted, Call, Conversation, Hop, Routed
+from lockstep.cluster.base import Accepted, Hop, Routed
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.planner import PlanPolicy
 from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.options import WorkerOptions
 from tests.cluster.support import Kind
@@ -64,13 +65,13 @@ async def clustered(
 
 def asking(
     words: str, model: str | None = None, max_tokens: int = 40, session: str | None = None, **more: object
-) -> Call:
+) -> GenerationRequest:
     conversation = Conversation([{"role": "user", "content": words}])
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return Call(model, conversation, params, session_id=session, **more)  # type: ignore[arg-type]  # fields by name
+    return GenerationRequest(conversation, params, session_id=session, model=model, **more)  # type: ignore[arg-type]  # fields by name
 
 
-async def ask(cluster: ManifestCluster, call: Call) -> Answer:
+async def ask(cluster: ManifestCluster, call: GenerationRequest) -> Answer:
     async with asyncio.timeout(HANG_S), aclosing(cluster.stream(call)) as stream:
         events = [event async for event in stream if not isinstance(event, Routed)]
     first, last = events[0], events[-1]

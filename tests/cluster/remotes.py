@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from lockstep.cluster.base import Accepted, Call, Conversation, Event
+from lockstep.cluster.base import Accepted, Event
 from lockstep.cluster.breaker import BreakerOptions
 from lockstep.cluster.manifest import Entry, Remote, Tier
 from lockstep.cluster.remote import RemoteModel, RemoteOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.support import until
 from tests.waiting import HANG_S
@@ -124,12 +125,12 @@ async def remote(
         await model.close()
 
 
-def call(text: str = "Hello", params: SamplingParams | None = None, **more: Any) -> Call:
+def call(text: str = "Hello", params: SamplingParams | None = None, **more: Any) -> GenerationRequest:
     asked = params or SamplingParams(max_tokens=8)
-    return Call("far", Conversation([{"role": "user", "content": text}]), asked, **more)
+    return GenerationRequest(Conversation([{"role": "user", "content": text}]), asked, **more)
 
 
-async def events_of(model: RemoteModel, asked: Call | None = None) -> list[Event]:
+async def events_of(model: RemoteModel, asked: GenerationRequest | None = None) -> list[Event]:
     async with asyncio.timeout(HANG_S), aclosing(model.stream(asked or call())) as stream:
         return [event async for event in stream]
 

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Literal
 
-from lockstep.cluster.base import Accepted, Call, Event, Prompt
+from lockstep.cluster.base import Accepted, Event
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.opening import LoadProgress
 from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.health import HealthLimits
@@ -60,23 +61,23 @@ async def served(
         await asyncio.wait_for(model.close(), HANG_S)
 
 
-def call(prompt: Prompt, params: SamplingParams | None = None, **more: object) -> Call:
-    return Call(NAME, prompt, params or SamplingParams(max_tokens=40), **more)  # type: ignore[arg-type]  # fields by name
+def call(prompt: Prompt, params: SamplingParams | None = None, **more: object) -> GenerationRequest:
+    return GenerationRequest(prompt, params or SamplingParams(max_tokens=40), model=NAME, **more)  # type: ignore[arg-type]  # fields by name
 
 
-async def events_of(model: ManifestCluster, asked: Call) -> list[Event]:
+async def events_of(model: ManifestCluster, asked: GenerationRequest) -> list[Event]:
     async with aclosing(model.stream(asked)) as stream:
         return [event async for event in stream]
 
 
-async def answer(model: ManifestCluster, asked: Call) -> RequestOutput:
+async def answer(model: ManifestCluster, asked: GenerationRequest) -> RequestOutput:
     last = (await events_of(model, asked))[-1]
     assert isinstance(last, TokenOutput)
     assert last.request is not None
     return last.request
 
 
-async def read(model: ManifestCluster, asked: Call, num_tokens: int) -> None:
+async def read(model: ManifestCluster, asked: GenerationRequest, num_tokens: int) -> None:
     """Read so many outputs and leave."""
     async with aclosing(model.stream(asked)) as stream:
         seen = 0

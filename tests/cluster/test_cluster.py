@@ -7,10 +7,11 @@ from contextlib import aclosing
 
 import pytest
 
-from lockstep.cluster.base import Accepted, Call, Cluster
+from lockstep.cluster.base import Accepted, Cluster
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.stage import ClusterOptions
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import (
     ArtifactNotFoundError,
     ConfigError,
@@ -110,8 +111,8 @@ async def test_what_nobody_is_called_is_not_found() -> None:
         with pytest.raises(ModelNotFoundError, match="`nobody`"):
             await say(cluster, "hello", "nobody")
         with pytest.raises(InvalidParameterError, match="token ids"):
-            await ask(cluster, Call(None, (1, 2, 3), SamplingParams(max_tokens=4)))
-        direct = await ask(cluster, Call("billing", (65, 66), SamplingParams(max_tokens=40)))
+            await ask(cluster, GenerationRequest((1, 2, 3), SamplingParams(max_tokens=4)))
+        direct = await ask(cluster, GenerationRequest((65, 66), SamplingParams(max_tokens=40), model="billing"))
         assert direct.text.startswith("[stub:billing] ok len=2")
 
 

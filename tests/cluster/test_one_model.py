@@ -17,13 +17,15 @@ import pytest_asyncio
 from msgspec import structs
 
 from lockstep.cluster.aside import LONG_BYTES
-from lockstep.cluster.base import Accepted, Conversation
+from lockstep.cluster.base import Accepted
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
-from lockstep.cluster.prompting import MAX_INLINE_CHARS, generation_request
+from lockstep.cluster.prompting import MAX_INLINE_CHARS
+from lockstep.engine.input_processing import tokenised
 from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.request import Conversation
 from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import (
     ArtifactNotFoundError,
@@ -89,7 +91,7 @@ def whole(output: RequestOutput) -> tuple[object, ...]:
 
 async def test_an_answer_is_the_same_in_this_thread_in_another_and_in_a_process() -> None:
     with AsyncEngine("pocket://", LoadOptions(EngineOptions(num_blocks=512))) as engine:
-        requests = [generation_request(engine.model.tokenizer, engine.engine.config.max_model_len, c) for c in CALLS]
+        requests = [tokenised(engine.model.tokenizer, engine.engine.config.max_model_len, c) for c in CALLS]
         expected = [whole(await engine.engine.submit_async(request)) for request in requests]
     for kind in KINDS:
         async with served("pocket://", kind) as model:

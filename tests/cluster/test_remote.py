@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.cluster.base import Call, Conversation, Event, EventStream
+from lockstep.cluster.base import Event, EventStream
 from lockstep.core.request import FinishReason
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import DeadlineError, InvalidParameterError, RequestFailedError, UnavailableError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
@@ -72,7 +73,7 @@ async def test_an_answer_is_the_other_servers_with_its_usage(upstream: ServerPro
     messages = [{"role": "user", "content": "I was charged twice."}]
     params = SamplingParams(max_tokens=12, seed=7, temperature=0.8, ignore_eos=True, n=2)
     async with remote(url(upstream)) as model:
-        output = answer_of(await events_of(model, Call("far", Conversation(messages), params)))
+        output = answer_of(await events_of(model, GenerationRequest(Conversation(messages), params)))
     expected = direct(upstream, messages=messages, max_tokens=12, seed=7, temperature=0.8, ignore_eos=True, n=2)
     assert [c.text for c in output.completions] == [c["message"]["content"] for c in expected["choices"]]
     assert {c.finish_reason for c in output.completions} == {FinishReason.LENGTH}
@@ -83,7 +84,7 @@ async def test_an_answer_is_the_other_servers_with_its_usage(upstream: ServerPro
 
 async def test_a_prompt_is_completed(upstream: ServerProcess) -> None:
     async with remote(url(upstream)) as model:
-        output = answer_of(await events_of(model, Call("far", "Once upon", SamplingParams(max_tokens=5, seed=1))))
+        output = answer_of(await events_of(model, GenerationRequest("Once upon", SamplingParams(max_tokens=5, seed=1))))
     expected = direct(upstream, prompt="Once upon", max_tokens=5, seed=1)
     assert output.text == expected["choices"][0]["text"]
 

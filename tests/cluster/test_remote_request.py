@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import fields
 
-from lockstep.cluster.base import Call, Conversation
 from lockstep.cluster.remote_request import remote_request
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ SOMETHING = SamplingParams(
 
 
 def sent(params: SamplingParams | None = None, kwargs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    call = Call("far", Conversation(SAID["messages"], kwargs or {}), params or SamplingParams(), **more)
+    call = GenerationRequest(Conversation(SAID["messages"], kwargs or {}), params or SamplingParams(), **more)
     body: dict[str, Any] = json.loads(remote_request("far", "served", call).body)
     assert body.pop("model") == "served"
     assert body.pop("stream") is True
@@ -111,14 +111,14 @@ def test_what_is_this_clusters_own_stays_here() -> None:
 @pytest.mark.parametrize(
     ("call", "param"),
     [
-        (Call("far", (1, 2, 3)), "prompt"),
-        (Call("far", "Once", SamplingParams(logprobs=0)), "logprobs"),
-        (Call("far", "Once", prompt_logprobs=0), "prompt_logprobs"),
-        (Call("far", "Once", pooling="mean"), "input"),
-        (Call("far", "Once", SamplingParams(constraint=Constraint.json_schema("{"))), "constraint"),
+        (GenerationRequest((1, 2, 3)), "prompt"),
+        (GenerationRequest("Once", SamplingParams(logprobs=0)), "logprobs"),
+        (GenerationRequest("Once", prompt_logprobs=0), "prompt_logprobs"),
+        (GenerationRequest("Once", pooling="mean"), "input"),
+        (GenerationRequest("Once", SamplingParams(constraint=Constraint.json_schema("{"))), "constraint"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_by_name(call: Call, param: str) -> None:
+def test_what_cannot_be_sent_is_refused_by_name(call: GenerationRequest, param: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         remote_request("far", "served", call)
     assert caught.value.param == param
@@ -135,5 +135,5 @@ def test_how_the_prompt_ends_is_said_where_it_is_not_the_usual_way() -> None:
         (Conversation(SAID["messages"], continue_final=True), (False, True)),
         (Conversation(SAID["messages"], add_generation_prompt=False), (False, False)),
     ):
-        body = json.loads(remote_request("far", "served", Call("far", prompt)).body)
+        body = json.loads(remote_request("far", "served", GenerationRequest(prompt)).body)
         assert (body["add_generation_prompt"], body["continue_final_message"]) == told

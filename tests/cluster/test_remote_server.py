@@ -10,10 +10,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from lockstep.cluster.base import Call, EventStream, ModelCard
+from lockstep.cluster.base import EventStream, ModelCard
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.remote import RemoteModel
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.app import create_app
 from tests.cluster.remotes import HEAD, Reply, chunk, crooked, event, refuses, remote, says, whole
@@ -46,7 +47,7 @@ class OnlyRemote(ManifestCluster):
     def tokenizer(self, name: str | None) -> Tokenizer:
         return self._model.tokenizer
 
-    def stream(self, call: Call) -> EventStream:
+    def stream(self, call: GenerationRequest) -> EventStream:
         return self._model.stream(call)
 
 

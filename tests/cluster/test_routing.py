@@ -8,10 +8,10 @@ import pytest
 from msgspec import structs
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.base import Call, Conversation
 from lockstep.cluster.manifest import Entry, Manifest, Persona, Tier
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.routing import Decision, Router, addressed
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ from tests.cluster.clusters import SUPPORT
 
 MANIFEST = parse(SUPPORT)
 ASKED_MESSAGES = [{"role": "user", "content": "hello"}]
-ASKED = Call(None, Conversation(ASKED_MESSAGES, {"tools": []}), SamplingParams(n=3, logprobs=2))
+ASKED = GenerationRequest(Conversation(ASKED_MESSAGES, {"tools": []}), SamplingParams(n=3, logprobs=2))
 PERSONA = Entry("m", "stub://m", system_prompt="Be kind.", sampling={"temperature": 0.5, "top_k": 7}, priority=-1)
 
 
@@ -30,7 +30,7 @@ def router_of(manifest: Manifest) -> Router:
     return router
 
 
-def messages_of(call: Call) -> list[tuple[str, str]]:
+def messages_of(call: GenerationRequest) -> list[tuple[str, str]]:
     assert isinstance(call.prompt, Conversation)
     return [(message["role"], message["content"]) for message in call.prompt.messages]
 

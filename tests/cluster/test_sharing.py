@@ -7,8 +7,8 @@ import re
 from contextlib import aclosing
 from pathlib import Path
 
-from lockstep.cluster.base import Call, Conversation
 from lockstep.cluster.cluster import ManifestCluster
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.clusters import ask, clustered
 from tests.waiting import HANG_S
@@ -50,7 +50,7 @@ async def most_in_a_step(cluster: ManifestCluster) -> int:
     names = [model.id for model in cluster.snapshot().models]
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     conversation = Conversation([{"role": "user", "content": "Hello"}])
-    calls = [Call(names[index % len(names)], conversation, params) for index in range(NUM_MODELS)]
+    calls = [GenerationRequest(conversation, params, model=names[index % len(names)]) for index in range(NUM_MODELS)]
     answers = await asyncio.gather(*(ask(cluster, call) for call in calls))
     assert {answer.model for answer in answers} == set(names)
     watching.cancel()

@@ -301,8 +301,8 @@ from tests.cluster.support import one_model
 async def main():
     model = one_model({source!r}, worker=WorkerOptions("process"))
     await model.start()
-    from lockstep.cluster.base import Call
-    stream = model.stream(Call(None, "x"))
+    from lockstep.engine.request import GenerationRequest
+    stream = model.stream(GenerationRequest("x"))
     task = asyncio.create_task(anext(stream))
     while not (task.done() or (await model.metrics())["served"].gauges["num_requests_running"]):
         await asyncio.sleep(0.01)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine.bad_words import BadWords, Runs, banned_runs
-from lockstep.engine.outputs import GenerationRequest, RequestOutput
+from lockstep.engine.outputs import RequestOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import RequestFailedError
 from lockstep.executors.constraint import Constraint

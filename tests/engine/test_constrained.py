@@ -9,7 +9,8 @@ import pytest
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.engine import Engine
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError, RequestFailedError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams

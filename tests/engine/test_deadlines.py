@@ -10,7 +10,8 @@ import pytest
 from lockstep.core.request import FinishReason
 from lockstep.engine.clock import ManualClock
 from lockstep.engine.deadlines import MAX_STALE, Deadlines
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, InvalidParameterError, LockstepError, QueueDeadlineError
 from lockstep.executors.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine

@@ -6,7 +6,8 @@ import pytest
 
 from lockstep.core.request import FinishReason
 from lockstep.engine.clock import ManualClock
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import (
     ExecutorError,
     InvalidParameterError,

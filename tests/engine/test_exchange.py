@@ -10,8 +10,9 @@ import pytest
 from lockstep.engine import exchange
 from lockstep.engine.exchange import Abort, Inbox, Results
 from lockstep.engine.generation import LiveRequest
-from lockstep.engine.intake import prepare
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, Timings
+from lockstep.engine.input_processing import prepare
+from lockstep.engine.outputs import RequestOutput, Timings
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError, UsageError
 from tests.engine.conftest import MakeEngine
 from tests.waiting import HANG_S

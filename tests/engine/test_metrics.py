@@ -11,7 +11,7 @@ from lockstep.core.request import FinishReason
 from lockstep.engine import exchange
 from lockstep.engine.engine import Engine
 from lockstep.engine.metrics import HISTOGRAMS, EngineMetrics, Histogram, MetricsSnapshot, SequenceSpan
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError
 from lockstep.executors.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lockstep.core.request import FinishReason
 from lockstep.engine.clock import ManualClock
-from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError
 from lockstep.executors.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine

@@ -17,7 +17,8 @@ import pytest
 from lockstep.core.request import FinishReason
 from lockstep.engine.clock import ManualClock
 from lockstep.engine.engine import Engine
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, StepOutputs, TokenOutput
+from lockstep.engine.outputs import RequestOutput, StepOutputs, TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import RequestFailedError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine

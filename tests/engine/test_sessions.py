@@ -14,7 +14,8 @@ from lockstep.engine.clock import ManualClock
 from lockstep.engine.engine import Engine
 from lockstep.engine.llm import LLM
 from lockstep.engine.loading import LoadOptions, load_model
-from lockstep.engine.outputs import GenerationRequest, RequestOutput
+from lockstep.engine.outputs import RequestOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, Swept
 from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import InvalidParameterError, QueueDeadlineError, QueueFullError, RequestFailedError

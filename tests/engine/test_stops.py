@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.outputs import GenerationRequest, RequestOutput
+from lockstep.engine.outputs import RequestOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.stops import StopStrings
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams

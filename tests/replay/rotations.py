@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import LoadOptions, load_model
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.flight import files
 from lockstep.worker.flight.options import TraceOptions

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.cluster.base import Conversation
+from lockstep.engine.request import Conversation
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint

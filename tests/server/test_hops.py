@@ -11,9 +11,10 @@ import httpx2
 import msgspec
 import pytest
 
-from lockstep.cluster.base import Accepted, Call, EventStream, Hop
+from lockstep.cluster.base import Accepted, EventStream, Hop
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import RequestRecord
@@ -31,9 +32,9 @@ class Routing(ManifestCluster):
     """One model, and a router before it that always says the same."""
 
     hop = ROUTER
-    calls: list[Call]
+    calls: list[GenerationRequest]
 
-    async def stream(self, call: Call) -> EventStream:
+    async def stream(self, call: GenerationRequest) -> EventStream:
         self.calls.append(call)
         async with contextlib.aclosing(super().stream(call)) as events:
             async for event in events:
@@ -164,7 +165,7 @@ async def test_an_answer_may_be_sent_back_as_it_came_and_no_model_sees_the_route
         again = {**ASK, "messages": [*ASK["messages"], message, {"role": "user", "content": "And now?"}]}
         assert (await client.post(CHAT, json=again)).status_code == 200
     prompt = cluster.calls[-1].prompt
-    assert not isinstance(prompt, str | tuple)
+    assert isinstance(prompt, Conversation)
     assert "tool_calls" not in prompt.messages[1]
     assert prompt.messages[1]["content"] == message["content"]
 
@@ -179,7 +180,7 @@ async def test_the_clients_own_calls_stay_in_the_conversation() -> None:
     async with routed() as (client, cluster, _):
         assert (await client.post(CHAT, json={**ASK, "messages": messages})).status_code == 200
     prompt = cluster.calls[-1].prompt
-    assert not isinstance(prompt, str | tuple)
+    assert isinstance(prompt, Conversation)
     assert "refund" in str(prompt.messages)
 
 

@@ -9,9 +9,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from lockstep.cluster.base import Accepted, Call
+from lockstep.cluster.base import Accepted
 from lockstep.core.request import FinishReason
 from lockstep.engine.metrics import HISTOGRAMS, HistogramSnapshot
+from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.buckets import cumulative
 from lockstep.server.metrics import HttpCounts, model_families
@@ -70,7 +71,7 @@ async def test_counts_are_exact_and_gauges_return_to_nothing() -> None:
     await cluster.start()
     try:
         for _ in range(num_requests):
-            call = Call(NAME, "hello", SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+            call = GenerationRequest("hello", SamplingParams(max_tokens=num_tokens, ignore_eos=True), model=NAME)
             events = [event async for event in cluster.stream(call)]
             assert isinstance(events[0], Accepted)
         found = samples(model_families(await cluster.metrics(), "vllm"))

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from lockstep.engine.clock import Clock
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import (
     LockstepError,

@@ -17,7 +17,8 @@ import pytest
 
 from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.outputs import GenerationRequest, RequestOutput
+from lockstep.engine.outputs import RequestOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import Swept
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams

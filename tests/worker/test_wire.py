@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from lockstep import errors
 from lockstep.core.request import FinishReason
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.outputs import Completion, GenerationRequest, RequestOutput, Timings, TokenOutput
+from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.engine.reasoning import THINK_TAGS, Reasoning
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import (
     ArtifactError,

@@ -18,7 +18,6 @@ import numpy as np
 
 from lockstep.bench.runner import loop_factory
 from lockstep.cluster.backend import Backend, served_by, targets_of
-from lockstep.cluster.base import Call, Conversation
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Entry, Manifest, Tier
 from lockstep.cluster.manifest_file import parse
@@ -27,6 +26,7 @@ from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.sessions import ModelSessions, Sessions
 from lockstep.cluster.snapshot import ClusterSnapshot
 from lockstep.cluster.stage import ClusterOptions
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.options import WorkerOptions
@@ -223,10 +223,10 @@ def _replica(entry: Entry) -> Replica:
     return Replica(entry.id, phase, 800_000_000, priority=entry.priority, is_pinned=phase is Phase.RESIDENT)
 
 
-def _call(target: str) -> Call:
+def _call(target: str) -> GenerationRequest:
     """A request that a stub router sends to a model: it looks for its id."""
     conversation = Conversation([{"role": "user", "content": f"A question about {target}"}])
-    return Call(None, conversation, SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True))
+    return GenerationRequest(conversation, SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True))
 
 
 async def _calls(

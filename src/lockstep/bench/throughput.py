@@ -11,7 +11,8 @@ import numpy as np
 
 from lockstep.core.request import FinishReason
 from lockstep.engine.llm import LLM
-from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 

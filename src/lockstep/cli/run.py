@@ -15,10 +15,11 @@ from lockstep.cli import options as flags
 from lockstep.cli.answers import Answer, Message, Piece
 from lockstep.cli.conversation import ANY_VOCABULARY, Conversation, answer_one, converse, prompt_of, system_of
 from lockstep.cli.progress import loading_progress
-from lockstep.engine.chat import chat_request
 from lockstep.engine.llm import LLM
 from lockstep.engine.loading import LoadOptions
-from lockstep.engine.outputs import GenerationRequest, RequestOutput
+from lockstep.engine.outputs import RequestOutput
+from lockstep.engine.request import Conversation as ChatPrompt
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
 
@@ -138,8 +139,7 @@ class LocalAnswerer:
     def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
         """Stream the answer; leaving it aborts the request."""
         if self.knows_roles:
-            tokenizer, variables = self._llm.model.tokenizer, self._template_kwargs
-            request = chat_request(tokenizer, messages, params, template_kwargs=variables, reasoning=self._reasoning)
+            request = GenerationRequest(ChatPrompt(messages, self._template_kwargs, self._reasoning), params)
         else:
             request = GenerationRequest(messages[-1]["content"], params)
         with closing(self._llm.stream(request)) as outputs:

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from lockstep.cluster.base import Accepted, Call, EventStream, Hop, Routed
+from lockstep.cluster.base import Accepted, EventStream, Hop, Routed
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.models import Model, Roster
@@ -20,11 +20,10 @@ from lockstep.cluster.replicas import Replicas
 from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.sessions import Sessions
 from lockstep.cluster.snapshot import Counters
-from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
 from lockstep.worker.supervised import SupervisedWorker
-
-Timed = TypeVar("Timed", Call, GenerationRequest)
 
 MAX_WAIT_S = 300.0
 """For a session and a replica, where the call has no deadline of its own."""
@@ -76,7 +75,7 @@ class Answering:
         self.num_ephemeral = 0
         """Open calls without a session id."""
 
-    async def stream(self, call: Call) -> EventStream:
+    async def stream(self, call: GenerationRequest) -> EventStream:
         """As `lockstep.cluster.base.Cluster.stream`."""
         model, roster = self._find(call.model), self._roster()
         hops: tuple[Hop, ...] = ()
@@ -104,7 +103,7 @@ class Answering:
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
-    async def _ask(self, router: Router, entry: Model, call: Call) -> _Asked:
+    async def _ask(self, router: Router, entry: Model, call: GenerationRequest) -> _Asked:
         """The entry's hop, whole, and who answers after it. Its first step was that of the call."""
         started_s = self._clock()
         self._counters.router_hits += 1
@@ -147,7 +146,9 @@ class Answering:
             self._counters.dispatch_fallbacks += decision.is_fallback
         return _Asked(accepted, outputs, hop, target)
 
-    async def _entry_answer(self, router: Router, entry: Model, question: Call) -> tuple[Accepted, list[TokenOutput]]:
+    async def _entry_answer(
+        self, router: Router, entry: Model, question: GenerationRequest
+    ) -> tuple[Accepted, list[TokenOutput]]:
         """The entry's whole answer; what it will decide is promoted as soon as that is known."""
         models = self._roster().models
         has_hints = any(m.entry.promotes_on_intent and _is_absent(m.held) for m in models.values())
@@ -167,7 +168,7 @@ class Answering:
                         self._replicas.warm(foreseen.held)
         return accepted, outputs
 
-    async def _answered(self, model: Model, call: Call, hops: tuple[Hop, ...]) -> EventStream:
+    async def _answered(self, model: Model, call: GenerationRequest, hops: tuple[Hop, ...]) -> EventStream:
         """One model's answer."""
         self._warm(model)
         model.num_requests += 1
@@ -196,7 +197,7 @@ class Answering:
                 finally:
                     self._worker.leave(mailbox)
 
-    async def _prepared(self, model: Model, held: Held, call: Call) -> GenerationRequest | None:
+    async def _prepared(self, model: Model, held: Held, call: GenerationRequest) -> GenerationRequest | None:
         """The call as its worker takes it, with the time that it has left; None: that worker is gone."""
         assert held.loaded is not None, "whose calls are admitted was loaded"
         assert held.tokenizer is not None, "and its text side was read then"
@@ -204,7 +205,7 @@ class Answering:
         limits = [limit for limit in (call.deadline_s, call.queue_deadline_s) if limit is not None]
         try:
             async with asyncio.timeout(min(limits, default=None)):
-                request = await self._prompting.request(held.tokenizer, held.loaded.config.max_model_len, call)
+                request = await self._prompting.tokenised(held.tokenizer, held.loaded.config.max_model_len, call)
         except TimeoutError:
             raise _too_late(model, call, self._clock() - began_s) from None
         if held.phase is not Phase.RESIDENT:
@@ -213,7 +214,7 @@ class Answering:
         return request if request.session_id is None else _owned(request, model)
 
     @asynccontextmanager
-    async def _admitted(self, model: Model, call: Call) -> AsyncIterator[Call]:
+    async def _admitted(self, model: Model, call: GenerationRequest) -> AsyncIterator[GenerationRequest]:
         """Hold a session and a replica for the block, which gets the call with the time that it has left."""
         began_s, session = self._clock(), call.session_id
         limits = (MAX_WAIT_S, call.deadline_s, call.queue_deadline_s)
@@ -249,7 +250,7 @@ class Answering:
             model.sessions.leave(session)
             raise
 
-    def _must_wait(self, model: Model, call: Call) -> bool:
+    def _must_wait(self, model: Model, call: GenerationRequest) -> bool:
         """Whether a call would be neither taken nor refused at once."""
         if model.remote is not None:
             return model.remote.health().ready
@@ -267,13 +268,13 @@ class Answering:
 
     # -- sessions -------------------------------------------------------------------------------------------------
 
-    def _begin_session(self, call: Call, model: Model) -> None:
+    def _begin_session(self, call: GenerationRequest, model: Model) -> None:
         if call.session_id is None:
             self.num_ephemeral += 1
         elif self._sessions.begin(call.session_id, model.id, self._clock()):
             self._events.emit("session_admitted", session=call.session_id, model=model.id)
 
-    def _end_session(self, call: Call) -> None:
+    def _end_session(self, call: GenerationRequest) -> None:
         if call.session_id is None:
             self.num_ephemeral -= 1
         else:
@@ -287,8 +288,8 @@ def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:
     return replace(request, session_owner=model.id, max_active_sessions=most)
 
 
-def _shortened(call: Timed, waited_s: float) -> Timed:
-    """A call or request with deadlines that count from now."""
+def _shortened(call: GenerationRequest, waited_s: float) -> GenerationRequest:
+    """A request with deadlines that count from now."""
     if call.deadline_s is None and call.queue_deadline_s is None:
         return call
     left = [
@@ -298,7 +299,7 @@ def _shortened(call: Timed, waited_s: float) -> Timed:
     return replace(call, deadline_s=left[0], queue_deadline_s=left[1])
 
 
-def _too_late(model: Model, call: Call, waited_s: float) -> LockstepError:
+def _too_late(model: Model, call: GenerationRequest, waited_s: float) -> LockstepError:
     """Why a call is not waited for any longer."""
     what = f"{model.id} could not take the request within {waited_s:.1f} s"
     if call.deadline_s is not None and waited_s >= call.deadline_s:

@@ -1,14 +1,14 @@
 """What the server knows of those who answer: one narrow interface, whether one model stands behind it or many.
 
-A `Call` is one request as the server understood it. `Cluster.stream` answers it with events: first `Accepted`, then
-a `TokenOutput` for what each step brought to each of the ``n`` completions; the very last one carries the whole answer.
-Before `Accepted` comes `Routed` where the call was routed to one who cannot begin at once. A non-streaming answer is
-the collected stream, and leaving the stream is the abort.
+`Cluster.stream` answers a request with events: first `Accepted`, then a `TokenOutput` for what each step brought to
+each of the ``n`` completions; the very last one carries the whole answer. Before `Accepted` comes `Routed` where the
+request was routed to one who cannot begin at once. A non-streaming answer is the collected stream, and leaving the
+stream is the abort.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,55 +17,11 @@ import msgspec
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
 from lockstep.cluster.trust import NONE, Powers
-from lockstep.core.request import Priority
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.outputs import TokenOutput
-from lockstep.engine.pooling import Pooling
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError
-from lockstep.executors.sampling_params import SamplingParams
-
-
-class Conversation(msgspec.Struct, frozen=True):
-    """A prompt that the model's chat template writes."""
-
-    messages: Sequence[Mapping[str, Any]]
-    """OpenAI's shape, text only."""
-    template_kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Further variables of the template: ``tools``, ``enable_thinking`` and the like."""
-    reasoning: str = "auto"
-    """``auto`` keeps thoughts apart where the template has tags for them, ``off`` never does."""
-    add_generation_prompt: bool = True
-    """The prompt ends with the beginning of an assistant's message."""
-    continue_final: bool = False
-    """It ends with the content of the last message, and the answer goes on with that."""
-
-
-Prompt = str | tuple[int, ...] | Conversation
-
-
-class Call(msgspec.Struct, frozen=True):
-    """One request, whoever answers it."""
-
-    model: str | None
-    """A served name; None: whoever takes requests without a name."""
-    prompt: Prompt
-    params: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    priority: int = Priority.NORMAL
-    """Lower is served first, where the scheduling policy is by priority."""
-    tenant: str = ""
-    cache_salt: str = ""
-    session_id: str | None = None
-    queue_deadline_s: float | None = None
-    """Seconds until its first step; then it ends with `QueueDeadlineError`."""
-    deadline_s: float | None = None
-    """Seconds until its last token; then it ends with `DeadlineError`."""
-    truncate_prompt_tokens: int | None = None
-    """Keep only the last so many tokens of the prompt; -1: as many as the context holds beside one token of output."""
-    prompt_logprobs: int | None = None
-    shown_specials: tuple[str, ...] = ()
-    pooling: Pooling | None = None
-    """Not None: the answer is one vector, in `RequestOutput.embedding` (not normalised)."""
 
 
 class Hop(msgspec.Struct, frozen=True):
@@ -161,8 +117,8 @@ class Cluster(Protocol):
         """A model's text side; ModelNotFoundError, or UnavailableError until it is loaded."""
         ...
 
-    def stream(self, call: Call) -> EventStream:
-        """Answer a call. Leaving the stream early aborts it within one step.
+    def stream(self, request: GenerationRequest) -> EventStream:
+        """Answer a request. Leaving the stream early aborts it within one step.
 
         Raises (from the first ``anext``, as far as it is known by then):
             ModelNotFoundError, InvalidParameterError, PromptTooLongError, ChatTemplateError: it can never be served.

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.answering import Answering
 from lockstep.cluster.backend import Backend
-from lockstep.cluster.base import Call, EventStream, Health, ModelCard
+from lockstep.cluster.base import EventStream, Health, ModelCard
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Manifest, Tier
@@ -24,6 +24,7 @@ from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
 from lockstep.cluster.stage import ClusterOptions, Stage
 from lockstep.cluster.trust import NONE, Powers, Vetting, Vouchers
 from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, LockstepError, SessionNotFoundError, UnavailableError
 
@@ -97,7 +98,7 @@ class ManifestCluster:
             raise UnavailableError("the model is loading")
         return model.held.tokenizer
 
-    def stream(self, call: Call) -> EventStream:
+    def stream(self, call: GenerationRequest) -> EventStream:
         return self._answering.stream(call)
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:

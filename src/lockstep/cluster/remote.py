@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import httpx2
 
 from lockstep.artifacts.model import TokenizerParts
-from lockstep.cluster.base import Accepted, Call, EventStream, Health
+from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
 from lockstep.cluster.remote_address import PublicTransport
@@ -24,6 +24,7 @@ from lockstep.cluster.remote_counts import RemoteCounts, RemoteSnapshot
 from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named
 from lockstep.cluster.remote_exchange import Exchange, Patience
 from lockstep.cluster.remote_request import RemoteRequest, remote_request
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, UnavailableError
 from lockstep.version import __version__
@@ -116,7 +117,7 @@ class RemoteModel:
         is_resting = self.state is BreakerState.OPEN and self._breaker.wait_s(self._clock()) > 0
         return Health(not is_resting, str(self._rested()) if is_resting else "")
 
-    async def stream(self, call: Call) -> EventStream:
+    async def stream(self, call: GenerationRequest) -> EventStream:
         """Answer a call, as `lockstep.cluster.base.Cluster.stream`. Leaving the stream closes the connection.
 
         Raises:

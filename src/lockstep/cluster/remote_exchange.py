@@ -10,12 +10,12 @@ from typing import TypeVar, cast
 
 import httpx2
 
-from lockstep.cluster.base import Call
 from lockstep.cluster.remote_address import NotPublicError
 from lockstep.cluster.remote_answer import DONE, RemoteAnswer
 from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named, of_status
 from lockstep.cluster.remote_request import RemoteRequest
 from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import (
     DeadlineError,
     LockstepError,
@@ -39,7 +39,7 @@ T = TypeVar("T")
 class Patience:
     """How long one call waits, over all its attempts, and whether somebody ended it."""
 
-    def __init__(self, call: Call, now_s: float) -> None:
+    def __init__(self, call: GenerationRequest, now_s: float) -> None:
         self._began_s = now_s
         self._call = call
         self._scope: asyncio.Timeout | None = None

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import NODEFAULT
+from msgspec.structs import fields
 
-from lockstep.cluster.base import Call, Conversation
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint, ConstraintKind
 from lockstep.executors.sampling_params import SamplingParams
@@ -30,6 +32,9 @@ _STRUCTURED: Mapping[ConstraintKind, str] = {
 }
 """Members of ``structured_outputs``, which vLLM and Lockstep take and OpenAI's API refuses."""
 
+_SAID_OTHERWISE = ("logprobs", "constraint")
+"""Parameters of sampling that are refused, or have another form."""
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteRequest:
@@ -45,7 +50,7 @@ class RemoteRequest:
     """Of each choice; None: as many as the other server likes."""
 
 
-def remote_request(id_: str, model: str, call: Call) -> RemoteRequest:
+def remote_request(id_: str, model: str, call: GenerationRequest) -> RemoteRequest:
     """The call in the terms of OpenAI's API, streamed.
 
     Args:
@@ -76,12 +81,12 @@ def remote_request(id_: str, model: str, call: Call) -> RemoteRequest:
     return RemoteRequest(path, msgspec.json.encode(body), params.n, bool(body.get("tools")), params.max_tokens)
 
 
-def _refuse(id_: str, call: Call) -> None:
+def _refuse(id_: str, call: GenerationRequest) -> None:
     asked: Mapping[str, tuple[bool, str]] = {
         "logprobs": (call.params.logprobs is not None, "log-probabilities"),
         "prompt_logprobs": (call.prompt_logprobs is not None, "log-probabilities of the prompt"),
         "input": (call.pooling is not None, "embeddings"),
-        "prompt": (isinstance(call.prompt, tuple), "prompts of token ids"),
+        "prompt": (not isinstance(call.prompt, (str, Conversation)), "prompts of token ids"),
     }
     for param, (is_asked, what) in asked.items():
         if is_asked:
@@ -103,27 +108,13 @@ def _of_template(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     """What differs from the neutral value. The limit goes by its older name, ``max_tokens``: a server that does not
     know the newer one might ignore it and never end, while one that has given up the older refuses it by name."""
-    told: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty or None,
-        "frequency_penalty": params.frequency_penalty or None,
-        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} or None,
-        "seed": params.seed,
-        "max_tokens": params.max_tokens,
-        "min_tokens": params.min_tokens or None,
-        "stop": list(params.stop) or None,
-        "stop_token_ids": list(params.stop_token_ids) or None,
-        "ignore_eos": params.ignore_eos or None,
-        "include_stop_str_in_output": params.include_stop_str_in_output or None,
-        "skip_special_tokens": None if params.skip_special_tokens else False,
-        "bad_words": list(params.bad_words) or None,
-        "n": params.n if params.n != 1 else None,
-    }
-    return {name: value for name, value in told.items() if value is not None}
+    told: dict[str, Any] = {}
+    for field in fields(params):
+        value = getattr(params, field.name)
+        neutral = {} if field.default is NODEFAULT else field.default
+        if field.name not in _SAID_OTHERWISE and value != neutral:
+            told[field.name] = value
+    return told
 
 
 def _constraint(constraint: Constraint) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 from msgspec.structs import fields, replace
 
 from lockstep.cluster.backend import targets_of
-from lockstep.cluster.base import Call, Conversation, Prompt
 from lockstep.cluster.manifest import Entry, Manifest, Persona, Routing
+from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
@@ -55,7 +55,7 @@ class Router:
         """None: no request is routed."""
         return None if manifest.routing is None else Router(manifest, manifest.routing)
 
-    def question(self, call: Call) -> Call:
+    def question(self, call: GenerationRequest) -> GenerationRequest:
         """The entry model's part of a call: greedy, and nothing but an id that the rule knows, or none of them.
 
         Raises:
@@ -88,7 +88,7 @@ class Router:
         return possible.pop() if beginning and len(possible) == 1 else None
 
 
-def addressed(call: Call, entry: Entry) -> Call:
+def addressed(call: GenerationRequest, entry: Entry) -> GenerationRequest:
     """A call as one model is to answer it: its persona, its sampling where the call says nothing, its priority."""
     return replace(
         call,

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError
 
 MAX_STALE = 1_024

@@ -20,11 +20,12 @@ from lockstep.engine.clock import Clock, SystemClock
 from lockstep.engine.deadlines import Deadlines, Due
 from lockstep.engine.exchange import Abort, Inbox, Results
 from lockstep.engine.generation import Generation, LiveRequest, Sink
-from lockstep.engine.intake import prepare
+from lockstep.engine.input_processing import prepare
 from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled, cache_config_labels, snapshot
 from lockstep.engine.model import LoadedModel
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, StepOutputs, TokenOutput
+from lockstep.engine.outputs import RequestOutput, StepOutputs, TokenOutput
 from lockstep.engine.publish import Publisher
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.running import Runner
 from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
 from lockstep.engine.stream import LoopMailboxes, OutputStream, collect, stream

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lockstep.core.request import FinishReason
 from lockstep.engine.bad_words import BadWords
 from lockstep.engine.detokenizer import Detokenizer
-from lockstep.engine.intake import Prepared
+from lockstep.engine.input_processing import Prepared
 from lockstep.engine.metrics import SequenceSpan
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.engine.pooling import Pooler

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.engine.aside import Aside, Task
-from lockstep.engine.chat import chat_request
 from lockstep.engine.engine import Engine, Observer
 from lockstep.engine.generation import Sink
 from lockstep.engine.loading import LoadOptions, Progress, load_model
 from lockstep.engine.metrics import MetricsSnapshot
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.pooling import Pooling, unit_vectors
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.stream import OutputStream
 from lockstep.errors import ConfigError, RequestFailedError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-Conversation = Sequence[Message]
+Messages = Sequence[Message]
 
 
 class LLM:
@@ -77,22 +77,24 @@ class LLM:
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Messages | Sequence[Messages],
         params: SamplingParams | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: str = "auto",
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; the arguments are those of `chat_request`."""
+        """Answer one conversation or several, by the model's chat template.
+
+        Args:
+            template_kwargs: further variables of the template, e.g. ``enable_thinking``.
+            reasoning: ``auto`` keeps thoughts apart where the template has tags for them, ``off`` never does.
+
+        Raises:
+            InvalidParameterError, ChatTemplateError: see `Tokenizer.render_chat`.
+        """
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
-        tokenizer = self.model.tokenizer
-        return self._run(
-            [
-                chat_request(tokenizer, messages, params, template_kwargs=template_kwargs, reasoning=reasoning)
-                for messages in conversations
-            ]
-        )
+        return self._run([_chat_request(each, params, template_kwargs, reasoning) for each in conversations])
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "mean", normalize: bool = True
@@ -208,25 +210,26 @@ class AsyncEngine:
 
     async def chat(
         self,
-        messages: Conversation,
+        messages: Messages,
         params: SamplingParams | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: str = "auto",
     ) -> RequestOutput:
-        """Answer a conversation; the arguments are those of `chat_request`."""
-        return await self.engine.submit_async(self._chat_request(messages, params, template_kwargs, reasoning))
+        """Answer a conversation; see `LLM.chat`."""
+        request = _chat_request(messages, params, template_kwargs, reasoning)
+        return await self.engine.submit_async(self._checked(request))
 
     def stream_chat(
         self,
-        messages: Conversation,
+        messages: Messages,
         params: SamplingParams | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: str = "auto",
     ) -> OutputStream:
-        """Answer a conversation as it comes; the arguments are those of `chat_request`."""
-        return self.engine.stream(self._chat_request(messages, params, template_kwargs, reasoning))
+        """Answer a conversation as it comes; see `LLM.chat`."""
+        return self.engine.stream(self._checked(_chat_request(messages, params, template_kwargs, reasoning)))
 
     def submit(self, request: GenerationRequest, callback: Sink | None = None) -> int:
         """Queue a request from any thread; see `Engine.submit`."""
@@ -260,18 +263,6 @@ class AsyncEngine:
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> GenerationRequest:
         return self._checked(GenerationRequest(prompt, params or SamplingParams()))
 
-    def _chat_request(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None,
-        template_kwargs: Mapping[str, Any] | None,
-        reasoning: str,
-    ) -> GenerationRequest:
-        tokenizer = self.model.tokenizer
-        return self._checked(
-            chat_request(tokenizer, messages, params, template_kwargs=template_kwargs, reasoning=reasoning)
-        )
-
     def _checked(self, request: GenerationRequest) -> GenerationRequest:
         if self.engine.is_stopped:
             raise UsageError("this engine is closed")
@@ -284,6 +275,12 @@ class AsyncEngine:
             log.exception("the engine's thread broke")
         finally:  # here, since a wait for this thread may be interrupted
             self.model.close()
+
+
+def _chat_request(
+    messages: Messages, params: SamplingParams | None, template_kwargs: Mapping[str, Any] | None, reasoning: str
+) -> GenerationRequest:
+    return GenerationRequest(Conversation(messages, template_kwargs or {}, reasoning), params or SamplingParams())
 
 
 def _vector(output: RequestOutput) -> npt.NDArray[np.float32]:

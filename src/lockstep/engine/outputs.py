@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: plain values that may cross threads.
+"""Outputs of an engine, of a step and of a whole request: plain values that may cross threads.
 
 Structs rather than dataclasses: one ``TokenOutput`` is made per token, and msgspec makes it in a fifth of the time.
 Array-like, because the same struct is what a device worker sends: names of fields would be most of its bytes.
@@ -6,55 +6,16 @@ Array-like, because the same struct is what a device worker sends: names of fiel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.request import FinishReason, Priority
+from lockstep.core.request import FinishReason
 from lockstep.core.step import StepPlan
-from lockstep.engine.pooling import Pooling
-from lockstep.engine.reasoning import Reasoning
 from lockstep.errors import LockstepError
 from lockstep.executors.logits import TokenLogprobs
-from lockstep.executors.sampling_params import SamplingParams
-
-DEFAULT_MAX_ACTIVE_SESSIONS = 16
-"""Sessions of one owner whose blocks stay on the device."""
-
-
-class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request to an engine."""
-
-    prompt: str | Sequence[int]
-    """Text, tokenised with the model's special tokens, or token ids that are taken as they are."""
-    params: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    priority: int = Priority.NORMAL
-    """Lower is served first."""
-    tenant: str = ""
-    """Whose share this counts against under ``order="fair"``."""
-    cache_salt: str = ""
-    """Requests share prefix-cache blocks only with requests of the same salt."""
-    deadline_s: float | None = None
-    """Seconds from submission after which the request ends with ``deadline``."""
-    queue_deadline_s: float | None = None
-    """Seconds from submission after which it ends with ``deadline`` if none of its tokens was ever computed."""
-    reasoning: Reasoning | None = None
-    """How thoughts are told from content; None: everything is content. Stop strings look at content only."""
-    pooling: Pooling | None = None
-    """Not None: the answer is one vector made of the prompt's hidden states, and no text; ``params`` is unused."""
-    shown_specials: tuple[str, ...] = ()
-    """Special tokens whose text is part of the answer's text; others are skipped. Tool calls are written with some."""
-    prompt_logprobs: int | None = None
-    """Not None: log-probabilities of the prompt's tokens and of so many most likely ones; the cache is not read."""
-    session_id: str | None = None
-    """Not None: the prompt's full blocks stay on the device for the session's next request; see `engine.sessions`."""
-    session_owner: str = ""
-    """Whose session it is, where several share an engine: sessions of different owners are apart, and counted apart."""
-    max_active_sessions: int = DEFAULT_MAX_ACTIVE_SESSIONS
-    """Sessions of its owner that the device keeps, this one included."""
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ import msgspec
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.engine.generation import LiveRequest
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError
 
 MAX_SESSIONS = 4096

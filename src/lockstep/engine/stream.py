@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.engine.generation import Sink
-from lockstep.engine.outputs import GenerationRequest, RequestOutput, TokenOutput
+from lockstep.engine.outputs import RequestOutput, TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import RequestFailedError
 
 if TYPE_CHECKING:  # a worker process has no event loop, and starts sooner without

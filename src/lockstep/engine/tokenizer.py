@@ -212,6 +212,10 @@ class Tokenizer:
         template = self._chat_template()
         assert self._guard is not None
         context = template.context(messages, add_generation_prompt and not continue_final, template_kwargs)
+        checked = context["messages"]
+        assert isinstance(checked, list), "they were checked"
+        if most is not None:  # told before a template that is written in vain
+            self.check_length([str(message["content"]) for message in checked], most)
         end = self._guard.mark_end(context) if continue_final else ""
         prompt = self._guard.render(context, lambda guarded: template.render(guarded, now))
         if end:

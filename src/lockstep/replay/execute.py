@@ -20,7 +20,7 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadOptions, default_cache_dir, load_model
 from lockstep.engine.model import LoadedModel
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sizing import DECIDED_AT_LOAD, EngineOptions
 from lockstep.errors import LockstepError, TraceError
 from lockstep.executors.openvino.options import OpenVINOOptions

@@ -1,12 +1,13 @@
-"""From the parameters that endpoints share to a `Call`: pure, and the only place that knows what each of them does."""
+"""Generation requests from the parameters that endpoints share: pure, and alone in knowing what each of them does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from lockstep.cluster.base import Call, Prompt
 from lockstep.core.request import Priority
+from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.executors.constraint import PARAM as CONSTRAINT
@@ -15,6 +16,13 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.options import ServerOptions
 from lockstep.server.record import PEOPLE
 from lockstep.server.schema import GenerationBody, ResponseFormat, StructuredOutputs
+
+_SAMPLING = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationBody.model_fields and name not in ("logit_bias", "stop")
+)
+"""Parameters that a request says as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,27 +156,18 @@ def _response_format(said: ResponseFormat) -> Constraint | None:
 def sampling_params(
     body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, constraint: Constraint | None
 ) -> SamplingParams:
-    """The parameters of the sampler; ranges are checked where the model is known."""
+    """The parameters of the sampler; ranges are checked where the model is known.
+
+    Members of the body that are called as a parameter are that parameter, and null is its default.
+    """
+    told = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    params: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
     stop = body.stop
     return SamplingParams(
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
+        **params,
         logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
-        seed=body.seed,
-        max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        bad_words=tuple(body.bad_words or ()),
-        n=body.n or 1,
+        max_tokens=max_tokens,
         logprobs=logprobs,
         constraint=constraint,
     )
@@ -182,12 +181,12 @@ def call_of(
     *,
     prompt_logprobs: int | None,
     shown_specials: tuple[str, ...] = (),
-) -> Call:
+) -> GenerationRequest:
     """One call of the request. Without API keys, ``user`` says whose share of the queue it takes."""
-    return Call(
+    return GenerationRequest(
+        prompt,
+        params,
         model=body.model,
-        prompt=prompt,
-        params=params,
         priority=Priority.NORMAL if body.priority is None else body.priority,
         tenant=caller.tenant or body.user or "",
         cache_salt=body.cache_salt or "",

@@ -9,8 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.base import Accepted, Cluster, Conversation
+from lockstep.cluster.base import Accepted, Cluster
 from lockstep.engine.chat_messages import checked_messages
+from lockstep.engine.request import Conversation
 from lockstep.server.answer import Answer
 from lockstep.server.answer_schema import ChatCompletion, documented
 from lockstep.server.calls import Caller, check_tokens_known, labels_of, not_stored

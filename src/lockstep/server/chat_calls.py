@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.cluster.base import Call, Conversation
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint, ConstraintKind
@@ -37,7 +37,7 @@ OLD_CALL_ID = "call_function_"
 class ChatCall:
     """The call, how its answer is read, and what the request calls the engine's parameters."""
 
-    call: Call
+    call: GenerationRequest
     plan: ToolPlan
     names: Mapping[str, str]
     wishes: Mapping[str, frozenset[str]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.cluster.base import Call
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.server.calls import Caller, call_of, check_shared, constraint_of, param_names, sampling_params
 from lockstep.server.completion_schema import CompletionBody
@@ -17,7 +17,7 @@ Prompt = str | tuple[int, ...]
 class CompletionCalls:
     """The calls, and what the request calls the engine's parameters."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[GenerationRequest, ...]
     prompts: tuple[Prompt, ...]
     names: Mapping[str, str]
 

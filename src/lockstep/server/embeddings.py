@@ -16,9 +16,10 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.base import Call, Cluster, Prompt
+from lockstep.cluster.base import Cluster
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.pooling import unit_vectors
+from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
 from lockstep.server.answer_schema import Shape
 from lockstep.server.long_bodies import LongBodyRoute
@@ -101,15 +102,15 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-def calls_of(body: EmbeddingBody, tenant: str, options: ServerOptions) -> list[Call]:
+def calls_of(body: EmbeddingBody, tenant: str, options: ServerOptions) -> list[GenerationRequest]:
     """One call per input, in order."""
     said = body.input
     is_one = isinstance(said, str) or isinstance(said[0], int)
     prompts: Sequence[Any] = [said] if is_one else said
     return [
-        Call(
-            body.model,
+        GenerationRequest(
             prompt if isinstance(prompt, str) else tuple(prompt),
+            model=body.model,
             tenant=tenant or body.user or "",
             queue_deadline_s=options.queue_timeout_s,
             deadline_s=options.request_timeout_s,
@@ -120,7 +121,7 @@ def calls_of(body: EmbeddingBody, tenant: str, options: ServerOptions) -> list[C
     ]
 
 
-async def _answer_all(cluster: Cluster, body: EmbeddingBody, calls: Sequence[Call]) -> list[RequestOutput]:
+async def _answer_all(cluster: Cluster, body: EmbeddingBody, calls: Sequence[GenerationRequest]) -> list[RequestOutput]:
     """The answers, in order; the first error in order ends them all."""
     is_list = isinstance(body.input, list) and not isinstance(body.input[0], int)
 
@@ -136,7 +137,7 @@ async def _answer_all(cluster: Cluster, body: EmbeddingBody, calls: Sequence[Cal
     return await all_of(answer, range(len(calls)), MAX_OPEN_INPUTS)
 
 
-async def _answer(cluster: Cluster, call: Call) -> RequestOutput:
+async def _answer(cluster: Cluster, call: GenerationRequest) -> RequestOutput:
     async with aclosing(cluster.stream(call)) as events:
         async for event in events:
             if isinstance(event, TokenOutput) and event.request is not None:

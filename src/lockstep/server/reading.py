@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from lockstep.cluster.base import Accepted, Call, Cluster, Event, EventStream, Routed
+from lockstep.cluster.base import Accepted, Cluster, Event, EventStream, Routed
 from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import RequestError, RequestFailedError
 from lockstep.server.calls import in_the_requests_words
 from lockstep.server.record import RequestRecord, Usage
@@ -52,7 +53,7 @@ class OpenCall:
 
 
 async def open_calls(
-    cluster: Cluster, calls: Sequence[Call], names: Mapping[str, str], *, when_routed: bool = False
+    cluster: Cluster, calls: Sequence[GenerationRequest], names: Mapping[str, str], *, when_routed: bool = False
 ) -> list[OpenCall]:
     """All calls of a request, or none of them.
 

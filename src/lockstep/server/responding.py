@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lockstep.cluster.base import Accepted, Call
+from lockstep.cluster.base import Accepted
+from lockstep.engine.request import GenerationRequest
 from lockstep.server.reading import ClientLeft, OpenCall, close, open_calls, read, while_connected
 from lockstep.server.record import CLIENT_LEFT_STATUS, record_of
 from lockstep.server.serving import serving_of
@@ -28,7 +29,7 @@ CONNECTION_RESET = "the handler is closed"
 class Job:
     """What there is to answer."""
 
-    calls: Sequence[Call]
+    calls: Sequence[GenerationRequest]
     make_answer: Callable[[Sequence[Accepted]], Shown]
     """Called when all calls are accepted."""
     param_names: Mapping[str, str]

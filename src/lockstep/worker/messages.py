@@ -12,7 +12,8 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions
 from lockstep.engine.metrics import MetricsSnapshot
-from lockstep.engine.outputs import GenerationRequest, TokenOutput
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, SessionReport
 from lockstep.errors import LockstepError
 from lockstep.executors.base import Geometry

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from lockstep.core.request import Priority
 from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.worker.correspondence import Correspondence

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from lockstep import errors
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError, LockstepError
 from lockstep.worker.messages import Command, Event, Refused, Submit
 

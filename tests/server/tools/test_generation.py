@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from lockstep import LLM, EngineOptions, FinishReason, LoadOptions, SamplingParams
-from lockstep.engine.chat import chat_request
 from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_TEMPERATURE
 from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
@@ -116,7 +116,7 @@ def test_a_stream_brings_the_same_calls(llm: LLM) -> None:
     for seed in range(10):
         params = SamplingParams(temperature=EVENLY, seed=seed, max_tokens=MAX_TOKENS, constraint=plan.constraint)
         messages = plan.messages([{"role": "user", "content": QUESTIONS[0]}])
-        request = chat_request(llm.model.tokenizer, messages, params, template_kwargs=plan.template_kwargs)
+        request = GenerationRequest(Conversation(messages, plan.template_kwargs), params)
         outputs: list[TokenOutput] = []
         llm.engine.submit(request, outputs.append)
         llm.engine.run_until_idle()

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepResult
 from lockstep.engine.generation import Generation
-from lockstep.engine.intake import Prepared
-from lockstep.engine.outputs import GenerationRequest
+from lockstep.engine.input_processing import Prepared
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.worker.wire import request_decoder, request_encoder
 
 
@@ -40,7 +40,7 @@ def decode_request(data: bytes) -> GenerationRequest:
         msgspec.MsgspecError: it is no request.
     """
     request = request_decoder().decode(data)
-    assert not isinstance(request.prompt, str), "a recorded prompt is token ids"
+    assert not isinstance(request.prompt, (str, Conversation)), "a recorded prompt is token ids"
     return replace(request, prompt=tuple(request.prompt))
 
 

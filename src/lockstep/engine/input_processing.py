@@ -1,9 +1,10 @@
-"""What the caller's thread does for a request before the engine sees it: checking, tokenising, hashing."""
+"""Input processing, on the caller's thread: checking, tokenising and hashing a request before the engine sees it."""
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -14,8 +15,9 @@ from lockstep.core.request import Request
 from lockstep.engine.bad_words import Runs, banned_runs
 from lockstep.engine.deadlines import check_deadlines
 from lockstep.engine.model import LoadedModel
-from lockstep.engine.outputs import GenerationRequest
 from lockstep.engine.pooling import POOLINGS
+from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.engine.tokenizer import Tokenizer, too_many_tokens
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.grammar import Grammar
 from lockstep.executors.sampling_params import ResolvedSampling, SamplingParams, check_logprobs
@@ -25,7 +27,8 @@ MAX_SHOWN_SPECIALS = 64
 MAX_SESSION_CHARS = 512
 MAX_OWNER_CHARS = 4_096
 """An owner is a model, which may be called by its path."""
-"""Of a session's id, and of its owner's."""
+REASONING = ("auto", "off")
+"""What a conversation may say of thoughts."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -67,8 +70,8 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     params.validate(vocab_size)
     check_deadlines(request)
     _check_session(request)
-    prompt = request.prompt
-    prompt_ids = tuple(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    request = tokenised(model.tokenizer, config.max_model_len, request)
+    prompt_ids: tuple[int, ...] = request.prompt  # type: ignore[assignment]  # tokens by now
     _check_ids(prompt_ids, vocab_size)
     if request.pooling is not None:
         return _prepare_pooling(model, config, request, prompt_ids)
@@ -100,6 +103,51 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
         sampling=params.resolve(model.sampling_defaults),
         seed=secrets.randbits(63) if params.seed is None else params.seed,
     )
+
+
+def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest) -> GenerationRequest:
+    """The request with a model's token ids as its prompt, cut as it says.
+
+    Raises:
+        InvalidParameterError, ChatTemplateError: the prompt or its truncation is wrong; see `Tokenizer.encode_chat`.
+        PromptTooLongError: the context cannot hold it. A conversation is measured as it was sent: what the template
+            would leave out of it counts.
+    """
+    prompt, reasoning = request.prompt, request.reasoning
+    most = max_model_len - 1 if request.truncate_prompt_tokens is None else None
+    if isinstance(prompt, Conversation):
+        if prompt.reasoning not in REASONING:
+            raise InvalidParameterError(
+                f"reasoning is {prompt.reasoning!r}; it must be one of {', '.join(REASONING)}", param="reasoning"
+            )
+        ids: Sequence[int] = tokenizer.encode_chat(
+            prompt.messages,
+            template_kwargs=prompt.template_kwargs,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final=prompt.continue_final,
+            most=most,
+        )
+        reasoning = tokenizer.reasoning_after(ids) if prompt.reasoning == "auto" else None
+    else:
+        ids = tokenizer.encode(prompt, most=most) if isinstance(prompt, str) else prompt
+    if most is not None and len(ids) > most:
+        raise too_many_tokens(len(ids), most)
+    ids = _truncated(tuple(ids), max_model_len, request)
+    return replace(request, prompt=ids, reasoning=reasoning, truncate_prompt_tokens=None)
+
+
+def _truncated(ids: tuple[int, ...], max_model_len: int, request: GenerationRequest) -> tuple[int, ...]:
+    """The last tokens of the prompt, as many as the request wants to keep."""
+    wanted = request.truncate_prompt_tokens
+    if wanted is None:
+        return ids
+    room = max_model_len - (request.params.max_tokens or 1)
+    if not (wanted == -1 or 1 <= wanted <= room):
+        raise InvalidParameterError(
+            f"truncate_prompt_tokens is {wanted}; it must be -1 or an integer of 1..{room}",
+            param="truncate_prompt_tokens",
+        )
+    return ids[-(room if wanted == -1 else wanted) :]
 
 
 def _prepare_pooling(
