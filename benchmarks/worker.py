@@ -35,8 +35,8 @@ from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.correspondence import Correspondence
+from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import Outputs
-from lockstep.worker.options import WorkerOptions
 from lockstep.worker.wire import FrameReader, event_decoder, event_encoder, framed
 
 Stream = Callable[[tuple[int, ...], SamplingParams], AsyncGenerator[Any, None]]

@@ -220,7 +220,6 @@ def test_modules_say_what_they_are() -> None:
 def test_no_dead_modules() -> None:
     imported = {name for path in MODULES for name, _ in facts_of(path).imports}
     entry_points = {"lockstep", "lockstep.cli.main", "lockstep.__main__"}
-    entry_points |= {"lockstep.worker.child", "lockstep.worker.trial_child"}
     for path in MODULES:
         name = module_name(path)
         if path.name != "__init__.py" and name not in entry_points:

@@ -18,7 +18,7 @@ from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker.options import WorkerOptions
+from lockstep.worker.link import WorkerOptions
 from tests.cluster.support import Kind
 from tests.waiting import HANG_S
 

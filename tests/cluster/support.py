@@ -18,7 +18,7 @@ from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.health import HealthLimits
-from lockstep.worker.options import WorkerOptions
+from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.waiting import HANG_S
 

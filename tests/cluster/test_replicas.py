@@ -18,7 +18,7 @@ from lockstep.cluster.planner import Phase
 from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
 from lockstep.engine.loading import LoadOptions
 from lockstep.errors import NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
-from lockstep.worker.options import WorkerOptions
+from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import QUICK
 from tests.cluster.support import until

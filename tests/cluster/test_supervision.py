@@ -25,9 +25,10 @@ from lockstep.errors import ArtifactNotFoundError, RequestFailedError, Unavailab
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.pocket import pocket_path
 from lockstep.worker.health import HealthLimits
+from lockstep.worker.life import ReplicaState
+from lockstep.worker.supervised import SupervisedWorker
+from lockstep.worker.link import ThreadLink, WorkerOptions
 from lockstep.worker.messages import TrialOptions
-from lockstep.worker.options import WorkerOptions
-from lockstep.worker.thread import ThreadLink
 from tests.cluster.clusters import clustered, say
 from tests.cluster.clusters import model_of as state_of
 from tests.cluster.support import ENDLESS, answer, call, model_of, one_model, running, served, settled, until, worker_of
@@ -88,8 +89,8 @@ async def test_a_worker_comes_back_when_there_are_files_to_open_again(caplog: py
 
 
 async def test_where_the_next_worker_comes_late_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.worker.restarts.FIRST_DELAY_S", HANG_S)
-    monkeypatch.setattr("lockstep.worker.restarts.MAX_DELAY_S", HANG_S)
+    monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", HANG_S)
+    monkeypatch.setattr("lockstep.worker.health.MAX_DELAY_S", HANG_S)
     async with served("stub://alpha", "process") as model:
         first = pid_of(model)
         os.kill(first, signal.SIGKILL)
@@ -139,8 +140,8 @@ async def test_what_was_loaded_for_requests_comes_back_with_the_next_worker_by_i
 async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lockstep.worker.restarts.FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("lockstep.worker.restarts.MAX_DELAY_S", 0.01)
+    monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("lockstep.worker.health.MAX_DELAY_S", 0.01)
     async with clustered(COLD.replace("load_ms=300", f"load_ms={ENDLESS_MS}"), kind="process") as cluster:
         asked = asyncio.create_task(say(cluster, "hello", "cold"))
         pid = 0
@@ -148,7 +149,7 @@ async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_al
             await until(partial(is_replaced, cluster, pid))
             await until(lambda: state_of(cluster, "warm").state == "resident")
             assert (await say(cluster, "hello", "warm")).model == "warm", "it comes before what ends workers"
-            await until(lambda: any(pending.has_begun for pending in cluster._stage.worker._replicas._loading.values()))
+            await until(lambda: is_loading(cluster._stage.worker))
             pid = pid_of(cluster)
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=r"signal 9 .* while it loaded the model, as 5 times before") as told:
@@ -156,6 +157,11 @@ async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_al
         assert told.value.retry_after_s == MAX_BACKOFF_S
         assert state_of(cluster, "cold").state == "failed"
         assert (await say(cluster, "hello", "warm")).model == "warm"
+
+
+def is_loading(worker: SupervisedWorker) -> bool:
+    """Whether it has begun a load, and was not only told to."""
+    return any(replica.state is ReplicaState.LOADING for replica in worker._life._replicas.values())
 
 
 @contextmanager
@@ -295,7 +301,7 @@ async def test_a_step_without_end_while_requests_wait_is_not_ready() -> None:
 
 PARENT = """
 import asyncio
-from lockstep.worker.options import WorkerOptions
+from lockstep.worker.link import WorkerOptions
 from tests.cluster.support import one_model
 
 async def main():

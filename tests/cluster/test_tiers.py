@@ -26,7 +26,7 @@ from lockstep.errors import (
     UnavailableError,
 )
 from lockstep.pocket import pocket_path
-from lockstep.worker.options import WorkerOptions
+from lockstep.worker.link import WorkerOptions
 from tests.cluster.clusters import QUICK, Answer, asking, clustered, model_of, say
 from tests.cluster.remotes import HEAD, crooked, says
 from tests.cluster.support import until

@@ -24,7 +24,7 @@ from lockstep.errors import ArtifactError, ManifestError, RequestFailedError
 from lockstep.pocket import pocket_path
 from lockstep.server.access import powers_of
 from lockstep.server.options import ServerOptions
-from lockstep.worker.options import WorkerOptions
+from lockstep.worker.link import WorkerOptions
 from tests.cluster.remotes import call, crooked, events_of, says, whole
 from tests.server.living import Living, living_cluster
 

@@ -13,10 +13,10 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.loading import LoadOptions, load_model
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight import files
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.flight.recorder import Recorder
-from lockstep.worker.turns import Turns
 from tests.replay.recordings import POOL
 
 KEY = "a"
@@ -39,7 +39,7 @@ class Flight:
 
     def __init__(self, folder: Path, seed: int, file_bytes: int) -> None:
         self._draw = random.Random(seed)
-        self._turns = Turns()
+        self._turns = DeviceScheduler()
         self._recorder = Recorder(TraceOptions(str(folder), file_bytes * MAX_FILES, has_content=True), self._turns)
         self._model, config = load_model("stub://alpha", LoadOptions(POOL, probe=False))
         self._engine = Engine(self._model, config, tape=self._recorder.tape(KEY, self._model, config))

@@ -20,7 +20,7 @@ from lockstep.errors import TraceError
 from lockstep.replay.plans import plan_files, verify_plans
 from lockstep.replay.wholeness import Kind
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.options import WorkerOptions
+from lockstep.worker.link import WorkerOptions
 from tests.cluster.clusters import say
 
 MANIFEST = """

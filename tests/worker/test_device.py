@@ -193,7 +193,7 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(bench: Bench) -> No
     bench.tell(Abort("a", tuple(range(490, 500))))
     metrics = _settle(bench)
     assert not any(metrics.replicas["a"].gauges.values())
-    assert not bench.worker._entrance.num_preparing
+    assert not bench.worker._admission.num_preparing
     assert not bench.worker._steps._outputs
 
 
@@ -230,5 +230,5 @@ def test_a_choice_that_was_compiled_needs_no_preparing_thread_again(bench: Bench
         answer = bench.answer(number).request
         assert answer is not None
         texts.append(answer.text)
-        bench.worker._entrance.close()
+        bench.worker._admission.close()
     assert texts == ["intent=legal"] * 3

@@ -24,10 +24,8 @@ from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.life import Back, Lost
-from lockstep.worker.messages import SessionsChanged
-from lockstep.worker.options import WorkerOptions
-from lockstep.worker.process import SpawnedWorker
-from lockstep.worker.steps import StepReport
+from lockstep.worker.link import SpawnedWorker, WorkerOptions
+from lockstep.worker.messages import SessionsChanged, StepReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
 from tests.waiting import HANG_S
 

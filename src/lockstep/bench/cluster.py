@@ -29,7 +29,7 @@ from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker.options import WorkerOptions
+from lockstep.worker.link import WorkerOptions
 
 OUTPUT_TOKENS = 8
 """Of the last hop."""

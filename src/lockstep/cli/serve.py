@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lockstep.server.options import ServerOptions
     from lockstep.server.reloading import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
-    from lockstep.worker.options import WorkerOptions
+    from lockstep.worker.link import WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +97,7 @@ def _worker(what: ModelFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
     """The device worker's options, with its process started ahead of the server's imports, which take as long as its
     own."""
     from lockstep.worker.health import HealthLimits
-    from lockstep.worker.options import WorkerOptions
-    from lockstep.worker.process import SpawnedWorker
+    from lockstep.worker.link import SpawnedWorker, WorkerOptions
 
     trace = trace_options(report)
     ahead = SpawnedWorker(report.log_format, report.log_level, trace) if what.worker == "process" else None

@@ -30,9 +30,8 @@ from lockstep.engine.loading import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
 from lockstep.worker.life import Back, Lost
-from lockstep.worker.messages import SessionsChanged
-from lockstep.worker.options import WorkerOptions
-from lockstep.worker.steps import StepReport
+from lockstep.worker.link import WorkerOptions
+from lockstep.worker.messages import SessionsChanged, StepReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from lockstep.errors import TraceError
 from lockstep.replay.rerun import EngineRerun, Obeyed, PartedError, Ran, SchedulerOf
 from lockstep.replay.trace_file import Cut, engine_of
 from lockstep.replay.wholeness import Loss, Place
+from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,
@@ -32,7 +33,6 @@ from lockstep.worker.flight.entries import (
     Tokens,
     Turn,
 )
-from lockstep.worker.turns import Turns
 
 TURNS = -1
 """In the place of an engine's number."""
@@ -97,7 +97,7 @@ class Playback:
         self._keys: dict[int, str] = {}
         self._known: set[int] = set()
         """Engines of the run."""
-        self._turns = Turns()
+        self._turns = DeviceScheduler()
         self._classes: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
         self._now_us = 0
@@ -164,7 +164,7 @@ class Playback:
                     raise PartedError(TURNS, num_turns, what)
                 if not self._is_whole:
                     self._miss({}, num_turns - self._num_turns_reached)
-                self._turns = Turns.of(num_turns, seats)
+                self._turns = DeviceScheduler.of(num_turns, seats)
             case Priorities(classes):
                 self._numbers = {self._keys[number]: number for number, _ in classes}
                 self._classes = {self._keys[number]: priority for number, priority in classes}

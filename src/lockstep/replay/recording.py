@@ -24,6 +24,7 @@ from lockstep.replay.cost import CostModel
 from lockstep.replay.timeline import Tick
 from lockstep.replay.workload import Workload, content_number
 from lockstep.version import __version__
+from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.files import LEVEL, MAX_FRAME_BYTES
 from lockstep.worker.flight.format import (
     MARK_BYTES,
@@ -36,7 +37,6 @@ from lockstep.worker.flight.format import (
     put_request,
     signed,
 )
-from lockstep.worker.turns import Turns
 
 RUN = "simulated"
 """What the run is called: nothing of the moment in which it was made."""
@@ -162,7 +162,7 @@ class RunRecording:
             "geometry": {"bytes_per_block": 0},
             "environment": {},
         }
-        for kind, facts in ((Kind.HEADER, header), (Kind.ENGINE, engine), (Kind.SEATS, Turns().seats())):
+        for kind, facts in ((Kind.HEADER, header), (Kind.ENGINE, engine), (Kind.SEATS, DeviceScheduler().seats())):
             self._out.append(kind)
             put_bytes(self._out, msgspec.msgpack.encode(facts))
         self._out.append(Kind.PRIORITIES)

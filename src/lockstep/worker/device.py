@@ -1,4 +1,4 @@
-"""The device worker: one device, its replicas, and one loop that hands out their steps.
+"""Device worker: one device, its replicas, and one loop that hands out their steps.
 
 Four kinds of threads meet here. The receiving thread calls `handle`: it checks and queues requests, and answers what
 must be answered while a step runs. The step thread runs `run`. One loading thread opens replicas while others serve;
@@ -8,12 +8,21 @@ few preparing threads build grammars.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from lockstep.engine.clock import Clock, SystemClock
-from lockstep.errors import ExecutorError, LockstepError, UsageError
-from lockstep.worker.entrance import Entrance, log_defect
-from lockstep.worker.fleet import Fleet
+from lockstep.engine.generation import Sink
+from lockstep.errors import (
+    ExecutorError,
+    LockstepError,
+    QueueFullError,
+    RequestFailedError,
+    UnavailableError,
+    UsageError,
+)
+from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.options import TraceOptions, open_recorder
 from lockstep.worker.messages import (
     Abort,
@@ -29,6 +38,7 @@ from lockstep.worker.messages import (
     Loading,
     MetricsReport,
     Prioritise,
+    Refused,
     ResetPrefixCache,
     Stop,
     Submit,
@@ -36,15 +46,18 @@ from lockstep.worker.messages import (
     Unload,
     WatchSteps,
 )
-from lockstep.worker.replica import open_replica, throttled
+from lockstep.worker.replica import Fleet, Replica, open_replica, throttled
 from lockstep.worker.step_loop import Emit, StepLoop
-from lockstep.worker.turns import Turns
 
 log = logging.getLogger(__name__)
 
+NUM_PREPARERS = 2
+MAX_PREPARING = 1024
+"""Requests whose grammar is being built or waits for it."""
+
 
 class DeviceWorker:
-    """Obeys commands and emits events; see `lockstep.worker.messages`.
+    """A device that obeys commands and emits events; see `lockstep.worker.messages`.
 
     Args:
         emit: where events go.
@@ -55,7 +68,7 @@ class DeviceWorker:
     def __init__(self, emit: Emit, clock: Clock | None = None, trace: TraceOptions | None = None) -> None:
         self._emit = emit
         self._fleet = Fleet()
-        self._turns = Turns()
+        self._turns = DeviceScheduler()
         self._recorder = None if trace is None else open_recorder(trace, self._turns)
         self._steps = StepLoop(
             emit,
@@ -63,22 +76,22 @@ class DeviceWorker:
             self._turns,
             clock or SystemClock(),
             self._recorder,
-            lambda: self._entrance.num_preparing,
+            lambda: self._admission.num_preparing,
         )
-        self._entrance = Entrance(self._fleet, self._steps.sink, emit, self._steps.call)
+        self._admission = RequestAdmission(self._fleet, self._steps.sink, emit, self._steps.call)
         self._loads = ThreadPoolExecutor(1, "lockstep-load")
 
     # -- the receiving thread -------------------------------------------------------------------------------------
 
     def handle(self, command: Command) -> None:
-        """Obey, or see to it that another thread does; never waits for a step."""
+        """Obey a command, or have another thread do it; never waits for a step."""
         if self._steps.is_stopping:
             return
         match command:
             case Submit():
-                self._entrance.take(command)
+                self._admission.take(command)
             case Abort(replica, request_ids):
-                self._entrance.abort(replica, request_ids)
+                self._admission.abort(replica, request_ids)
             case AskMetrics(ask_id):
                 reports = {key: replica.metrics() for key, replica in self._fleet.present.replicas.items()}
                 self._emit(MetricsReport(ask_id, reports))
@@ -100,7 +113,7 @@ class DeviceWorker:
     def stop(self) -> None:
         """Make the step thread end: it frees everything on its way out."""
         self._loads.shutdown(wait=False, cancel_futures=True)
-        self._entrance.close()
+        self._admission.close()
         self._steps.stop()
 
     def _health(self, ask_id: int) -> HealthReport:
@@ -117,7 +130,7 @@ class DeviceWorker:
 
     def _start_loading(self, load: Load) -> None:
         if self._fleet.claim(load.replica, load.priority):
-            self._loads.submit(self._load, load).add_done_callback(log_defect)
+            self._loads.submit(self._load, load).add_done_callback(_log_defect)
         else:
             self._emit(LoadFailed(load.replica, UsageError(f"a replica {load.replica!r} is there already")))
 
@@ -150,3 +163,98 @@ class DeviceWorker:
             self._steps.run()
         finally:
             self.stop()
+
+
+class RequestAdmission:
+    """Admission of requests into the engines, and out of them again before their end.
+
+    The receiving thread calls everything here. Few preparing threads build grammars, so that a slow one delays no
+    abort.
+
+    Args:
+        fleet: who is there.
+        sink: takes all outputs, on the step thread.
+        refuse: called, by any thread, for each request that no engine took.
+        wake: told the key of each replica that has got something to do.
+    """
+
+    def __init__(
+        self, fleet: Fleet, sink: Sink, refuse: Callable[[Refused], None], wake: Callable[[str], None]
+    ) -> None:
+        self._fleet = fleet
+        self._sink = sink
+        self._refuse = refuse
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._preparing: dict[int, bool] = {}
+        """Requests that no engine has yet, and whether they were aborted meanwhile."""
+        self._preparers = ThreadPoolExecutor(NUM_PREPARERS, "lockstep-prepare")
+
+    @property
+    def num_preparing(self) -> int:
+        """Requests that no engine has yet."""
+        return len(self._preparing)
+
+    def take(self, submit: Submit) -> None:
+        """Give a request to its engine, or see to it that a preparing thread does."""
+        replica, constraint = self._fleet.find(submit.replica), submit.request.params.constraint
+        if replica is None:
+            self._refuse(Refused(submit.request_id, _not_loaded(submit.replica)))
+        elif constraint is None or replica.engine.model.grammars.is_ready(constraint):
+            self._submit(replica, submit)
+        elif len(self._preparing) >= MAX_PREPARING:
+            error = QueueFullError(f"{MAX_PREPARING} requests already wait for their grammars; try again later")
+            self._refuse(Refused(submit.request_id, error))
+        else:
+            with self._lock:
+                self._preparing[submit.request_id] = False
+            self._preparers.submit(self._prepare, replica, submit).add_done_callback(_log_defect)
+
+    def abort(self, key: str, request_ids: tuple[int, ...]) -> None:
+        """End requests wherever they are; unknown ones are left alone."""
+        with self._lock:
+            for request_id in request_ids:
+                if request_id in self._preparing:
+                    self._preparing[request_id] = True
+        replica = self._fleet.find(key)
+        if replica is not None:
+            for request_id in request_ids:
+                replica.engine.abort(request_id)
+            self._wake(key)
+
+    def close(self) -> None:
+        """Prepare nothing any more."""
+        self._preparers.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, replica: Replica, submit: Submit) -> None:
+        """On a preparing thread: as `_submit`, unless the request was aborted meanwhile."""
+        if not self._preparing[submit.request_id]:
+            self._submit(replica, submit)
+        with self._lock:
+            was_aborted = self._preparing.pop(submit.request_id)
+        if was_aborted:
+            replica.engine.abort(submit.request_id)
+            self._wake(replica.key)
+
+    def _submit(self, replica: Replica, submit: Submit) -> None:
+        try:
+            replica.engine.submit(submit.request, self._sink, request_id=submit.request_id)
+        except LockstepError as error:
+            self._refuse(Refused(submit.request_id, error))
+        except Exception as error:  # a defect of ours or a wrong type: that request's end, and nobody else's
+            log.exception("request %d cannot be prepared", submit.request_id)
+            self._refuse(Refused(submit.request_id, RequestFailedError(f"it cannot be prepared: {error!r}")))
+        if self._fleet.find(replica.key) is not replica:  # unloaded meanwhile: nobody will look into its inbox
+            self._refuse(Refused(submit.request_id, _not_loaded(submit.replica)))
+        self._wake(replica.key)
+
+
+def _log_defect(work: Future[None]) -> None:
+    """Log what ended the work of a side thread: a defect of ours, since all that can be expected was told."""
+    error = None if work.cancelled() else work.exception()
+    if error is not None:
+        log.error("a side thread broke", exc_info=error)
+
+
+def _not_loaded(key: str) -> UnavailableError:
+    return UnavailableError(f"{key} is not loaded")

@@ -1,14 +1,15 @@
-"""Whether a worker gets on with its work, or hangs, by what it was heard to say. Pure: times come in."""
+"""Signs of life of a worker and schedule of its restarts. Pure: reports and times come in, verdicts go out."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lockstep.worker.messages import HealthReport
 
 ASK_INTERVAL_S = 1.0
-"""So often a worker is asked. Silence is counted in questions and not on a clock: when the whole machine was suspended,
-or this process stopped, nothing was asked."""
+"""Between two questions to a worker. Silence is counted in questions and not on a clock: when the whole machine was
+suspended, or this process stopped, nothing was asked."""
 MAX_SILENCE_S = 60.0
 """A healthy worker answers within 0.3 s of steps and 1.2 s beside grammars, on two cores that fifteen others use."""
 MAX_LOAD_SILENCE_S = 600.0
@@ -16,11 +17,20 @@ MAX_LOAD_SILENCE_S = 600.0
 of 135 million parameters."""
 MAX_STEP_S = 600.0
 """After so long most clients have given up waiting."""
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 30.0
+HEALTHY_S = 60.0
+"""A worker that served so long had no part in the deaths before it."""
+PROCESS_START_S = 1.0
+"""About what a worker needs before it can load."""
+MIN_RETRY_AFTER_S = 1.0
+MAX_DOUBLINGS = 16
+"""Of any back-off; no bound is that far away."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """How long is too long."""
+    """Bounds beyond which a worker is in trouble, or hangs."""
 
     step_s: float = 30.0
     """While requests wait, a step is to be completed within this time; then requests are not sent here."""
@@ -33,7 +43,7 @@ class HealthLimits:
 
 
 def trouble(limits: HealthLimits, report: HealthReport | None, age_s: float) -> str:
-    """What is wrong, in one sentence; empty: nothing.
+    """The trouble that a report shows, in one sentence; empty: none.
 
     Args:
         report: the worker's last; None: it has not answered yet.
@@ -47,7 +57,7 @@ def trouble(limits: HealthLimits, report: HealthReport | None, age_s: float) -> 
 
 
 class Pulse:
-    """One worker's signs of life."""
+    """Signs of life of one worker."""
 
     def __init__(self, limits: HealthLimits, now_s: float) -> None:
         self._limits = limits
@@ -61,15 +71,15 @@ class Pulse:
         """Reports in a row by which one and the same step goes on for too long."""
 
     def asked(self) -> None:
-        """A question is on its way; so is one every `ASK_INTERVAL_S`."""
+        """Count a question; one is sent every `ASK_INTERVAL_S`."""
         self._num_silent += 1
 
     def heard(self) -> None:
-        """It said something, whatever that is."""
+        """Count a word of the worker, whatever it says."""
         self._has_spoken, self._num_silent = True, 0
 
     def reported(self, report: HealthReport, now_s: float) -> None:
-        """It answered."""
+        """Take over a report."""
         self.report, self._report_s = report, now_s
         self._num_stuck = self._num_stuck + 1 if report.waiting_s > self._limits.step_s else 0
 
@@ -78,7 +88,7 @@ class Pulse:
         return trouble(self._limits, self.report, now_s - self._report_s)
 
     def hang(self, *, is_loading: bool) -> str:
-        """How it hangs, so that nothing but its end will help; empty: it does not."""
+        """How the worker hangs, so that nothing but its end will help; empty: it does not."""
         limits = self._limits
         if not limits.silence_s:
             return ""
@@ -94,9 +104,52 @@ class Pulse:
 
     @property
     def last_words(self) -> str:
-        """Its last report, in the middle of a sentence."""
+        """The last report, for the middle of a sentence."""
         report = self.report
         if report is None:
             return "it has reported nothing"
         step = f", no step completed for {report.waiting_s:.1f} s" if report.waiting_s else ""
         return f"it last reported {report.num_running} running and {report.num_waiting} waiting requests{step}"
+
+
+class Restarts:
+    """Schedule of restarts: the first death is answered at once, each that follows soon after doubles the wait."""
+
+    def __init__(self) -> None:
+        self._num_deaths = 0
+        self._up_since_s: float | None = None
+        self.start_at_s = 0.0
+        """When the next worker is started, after one was lost."""
+        self._back_at_s = 0.0
+        """When it will have loaded everything, as far as one can tell."""
+
+    def schedule(self, now_s: float, load_s: float) -> None:
+        """A worker ended, or did not come up: decide when the next starts, and guess when it will have loaded all.
+
+        Args:
+            load_s: how long that took the last time.
+        """
+        self.start_at_s = now_s + self.delay_s(now_s)
+        self._back_at_s = self.start_at_s + PROCESS_START_S + load_s
+
+    def retry_after_s(self, now_s: float) -> float:
+        """Whole seconds until what is not there is likely to be; a first load says nothing of its end."""
+        return max(MIN_RETRY_AFTER_S, math.ceil(self._back_at_s - now_s))
+
+    def up(self, now_s: float) -> None:
+        """The worker serves; only the first word of it counts."""
+        if self._up_since_s is None:
+            self._up_since_s = now_s
+
+    def delay_s(self, now_s: float) -> float:
+        """Seconds until the next start, after a worker ended or did not come up."""
+        if self._up_since_s is not None and now_s - self._up_since_s >= HEALTHY_S:
+            self._num_deaths = 0
+        self._up_since_s = None
+        self._num_deaths += 1
+        return 0.0 if self._num_deaths == 1 else backoff_s(self._num_deaths - 1, FIRST_DELAY_S, MAX_DELAY_S)
+
+
+def backoff_s(num_failures: int, first_s: float, most_s: float) -> float:
+    """Seconds to wait after so many failures in a row (at least one): doubled by each, up to a bound."""
+    return min(most_s, first_s * 2.0 ** min(num_failures - 1, MAX_DOUBLINGS))

@@ -1,4 +1,8 @@
-"""The life of a supervised worker: started, asked how it is, lost or killed for hanging, and started again."""
+"""Lifecycle of a supervised worker: started, asked how it is, lost or killed for hanging, and started again.
+
+Two tables of states: `WorkerState` of the worker, and `ReplicaState` of each replica that the present worker has,
+loads or frees, by its own word. Event loop only.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
-from lockstep.errors import LockstepError
-from lockstep.worker.health import ASK_INTERVAL_S, Pulse
-from lockstep.worker.link import Link
-from lockstep.worker.messages import AskHealth, Command, Event, HealthReport
-from lockstep.worker.options import WorkerOptions
-from lockstep.worker.process import ProcessLink, SpawnedWorker
-from lockstep.worker.replicas import Replicas
-from lockstep.worker.restarts import Restarts
-from lockstep.worker.thread import ThreadLink
+from lockstep.engine.loading import Progress
+from lockstep.errors import LockstepError, WorkerLostError
+from lockstep.worker.health import ASK_INTERVAL_S, Pulse, Restarts
+from lockstep.worker.link import Link, WorkerOptions, open_link
+from lockstep.worker.messages import (
+    AskHealth,
+    Command,
+    Event,
+    HealthReport,
+    Loaded,
+    LoadFailed,
+    Loading,
+    Unload,
+    Unloaded,
+)
 
 log = logging.getLogger(__name__)
 
 
 class WorkerState(Enum):
-    """Whether there is somebody to talk to."""
+    """Whether there is a worker to talk to."""
 
     NEW = auto()
     UP = auto()
@@ -33,12 +44,58 @@ class WorkerState(Enum):
     CLOSED = auto()
 
 
-MOVES = {
+WORKER_MOVES = {
     WorkerState.NEW: (WorkerState.UP, WorkerState.CLOSED),
     WorkerState.UP: (WorkerState.LOST, WorkerState.CLOSED),
     WorkerState.LOST: (WorkerState.UP, WorkerState.CLOSED),
     WorkerState.CLOSED: (),
 }
+
+
+class ReplicaState(Enum):
+    """What the present worker is doing with a replica."""
+
+    QUEUED = auto()
+    """The worker was told to load it, and is about others."""
+    LOADING = auto()
+    """The worker has begun."""
+    LOADED = auto()
+    UNLOADING = auto()
+    """The worker was told to free it, now or at the end of the load under way."""
+    GONE = auto()
+
+
+REPLICA_MOVES = {
+    ReplicaState.QUEUED: (ReplicaState.LOADING, ReplicaState.LOADED, ReplicaState.UNLOADING, ReplicaState.GONE),
+    ReplicaState.LOADING: (ReplicaState.LOADED, ReplicaState.UNLOADING, ReplicaState.GONE),
+    ReplicaState.LOADED: (ReplicaState.UNLOADING, ReplicaState.GONE),
+    ReplicaState.UNLOADING: (ReplicaState.GONE,),
+    ReplicaState.GONE: (),
+}
+"""To gone without unloading: the load failed, or the worker was lost."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerReplica:
+    """One replica of the present worker, changed by `Life` alone."""
+
+    key: str
+    progress: Progress
+    answer: asyncio.Future[Loaded | LockstepError]
+    """What becomes of its load."""
+    gone: asyncio.Future[None]
+    state: ReplicaState = ReplicaState.QUEUED
+    loaded: Loaded | None = None
+    """What loading measured, while it is there."""
+
+    def move_to(self, state: ReplicaState) -> None:
+        """A move that the table does not have is a programming error."""
+        assert state in REPLICA_MOVES[self.state], f"{self.key} does not go from {self.state.name} to {state.name}"
+        self.state = state
+        if state is not ReplicaState.LOADED:
+            self.loaded = None
+        if state is ReplicaState.GONE:
+            resolve(self.gone, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +112,28 @@ class Back:
 
 
 class Life:
-    """One worker after the other; implements `lockstep.worker.link.Handler`.
+    """One worker after the other, and what each has loaded; implements `lockstep.worker.link.Handler`.
 
     Args:
-        replicas: what the worker has and loads, which is read here.
-        on_event: told what a worker says.
-        on_lost: told how one ended.
+        on_event: told what a worker says of requests, sessions and questions.
+        on_lost: told how a worker ended.
         on_back: told that the next one is there.
     """
 
     def __init__(
         self,
         options: WorkerOptions,
-        replicas: Replicas,
         on_event: Callable[[Event], None],
         on_lost: Callable[[str], None],
         on_back: Callable[[], None],
     ) -> None:
         self._options = options
-        self._replicas = replicas
         self._on_event = on_event
         self._on_lost = on_lost
         self._on_back = on_back
         self._state = WorkerState.NEW
+        self._replicas: dict[str, WorkerReplica] = {}
+        """In the order in which the worker was told, and goes about them; what is gone is not kept."""
         self.link: Link | None = None
         """None: there is no worker now."""
         self.pulse = Pulse(options.health, time.monotonic())
@@ -96,14 +152,15 @@ class Life:
         await self._start_link()
         self._asking = asyncio.get_running_loop().create_task(self._ask_health())
 
-    async def end(self) -> Link | None:
-        """Start no more workers; the last one, which is the caller's to close."""
+    async def end(self, error: LockstepError) -> Link | None:
+        """Start no more workers, and end every load with an error; the last worker, which is the caller's to close."""
         self._move_to(WorkerState.CLOSED)
         tasks = [task for task in (self._asking, self._returning) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         link, self.link = self.link, None
+        self._forget_replicas(error, error)
         return link
 
     @property
@@ -123,17 +180,86 @@ class Life:
         return 0.0 if self.link is not None else max(0.0, self.restarts.start_at_s - time.monotonic())
 
     def send(self, command: Command) -> None:
-        """To the worker; where there is none, to nobody."""
+        """Send to the worker; where there is none, to nobody."""
         if self.link is not None:
             self.link.send(command)
+
+    # -- replicas -------------------------------------------------------------------------------------------------
+
+    def replica(self, key: str) -> WorkerReplica | None:
+        """A replica that the present worker has, loads or frees; None: there is none."""
+        return self._replicas.get(key)
+
+    def begin_load(self, key: str, progress: Progress | None) -> WorkerReplica:
+        """Enter a replica that the worker was just told to load, under a key that is free."""
+        new_future = asyncio.get_running_loop().create_future
+        replica = WorkerReplica(key, progress or (lambda stage, fraction: None), new_future(), new_future())
+        self._replicas[key] = replica
+        return replica
+
+    def begin_unload(self, key: str) -> None:
+        """Have the worker free a replica, now or at the end of the load under way; once, however often it is asked."""
+        replica = self._replicas.get(key)
+        if self.link is not None and replica is not None and replica.state is not ReplicaState.UNLOADING:
+            replica.move_to(ReplicaState.UNLOADING)
+            self.send(Unload(key))
+
+    @property
+    def num_loading(self) -> int:
+        """Loads that the worker has begun or was told of."""
+        return sum(replica.state in (ReplicaState.QUEUED, ReplicaState.LOADING) for replica in self._replicas.values())
+
+    @property
+    def _loaded(self) -> list[Loaded]:
+        return [replica.loaded for replica in self._replicas.values() if replica.loaded is not None]
+
+    def _replica_event(self, event: Loading | Loaded | LoadFailed | Unloaded) -> None:
+        """Take over what the worker says of a replica; of a load that nobody waits for any more, nothing."""
+        replica = self._replicas.get(event.replica)
+        if replica is None:
+            return
+        is_wanted = replica.state in (ReplicaState.QUEUED, ReplicaState.LOADING)
+        match event:
+            case Unloaded():
+                self._remove(replica)
+            case Loading(_, stage, fraction) if is_wanted:
+                if replica.state is ReplicaState.QUEUED:
+                    replica.move_to(ReplicaState.LOADING)
+                replica.progress(stage, fraction)
+            case LoadFailed(_, error):
+                resolve(replica.answer, error)
+                if is_wanted:
+                    self._remove(replica)
+            case Loaded():
+                resolve(replica.answer, event)
+                if is_wanted:
+                    replica.move_to(ReplicaState.LOADED)
+                    replica.loaded = event
+
+    def _remove(self, replica: WorkerReplica) -> None:
+        replica.move_to(ReplicaState.GONE)
+        del self._replicas[replica.key]
+
+    def _forget_replicas(self, error: LockstepError, suspected: LockstepError) -> None:
+        """The worker is gone, and all that it had.
+
+        Args:
+            error: what the loads are told that waited for their turn.
+            suspected: what the load is told that the worker was about.
+        """
+        for replica in tuple(self._replicas.values()):
+            resolve(replica.answer, suspected if replica.state is ReplicaState.LOADING else error)
+            self._remove(replica)
 
     # -- link.Handler ---------------------------------------------------------------------------------------------
 
     def received(self, event: Event) -> None:
-        """Whatever the worker says is a sign of life."""
+        """Take over an event; whatever the worker says is a sign of life."""
         self.pulse.heard()
         if isinstance(event, HealthReport):
             self.pulse.reported(event, time.monotonic())
+        elif isinstance(event, Loading | Loaded | LoadFailed | Unloaded):
+            self._replica_event(event)
         else:
             self._on_event(event)
 
@@ -146,10 +272,19 @@ class Life:
         log.error("the device worker ended with %s", reason)
         self.link = None
         self._move_to(WorkerState.LOST)
-        load_s = sum(loaded.load_s for loaded in self._replicas.all())
+        load_s = sum(loaded.load_s for loaded in self._loaded)
         self.restarts.schedule(time.monotonic(), load_s)
         self._returning = asyncio.get_running_loop().create_task(self._come_back(load_s))
+        self._forget_replicas(
+            self.lost_error(reason, "loaded the model"), self.lost_error(reason, "loaded the model", is_suspect=True)
+        )
         self._on_lost(reason)
+
+    def lost_error(self, reason: str, what: str, *, is_suspect: bool = False) -> WorkerLostError:
+        """The error of what ended with a worker."""
+        said = f"the device worker ended with {reason} while it {what}"
+        retry_after_s = self.restarts.retry_after_s(time.monotonic())
+        return WorkerLostError(said, retry_after_s=retry_after_s, is_suspect=is_suspect)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -167,43 +302,41 @@ class Life:
         self._on_back()
 
     async def _start_link(self) -> None:
-        options = self._options
-        if options.kind == "process":
-            spawned = options.ahead
-            if spawned is None or not spawned.is_free:
-                spawned = SpawnedWorker(options.log_format, options.log_level, options.trace)
-            self.link = await ProcessLink.open(self, spawned)
-        else:
-            self.link = ThreadLink(self, options.trace)
+        self.link = await open_link(self._options, self)
         self._move_to(WorkerState.UP)
-        self.pulse = Pulse(options.health, time.monotonic())
+        self.pulse = Pulse(self._options.health, time.monotonic())
 
     async def _ask_health(self) -> None:
         while True:
             if self.link is not None:
                 self.link.send(AskHealth(0))
                 self.pulse.asked()
-                self._look_whether_it_hangs(self.link)
+                self._kill_if_hanging(self.link)
             await asyncio.sleep(ASK_INTERVAL_S)
 
-    def _look_whether_it_hangs(self, link: Link) -> None:
+    def _kill_if_hanging(self, link: Link) -> None:
         if self._hang or link.pid is None:
             return
-        self._hang = self.pulse.hang(is_loading=self._replicas.num_loading > 0)
+        self._hang = self.pulse.hang(is_loading=self.num_loading > 0)
         if not self._hang:
             return
-        names = ", ".join(loaded.name for loaded in self._replicas.all()) or "nothing"
         log.error(
             "the device worker (process %d) hangs, %s, and is killed; %s; it has %s loaded and %d loads under way",
             link.pid,
             self._hang,
             self.pulse.last_words,
-            names,
-            self._replicas.num_loading,
+            ", ".join(loaded.name for loaded in self._loaded) or "nothing",
+            self.num_loading,
         )
         link.kill()
 
     def _move_to(self, state: WorkerState) -> None:
         """A move that the table does not have is a programming error."""
-        assert state in MOVES[self._state], f"a worker does not go from {self._state.name} to {state.name}"
+        assert state in WORKER_MOVES[self._state], f"a worker does not go from {self._state.name} to {state.name}"
         self._state = state
+
+
+def resolve(future: asyncio.Future[Any] | None, value: object) -> None:
+    """Answer somebody who may have left."""
+    if future is not None and not future.done():
+        future.set_result(value)

@@ -18,7 +18,6 @@ from lockstep.engine.sessions import SessionChange, SessionReport
 from lockstep.errors import LockstepError
 from lockstep.executors.base import Geometry
 from lockstep.executors.probe import ProbeReport
-from lockstep.worker.steps import StepReport
 from lockstep.worker.text import TextSide
 
 DEFAULT_TRIAL_LIMIT_S = 1800.0
@@ -48,7 +47,7 @@ class Load(_Command, frozen=True):
     options: LoadOptions
     trial: TrialOptions
     priority: int = Priority.NORMAL
-    """Its class where replicas take turns on the device; see `lockstep.worker.turns`."""
+    """Its class where replicas take turns on the device; see `lockstep.worker.device_scheduler`."""
 
 
 class Prioritise(_Command, frozen=True):
@@ -155,6 +154,22 @@ Command = (
     | WatchSteps
     | Stop
 )
+
+
+class StepReport(msgspec.Struct, frozen=True, array_like=True):
+    """What one step batched, and how long it took."""
+
+    replica: str
+    step: int
+    """Its number in its replica."""
+    num_sequences: int
+    num_tokens: int
+    """Computed by it, of prompts and of answers."""
+    num_samples: int
+    """Sequences that got a token."""
+    duration_s: float
+    num_unreported: int
+    """Steps of the replica between the report before and this one."""
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -1,23 +1,25 @@
-"""A loaded artifact with its engine, and what is told of it when it is loaded."""
+"""Replicas of a device: loaded artifacts with their engines, and the registry of those that are there."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import Progress, load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.sessions import SessionChange
 from lockstep.worker.messages import Load, Loaded
+from lockstep.worker.preflight import try_unknown
 from lockstep.worker.text import TextSide
-from lockstep.worker.trial import try_unknown
 
 if TYPE_CHECKING:
     from lockstep.worker.flight.recorder import Recorder
     from lockstep.worker.flight.tape import EngineTape
+
 
 MIN_PROGRESS_INTERVAL_S = 0.1
 """Reports of one stage follow each other no faster."""
@@ -33,7 +35,7 @@ class Replica:
     """What records it."""
 
     def metrics(self) -> MetricsSnapshot:
-        """The engine's; whether it is recorded, and what its recording lacks."""
+        """The engine's metrics; whether it is recorded, and what its recording lacks."""
         snapshot, tape = self.engine.metrics(), self.tape
         if tape is None:
             return snapshot
@@ -46,7 +48,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who is told what, on the step thread."""
+    """Receivers of what engines report, on the step thread."""
 
     added: Callable[[int], None]
     session_changed: Callable[[SessionChange], None]
@@ -92,7 +94,7 @@ def open_replica(
 
 
 def throttled(report: Progress) -> Progress:
-    """Every stage's beginning, and then now and then: a download reports each of its pieces."""
+    """A progress that passes on every stage's beginning and then few reports: a download reports each of its pieces."""
     last_stage, last_s = "", 0.0
 
     def pass_on(stage: str, fraction: float) -> None:
@@ -103,3 +105,75 @@ def throttled(report: Progress) -> Progress:
             report(stage, fraction)
 
     return pass_on
+
+
+class Present(NamedTuple):
+    """Replicas that are there at one moment, in order of loading; replaced as a whole and never changed."""
+
+    replicas: Mapping[str, Replica]
+    classes: Mapping[str, int]
+    """Their priority classes."""
+
+
+class Fleet:
+    """Registry of a device's replicas. Any thread may look, change and take away.
+
+    Keys are claimed when a load begins, and given back when it failed or the replica is gone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._classes: dict[str, int] = {}
+        """Of all whose key is claimed."""
+        self._is_closed = False
+        self.present = Present({}, {})
+
+    @property
+    def claimed(self) -> Mapping[str, int]:
+        """Priority classes of the replicas that are there and those that load."""
+        return self._classes
+
+    def find(self, key: str) -> Replica | None:
+        return self.present.replicas.get(key)
+
+    def claim(self, key: str, priority: int) -> bool:
+        """Claim a key for a load that is about to begin; False: it is taken."""
+        with self._lock:
+            is_free = key not in self._classes
+            if is_free:
+                self._classes[key] = priority
+            return is_free
+
+    def prioritise(self, key: str, priority: int) -> None:
+        """Change the class of a replica that is there or loads; others have none."""
+        with self._lock:
+            if key in self._classes:
+                self._classes[key] = priority
+                self._replace(self.present.replicas)
+
+    def add(self, replica: Replica) -> bool:
+        """Enter a loaded replica under a key that was claimed; False: the device ends, and nobody wants it any more."""
+        with self._lock:
+            if not self._is_closed:
+                self._replace({**self.present.replicas, replica.key: replica})
+            return not self._is_closed
+
+    def remove(self, key: str) -> None:
+        """Take a replica out, so that nobody finds it; its key stays claimed until `release`."""
+        with self._lock:
+            self._replace({other: kept for other, kept in self.present.replicas.items() if other != key})
+
+    def release(self, key: str) -> None:
+        with self._lock:
+            self._classes.pop(key, None)
+
+    def close(self) -> tuple[Replica, ...]:
+        """End: nobody is found from now on, or added. Returns who was there."""
+        with self._lock:
+            replicas = tuple(self.present.replicas.values())
+            self._is_closed = True
+            self._replace({})
+            return replicas
+
+    def _replace(self, replicas: Mapping[str, Replica]) -> None:
+        self.present = Present(replicas, {key: self._classes[key] for key in replicas})

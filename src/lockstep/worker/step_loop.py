@@ -7,6 +7,7 @@ to do, and ring.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from lockstep.engine.generation import Sink
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import RequestFailedError
-from lockstep.worker.fleet import Fleet
+from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.messages import (
     AskSessions,
     Check,
@@ -32,13 +33,12 @@ from lockstep.worker.messages import (
     SessionsChanged,
     SessionsReport,
     SessionsSwept,
+    StepReport,
     Sweep,
     Unload,
     Unloaded,
 )
-from lockstep.worker.replica import Listeners, Replica
-from lockstep.worker.steps import StepReport, StepSampler
-from lockstep.worker.turns import Turns
+from lockstep.worker.replica import Fleet, Listeners, Replica
 
 if TYPE_CHECKING:
     from lockstep.worker.flight.recorder import Recorder
@@ -50,6 +50,8 @@ Emit = Callable[[Event], None]
 Order = Unload | Check | ResetPrefixCache | AskSessions | Sweep | EndSession
 """What the step thread does between two steps."""
 IDLE_WAIT_S = 1.0
+MAX_STEP_REPORTS_PER_S = 50.0
+"""Of each replica, whatever is asked for."""
 
 
 class StepLoop:
@@ -68,7 +70,7 @@ class StepLoop:
         self,
         emit: Emit,
         fleet: Fleet,
-        turns: Turns,
+        turns: DeviceScheduler,
         clock: Clock,
         recorder: Recorder | None,
         num_preparing: Callable[[], int],
@@ -289,3 +291,38 @@ class StepLoop:
             replica.close()
         if self._recorder is not None:
             self._recorder.close()
+
+
+class StepSampler:
+    """Which steps are reported. `watch` is for any thread, the rest for one."""
+
+    def __init__(self) -> None:
+        self._interval_s = math.inf
+        self._last: dict[str, tuple[float, int]] = {}
+        """When each replica was reported last, and how many of its steps were not since."""
+
+    def watch(self, max_per_s: float) -> None:
+        """Report at most so many steps of each replica in a second; 0: none."""
+        self._last = {}
+        self._interval_s = 1 / min(max_per_s, MAX_STEP_REPORTS_PER_S) if max_per_s > 0 else math.inf
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether any step is reported."""
+        return self._interval_s < math.inf
+
+    def report(self, replica: str, plan: StepPlan, duration_s: float, now_s: float) -> StepReport | None:
+        """A step has ended now; None: it is not reported."""
+        interval_s = self._interval_s
+        last_s, num_unreported = self._last.get(replica, (-math.inf, 0))
+        if now_s - last_s < interval_s or interval_s == math.inf:
+            self._last[replica] = last_s, num_unreported + 1
+            return None
+        self._last[replica] = now_s, 0
+        return StepReport(
+            replica, plan.step, plan.num_sequences, plan.num_tokens, plan.num_samples, duration_s, num_unreported
+        )
+
+    def forget(self, replica: str) -> None:
+        """It is unloaded."""
+        self._last.pop(replica, None)

@@ -1,4 +1,4 @@
-"""A device worker as the server sees it: requests in, mailboxes out, and a new worker when one is lost.
+"""Supervised device worker: requests in, mailboxes out, and a new worker when one is lost.
 
 Everything here runs on one event loop. Requests and loads that were in flight end with `WorkerLostError`. The next
 worker begins with nothing loaded: who is notified of it says what it is to load. One that hangs is killed, and then it
@@ -19,9 +19,10 @@ from lockstep.engine.loading import LoadOptions, Progress
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
-from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
+from lockstep.errors import LockstepError, UnavailableError, UsageError, WorkerLostError
 from lockstep.worker.correspondence import Correspondence
-from lockstep.worker.life import Back, Life, Lost
+from lockstep.worker.life import Back, Life, Lost, ReplicaState
+from lockstep.worker.link import WorkerOptions
 from lockstep.worker.mailbox import Mailbox
 from lockstep.worker.messages import (
     Abort,
@@ -34,8 +35,6 @@ from lockstep.worker.messages import (
     Event,
     Load,
     Loaded,
-    LoadFailed,
-    Loading,
     MetricsReport,
     Outputs,
     PrefixCacheReset,
@@ -45,21 +44,17 @@ from lockstep.worker.messages import (
     SessionsChanged,
     SessionsReport,
     SessionsSwept,
+    StepReport,
     Submit,
     Sweep,
     TrialOptions,
-    Unload,
-    Unloaded,
     WatchSteps,
 )
-from lockstep.worker.options import WorkerOptions
-from lockstep.worker.replicas import Replicas
-from lockstep.worker.steps import StepReport
 
 log = logging.getLogger(__name__)
 
 Notice = SessionsChanged | StepReport | Lost | Back
-"""What nobody asked for."""
+"""What a worker and its life bring unasked."""
 ANSWER_LIMIT_S = 5.0
 """For what is answered without waiting for a step."""
 CHECK_LIMIT_S = 60.0
@@ -67,7 +62,7 @@ CHECK_LIMIT_S = 60.0
 
 
 class SupervisedWorker:
-    """One device worker and its successors: their requests, loads and questions; their life is `Life`'s.
+    """One device worker and its successors: their requests, loads and questions; `Life` starts and ends them.
 
     Args:
         notify: called with every notice.
@@ -78,8 +73,7 @@ class SupervisedWorker:
         self._notify = notify or (lambda notice: None)
         self._watched_per_s = 0.0
         self._open = Correspondence(options.stream_interval_s)
-        self._replicas = Replicas()
-        self._life = Life(options, self._replicas, self._received, self._lost, self._back)
+        self._life = Life(options, self._received, self._lost, self._back)
         self._reason = ""
         """What the last worker ended with."""
 
@@ -97,10 +91,9 @@ class SupervisedWorker:
         """End the worker and what is open; within a bounded time."""
         if self._life.is_closed:
             return
-        link = await self._life.end()
         error = UnavailableError("the server is closing")
+        link = await self._life.end(error)
         self._open.end(error)
-        self._replicas.end(error)
         if link is not None:
             await link.close()
 
@@ -133,16 +126,21 @@ class SupervisedWorker:
         """
         is_process = self._options.kind == "process"
         trial = replace(self._options.trial, is_forced=is_suspect) if is_process else TrialOptions(enabled=False)
-        await self._replicas.unloaded(replica)
+        life = self._life
+        await self._unloaded(replica)
         if not self.is_up:
             raise WorkerLostError(self.trouble, retry_after_s=self.retry_after_s)
-        self._life.send(Load(replica, source, options, trial, priority))
+        if life.replica(replica) is not None:
+            raise UsageError(f"a replica {replica!r} is there already")
+        life.send(Load(replica, source, options, trial, priority))
         try:
-            loaded = await self._replicas.load(replica, progress)
+            loaded = await life.begin_load(replica, progress).answer
         except asyncio.CancelledError:
-            self._unload(replica)
+            life.begin_unload(replica)
             raise
-        self._life.restarts.up(time.monotonic())
+        if isinstance(loaded, LockstepError):
+            raise loaded
+        life.restarts.up(time.monotonic())
         return loaded
 
     def prioritise(self, replica: str, priority: int) -> None:
@@ -151,13 +149,18 @@ class SupervisedWorker:
 
     async def unload(self, replica: str) -> None:
         """End a replica's requests with ``abort`` and free it; one that is not there is gone already."""
-        if self._replicas.is_known(replica):
-            self._unload(replica)
-        await self._replicas.unloaded(replica)
+        self._life.begin_unload(replica)
+        await self._unloaded(replica)
+
+    async def _unloaded(self, key: str) -> None:
+        """Wait until a replica that is on its way out is gone."""
+        while (replica := self._life.replica(key)) is not None and replica.state is ReplicaState.UNLOADING:
+            await asyncio.shield(replica.gone)
 
     def loaded(self, replica: str) -> Loaded | None:
         """What loading measured; None: it is not there now."""
-        return self._replicas.loaded(replica)
+        found = self._life.replica(replica)
+        return None if found is None else found.loaded
 
     @property
     def is_up(self) -> bool:
@@ -196,8 +199,8 @@ class SupervisedWorker:
             InvalidParameterError: the request holds a number that no message can.
         """
         link = self._life.link
-        if link is None or self._replicas.loaded(replica) is None:
-            raise self._lost_error("was about to answer; send the request again")
+        if link is None or self.loaded(replica) is None:
+            raise self._life.lost_error(self._reason, "was about to answer; send the request again")
         mailbox = self._open.open(replica)
         try:
             link.send(Submit(mailbox.request_id, replica, request))
@@ -288,26 +291,13 @@ class SupervisedWorker:
                 self._open.answered(event)
             case Refused():
                 self._open.refused(event)
-            case Loading() | Loaded() | LoadFailed() | Unloaded():
-                self._replicas.received(event)
 
     def _lost(self, reason: str) -> None:
         self._reason = reason
-        self._open.end(self._lost_error("answered; send the request again"))
-        self._replicas.lost(self._lost_error("loaded the model"), self._lost_error("loaded the model", is_suspect=True))
+        self._open.end(self._life.lost_error(reason, "answered; send the request again"))
         self._notify(Lost(reason))
 
     def _back(self) -> None:
         if self._watched_per_s:
             self._life.send(WatchSteps(self._watched_per_s))
         self._notify(Back())
-
-    def _lost_error(self, what: str, *, is_suspect: bool = False) -> WorkerLostError:
-        said = f"the device worker ended with {self._reason} while it {what}"
-        return WorkerLostError(said, retry_after_s=self.retry_after_s, is_suspect=is_suspect)
-
-    def _unload(self, replica: str) -> None:
-        """Free what is loaded, or will be when the load under way has come to its end."""
-        if self.is_up:
-            self._replicas.unload(replica)
-            self._life.send(Unload(replica))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
+    from lockstep.worker.device_scheduler import DeviceScheduler
     from lockstep.worker.flight.recorder import Recorder
-    from lockstep.worker.turns import Turns
 
 DEFAULT_MAX_MB = 256
 
@@ -23,7 +23,7 @@ class TraceOptions(msgspec.Struct, frozen=True):
     """Also prompts and answers, so that `replay --execute` can compute them again."""
 
 
-def open_recorder(options: TraceOptions, turns: Turns) -> Recorder:
+def open_recorder(options: TraceOptions, turns: DeviceScheduler) -> Recorder:
     """Who records a device. What it takes is imported by those alone who record."""
     from lockstep.worker.flight.recorder import Recorder
 

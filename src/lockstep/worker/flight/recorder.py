@@ -19,6 +19,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.model import LoadedModel
 from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
+from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.files import TraceFiles, TraceReport
 from lockstep.worker.flight.format import (
     OTHER_MASK,
@@ -32,7 +33,6 @@ from lockstep.worker.flight.format import (
 )
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.flight.tape import EngineTape, guarded
-from lockstep.worker.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Recorder:
         turns: the device's.
     """
 
-    def __init__(self, options: TraceOptions, turns: Turns) -> None:
+    def __init__(self, options: TraceOptions, turns: DeviceScheduler) -> None:
         self.has_content = options.has_content
         self.out = bytearray()
         """Entries that were not handed over yet."""
@@ -146,7 +146,7 @@ class Recorder:
         """The turn of a replica has ended.
 
         Args:
-            priorities, with_work, chosen: as they went into, and came out of, `Turns.choose`.
+            priorities, with_work, chosen: as they went into, and came out of, `DeviceScheduler.choose`.
         """
         stepped, self.has_stepped = self.has_stepped, False
         gap_us, self._ended_us = started_us - (self._ended_us or started_us), ended_us

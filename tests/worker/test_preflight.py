@@ -14,7 +14,7 @@ from lockstep.errors import ArtifactError, CorruptArtifactError, UsageError
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.pocket import pocket_path
 from lockstep.worker.messages import Load, TrialOptions
-from lockstep.worker.trial import COMMAND, run_trial, try_unknown
+from lockstep.worker.preflight import COMMAND, run_trial, try_unknown
 
 
 def python(code: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.core.step import StepPlan
-from lockstep.worker.steps import MAX_STEP_REPORTS_PER_S, StepSampler
+from lockstep.worker.step_loop import MAX_STEP_REPORTS_PER_S, StepSampler
 
 
 def plan_of(step: int) -> StepPlan:

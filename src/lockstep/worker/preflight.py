@@ -1,7 +1,10 @@
-"""The trial: what this machine has never run is loaded and probed in a throw-away process first.
+"""Preflight load: what this machine has never run is loaded and probed in a throw-away process first.
 
 A native library that crashes on an artifact ends the trial, and not the worker with all that it serves. That an
 artifact came through is remembered in the cache directory under everything that decides what is executed.
+
+Run as a module it is that process: it reads one `Load` from standard input. Exit code 0: it can be loaded. 1: standard
+output holds a `LoadFailed`. A signal: the artifact took the process down.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.engine.loading import Progress, default_cache_dir, download_stage
+from lockstep.engine.loading import Progress, default_cache_dir, download_stage, load_model
 from lockstep.errors import ArtifactError, LockstepError
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.version import __version__
 from lockstep.worker.messages import Load, LoadFailed
-from lockstep.worker.wire import command_encoder, event_decoder
+from lockstep.worker.wire import command_decoder, command_encoder, event_decoder, event_encoder
 
-COMMAND = (sys.executable, "-P", "-m", "lockstep.worker.trial_child")
+COMMAND = (sys.executable, "-P", "-m", "lockstep.worker.preflight")
 TRUSTED = (STUB_SCHEME, "pocket://")
 """A stub runs nothing native; the embedded model is tried with every release."""
 MAX_RECORDS = 4096
@@ -29,7 +32,7 @@ _MAX_SHOWN_CHARS = 400
 
 
 def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND) -> None:
-    """Run the trial of an artifact that has none on record; returns when it may be loaded here.
+    """Run the trial of an artifact that has none on record; return when it may be loaded here.
 
     Raises:
         ArtifactError: it crashed, or did not come to an end.
@@ -48,7 +51,7 @@ def try_unknown(load: Load, progress: Progress, command: Sequence[str] = COMMAND
 
 
 def run_trial(load: Load, command: Sequence[str]) -> None:
-    """Load in another process and look how that ended.
+    """Load in another process, and raise what went wrong there.
 
     Raises:
         ArtifactError: it crashed, or did not come to an end.
@@ -74,29 +77,29 @@ def run_trial(load: Load, command: Sequence[str]) -> None:
             "large for this machine's memory, or nothing that the executor can take",
             path=load.source,
         )
-    raise _told(ended.stdout, ended.returncode, load.source)
+    raise _trial_error(ended.stdout, ended.returncode, load.source)
 
 
 def signal_name(number: int) -> str:
-    """E.g. ``signal 9 (SIGKILL)``."""
+    """A signal for people, e.g. ``signal 9 (SIGKILL)``."""
     with contextlib.suppress(ValueError):
         return f"signal {number} ({signal.Signals(number).name})"
     return f"signal {number}"
 
 
-def _told(said: bytes, code: int, source: str) -> LockstepError:
-    """The error that the trial wrote before it ended."""
+def _trial_error(output: bytes, code: int, source: str) -> LockstepError:
+    """The error that a trial wrote before it ended."""
     try:
-        event = event_decoder().decode(said)
+        event = event_decoder().decode(output)
     except ValueError:
-        shown = said.decode(errors="replace")[:_MAX_SHOWN_CHARS]
+        shown = output.decode(errors="replace")[:_MAX_SHOWN_CHARS]
         return ArtifactError(f"loading it in a trial process ended with exit code {code}: {shown}", path=source)
     assert isinstance(event, LoadFailed), "a trial that ends with an error says which"
     return event.error
 
 
 def _record(load: Load, progress: Progress) -> Path:
-    """Where the success of this trial is remembered, whatever the artifact is called."""
+    """The file that remembers the success of this trial, whatever the artifact is called."""
     from lockstep.artifacts.source import open_artifact
     from lockstep.executors.openvino.environment import digest
     from lockstep.executors.openvino.loading import environment_of
@@ -109,7 +112,7 @@ def _record(load: Load, progress: Progress) -> Path:
 
 
 def _remember(record: Path) -> None:
-    """Written whole or not at all; where nothing can be written, the next load is a trial again."""
+    """Write a record, whole or not at all; where nothing can be written, the next load is a trial again."""
     import tempfile
 
     with contextlib.suppress(OSError):
@@ -121,3 +124,23 @@ def _remember(record: Path) -> None:
         handle, temporary = tempfile.mkstemp(dir=record.parent, prefix=".new-")
         os.close(handle)
         os.replace(temporary, record)
+
+
+def main() -> int:
+    """Run a trial in this process; returns the exit code."""
+    from lockstep.worker.child import die_with_parent
+
+    die_with_parent(os.getppid())
+    load = command_decoder().decode(sys.stdin.buffer.read())
+    assert isinstance(load, Load), "a trial is asked to load"
+    try:
+        model, _ = load_model(load.source, load.options)
+    except LockstepError as error:
+        sys.stdout.buffer.write(event_encoder().encode(LoadFailed(load.replica, error)))
+        return 1
+    model.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,8 @@
-"""Whose step is next on a device: the one place where replicas that have work are weighed against each other.
+"""Device scheduler: deficit round robin over measured step time among the replicas that have work.
 
-Deficit round robin over measured step time. A round gives every replica credit by the weight of its priority class; a
-step is paid for when its duration is known, so the last one of a round may run into debt, which later rounds pay off.
-Time is a value here, in whole microseconds: the same durations and the same work give the same turns, also when they
-are read from a recording.
+A round gives every replica credit by the weight of its priority class; a step is paid for when its duration is known,
+so the last one of a round may run into debt, which later rounds pay off. Time is a value here, in whole microseconds:
+the same durations and the same work give the same turns, also when they are read from a recording.
 
 Who has work waits a bounded time. With q the quantum, w weights and c the longest step of each, replica i steps again
 after at most ``(ceil(c_i / (q * w_i)) + 1) * sum(q * w_j + c_j for others j)``: in a round each other one spends its
@@ -53,8 +52,8 @@ class _Seat:
 _by_turn = attrgetter("priority", "last_turn")
 
 
-class Turns:
-    """Who steps now, and what that cost.
+class DeviceScheduler:
+    """Choice of the replica that steps now, and account of what that cost.
 
     Within a round, the best class that has credit steps first; within a class, who stepped longest ago; then who was
     loaded first. Nobody saves: a replica without work keeps at most one round's credit, and when nobody has work, all
@@ -71,12 +70,12 @@ class Turns:
         self._num_turns = 0
 
     @classmethod
-    def of(cls, num_turns: int, seats: Sequence[SeatRow]) -> Turns:
-        """As they were when `seats` was asked."""
-        turns = cls()
-        turns._num_turns = num_turns
-        turns._seats = {key: _Seat(key, Priority.NORMAL, *counts) for key, *counts in seats}
-        return turns
+    def of(cls, num_turns: int, seats: Sequence[SeatRow]) -> DeviceScheduler:
+        """The scheduler as it was when `seats` was asked."""
+        scheduler = cls()
+        scheduler._num_turns = num_turns
+        scheduler._seats = {key: _Seat(key, Priority.NORMAL, *counts) for key, *counts in seats}
+        return scheduler
 
     def seats(self) -> tuple[int, list[SeatRow]]:
         """The whole state: turns so far, and everyone's place."""

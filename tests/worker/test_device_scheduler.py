@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.request import Priority
-from lockstep.worker.turns import QUANTUM_US, Turns, weight_of
+from lockstep.worker.device_scheduler import QUANTUM_US, DeviceScheduler, weight_of
 
 MS = 1_000
 ALL = {"a": 0, "b": 0, "c": 0}
 
 
-def serve(turns: Turns, priorities: Mapping[str, int], with_work: str, cost_us: Mapping[str, int]) -> str:
+def serve(turns: DeviceScheduler, priorities: Mapping[str, int], with_work: str, cost_us: Mapping[str, int]) -> str:
     """One step of whoever is next."""
     chosen = turns.choose(priorities, with_work)
     assert chosen is not None
@@ -24,7 +24,7 @@ def serve(turns: Turns, priorities: Mapping[str, int], with_work: str, cost_us: 
 
 def shares(priorities: Mapping[str, int], cost_us: Mapping[str, int], num_steps: int) -> dict[str, float]:
     """Which part of the device's time each got while all had work."""
-    turns, got = Turns(), dict.fromkeys(priorities, 0)
+    turns, got = DeviceScheduler(), dict.fromkeys(priorities, 0)
     for _ in range(num_steps):
         chosen = serve(turns, priorities, "".join(priorities), cost_us)
         got[chosen] += cost_us[chosen]
@@ -32,27 +32,27 @@ def shares(priorities: Mapping[str, int], cost_us: Mapping[str, int], num_steps:
 
 
 def test_equals_step_in_turn() -> None:
-    turns = Turns()
+    turns = DeviceScheduler()
     cost = dict.fromkeys(ALL, MS)
     assert [serve(turns, ALL, "abc", cost) for _ in range(7)] == ["a", "b", "c", "a", "b", "c", "a"]
 
 
 def test_who_has_no_work_is_passed_over() -> None:
-    turns = Turns()
+    turns = DeviceScheduler()
     assert serve(turns, ALL, "b", {"b": MS}) == "b"
     assert turns.choose(ALL, "") is None
     assert turns.choose(ALL, "abc") == "a"
 
 
 def test_who_was_unloaded_is_forgotten_with_its_debt() -> None:
-    turns = Turns()
+    turns = DeviceScheduler()
     assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
     assert turns.choose({"b": 0, "c": 0}, "bc") == "b"
     assert turns.choose(ALL, "a") == "a"
 
 
 def test_when_nobody_has_work_all_debts_are_forgotten() -> None:
-    turns = Turns()
+    turns = DeviceScheduler()
     assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
     assert turns.choose(ALL, "") is None
     cost = dict.fromkeys(ALL, MS)
@@ -63,7 +63,7 @@ def test_who_spent_exactly_its_credit_has_none() -> None:
     """Neither in the round in which it is spent, nor in one that only pays off a debt."""
     priorities = {"a": Priority.HIGH, "b": Priority.NORMAL}
     grants = {key: QUANTUM_US * weight_of(priority) for key, priority in priorities.items()}
-    turns = Turns()
+    turns = DeviceScheduler()
     assert serve(turns, priorities, "ab", {"a": 2 * grants["a"]}) == "a"
     assert serve(turns, priorities, "ab", {"b": grants["b"]}) == "b"
     assert serve(turns, priorities, "ab", {"b": grants["b"]}) == "b", "a owed what the round gave it"
@@ -72,7 +72,7 @@ def test_who_spent_exactly_its_credit_has_none() -> None:
 
 
 def test_a_debt_is_paid_off_by_rounds_in_which_its_owner_has_no_work() -> None:
-    turns, grant_us = Turns(), QUANTUM_US * weight_of(0)
+    turns, grant_us = DeviceScheduler(), QUANTUM_US * weight_of(0)
     assert serve(turns, ALL, "abc", {"a": 4 * grant_us}) == "a"
     for _ in range(4):
         assert serve(turns, ALL, "b", {"b": grant_us}) == "b"
@@ -80,21 +80,21 @@ def test_a_debt_is_paid_off_by_rounds_in_which_its_owner_has_no_work() -> None:
 
 
 def test_who_is_replaced_by_another_is_forgotten_with_its_debt() -> None:
-    turns = Turns()
+    turns = DeviceScheduler()
     assert serve(turns, ALL, "abc", {"a": 1000 * MS}) == "a"
     assert serve(turns, {"b": 0, "c": 0, "d": 0}, "b", {"b": MS}) == "b"
     assert turns.choose(ALL, "ab") == "a"
 
 
 def test_a_worse_class_does_not_keep_the_credit_of_the_better() -> None:
-    turns, cost = Turns(), {"a": MS, "b": MS}
+    turns, cost = DeviceScheduler(), {"a": MS, "b": MS}
     assert serve(turns, {"a": Priority.CRITICAL, "b": 0}, "ab", cost) == "a"
     served = [serve(turns, {"a": 0, "b": 0}, "ab", cost) for _ in range(40)]
     assert served.count("a") == served.count("b")
 
 
 def test_another_class_counts_from_the_next_turn() -> None:
-    turns = Turns()
+    turns = DeviceScheduler()
     cost = dict.fromkeys(ALL, MS)
     assert [serve(turns, ALL, "abc", cost) for _ in range(2)] == ["a", "b"]
     assert serve(turns, {**ALL, "b": Priority.CRITICAL}, "abc", cost) == "b"
@@ -117,7 +117,7 @@ def test_any_integer_is_a_class() -> None:
 
 def test_who_comes_back_steps_before_worse_classes_of_the_same_round() -> None:
     priorities = {"router": Priority.CRITICAL, "a": 0, "b": 0}
-    turns = Turns()
+    turns = DeviceScheduler()
     cost = dict.fromkeys(priorities, MS)
     assert [serve(turns, priorities, "ab", cost) for _ in range(3)] == ["a", "b", "a"]
     assert serve(turns, priorities, ("router", "a", "b"), cost) == "router"  # type: ignore[arg-type]  # a collection
@@ -125,7 +125,7 @@ def test_who_comes_back_steps_before_worse_classes_of_the_same_round() -> None:
 
 def test_idleness_saves_nothing() -> None:
     """After a long time of its own, one that comes back does not keep the device for longer than its round."""
-    turns = Turns()
+    turns = DeviceScheduler()
     for _ in range(1000):
         serve(turns, {"a": 0, "b": 0}, "a", {"a": 10 * MS})
     cost = {"a": MS, "b": MS}
@@ -137,7 +137,7 @@ def test_idleness_saves_nothing() -> None:
 
 def test_leaving_and_coming_back_pays_no_debt() -> None:
     """One whose work comes in bursts of one step gets no more than its share from one that always has work."""
-    turns = Turns()
+    turns = DeviceScheduler()
     got = {"a": 0, "b": 0}
     cost = {"a": 50 * MS, "b": MS}
     is_back = True
@@ -149,7 +149,7 @@ def test_leaving_and_coming_back_pays_no_debt() -> None:
 
 
 def test_a_changed_class_counts_from_the_next_choice() -> None:
-    turns = Turns()
+    turns = DeviceScheduler()
     cost = {"a": MS, "b": MS}
     for _ in range(10):
         serve(turns, {"a": 0, "b": 0}, "ab", cost)
@@ -171,7 +171,7 @@ def test_nobody_with_work_waits_longer_than_the_bound(replicas: list[tuple[int, 
         key: (-(-longest[key] // weights[key]) + 1) * sum(weights[o] + longest[o] for o in priorities if o != key)
         for key in priorities
     }
-    turns = Turns()
+    turns = DeviceScheduler()
     waited = dict.fromkeys(priorities, 0)
     for _ in range(data.draw(st.integers(1, 80))):
         busy = data.draw(st.sets(st.sampled_from(sorted(priorities)), min_size=1))
@@ -189,7 +189,7 @@ def test_shares_never_drift_apart(replicas: list[tuple[int, int]], durations: li
     """What two got, each divided by its weight, differs by the bound in the module's docstring at most."""
     priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
     weights = {key: weight_of(priority) for key, priority in priorities.items()}
-    turns, got = Turns(), dict.fromkeys(priorities, 0)
+    turns, got = DeviceScheduler(), dict.fromkeys(priorities, 0)
     longest = dict.fromkeys(priorities, 0)
     for duration in durations:
         chosen = turns.choose(priorities, priorities)
@@ -208,7 +208,7 @@ def test_the_same_inputs_give_the_same_turns(
     priorities = {str(number): priority for number, (priority, _) in enumerate(replicas)}
 
     def play() -> list[str | None]:
-        turns, chosen = Turns(), []
+        turns, chosen = DeviceScheduler(), []
         for busy, duration in steps:
             chosen.append(turns.choose(priorities, {str(number) for number in busy}))
             if chosen[-1] is not None:
