@@ -26,9 +26,9 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.pocket import pocket_path
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.life import ReplicaState
-from lockstep.worker.supervised import SupervisedWorker
 from lockstep.worker.link import ThreadLink, WorkerOptions
 from lockstep.worker.messages import TrialOptions
+from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import clustered, say
 from tests.cluster.clusters import model_of as state_of
 from tests.cluster.support import ENDLESS, answer, call, model_of, one_model, running, served, settled, until, worker_of
