@@ -21,7 +21,7 @@ An entry is one byte, its kind, and what that kind has:
                                           the first of each file. Files of a run are counted from 1 without a hole
     2  ENGINE      doc                    a map: number, key, name, fingerprint, config, geometry, environment
     3  CHECKPOINT  engine doc doc         scheduler and fingerprint, as in core/checkpoint.py: hashes and tenants as ids
-    4  SEATS       doc                    [turns, [[key, grant_us, credit_us, last_turn], ...]] of worker/device_scheduler.py
+    4  SEATS       doc                    [turns, [[key, grant_us, credit_us, last_turn], ...]], the device scheduler
     5  PRIORITIES  int (engine sint)*     who is loaded, in order, and in which class
     6  ADDED       engine step int(id) int(prompt tokens) int(most output tokens + 1; 0: as many as fit) int(flags)
                    sint(priority) int(tenant) ids [int(id of the first sibling)]
