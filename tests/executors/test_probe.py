@@ -9,8 +9,7 @@ import pytest
 
 from lockstep.errors import ConfigError, ExecutorError
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
-from lockstep.executors.probe import quick_probe, thorough_probe
-from lockstep.executors.probe_play import Scenario, play, split_prompt
+from lockstep.executors.probe import Scenario, play, quick_probe, split_prompt, thorough_probe
 
 VOCAB = 64
 Fault = Callable[[StepBatch, int], float]

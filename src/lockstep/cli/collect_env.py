@@ -96,8 +96,7 @@ def _system() -> dict[str, Any]:
 def _processor() -> dict[str, Any]:
     import psutil
 
-    from lockstep.executors.machine import available_cores, processor_name
-    from lockstep.executors.openvino.environment import instruction_set
+    from lockstep.executors.machine import available_cores, instruction_set, processor_name
 
     return {
         "model": processor_name(),

@@ -13,8 +13,7 @@ from lockstep.artifacts.source import open_artifact
 from lockstep.cli import options as flags
 from lockstep.cli.progress import loading_progress
 from lockstep.errors import MissingTokenizerError
-from lockstep.executors.openvino.options import OpenVINOOptions
-from lockstep.executors.openvino.precision import summary
+from lockstep.executors.openvino.options import OpenVINOOptions, precision_summary
 
 if TYPE_CHECKING:
     from lockstep.executors.probe import ProbeReport
@@ -98,7 +97,7 @@ def _facts(artifact: Artifact, quantize: str | None) -> dict[str, Any]:
         "parameters": num_parameters or None,
         "bytes": artifact.num_bytes,
         "encodings": dict(sorted(Counter(tensor.encoding.value for tensor in tensors).items())),
-        "loaded_as": summary(artifact.weights, quantize) or "exported",
+        "loaded_as": precision_summary(artifact.weights, quantize) or "exported",
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "heads": f"{config.num_heads} ({config.num_kv_heads} key-value)",

@@ -1,7 +1,8 @@
-"""The seam between the engine and whatever computes: one protocol, its inputs and what it says of itself."""
+"""The executor seam between the engine and whatever computes: one protocol, its inputs, and what it says of itself."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -17,7 +18,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What loading measured."""
+    """Shapes and bounds of a loaded model, as loading measured them."""
 
     block_size: int
     """Tokens per KV block."""
@@ -74,7 +75,7 @@ class Executor(Protocol):
 
 @runtime_checkable
 class HiddenStates(Protocol):
-    """What an executor also implements when its model can embed text."""
+    """Protocol of an executor whose model can embed text, beside `Executor`."""
 
     @property
     def hidden_states(self) -> npt.NDArray[np.float32]:
@@ -84,7 +85,7 @@ class HiddenStates(Protocol):
 
 @runtime_checkable
 class SequenceObserver(Protocol):
-    """What an executor also implements when it wants to see whole requests and not only chunks (the stub does)."""
+    """Protocol of an executor that wants to see whole requests and not only chunks (the stub does)."""
 
     def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
         """A sequence was added; called once, before any of its chunks."""
@@ -93,3 +94,13 @@ class SequenceObserver(Protocol):
     def end(self, seq_id: int) -> None:
         """It ended; none of its chunks follows."""
         ...
+
+
+def environment_digest(environment: Mapping[str, str]) -> str:
+    """Key of an environment, for traces, stored KV and cached graphs: 32 hex digits, whatever the order of entries."""
+    state = hashlib.blake2b(digest_size=16)
+    for key in sorted(environment):
+        for part in (key, environment[key]):
+            data = part.encode()
+            state.update(len(data).to_bytes(4, "little") + data)
+    return state.hexdigest()

@@ -101,14 +101,14 @@ def _trial_error(output: bytes, code: int, source: str) -> LockstepError:
 def _record(load: Load, progress: Progress) -> Path:
     """The file that remembers the success of this trial, whatever the artifact is called."""
     from lockstep.artifacts.source import open_artifact
-    from lockstep.executors.openvino.environment import digest
+    from lockstep.executors.base import environment_digest
     from lockstep.executors.openvino.loading import environment_of
 
     options = load.options
     cache_dir = options.cache_dir or default_cache_dir()
     artifact = open_artifact(load.source, cache_dir=cache_dir, progress=download_stage(progress))
     environment = environment_of(artifact, options.openvino)
-    return cache_dir / "trials" / digest(environment | {"lockstep": __version__})
+    return cache_dir / "trials" / environment_digest(environment | {"lockstep": __version__})
 
 
 def _remember(record: Path) -> None:

@@ -17,7 +17,7 @@ from lockstep.artifacts.weights import split_fused
 from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch
-from lockstep.executors.openvino.rope import inverse_frequencies
+from lockstep.executors.openvino.graph import inverse_frequencies
 from tools.random_models import SHAPES, Shape, random_tensor, stored_encoding, tensor_shapes
 
 Floats = npt.NDArray[np.float64]

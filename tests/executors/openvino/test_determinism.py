@@ -9,14 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep.executors.openvino.environment import instruction_set
+from lockstep.executors.machine import instruction_set
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor
 from lockstep.executors.openvino.inputs import Limits, build_inputs
 from lockstep.executors.openvino.loading import compile_artifact
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.products import MAX_PASS_TOKENS
-from lockstep.executors.probe import quick_probe, thorough_probe
-from lockstep.executors.probe_play import Scenario, play
+from lockstep.executors.probe import Scenario, play, quick_probe, thorough_probe
 from tests.executors.openvino.support import (
     SMALL_LLAMA,
     SMALL_QWEN3,

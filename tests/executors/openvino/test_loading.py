@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.executors.openvino.environment import digest
+from lockstep.executors.base import environment_digest
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.loading import choose_device, compile_properties, environment_of
 from lockstep.executors.openvino.options import OpenVINOOptions
@@ -62,9 +62,9 @@ def test_the_environment_changes_with_whatever_the_bits_depend_on() -> None:
         environment_of(artifact, replace(options, dynamic_quantization_group_size=0)),
         environment_of(artifact, replace(options, quantize="int8")),
     ]
-    assert len({digest(environment) for environment in (base, *others)}) == 6
+    assert len({environment_digest(environment) for environment in (base, *others)}) == 6
     moved = environment_of(artifact, replace(options, cache_dir=Path("elsewhere"), max_cache_bytes=0))
-    assert digest(moved) == digest(base)
+    assert environment_digest(moved) == environment_digest(base)
     assert {"openvino", "instruction_set", "threads", "device", "artifact", "builder"} <= base.keys()
 
 

@@ -13,8 +13,13 @@ from lockstep.artifacts.layout import EMBEDDING, LM_HEAD
 from lockstep.artifacts.model import Artifact, Encoding
 from lockstep.errors import UsageError
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.options import OpenVINOOptions
-from lockstep.executors.openvino.precision import Choice, Precision, choose, summary
+from lockstep.executors.openvino.options import (
+    OpenVINOOptions,
+    Precision,
+    PrecisionChoice,
+    precision_of,
+    precision_summary,
+)
 from lockstep.executors.probe import quick_probe
 from tests.executors.openvino.support import (
     SMALL_LLAMA,
@@ -91,23 +96,23 @@ def check_invariance(artifact: Artifact, options: OpenVINOOptions) -> None:
 
 
 def test_what_the_plugin_has_no_operator_for_is_rounded_to_int8_groups() -> None:
-    rounded = Choice(Precision.INT8_GROUPS, is_requantised=True)
+    rounded = PrecisionChoice(Precision.INT8_GROUPS, is_requantised=True)
     for encoding in (Encoding.Q5_1, Encoding.Q5_K, Encoding.Q6_K):
-        assert choose(WEIGHT, encoding, 256, None) == rounded
+        assert precision_of(WEIGHT, encoding, 256, None) == rounded
     for encoding in (Encoding.Q4_1, Encoding.Q4_K):
-        assert choose(WEIGHT, encoding, 256, None) == Choice(Precision.INT4_OFFSETS)
-        assert choose(EMBEDDING, encoding, 256, None) == choose(LM_HEAD, encoding, 256, None) == rounded
+        assert precision_of(WEIGHT, encoding, 256, None) == PrecisionChoice(Precision.INT4_OFFSETS)
+        assert precision_of(EMBEDDING, encoding, 256, None) == precision_of(LM_HEAD, encoding, 256, None) == rounded
 
 
 def test_quantising_touches_float_weights_only_and_spares_the_tables() -> None:
-    rounded = Choice(Precision.INT8_CHANNELS, is_requantised=True)
+    rounded = PrecisionChoice(Precision.INT8_CHANNELS, is_requantised=True)
     for encoding in (Encoding.F32, Encoding.F16, Encoding.BF16):
-        assert choose(WEIGHT, encoding, 64, "int8") == rounded
-        assert choose(WEIGHT, encoding, 64, "int4") == Choice(Precision.INT4_GROUPS, is_requantised=True)
-        assert choose(WEIGHT, encoding, 72, "int4") == choose(LM_HEAD, encoding, 64, "int4") == rounded
-        assert not choose(WEIGHT, encoding, 64, None).is_requantised
+        assert precision_of(WEIGHT, encoding, 64, "int8") == rounded
+        assert precision_of(WEIGHT, encoding, 64, "int4") == PrecisionChoice(Precision.INT4_GROUPS, is_requantised=True)
+        assert precision_of(WEIGHT, encoding, 72, "int4") == precision_of(LM_HEAD, encoding, 64, "int4") == rounded
+        assert not precision_of(WEIGHT, encoding, 64, None).is_requantised
     for name in ENCODINGS[len(FLOATS) :]:
-        assert choose(WEIGHT, Encoding(name), 256, "int4") == choose(WEIGHT, Encoding(name), 256, None)
+        assert precision_of(WEIGHT, Encoding(name), 256, "int4") == precision_of(WEIGHT, Encoding(name), 256, None)
 
 
 def test_nothing_to_quantise_is_said() -> None:
@@ -124,7 +129,7 @@ def test_loading_logs_what_becomes_of_the_weights(caplog: pytest.LogCaptureFixtu
         "random: 1 matrices Q4_K -> int8 in groups of 32 (requantised)",
         "random: 3 matrices Q6_K -> int8 in groups of 32 (requantised)",
     ]
-    assert summary(artifact.weights, None)["Q6_K -> int8 in groups of 32 (requantised)"] == 3
+    assert precision_summary(artifact.weights, None)["Q6_K -> int8 in groups of 32 (requantised)"] == 3
 
 
 def test_a_quantised_graph_has_a_cache_entry_of_its_own(tmp_path: Path) -> None:

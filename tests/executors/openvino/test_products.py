@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.executors.openvino.environment import instruction_set
+from lockstep.executors.machine import instruction_set
 from lockstep.executors.openvino.loading import compile_properties
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.products import (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +13,13 @@ from lockstep.artifacts.model import Artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
 from lockstep.executors.base import Geometry, Logits, StepBatch
 from lockstep.executors.openvino import paged
-from lockstep.executors.openvino.inputs import ForwardInputs, Limits, TableRows, build_inputs, check_moves
+from lockstep.executors.openvino.inputs import ForwardInputs, Limits, TableRows, build_inputs, check_moves, split_inputs
 from lockstep.executors.openvino.loading import compile_artifact, environment_of
 from lockstep.executors.openvino.options import OpenVINOOptions
-from lockstep.executors.openvino.passes import split_inputs
-from lockstep.executors.openvino.pool import KVPool
 from lockstep.executors.openvino.runtime import CompiledModel, ElementType, InferRequest, Port, ov
 
 Progress = Callable[[str, float], None]
+Bytes = npt.NDArray[np.uint8]
 
 
 def load_executor(
@@ -175,6 +175,54 @@ class OpenVINOExecutor:
         self._request = self._inputs = self._pool = self._limits = self._compiled = None
 
 
+class KVPool:
+    """One tensor of keys and one of values per layer on the device, and host blocks to swap to.
+
+    Blocks 0..num_blocks (0 is the null block) and host blocks 0..num_host_blocks - 1 are all zero at first. They are
+    moved as bytes, so a block comes back bit for bit whatever its precision. A host block holds all layers of one
+    device block, one after the other.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[ElementType, tuple[int, ...]]], num_blocks: int, num_host_blocks: int
+    ) -> None:
+        """Allocate.
+
+        Args:
+            shapes: per cache input in plan order (keys, values of layer 0, ...): its element type and the shape of one
+                block.
+        """
+        self.tensors: list[Any] = []
+        self._rows: list[Bytes] = []
+        for element_type, shape in shapes:
+            tensor = ov.Tensor(element_type, ov.Shape([num_blocks + 1, *shape]))
+            rows = tensor.data.view(np.uint8).reshape(num_blocks + 1, -1)
+            rows.fill(0)
+            self.tensors.append(tensor)
+            self._rows.append(rows)
+        edges = np.cumsum([0, *(rows.shape[1] for rows in self._rows)])
+        self._spans = list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+        self._host: Bytes = np.zeros((num_host_blocks, int(edges[-1])), np.uint8)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (device block, host block) pairs to host memory."""
+        device, host = _columns(pairs)
+        for rows, (begin, end) in zip(self._rows, self._spans, strict=True):
+            self._host[host, begin:end] = rows[device]
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (host block, device block) pairs back."""
+        host, device = _columns(pairs)
+        for rows, (begin, end) in zip(self._rows, self._spans, strict=True):
+            rows[device] = self._host[host, begin:end]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, destination) device blocks, one pair after the other: a later pair sees what an earlier did."""
+        for source, destination in pairs:
+            for rows in self._rows:
+                rows[destination] = rows[source]
+
+
 def _cache_names(artifact: Artifact) -> tuple[str, ...]:
     return paged.cache_inputs(artifact.config.num_layers)
 
@@ -183,3 +231,8 @@ def _block_shape(port: Port) -> tuple[ElementType, tuple[int, ...]]:
     """Element type and shape of one block of a cache input; the first axis, the number of blocks, is open."""
     dimensions = list(port.get_partial_shape())[1:]
     return port.get_element_type(), tuple(int(dimension.get_length()) for dimension in dimensions)
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    table = np.array(pairs, np.int64)
+    return table[:, 0], table[:, 1]

@@ -1,12 +1,19 @@
-"""A step's plan and token ids -> the arrays of one forward pass, checked before anything runs. Pure numpy.
+"""Forward-pass inputs: a step's plan and token ids as arrays, checked before anything runs, split where need be.
 
 The paged kernel trusts its block table: a wrong entry is a segmentation fault or another request's memory. So every
-table, row and token is checked here, and a plan that fails touches nothing.
+table, row and token is checked here, and a plan that fails touches nothing. Pure numpy.
+
+Some kernels must not get too many tokens (products.py), so a step may take several passes. A later pass sees what an
+earlier one wrote, as the next step would: cutting a chunk here is chunking it. As the scheduler does, no part of a
+chunk is left with a single token, for which attention would take another kernel; nor is a pass, because the passes are
+as equal as that allows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +25,11 @@ from lockstep.executors.base import StepBatch
 NULL_BLOCK = 0
 """Belongs to nobody; padding lives here."""
 PAD_TOKEN = 0
-
 _NO_ROWS = np.zeros(0, np.int64)
-
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+MIN_PASS_TOKENS = 8
+"""Below this the limit could not be kept beside the rule of no single tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,45 @@ def check_moves(plan: StepPlan, limits: Limits) -> None:
             raise InvalidPlanError(f"step {plan.step}: two of {what} write the same block")
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass of a step that takes several."""
+
+    inputs: ForwardInputs
+    """Rows padded to two where there is one."""
+    row_places: Longs
+    """Where its rows stand among the step's rows."""
+    hidden_places: Longs
+    """Where its hidden rows stand among the step's."""
+
+
+def split_inputs(inputs: ForwardInputs, max_tokens: int, block_size: int) -> Iterator[Pass]:
+    """Passes of at most ``max_tokens`` each, in order, which together compute what the step does.
+
+    Args:
+        inputs: checked ones; of padding only a repeated row.
+        max_tokens: at least ``MIN_PASS_TOKENS``.
+    """
+    edges = cuts(inputs.subsequence_begins, max_tokens)
+    for begin, end in pairwise(edges):
+        yield _pass(inputs, begin, end, block_size)
+
+
+def cuts(begins: Ints, max_tokens: int) -> list[int]:
+    """Where passes begin, and the end of the last.
+
+    Args:
+        begins: [B + 1], where each sequence's tokens begin.
+    """
+    assert max_tokens >= MIN_PASS_TOKENS, f"passes of {max_tokens} tokens; at least {MIN_PASS_TOKENS}"
+    total, edges = int(begins[-1]), [0]
+    while total - edges[-1] > max_tokens:
+        remaining = total - edges[-1]
+        num_passes = -(-remaining // max_tokens)
+        edges.append(_whole_enough(begins, edges[-1] + -(-remaining // num_passes)))
+    return [*edges, total]
+
+
 def _begins(sizes: Longs) -> Longs:
     begins = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=begins[1:])
@@ -227,3 +273,44 @@ def _check_tokens(batch: StepBatch, num_tokens: int, limits: Limits) -> None:
     for rows in (batch.rows, _NO_ROWS if batch.hidden_rows is None else batch.hidden_rows):
         if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= num_tokens)):
             raise InvalidPlanError(f"step {step}: a row outside the step's {num_tokens} tokens")
+
+
+def _whole_enough(begins: Ints, cut: int) -> int:
+    """The nearest place not behind ``cut`` where no chunk of several tokens would lose or keep a single one."""
+    index = int(np.searchsorted(begins, cut, side="right")) - 1
+    first, last = int(begins[index]), int(begins[index + 1])
+    if cut == last - 1:
+        cut -= 1
+    return first if cut <= first + 1 else cut
+
+
+def _pass(inputs: ForwardInputs, begin: int, end: int, block_size: int) -> Pass:
+    begins = inputs.subsequence_begins
+    first = int(np.searchsorted(begins, begin, side="right")) - 1
+    last = int(np.searchsorted(begins, end, side="left"))
+    edges = np.clip(begins[first : last + 1], begin, end).astype(np.int64)
+    lengths = np.diff(edges)
+    past = inputs.past_lens[first:last].astype(np.int64) + (edges[:-1] - begins[first:last])
+    needed = -(-(past + lengths) // block_size)
+    table_begins = inputs.block_indices_begins[first:last]
+    tables = [inputs.block_indices[at : at + num] for at, num in zip(table_begins, needed, strict=True)]
+    rows, row_places = _within(inputs.rows, begin, end)
+    hidden_rows, hidden_places = _within(inputs.hidden_rows, begin, end)
+    part = ForwardInputs(
+        token_ids=inputs.token_ids[begin:end].copy(),
+        positions=inputs.positions[begin:end].copy(),
+        past_lens=past.astype(np.int32),
+        subsequence_begins=(edges - begin).astype(np.int32),
+        block_indices=np.concatenate(tables),
+        block_indices_begins=np.concatenate([[0], np.cumsum(needed)]).astype(np.int32),
+        max_context_len=np.array((past + lengths).max(), np.int32),
+        rows=np.repeat(rows, 2) if len(rows) == 1 else rows,
+        hidden_rows=hidden_rows,
+    )
+    return Pass(part, row_places, hidden_places)
+
+
+def _within(rows: Longs, begin: int, end: int) -> tuple[Longs, Longs]:
+    """The rows of those tokens, counted from the first of them, and their places."""
+    places = np.flatnonzero((rows >= begin) & (rows < end))
+    return rows[places] - begin, places

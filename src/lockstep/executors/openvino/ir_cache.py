@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep.executors.openvino.environment import digest
+from lockstep.executors.base import environment_digest
 
 MANIFEST = "manifest.json"
 MODEL = "model.xml"
@@ -81,7 +81,7 @@ class IRCache:
         shutil.rmtree(self._entry(key), ignore_errors=True)
 
     def _entry(self, key: Mapping[str, str]) -> Path:
-        return self._root / digest(key)
+        return self._root / environment_digest(key)
 
     @contextmanager
     def _temporary(self) -> Iterator[Path]:

@@ -10,13 +10,11 @@ from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.openvino_ir import FORMAT as EXPORTED
 from lockstep.artifacts.openvino_ir import GRAPH
 from lockstep.errors import CorruptArtifactError, ExecutorError, UnsupportedArtifactError, UsageError
-from lockstep.executors.machine import available_cores
-from lockstep.executors.openvino.environment import BUILDER_VERSION, instruction_set, refusal
-from lockstep.executors.openvino.graph import build_decoder
+from lockstep.executors.machine import available_cores, instruction_set, unsupported_reason
+from lockstep.executors.openvino.graph import BUILDER_VERSION, build_decoder
 from lockstep.executors.openvino.ir_cache import IRCache
-from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.openvino.options import OpenVINOOptions, has_floats, precision_summary
 from lockstep.executors.openvino.paged import LOGITS, to_paged
-from lockstep.executors.openvino.precision import has_floats, summary
 from lockstep.executors.openvino.products import MAX_PASS_TOKENS, needs_short_passes, split_products
 from lockstep.executors.openvino.runtime import CompiledModel, Core, Model, ov, the_core
 
@@ -33,7 +31,7 @@ def compile_artifact(artifact: Artifact, options: OpenVINOOptions, report: Repor
     core = the_core()
     device = choose_device(options.device, tuple(core.available_devices))
     _check_quantize(artifact, options)
-    if device == "CPU" and (reason := refusal()):
+    if device == "CPU" and (reason := unsupported_reason()):
         raise UsageError(reason)
     model = _stateful_model(core, artifact, options, report)
     report("compile", 0.0)
@@ -109,7 +107,7 @@ def _last_line(error: RuntimeError) -> str:
 
 
 def _build(artifact: Artifact, options: OpenVINOOptions, report: Report) -> Model:
-    for change, count in summary(artifact.weights, options.quantize).items():
+    for change, count in precision_summary(artifact.weights, options.quantize).items():
         log.info("%s: %d matrices %s", artifact.name, count, change)
     model = build_decoder(
         artifact.config, artifact.weights, lambda fraction: report("build", fraction), options.quantize

@@ -2,7 +2,7 @@
 
 The kernel for AVX2 without AVX-512 (brgemm in oneDNN) sums up to 512 columns in one go. With more columns it depends
 on the number of rows: in one go up to 80 of them (up to 64, 32 or 16 where the output features are no multiple of 32),
-in pieces of up to 512 above. So a pass there has at most 80 tokens (passes.py), a product with uneven features is
+in pieces of up to 512 above. So a pass there has at most 80 tokens (inputs.py), a product with uneven features is
 cut into a sum of products of at most 512 columns, and one with very many columns as well. That is no matter of bits:
 in one go its unpacked weights fall out of the cache. Products of float weights are another kernel's and need no help.
 """

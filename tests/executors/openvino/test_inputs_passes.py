@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from lockstep.executors.openvino.executor import OpenVINOExecutor
-from lockstep.executors.openvino.inputs import ForwardInputs, Limits, build_inputs
+from lockstep.executors.openvino.inputs import MIN_PASS_TOKENS, ForwardInputs, Limits, build_inputs, cuts, split_inputs
 from lockstep.executors.openvino.loading import compile_artifact
 from lockstep.executors.openvino.options import OpenVINOOptions
-from lockstep.executors.openvino.passes import MIN_PASS_TOKENS, cuts, split_inputs
 from tests.executors.openvino.support import batch_of, random_artifact
 
 BLOCK_SIZE = 4

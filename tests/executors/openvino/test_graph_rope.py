@@ -14,7 +14,7 @@ from lockstep.artifacts.huggingface_config import read_config
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import ModelConfig, RopeScaling
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
-from lockstep.executors.openvino.rope import inverse_frequencies, local_frequencies
+from lockstep.executors.openvino.graph import inverse_frequencies, local_frequencies
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).resolve().parents[2] / "golden" / "rope.json").read_text()

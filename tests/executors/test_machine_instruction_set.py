@@ -12,14 +12,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.executors.openvino.environment import (
-    ONEDNN_CAP,
-    OPENVINO_CAP,
-    InstructionSet,
-    digest,
-    instruction_set,
-    refusal,
-)
+from lockstep.executors.base import environment_digest
+from lockstep.executors.machine import ONEDNN_CAP, OPENVINO_CAP, InstructionSet, instruction_set, unsupported_reason
 from tests.waiting import HANG_S
 
 SERVER = (
@@ -88,7 +82,7 @@ def test_where_a_machine_does_not_tell_its_flags_its_caps_are_part_of_the_key(tm
         plain = instruction_set(absent, {}, machine)
         assert str(plain).startswith(machine)
         assert instruction_set(absent, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, machine) != plain
-        assert refusal(absent, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, machine) == ""
+        assert unsupported_reason(absent, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, machine) == ""
 
 
 @pytest.mark.parametrize(
@@ -118,26 +112,27 @@ def test_processors_are_told_apart_by_their_vector_extensions(machine: str, prod
     ],
 )
 def test_caps_that_nothing_can_be_computed_under_are_refused(cpuinfo: Path, caps: dict[str, str], said: str) -> None:
-    assert said in refusal(cpuinfo, caps, "x86_64")
-    assert bool(said) == bool(refusal(cpuinfo, caps, "x86_64"))
+    assert said in unsupported_reason(cpuinfo, caps, "x86_64")
+    assert bool(said) == bool(unsupported_reason(cpuinfo, caps, "x86_64"))
 
 
 def test_a_processor_without_avx2_is_refused(cpuinfo: Path) -> None:
     cpuinfo.write_text("flags : sse4_2 avx f16c\n")
-    assert "this processor has no AVX2" in refusal(cpuinfo, {}, "x86_64")
+    assert "this processor has no AVX2" in unsupported_reason(cpuinfo, {}, "x86_64")
 
 
 def test_the_digest_ignores_order_and_keeps_borders() -> None:
-    assert digest({"a": "1", "b": "2"}) == digest({"b": "2", "a": "1"})
-    assert digest({"a": "1b2"}) != digest({"a": "1", "b": "2"})
-    assert digest({"ab": "c"}) != digest({"a": "bc"})
-    assert digest({}) == "cae66941d9efbd404e4d88758ea67670"
+    assert environment_digest({"a": "1", "b": "2"}) == environment_digest({"b": "2", "a": "1"})
+    assert environment_digest({"a": "1b2"}) != environment_digest({"a": "1", "b": "2"})
+    assert environment_digest({"ab": "c"}) != environment_digest({"a": "bc"})
+    assert environment_digest({}) == "cae66941d9efbd404e4d88758ea67670"
 
 
 SEEN = """
 import ctypes, json, pathlib
 from dataclasses import replace
-from lockstep.executors.openvino.environment import digest, instruction_set
+from lockstep.executors.base import environment_digest
+from lockstep.executors.machine import instruction_set
 from lockstep.executors.openvino.executor import OpenVINOExecutor
 from lockstep.executors.openvino.loading import compile_artifact, environment_of, graph_key
 from lockstep.executors.openvino.options import OpenVINOOptions
@@ -162,8 +157,8 @@ print(json.dumps({
         compiled.get_runtime_model().get_ops() if "primitiveType" in node.get_rt_info()}),
     "limit": max_pass_tokens,
     "deterministic": deterministic,
-    "graph": digest(graph_key(artifact, options)),
-    "key": digest(environment_of(artifact, options)),
+    "graph": environment_digest(graph_key(artifact, options)),
+    "key": environment_digest(environment_of(artifact, options)),
 }))
 """
 """What we derive, beside what OpenVINO answers when it is asked and the kernels that it took."""

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.artifacts.model import Encoding, Tensor
-from lockstep.executors.openvino import rounding
-from lockstep.executors.openvino.rounding import INT4_ZERO_POINT, int4_groups, int8_channels, int8_groups
+from lockstep.executors.openvino import weights as weights_module
+from lockstep.executors.openvino.weights import INT4_ZERO_POINT, int4_groups, int8_channels, int8_groups
 
 
 def float_tensor(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> Tensor:
@@ -67,7 +67,7 @@ def test_a_number_that_cannot_be_scaled_shows_in_its_scale(quantise: object, wro
 def test_rows_are_taken_some_at_a_time_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = float_tensor(gaussian(50))
     whole = [quantise(tensor) for quantise in (int8_channels, int8_groups, int4_groups)]
-    monkeypatch.setattr(rounding, "_MAX_CHUNK_VALUES", 3 * 256)
+    monkeypatch.setattr(weights_module, "_MAX_CHUNK_VALUES", 3 * 256)
     parts = [quantise(tensor) for quantise in (int8_channels, int8_groups, int4_groups)]
     for (values, scales), (other_values, other_scales) in zip(whole, parts, strict=True):
         assert np.array_equal(values, other_values)
