@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.artifacts.huggingface import read_safetensors
 from lockstep.artifacts.model import Artifact, Encoding, RopeScaling
 from lockstep.artifacts.quantisation import dequantise
-from lockstep.artifacts.safetensors_file import read_safetensors
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import approximately, edit_json

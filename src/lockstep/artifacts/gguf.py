@@ -1,7 +1,7 @@
-"""A GGUF file as an artifact: its tensors get canonical names, fused ones are split, permuted ones put in order.
+"""A GGUF file as an artifact: metadata as a `ModelConfig`, tensors renamed, split where fused, unpermuted.
 
-Names: llama.cpp's `gguf-py/gguf/constants.py`. Knows no bytes (that is `gguf_file`), no configuration (`gguf_config`)
-and no token (`vocabulary`).
+Keys and names: llama.cpp's `gguf-py/gguf/constants.py`; defaults and constants: its `src/models/*.cpp`. What the
+tensors show (vocabulary, ties, biases) is read from them. Knows no bytes (`gguf_file`) and no token (`gguf_tokenizer`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,28 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from lockstep.artifacts.architectures import ARCHITECTURES
+import numpy as np
+
+from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.fingerprint import file_fingerprint
-from lockstep.artifacts.gguf_config import ROPE_TENSORS, read_config
-from lockstep.artifacts.gguf_file import read_gguf
-from lockstep.artifacts.layout import EMBEDDING, LM_HEAD, check_config, check_tensors
+from lockstep.artifacts.generation_config import from_gguf
+from lockstep.artifacts.gguf_file import GgufFile, read_gguf
+from lockstep.artifacts.gguf_tokenizer import read_vocabulary
+from lockstep.artifacts.huggingface_config import yarn_attention
+from lockstep.artifacts.layout import (
+    EMBEDDING,
+    LM_HEAD,
+    MappedWeights,
+    check_config,
+    check_num_layers,
+    check_tensors,
+    split_fused,
+)
 from lockstep.artifacts.metadata import Metadata
-from lockstep.artifacts.model import Artifact, ModelConfig, Tensor, TokenizerParts
-from lockstep.artifacts.sampling_defaults import from_gguf
-from lockstep.artifacts.weights import MappedWeights, split_fused
+from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, RopeScaling, Tensor
+from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
 _GLOBAL_NAMES = {
     "token_embd.weight": EMBEDDING,
@@ -48,6 +60,13 @@ _POST_NORM_NAMES = {
 """Where the outputs of attention and feed-forward are normalised, Hugging Face's names shift."""
 _FUSED_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)", re.ASCII)
+ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+"""Part of the configuration rather than of the weights."""
+_GEMMA3_27B_LAYERS = 62
+_SMOLLM3_PERIOD = 4
+_OLMO3_PERIOD = 4
+_KNOWN_SCALINGS = ("none", "linear", "yarn", "longrope")
 
 
 def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
@@ -71,8 +90,61 @@ def open_gguf(path: Path, source: str, cache_dir: Path) -> Artifact:
         num_bytes=path.stat().st_size,
         config=config,
         weights=MappedWeights(path, tensors, _interleaved(config, tensors)),
-        load_tokenizer=functools.partial(_load_tokenizer, file.metadata, config.vocab_size),
+        load_tokenizer=functools.partial(read_vocabulary, file.metadata, config.vocab_size),
         sampling_defaults=from_gguf(file.metadata.values, path),
+    )
+
+
+def read_config(file: GgufFile, tensors: Mapping[str, Tensor]) -> ModelConfig:
+    """The metadata as data.
+
+    Args:
+        tensors: under canonical names.
+
+    Raises:
+        UnsupportedArtifactError: an architecture or a variant that we do not know, by name.
+        CorruptArtifactError: a value is missing or of the wrong kind.
+    """
+    metadata = file.metadata
+    architecture = _architecture(metadata)
+    prefix = architecture.name
+    _refuse_variants(metadata, prefix)
+    embedding = tensors.get(EMBEDDING)
+    if embedding is None:
+        raise CorruptArtifactError("has no tensor 'token_embd.weight'", path=file.path)
+    hidden_size = metadata.integer(f"{prefix}.embedding_length")
+    num_layers = metadata.integer(f"{prefix}.block_count")
+    check_num_layers(num_layers, file.path)
+    num_heads = metadata.integer(f"{prefix}.attention.head_count")
+    head_dim = metadata.integer(f"{prefix}.attention.key_length", hidden_size // max(num_heads, 1))
+    rotary_dim = _rotary_dim(metadata, architecture, head_dim)
+    scaling, max_model_len = _rope_scaling(file, architecture, head_dim if rotary_dim is None else rotary_dim)
+    theta = metadata.real(f"{prefix}.rope.freq_base", 10000.0)
+    windows = _windows(metadata, architecture, num_layers)
+    fields: dict[str, Any] = {
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
+        **_scales(metadata, prefix, hidden_size, num_layers, num_heads, head_dim),
+        **architecture.traits,
+    }
+    return ModelConfig(
+        architecture=prefix,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=metadata.integer(f"{prefix}.feed_forward_length"),
+        num_heads=num_heads,
+        num_kv_heads=metadata.integer(f"{prefix}.attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        vocab_size=embedding.shape[0],
+        max_model_len=max_model_len,
+        rms_norm_eps=metadata.real(f"{prefix}.attention.layer_norm_rms_epsilon"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rotary_dim=rotary_dim,
+        local_rope_theta=_local_theta(metadata, architecture, theta) if windows else None,
+        tied_embeddings=LM_HEAD not in tensors,
+        windows=windows,
+        unrotated_layers=tuple(range(_SMOLLM3_PERIOD - 1, num_layers, _SMOLLM3_PERIOD)) if prefix == "smollm3" else (),
+        **fields,
     )
 
 
@@ -104,7 +176,129 @@ def _interleaved(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str
     return {name: heads[name.split(".")[-2]] for name in tensors if name.split(".")[-2] in heads}
 
 
-def _load_tokenizer(metadata: Metadata, vocab_size: int) -> TokenizerParts:
-    from lockstep.artifacts.vocabulary import read_vocabulary
+def _architecture(metadata: Metadata) -> Architecture:
+    name = metadata.text("general.architecture")
+    known = {row.name: row for row in ARCHITECTURES.values() if row.in_gguf}
+    if name not in known:
+        raise UnsupportedArtifactError(
+            f"architecture {name!r}; the known ones are {', '.join(known)}", path=metadata.path
+        )
+    return known[name]
 
-    return read_vocabulary(metadata, vocab_size)
+
+def _refuse_variants(metadata: Metadata, prefix: str) -> None:
+    if metadata.integer("split.count", 1) > 1:
+        raise UnsupportedArtifactError(
+            "one part of a split GGUF; merge the parts into one file (llama-gguf-split --merge)", path=metadata.path
+        )
+    if metadata.integer(f"{prefix}.expert_count", 0) > 0:
+        raise UnsupportedArtifactError("a mixture of experts; dense models are supported", path=metadata.path)
+    if isinstance(metadata.values.get(f"{prefix}.attention.head_count_kv"), np.ndarray):
+        raise UnsupportedArtifactError("head counts that differ by layer; equal ones are supported", path=metadata.path)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if metadata.real(f"{prefix}.{key}", 0.0) != 0.0:
+            raise UnsupportedArtifactError(f"{key}; scores and logits without a cap are supported", path=metadata.path)
+    if prefix == "granite" and not metadata.flag(f"{prefix}.rope.scaling.finetuned", True):
+        raise UnsupportedArtifactError("attention without rope in every layer", path=metadata.path)
+
+
+def _rotary_dim(metadata: Metadata, architecture: Architecture, head_dim: int) -> int | None:
+    prefix = architecture.name
+    rotary_dim = metadata.integer(f"{prefix}.rope.dimension_count", head_dim)
+    for key, other in (
+        ("attention.value_length", metadata.integer(f"{prefix}.attention.value_length", head_dim)),
+        ("rope.dimension_count", head_dim if architecture.partial_rope else rotary_dim),
+    ):
+        if other != head_dim:
+            raise UnsupportedArtifactError(
+                f"{key} is {other} and the head size {head_dim}; equal ones are supported", path=metadata.path
+            )
+    return None if rotary_dim == head_dim else rotary_dim
+
+
+def _scales(
+    metadata: Metadata, prefix: str, hidden_size: int, num_layers: int, num_heads: int, head_dim: int
+) -> dict[str, float | None]:
+    """Factors under the names of `ModelConfig`. Gemma's are not in its files: llama.cpp has them in its code."""
+    if prefix == "gemma3":
+        scaled_by = hidden_size // max(num_heads, 1) if num_layers == _GEMMA3_27B_LAYERS else head_dim
+        return {"embedding_scale": max(hidden_size, 0) ** 0.5, "attention_scale": max(scaled_by, 1) ** -0.5}
+    if prefix == "granite":
+        attention = metadata.real(f"{prefix}.attention.scale", 0.0)
+        return {
+            "embedding_scale": metadata.real(f"{prefix}.embedding_scale", 0.0) or 1.0,
+            "attention_scale": attention or None,
+            "residual_scale": metadata.real(f"{prefix}.residual_scale", 0.0) or 1.0,
+            "logits_divisor": metadata.real(f"{prefix}.logit_scale"),
+        }
+    return {}
+
+
+def _windows(metadata: Metadata, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
+    """As llama.cpp: it has windows for gemma3 and olmo2 only, and leaves out those that a phi3 file states."""
+    periods = {"gemma3": architecture.period, "olmo2": _OLMO3_PERIOD}
+    size = metadata.integer(f"{architecture.name}.attention.sliding_window", 0)
+    if architecture.name not in periods or size == 0:
+        return ()
+    period = metadata.integer(f"{architecture.name}.attention.sliding_window_pattern", periods[architecture.name])
+    return tuple(size if period > 0 and (layer + 1) % period else 0 for layer in range(num_layers))
+
+
+def _local_theta(metadata: Metadata, architecture: Architecture, theta: float) -> float:
+    return metadata.real(f"{architecture.name}.rope.freq_base_swa", architecture.local_rope_theta or theta)
+
+
+def _rope_scaling(file: GgufFile, architecture: Architecture, rotary_dim: int) -> tuple[RopeScaling | None, int]:
+    """The scaling, and the context for which it holds.
+
+    llama.cpp divides by `rope_freqs.weight` where there is one, and by the linear factor; never both in practice.
+    """
+    metadata, prefix = file.metadata, architecture.name
+    context = metadata.integer(f"{prefix}.context_length")
+    kind = metadata.text(f"{prefix}.rope.scaling.type", "none")
+    old_factor = metadata.real(f"{prefix}.rope.scale_linear", 1.0)
+    if kind == "none" and old_factor not in (0.0, 1.0):
+        kind = "linear"
+    if kind not in _KNOWN_SCALINGS:
+        known = ", ".join(_KNOWN_SCALINGS)
+        raise UnsupportedArtifactError(
+            f"rope scaling {kind!r}; the known ones are {known}, and llama3 (rope_freqs.weight)", path=file.path
+        )
+    if SHORT_FACTORS in file.tensors:
+        trained = metadata.integer(f"{prefix}.rope.scaling.original_context_length", context)
+        factor = metadata.real(f"{prefix}.rope.scaling.attn_factor", 1.0)
+        divisors = _divisors(file, SHORT_FACTORS, rotary_dim)
+        return RopeScaling("factors", 1.0, factors=divisors, attention_factor=factor), min(context, trained)
+    if kind == "longrope":
+        raise CorruptArtifactError(f"longrope without {SHORT_FACTORS}", path=file.path)
+    if ROPE_FACTORS in file.tensors:
+        if kind != "none":
+            raise UnsupportedArtifactError(f"{kind} rope scaling beside rope_freqs.weight", path=file.path)
+        return RopeScaling("factors", 1.0, factors=_divisors(file, ROPE_FACTORS, rotary_dim)), context
+    if kind == "none":
+        return None, context
+    factor = metadata.real(f"{prefix}.rope.scaling.factor", old_factor)
+    if kind == "linear":
+        return RopeScaling("linear", factor), context
+    return _yarn(metadata, f"{prefix}.rope.scaling.", factor, context), context
+
+
+def _yarn(metadata: Metadata, prefix: str, factor: float, context: int) -> RopeScaling:
+    parameters = {
+        "original_max_position_embeddings": float(metadata.integer(f"{prefix}original_context_length", context)),
+        "beta_fast": metadata.real(f"{prefix}yarn_beta_fast", 32.0),
+        "beta_slow": metadata.real(f"{prefix}yarn_beta_slow", 1.0),
+        "truncate": 1.0,
+    }
+    attention = metadata.real(f"{prefix}attn_factor", 1.0) * yarn_attention(factor)
+    return RopeScaling("yarn", factor, parameters, attention_factor=attention)
+
+
+def _divisors(file: GgufFile, name: str, rotary_dim: int) -> tuple[float, ...]:
+    tensor = file.tensors[name]
+    if tensor.encoding is not Encoding.F32 or tensor.shape != (rotary_dim // 2,):
+        raise CorruptArtifactError(
+            f"tensor {name!r} is {tensor.encoding.value} {list(tensor.shape)}; F32 {[rotary_dim // 2]} is expected",
+            path=file.path,
+        )
+    return tuple(float(value) for value in tensor.data)

@@ -1,23 +1,31 @@
-"""A directory in Hugging Face layout as an artifact: config.json, safetensors (sharded or not), generation_config.json.
+"""A Hugging Face directory as an artifact: config.json, safetensors (sharded or not), tokenizer and defaults.
 
-Knows no configuration (`huggingface_config`) and no tokenizer (`tokenizer_json`).
+Knows no configuration (`huggingface_config`). Source of the safetensors format: the README of huggingface/safetensors.
+Why not the `safetensors` package: its numpy side copies every tensor and has no bfloat16. The format is a length, a
+JSON header and the data, which are memory-mapped; the tests compare with the package.
 """
 
 from __future__ import annotations
 
 import functools
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lockstep.artifacts.fingerprint import files_fingerprint
+from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
 from lockstep.artifacts.huggingface_config import read_config
-from lockstep.artifacts.json_file import read_json, read_optional_json
-from lockstep.artifacts.layout import check_config, check_tensors
-from lockstep.artifacts.metadata import Metadata
-from lockstep.artifacts.model import Artifact, Tensor, TokenizerParts
-from lockstep.artifacts.safetensors_file import read_safetensors
-from lockstep.artifacts.sampling_defaults import from_generation_config
-from lockstep.artifacts.weights import MappedWeights, split_fused
-from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError
+from lockstep.artifacts.layout import MappedWeights, check_config, check_tensors, split_fused
+from lockstep.artifacts.metadata import Metadata, parse_object, read_bytes, read_json, read_optional_json
+from lockstep.artifacts.model import Artifact, Encoding, Tensor, TokenizerParts
+from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
@@ -28,6 +36,15 @@ SMALL_FILES = (
     "chat_template.jinja",
 )
 """What changes a model's behaviour beside its weights, as far as it is read here."""
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_MAX_DIMENSIONS = 4
+_DTYPES: Mapping[str, tuple[Encoding, np.dtype[np.generic]]] = {
+    "F32": (Encoding.F32, np.dtype("<f4")),
+    "F16": (Encoding.F16, np.dtype("<f2")),
+    "BF16": (Encoding.BF16, np.dtype("<u2")),
+}
+_OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
 
 
 def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
@@ -54,7 +71,7 @@ def open_huggingface(path: Path, source: str, cache_dir: Path) -> Artifact:
         num_bytes=sum((path / name).stat().st_size for name in files),
         config=config,
         weights=MappedWeights(path, tensors),
-        load_tokenizer=functools.partial(load_tokenizer, path, config.vocab_size, (declared, generation)),
+        load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation)),
         sampling_defaults=defaults,
     )
 
@@ -86,6 +103,78 @@ def weight_files(path: Path) -> list[str]:
     raise ArtifactNotFoundError(f"holds no *.safetensors{hint}", path=path)
 
 
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file in header order, as views that keep the map alive.
+
+    Raises:
+        ArtifactNotFoundError: the file cannot be read.
+        CorruptArtifactError: it is truncated or contradicts itself.
+        UnsupportedArtifactError: a dtype that we do not know.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < 8:
+                raise CorruptArtifactError(f"{size} bytes are too few for a safetensors header", path=path)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
+    header_bytes = int.from_bytes(mapped[:8], "little")
+    if header_bytes > min(_MAX_HEADER_BYTES, len(mapped) - 8):
+        raise CorruptArtifactError(
+            f"declares a header of {header_bytes} bytes in a file of {len(mapped)}; is the download complete?",
+            path=path,
+        )
+    header = parse_object(mapped[8 : 8 + header_bytes], path)
+    header.pop("__metadata__", None)
+    tensors: dict[str, Tensor] = {}
+    extents: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        encoding, dtype, shape, begin, end = _entry(name, entry, path)
+        start, stop = 8 + header_bytes + begin, 8 + header_bytes + end
+        if stop > len(mapped):
+            raise CorruptArtifactError(
+                f"tensor {name!r} lies at bytes {start}..{stop} of a file of {len(mapped)}; is the download complete?",
+                path=path,
+            )
+        extents.append((start, stop, name))
+        data = np.frombuffer(mapped, np.uint8, stop - start, start).view(dtype).reshape(shape)
+        tensors[name] = Tensor(name, encoding, shape, data)
+    extents.sort()
+    for (_, stop, first), (start, _, second) in pairwise(extents):
+        if start < stop:
+            raise CorruptArtifactError(f"tensors {first!r} and {second!r} overlap", path=path)
+    return tensors
+
+
+def read_tokenizer(directory: Path, vocab_size: int, declared: Sequence[Metadata]) -> TokenizerParts:
+    """Read a directory's tokenizer; whether it adds BOS is what tokenizer.json's post-processor does.
+
+    Args:
+        directory: where tokenizer.json lies.
+        vocab_size: rows of the embedding; no token may lie beyond.
+        declared: config.json and generation_config.json, for their ``eos_token_id``.
+
+    Raises:
+        MissingTokenizerError: no tokenizer.json.
+        CorruptArtifactError: it cannot be parsed or does not fit the weights.
+    """
+    tokenizer = _load(directory, vocab_size)
+    settings = read_optional_json(directory / "tokenizer_config.json")
+    bos, eos = _token_text(settings, "bos_token"), _token_text(settings, "eos_token")
+    named = [index for source in declared for index in _end_ids(source) if 0 <= index < vocab_size]
+    eos_id = None if eos is None else tokenizer.token_to_id(eos)
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: index for index, token in added.items() if token.special}
+    return TokenizerParts(
+        tokenizer=tokenizer,
+        chat_template=_chat_template(directory, settings),
+        bos_token=bos,
+        eos_token=eos,
+        end_token_ids=end_token_ids(named if eos_id is None else [*named, eos_id], special),
+    )
+
+
 def _read_all(path: Path, files: list[str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in files:
@@ -97,8 +186,80 @@ def _read_all(path: Path, files: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def load_tokenizer(path: Path, vocab_size: int, declared: tuple[Metadata, ...]) -> TokenizerParts:
-    """The tokenizer of a directory; its library is imported here and not before."""
-    from lockstep.artifacts.tokenizer_json import read_tokenizer
+def _entry(name: str, entry: object, path: Path) -> tuple[Encoding, np.dtype[np.generic], tuple[int, ...], int, int]:
+    """Encoding, dtype, shape and extent in the data part; the extent is what the shape needs."""
+    match entry:
+        case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+            pass
+        case _:
+            raise CorruptArtifactError(f"the header entry of tensor {name!r} is malformed", path=path)
+    if len(shape) > _MAX_DIMENSIONS or not all(type(length) is int and length > 0 for length in shape):
+        raise CorruptArtifactError(f"tensor {name!r} has shape {shape}", path=path)
+    if dtype_name not in _DTYPES:
+        raise UnsupportedArtifactError(
+            f"tensor {name!r} is {dtype_name}; the types that are read are {', '.join(_DTYPES)}", path=path
+        )
+    encoding, dtype = _DTYPES[dtype_name]
+    num_bytes = dtype.itemsize
+    for length in shape:
+        num_bytes *= length
+    if begin < 0 or end - begin != num_bytes:
+        raise CorruptArtifactError(
+            f"tensor {name!r} of shape {shape} lies at {begin}..{end}; {num_bytes} bytes are expected", path=path
+        )
+    return encoding, dtype, tuple(shape), begin, end
 
-    return read_tokenizer(path, vocab_size, declared)
+
+def _load(directory: Path, vocab_size: int) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        others = [name for name in _OTHER_VOCABULARIES if (directory / name).is_file()]
+        hint = f"; {others[0]} alone is not enough, save it with a fast tokenizer of transformers" if others else ""
+        raise MissingTokenizerError(f"holds no tokenizer.json{hint}", path=directory)
+    try:
+        tokenizer = Tokenizer.from_buffer(read_bytes(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise CorruptArtifactError(f"is not a tokenizer ({error})", path=path) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if not 0 <= largest < vocab_size:
+        raise CorruptArtifactError(
+            f"the largest token id is {largest} and the embedding has {vocab_size} rows", path=path
+        )
+    return tokenizer
+
+
+def _token_text(settings: Metadata, key: str) -> str | None:
+    """A string, or an object with its content."""
+    if isinstance(settings.values.get(key), dict):
+        return settings.section(key).text("content")
+    return settings.text(key, "") or None
+
+
+def _end_ids(source: Metadata) -> Iterator[int]:
+    value = source.values.get("eos_token_id", [])
+    for index in value if isinstance(value, list) else [value]:
+        if type(index) is not int:
+            raise CorruptArtifactError(f"'eos_token_id' holds {index!r}; token ids are expected", path=source.path)
+        yield index
+
+
+def _chat_template(directory: Path, settings: Metadata) -> str | None:
+    """chat_template.jinja, else the one in tokenizer_config.json: a string, or a list of which `default` is taken."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return read_bytes(path).decode()
+        except UnicodeDecodeError as error:
+            raise CorruptArtifactError("is not UTF-8", path=path) from error
+    listed = settings.values.get("chat_template")
+    if isinstance(listed, list):
+        for entry in listed:
+            match entry:
+                case {"name": "default", "template": str(template)}:
+                    return template
+        return None
+    return settings.text("chat_template", "") or None

@@ -12,13 +12,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from lockstep.artifacts.fingerprint import files_fingerprint
-from lockstep.artifacts.huggingface import SMALL_FILES, load_tokenizer
-from lockstep.artifacts.json_file import read_json, read_optional_json
-from lockstep.artifacts.layout import check_config
-from lockstep.artifacts.metadata import Metadata
+from lockstep.artifacts.generation_config import from_generation_config
+from lockstep.artifacts.huggingface import SMALL_FILES, read_tokenizer
+from lockstep.artifacts.layout import MappedWeights, check_config
+from lockstep.artifacts.metadata import Metadata, read_json, read_optional_json
 from lockstep.artifacts.model import Artifact, ModelConfig
-from lockstep.artifacts.sampling_defaults import from_generation_config
-from lockstep.artifacts.weights import MappedWeights
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 
 GRAPH, DATA = "openvino_model.xml", "openvino_model.bin"
@@ -54,7 +52,7 @@ def open_openvino(path: Path, source: str, cache_dir: Path) -> Artifact:
         num_bytes=(path / DATA).stat().st_size,
         config=config,
         weights=MappedWeights(path, {}),
-        load_tokenizer=functools.partial(load_tokenizer, path, config.vocab_size, (declared, generation)),
+        load_tokenizer=functools.partial(read_tokenizer, path, config.vocab_size, (declared, generation)),
         sampling_defaults=from_generation_config(generation.values, generation.path),
     )
 

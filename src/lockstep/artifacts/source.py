@@ -1,15 +1,14 @@
-"""From what the user wrote to an opened artifact: a path, a scheme, or a name on the hub."""
+"""Opens what the user calls a model: a path, a scheme, or a name on the hub."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from lockstep.artifacts.gguf import open_gguf
 from lockstep.artifacts.hub.source import SCHEME as _HUB
-from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
+from lockstep.artifacts.hub.source import DownloadProgress, HubSource, match_hub_source, parse_hub_source
 from lockstep.artifacts.huggingface import open_huggingface
 from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.openvino_ir import GRAPH, open_openvino
@@ -21,9 +20,6 @@ _WHAT_WOULD_BE_RIGHT = (
     "a model is a .gguf file, a Hugging Face directory (config.json, *.safetensors, tokenizer.json), an OpenVINO one "
     "(openvino_model.xml), hf://org/name or pocket://"
 )
-
-DownloadProgress = Callable[[str, int, int], None]
-"""Called with a file's name, the bytes that are there, and of how many."""
 
 
 def open_artifact(source: str, *, cache_dir: Path | None = None, progress: DownloadProgress | None = None) -> Artifact:
@@ -76,7 +72,7 @@ def _open_scheme(source: str, cache_dir: Path) -> Artifact:
 
 
 def _open_hub(named: HubSource, source: str, cache_dir: Path, progress: DownloadProgress | None) -> Artifact:
-    from lockstep.artifacts.hub.opening import local_path
+    from lockstep.artifacts.hub.download import local_path
 
     path = local_path(named, progress or (lambda name, have, total: None))
     if path.is_dir():

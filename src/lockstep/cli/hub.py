@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.artifacts.hub.choice import human_size
-from lockstep.artifacts.hub.source import SCHEME, HubSource, match_hub_source, parse_hub_source
+from lockstep.artifacts.hub.source import SCHEME, HubSource, human_size, match_hub_source, parse_hub_source
 from lockstep.cli import options as flags
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.artifacts.hub.cache import CachedModel
-    from lockstep.artifacts.source import DownloadProgress
+    from lockstep.artifacts.hub.source import DownloadProgress
 
 Source = Annotated[str, typer.Argument(help="hf://org/name, with @revision or #file.gguf where they are needed.")]
 _DAY_S = 86400.0
@@ -28,7 +27,7 @@ _DAY_S = 86400.0
 
 def pull(source: Source, as_json: flags.Json = False, debug: flags.Debug = False) -> None:
     """Bring a model from the Hugging Face hub into its cache, or the cached one up to date."""
-    from lockstep.artifacts.hub.opening import pull as fetch
+    from lockstep.artifacts.hub.download import pull as fetch
 
     named = _hub_source(source)
     with _download_progress(str(named)) as progress:

@@ -20,7 +20,7 @@ from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
 
 if TYPE_CHECKING:
-    from lockstep.artifacts.source import DownloadProgress
+    from lockstep.artifacts.hub.source import DownloadProgress
     from lockstep.executors.probe import ProbeReport
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.artifacts.hub.cache import CachedRepo, cached_models, find_cached, plan_removal, remove_leftovers
-from lockstep.artifacts.hub.opening import pull
+from lockstep.artifacts.hub.download import pull
 from lockstep.artifacts.hub.source import HubSource, parse_hub_source
 from lockstep.errors import ArtifactNotFoundError
 from tests.artifacts.hub.stand_in import Repo, StandIn

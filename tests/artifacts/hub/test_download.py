@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.artifacts.hub.download import MAX_ATTEMPTS
-from lockstep.artifacts.hub.opening import local_path, pull
+from lockstep.artifacts.hub.download import MAX_ATTEMPTS, local_path, pull
 from lockstep.artifacts.hub.source import HubSource, parse_hub_source
 from lockstep.artifacts.source import open_artifact
 from lockstep.errors import (

@@ -1,4 +1,4 @@
-"""The hub's cache on this disk: where a repository lies, what of it is whole, and how it goes away.
+"""The hub's cache on this disk: where a repository lies, what of it is whole, and how it is removed.
 
 The layout is the hub's own (``models--org--name/{blobs,refs,snapshots}``, documented in "Understand caching"), so that
 models which other programs pulled are found here and the other way round.
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.hub.choice import cached_gguf, is_served_gguf
-from lockstep.artifacts.hub.source import DEFAULT_REVISION, HubSource
+from lockstep.artifacts.hub.source import DEFAULT_REVISION, HubSource, cached_gguf, is_served_gguf
 from lockstep.errors import ArtifactError, ArtifactNotFoundError
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ def _name_in(revision: CachedRevisionInfo, path: Path) -> str:
 def _is_known(snapshot: Path) -> bool:
     """Whether the configuration is of a kind that can be served; the weights are not looked at."""
     from lockstep.artifacts.huggingface_config import read_config
-    from lockstep.artifacts.json_file import read_json
+    from lockstep.artifacts.metadata import read_json
 
     try:
         read_config(read_json(snapshot / "config.json"))

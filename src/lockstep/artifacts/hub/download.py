@@ -1,36 +1,116 @@
-"""Files of one revision into the hub's own cache: resumed where they stopped, checked when they are whole.
+"""Models from the hub to this disk: the cache where it holds the model, else files that are resumed and checked.
 
 The library's downloads begin anew after an interruption (each writes to a file of its own and removes it), which for
 gigabytes on a slow line is no answer. So the bytes are fetched here, into the documented layout of the cache:
 ``blobs/<digest>``, a link to it under ``snapshots/<commit>/``, and ``refs/<revision>`` with the commit, written last.
+What the hub and the network say is raised as ours, in one line that names what would be right.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.artifacts.hub.cache import CachedRepo
-from lockstep.artifacts.hub.choice import Listing, RemoteFile, human_size
-from lockstep.artifacts.hub.source import HubSource
-from lockstep.errors import CorruptArtifactError, DownloadError
+from lockstep.artifacts.hub.cache import CachedRepo, find_cached
+from lockstep.artifacts.hub.source import (
+    INDEX,
+    WHAT_IS_RIGHT,
+    DownloadProgress,
+    HubSource,
+    Listing,
+    RemoteFile,
+    gguf_file,
+    human_size,
+    is_gguf,
+    text_files,
+    weight_files_without_index,
+)
+from lockstep.errors import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    CorruptArtifactError,
+    DownloadError,
+    HubUnreachableError,
+    MissingTokenizerError,
+)
 from lockstep.version import __version__
-
-Told = Callable[[str, int, int], None]
-"""Called with a file's name, the bytes that are there of all files, and of how many."""
 
 API_TIMEOUT_S = 10.0
 MAX_ATTEMPTS = 5
 """In a row without a single new byte."""
 RETRY_WAIT_S = 1.0
-
 _LIBRARY = "lockstep"
 _SHA256_DIGITS = 64
+_UNAUTHORISED, _FORBIDDEN, _TOO_MANY = 401, 403, 429
+
+
+def local_path(source: HubSource, progress: DownloadProgress) -> Path:
+    """A model's directory or GGUF file. What the cache holds is used as it is, and the hub is not asked: the same
+    model answers tomorrow, and with no network. `pull` looks for a newer one.
+
+    Raises:
+        ArtifactError: it is not there and cannot be fetched; one line says why.
+    """
+    path = find_cached(source)
+    if path is not None:
+        return path
+    try:
+        return pull(source, progress)
+    except HubUnreachableError:
+        path = find_cached(source, asking=False)
+        if path is None:
+            raise
+        return path
+
+
+def pull(source: HubSource, progress: DownloadProgress) -> Path:
+    """Bring a revision into the cache as the hub has it now; only what is missing is fetched.
+
+    Raises:
+        ArtifactNotFoundError: no such repository, revision or file.
+        UnsupportedArtifactError, MissingTokenizerError: cannot be served; known before its weights are fetched.
+        CorruptArtifactError: what came is not what the hub describes.
+        DownloadError: the hub cannot be reached or refuses.
+    """
+    with reported(source):
+        revision = look_up(source)
+        if is_gguf(source, revision.listing):
+            name = gguf_file(source, revision.listing)
+            revision.fetch([name], progress)
+            path = revision.snapshot / name
+        else:
+            _fetch_directory(revision, progress)
+            path = revision.snapshot
+        revision.remember()
+    return path
+
+
+def look_up(source: HubSource) -> Revision:
+    """Ask the hub what a revision is and holds: one request.
+
+    Raises:
+        Exception: of the HTTP library; see `reported`.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name=_LIBRARY, library_version=__version__)
+    info = api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=API_TIMEOUT_S)
+    listing = {}
+    for sibling in info.siblings or ():
+        digest = sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256
+        size = sibling.size if sibling.lfs is None else sibling.lfs.size
+        if digest is not None and size is not None and digest.isalnum():
+            listing[sibling.rfilename] = RemoteFile(sibling.rfilename, size, digest)
+    if info.sha is None or not info.sha.isalnum():
+        raise DownloadError("what answers at HF_ENDPOINT is not a hub: it names no commit", path=str(source))
+    return Revision(source, info.sha, listing)
 
 
 class Revision:
@@ -43,7 +123,7 @@ class Revision:
         self.cached = CachedRepo.of(source.repo)
         self.snapshot = self.cached.snapshot(commit)
 
-    def fetch(self, names: Sequence[str], told: Told) -> None:
+    def fetch(self, names: Sequence[str], progress: DownloadProgress) -> None:
         """Bring these files into the snapshot.
 
         Raises:
@@ -60,10 +140,10 @@ class Revision:
         self._check_room(total - sum(here.values()))
         done = 0
         for file in files:
-            self._fill(file, lambda have, name=file.path, before=done: told(name, before + have, total))  # type: ignore[misc]  # mypy types no defaults of lambdas
+            self._fill(file, lambda have, name=file.path, before=done: progress(name, before + have, total))  # type: ignore[misc]  # mypy types no defaults of lambdas
             self._link(file)
             done += file.num_bytes
-            told(file.path, done, total)
+            progress(file.path, done, total)
 
     def remember(self) -> None:
         """Let the revision's name mean this commit from now on; called when all its files are there."""
@@ -91,7 +171,7 @@ class Revision:
                 path=str(self.source),
             )
 
-    def _fill(self, file: RemoteFile, told: Callable[[int], None]) -> None:
+    def _fill(self, file: RemoteFile, progress: Callable[[int], None]) -> None:
         """Make the blob, under the lock that other programs of the hub's cache take as well."""
         from huggingface_hub.utils import WeakFileLock
 
@@ -105,7 +185,7 @@ class Revision:
             if blob.exists():
                 return
             partial = _partial(blob)
-            self._complete(file, partial, told)
+            self._complete(file, partial, progress)
             if _digest(partial, file.digest) != file.digest:
                 partial.unlink()
                 raise CorruptArtifactError(
@@ -114,7 +194,7 @@ class Revision:
                 )
             os.replace(partial, blob)
 
-    def _complete(self, file: RemoteFile, partial: Path, told: Callable[[int], None]) -> None:
+    def _complete(self, file: RemoteFile, partial: Path, progress: Callable[[int], None]) -> None:
         """Append what is missing, and go on after a broken connection as long as each attempt brings something."""
         from httpx2 import TransportError
 
@@ -122,7 +202,7 @@ class Revision:
         before = -1
         while True:
             try:
-                self._append(file, partial, told)
+                self._append(file, partial, progress)
             except TransportError:
                 have = partial.stat().st_size if partial.exists() else 0
                 attempts = 1 if have > before else attempts + 1
@@ -133,7 +213,7 @@ class Revision:
             else:
                 return
 
-    def _append(self, file: RemoteFile, partial: Path, told: Callable[[int], None]) -> None:
+    def _append(self, file: RemoteFile, partial: Path, progress: Callable[[int], None]) -> None:
         from httpx2 import RemoteProtocolError
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -157,10 +237,10 @@ class Revision:
                 hf_raise_for_status(response)
                 if have and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
                     have = out.truncate(0)  # the server sends the whole
-                told(have)
+                progress(have)
                 for chunk in response.iter_bytes():
                     have += out.write(chunk)
-                    told(have)
+                    progress(have)
         if have != file.num_bytes:
             raise RemoteProtocolError(f"{file.path} ended after {have} of {file.num_bytes} bytes")
 
@@ -179,25 +259,41 @@ class Revision:
             shutil.copyfile(blob, pointer)  # a file system without links
 
 
-def look_up(source: HubSource) -> Revision:
-    """Ask the hub what a revision is and holds: one request.
+@contextmanager
+def reported(source: HubSource) -> Iterator[None]:
+    """Raise what goes wrong in the block as ours.
 
     Raises:
-        Exception: of the HTTP library; see `reported`.
+        HubUnreachableError: no network, or the hub is out of order: a copy in the cache would do.
+        ArtifactNotFoundError: no such repository, revision or file.
+        DownloadError: refused, or the disk is full.
     """
-    from huggingface_hub import HfApi
+    from httpx2 import HTTPError, InvalidURL
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    api = HfApi(library_name=_LIBRARY, library_version=__version__)
-    info = api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=API_TIMEOUT_S)
-    listing = {}
-    for sibling in info.siblings or ():
-        digest = sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256
-        size = sibling.size if sibling.lfs is None else sibling.lfs.size
-        if digest is not None and size is not None and digest.isalnum():
-            listing[sibling.rfilename] = RemoteFile(sibling.rfilename, size, digest)
-    if info.sha is None or not info.sha.isalnum():
-        raise DownloadError("what answers at HF_ENDPOINT is not a hub: it names no commit", path=str(source))
-    return Revision(source, info.sha, listing)
+    try:
+        yield
+    except OfflineModeIsEnabled:
+        raise HubUnreachableError(
+            "HF_HUB_OFFLINE is set, so the hub is not asked; unset it, or run what was pulled before",
+            path=str(source),
+        ) from None
+    except HfHubHTTPError as error:
+        raise _refused(source, error) from error
+    except (HTTPError, InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        raise HubUnreachableError(
+            f"the hub cannot be reached ({reason}); what was pulled before runs without it, anything else needs a "
+            "network, or HF_ENDPOINT set to a mirror",
+            path=str(source),
+        ) from error
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise DownloadError(f"the cache cannot be written ({error})", path=str(source)) from error
+        raise DownloadError(
+            "the disk is full; free some space (lockstep list, lockstep rm) or set HF_HOME to another disk",
+            path=str(source),
+        ) from error
 
 
 def _partial(blob: Path) -> Path:
@@ -211,3 +307,77 @@ def _digest(path: Path, expected: str) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _refused(source: HubSource, error: Exception) -> ArtifactError:
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    assert isinstance(error, HfHubHTTPError)
+    status, where = error.response.status_code, str(source)
+    if isinstance(error, GatedRepoError):
+        place = f"{_endpoint()}/{source.repo}"
+        hint = (
+            "the account of the token in use has no access yet; ask for it there"
+            if _has_token()
+            else "ask for access there and set HF_TOKEN to a token of the account"
+        )
+        return DownloadError(f"gated: {place} asks for consent first; {hint}", path=where)
+    if isinstance(error, RevisionNotFoundError):
+        return ArtifactNotFoundError(
+            f"the repository has no revision {source.revision!r}; a branch, tag or commit is expected after '@'",
+            path=where,
+        )
+    if isinstance(error, EntryNotFoundError):
+        return ArtifactNotFoundError("a file of the repository is gone; pull again", path=where)
+    if isinstance(error, RepositoryNotFoundError):
+        hint = "the token in use cannot see it" if _has_token() else "HF_TOKEN is not set"
+        return ArtifactNotFoundError(
+            f"the hub knows no such model, or it is private and {hint}; {WHAT_IS_RIGHT}", path=where
+        )
+    if status in (_UNAUTHORISED, _FORBIDDEN):
+        return DownloadError(
+            f"the hub refused the token ({status}); set HF_TOKEN to a valid one that may read, or unset it", path=where
+        )
+    if status == _TOO_MANY:
+        return HubUnreachableError("the hub asks to slow down (429); try later, or with HF_TOKEN set", path=where)
+    if status >= 500:
+        return HubUnreachableError(f"the hub is out of order ({status}); try later", path=where)
+    return DownloadError(f"the hub refused ({status}): {error.server_message or 'no reason given'}", path=where)
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _fetch_directory(revision: Revision, progress: DownloadProgress) -> None:
+    from lockstep.artifacts.huggingface import weight_files
+    from lockstep.artifacts.huggingface_config import read_config
+    from lockstep.artifacts.metadata import read_json
+
+    if "tokenizer.json" not in revision.listing:
+        raise MissingTokenizerError(
+            "the repository has no tokenizer.json; one that was saved with a fast tokenizer is needed",
+            path=str(revision.source),
+        )
+    small = text_files(revision.listing)
+    revision.fetch(small, lambda name, have, total: None)  # kilobytes: the bar is for the weights
+    read_config(read_json(revision.snapshot / "config.json"))
+    has_index = INDEX in revision.listing
+    weights = (
+        weight_files(revision.snapshot) if has_index else weight_files_without_index(revision.source, revision.listing)
+    )
+    revision.fetch(weights, progress)

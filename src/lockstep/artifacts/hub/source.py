@@ -1,18 +1,32 @@
-"""What a user calls a model on the hub: ``hf://org/name[@revision][#file]``, as a value."""
+"""Hub sources: what a user calls a model (``hf://org/name[@revision][#file]``), and which files of a repository it is.
+
+Decides on names and sizes alone.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lockstep.errors import ArtifactNotFoundError
+from lockstep.errors import ArtifactNotFoundError, UnsupportedArtifactError
 
 SCHEME = "hf://"
 DEFAULT_REVISION = "main"
 WHAT_IS_RIGHT = "a model on the hub is called hf://org/name, with @revision and #file.gguf where they are needed"
-
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _SOURCE = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._/-]{{1,200}}))?(?:#(.{{1,400}}))?", re.ASCII)
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_TEXT_FILES = ("config.json", "generation_config.json", "chat_template.jinja", INDEX)
+_TOKENIZER = re.compile(r"tokenizer[a-z_]*\.json")
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
+_PROJECTOR = re.compile(r"(^|/)mmproj[^/]*$", re.IGNORECASE)
+_MAX_LISTED = 40
+"""File names in one message."""
+
+DownloadProgress = Callable[[str, int, int], None]
+"""Called with a file's name, the bytes that are there of all files, and of how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +71,124 @@ def match_hub_source(text: str) -> HubSource | None:
     if found is None or ".." in text or "--" in found[1]:  # neither can be in a name, and `--` parts names in the cache
         return None
     return HubSource(found[1], found[2] or DEFAULT_REVISION, found[3])
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of a repository's revision."""
+
+    path: str
+    num_bytes: int
+    digest: str
+    """SHA-256 of its content, or for files that git itself keeps git's SHA-1; the file's name in the hub's cache."""
+
+
+Listing = Mapping[str, RemoteFile]
+
+
+def is_gguf(source: HubSource, listing: Listing) -> bool:
+    """Whether the source means one GGUF file and not the repository as a Hugging Face directory.
+
+    Raises:
+        ArtifactNotFoundError, UnsupportedArtifactError: the repository holds neither.
+    """
+    if source.file is not None:
+        return True
+    if any(_is_weights(name) for name in listing) and "config.json" in listing:
+        return False
+    if any(name.endswith(".gguf") for name in listing):
+        return True
+    if "adapter_config.json" in listing:
+        raise UnsupportedArtifactError("an adapter; give the model that it adapts", path=str(source))
+    pickles = [name for name in sorted(listing) if name.endswith((".bin", ".pt", ".pth"))]
+    hint = f"; {pickles[0]} is a pickle, which is never loaded" if pickles else ""
+    raise ArtifactNotFoundError(
+        f"the repository holds no model: config.json with *.safetensors, or *.gguf, are expected{hint}",
+        path=str(source),
+    )
+
+
+def text_files(listing: Listing) -> list[str]:
+    """Everything of a Hugging Face directory that is read but its weights, in order of name."""
+    return sorted(name for name in listing if name in _TEXT_FILES or _TOKENIZER.fullmatch(name))
+
+
+def weight_files_without_index(source: HubSource, listing: Listing) -> list[str]:
+    """The one file of weights of a repository that has no index; ArtifactNotFoundError where it cannot be told."""
+    names = sorted(name for name in listing if _is_weights(name))
+    if SINGLE in names:
+        return [SINGLE]
+    if len(names) == 1:
+        return names
+    raise ArtifactNotFoundError(f"{len(names)} .safetensors files and no {INDEX} to say which belong", path=str(source))
+
+
+def gguf_file(source: HubSource, listing: Listing) -> str:
+    """The GGUF file that a source means: the named one, the only one of a quantisation, or the only one at all.
+
+    Raises:
+        ArtifactNotFoundError: none or several are meant; the message lists them with their sizes.
+        UnsupportedArtifactError: a part of a split file.
+    """
+    files = sorted(name for name in listing if name.endswith(".gguf") and not _PROJECTOR.search(name))
+    wanted = source.file
+    found = files if wanted is None else [wanted] if wanted in listing else _of_quantisation(wanted, files)
+    if len(found) == 1:
+        if _PART.search(found[0]):
+            raise UnsupportedArtifactError(
+                f"{found[0]} is one part of a split GGUF; another file of the repository, or the parts merged on disk, "
+                f"can be served: {_sized(files, listing)}",
+                path=str(source),
+            )
+        if not found[0].endswith(".gguf"):
+            raise ArtifactNotFoundError(
+                f"{found[0]} is not a GGUF file; without '#' the repository is one model", path=str(source)
+            )
+        return found[0]
+    if not files:
+        raise ArtifactNotFoundError("the repository holds no .gguf file; give it without '#'", path=str(source))
+    if wanted is None:
+        problem = f"a repository of {len(files)} GGUF files; add one with '#'"
+    elif found:
+        problem = f"#{wanted} means {len(found)} files; give the name of one"
+    else:
+        problem = f"no file {wanted!r}; these are there"
+    raise ArtifactNotFoundError(f"{problem}: {_sized(found or files, listing)}", path=str(source))
+
+
+def cached_gguf(source: HubSource, names: list[str]) -> str | None:
+    """The file among those in the cache that a source means; None where it is not there or cannot be told."""
+    if source.file in names:
+        return source.file
+    found = names if source.file is None else _of_quantisation(source.file, names)
+    return found[0] if len(found) == 1 else None
+
+
+def is_served_gguf(name: str) -> bool:
+    """Whether a file is a whole language model by its name: no part of one, and no projector of images."""
+    return name.endswith(".gguf") and not _PART.search(name) and not _PROJECTOR.search(name)
+
+
+def human_size(num_bytes: int) -> str:
+    """Bytes for people, in decimal units as the hub shows them."""
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors") and "/" not in name and not name.startswith(("consolidated", "adapter_"))
+
+
+def _of_quantisation(wanted: str, names: list[str]) -> list[str]:
+    """Files in whose name the word stands between borders: Q4_K_M is not in ``x-Q4_K_M_L.gguf``."""
+    word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(wanted)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    return [name for name in names if word.search(name)]
+
+
+def _sized(names: list[str], listing: Listing) -> str:
+    shown = [f"{name} ({human_size(listing[name].num_bytes)})" for name in names[:_MAX_LISTED]]
+    return ", ".join(shown) + (", …" if len(names) > _MAX_LISTED else "")

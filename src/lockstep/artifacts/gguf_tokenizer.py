@@ -1,4 +1,4 @@
-"""The vocabulary inside a GGUF file as a `tokenizers.Tokenizer` that splits text as llama.cpp does.
+"""The vocabulary of a GGUF file as a `tokenizers.Tokenizer` that splits text as llama.cpp does.
 
 Source: llama.cpp's `llama-vocab.cpp` (token types, defaults, split expressions, end tokens). Goldens made with it are
 in `tests/golden/`. Two models: byte-level BPE ("gpt2") and SentencePiece ("llama").
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.end_tokens import END_TEXTS, MARKER_TEXTS, end_token_ids
+from lockstep.artifacts.generation_config import END_TEXTS, MARKER_TEXTS, end_token_ids
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.errors import CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError

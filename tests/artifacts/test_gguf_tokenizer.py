@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.artifacts.gguf_tokenizer import SPLITTERS, read_vocabulary
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.source import open_artifact
-from lockstep.artifacts.vocabulary import SPLITTERS, read_vocabulary
 from lockstep.errors import CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
 from tools.random_models import CHAT_TEMPLATE, write_gguf
 

@@ -1,8 +1,12 @@
-"""Sampling defaults that an artifact carries, under the names of `Artifact.sampling_defaults`."""
+"""Generation defaults that an artifact carries: which tokens end a sequence, and its sampling parameters.
+
+End tokens are a set: chat models have several, and files name only some of them. Sampling defaults bear the names of
+`Artifact.sampling_defaults`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from lockstep.errors import CorruptArtifactError
@@ -15,9 +19,31 @@ _KNOWN: Mapping[str, tuple[str, Callable[[float], bool], str]] = {
     "min_p": ("general.sampling.min_p", lambda value: 0 <= value <= 1, "0 to 1"),
     "repetition_penalty": ("general.sampling.penalty_repeat", lambda value: value > 0, "above 0"),
 }
-
 _LARGEST = 1e30
 """Neither infinity nor an integer beyond floats is a sampling parameter."""
+END_TEXTS = (
+    "</s>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<eos>",
+    "[EOS]",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+)
+"""Spellings with which models of the known architectures close a turn or a text, as llama.cpp lists them."""
+MARKER_TEXTS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+"""Spellings that llama.cpp takes for control tokens, whatever the file says, as it does with those above."""
 
 
 def from_generation_config(config: Mapping[str, object], path: Path) -> dict[str, float | int]:
@@ -30,6 +56,17 @@ def from_generation_config(config: Mapping[str, object], path: Path) -> dict[str
 def from_gguf(metadata: Mapping[str, object], path: Path) -> dict[str, float | int]:
     """The values that are present."""
     return _checked({name: metadata.get(key) for name, (key, _, _) in _KNOWN.items()}, path)
+
+
+def end_token_ids(named: Iterable[int], special_tokens: Mapping[str, int]) -> tuple[int, ...]:
+    """Sorted ids: those that the artifact names, and its special tokens with a known spelling.
+
+    Args:
+        named: ids that the artifact calls eos, eot or eom.
+        special_tokens: text and id of its control tokens.
+    """
+    known = (special_tokens[text] for text in END_TEXTS if text in special_tokens)
+    return tuple(sorted({*named, *known}))
 
 
 def _checked(values: Mapping[str, object], path: Path) -> dict[str, float | int]:

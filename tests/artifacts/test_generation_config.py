@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.artifacts.sampling_defaults import from_generation_config, from_gguf
+from lockstep.artifacts.generation_config import from_generation_config, from_gguf
 from lockstep.errors import CorruptArtifactError
 
 PATH = Path("generation_config.json")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.artifacts.gguf_tokenizer import read_vocabulary
 from lockstep.artifacts.metadata import Metadata
-from lockstep.artifacts.vocabulary import read_vocabulary
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "tokenisations.json.gz"
 FILE: dict[str, Any] = json.loads(gzip.decompress(GOLDEN.read_bytes()))
