@@ -1,18 +1,19 @@
-"""What a caller may say about one generation: sampling, limits and endings.
+"""Sampling parameters: what a caller may say about one generation, with checks and defaults, and what that resolves to.
 
-`SamplingParams` is what the request intends; `ResolvedSampling` is what the sampler obeys after the artifact's defaults
-and the neutral values have filled the gaps. Knows no model: a vocabulary size and a mapping of defaults come in.
+`SamplingParams` is what the request intends: one field is one parameter, with its default, the check of any other value
+and a sentence of documentation. `ResolvedSampling` is what the sampler obeys after the artifact's defaults and the
+neutral values have filled the gaps. Knows no model: a vocabulary size and a mapping of defaults come in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
@@ -32,6 +33,69 @@ MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
 """Of ``repetition_penalty``, which divides and multiplies logits: what they become stays finite in float32."""
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy, as in vLLM: dividing by them would only overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """Check of a field that is a finite number of low..high; `open_low`: low itself is out."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+    def __call__(self, name: str, value: object) -> None:
+        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+        if self.low <= number <= self.high and not (self.open_low and number == self.low):
+            return
+        above = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        raise _wrong(name, value, f"a number {above} and at most {self.high:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Check of a field that is an integer of low..high; None as high: no end."""
+
+    low: int
+    high: int | None = None
+
+    def __call__(self, name: str, value: object) -> None:
+        low, high = self.low, self.high
+        if isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high):
+            return
+        raise _wrong(name, value, f"an integer, at least {low}" if high is None else f"an integer of {low}..{high}")
+
+
+@dataclass(frozen=True, slots=True)
+class Strings:
+    """Check of a field that is a list of strings: how many, and how long each may be."""
+
+    count: int
+    num_chars: int
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, (tuple, list)):
+            raise _wrong(name, value, f"a list of at most {self.count} strings")
+        if len(value) > self.count:
+            raise InvalidParameterError(
+                f"{name} has {len(value)} strings; it must have at most {self.count}", param=name
+            )
+        for index, text in enumerate(value):
+            if not isinstance(text, str) or not 1 <= len(text) <= self.num_chars:
+                error = _wrong(f"{name}[{index}]", text, f"a string of 1..{self.num_chars} characters")
+                raise InvalidParameterError(str(error), param=name)
+
+
+def is_flag(name: str, value: object) -> None:
+    """Check of a field that is true or false."""
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+
+
+def is_constraint(name: str, value: object) -> None:
+    """Check of a field that is a constraint of the right shape and size."""
+    if not isinstance(value, Constraint):
+        raise _wrong(name, value, "a Constraint, e.g. Constraint.json_schema({...})")
+    value.validate()
 
 
 class ResolvedSampling(msgspec.Struct, frozen=True):
@@ -65,46 +129,46 @@ class ResolvedSampling(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of one generation; names and meanings are OpenAI's and vLLM's. None: the model's default."""
 
-    temperature: float | None = None
+    temperature: Annotated[float | None, Real(0.0, MAX_TEMPERATURE)] = None
     """0: greedy. Default 1, or what the artifact's generation_config.json says."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, Whole(-1)] = None
     """Keep the k most likely tokens; 0 or -1: all."""
-    top_p: float | None = None
+    top_p: Annotated[float | None, Real(0.0, 1.0, open_low=True)] = None
     """Keep the fewest most likely tokens that hold this share of the probability; above 0, at most 1."""
-    min_p: float | None = None
+    min_p: Annotated[float | None, Real(0.0, 1.0)] = None
     """Keep tokens at least this many times as likely as the likeliest; 0 to 1."""
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float | None, Real(MIN_PENALTY, MAX_PENALTY)] = None
     """Above 1 makes tokens of prompt and output less likely; 1: none."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, Real(-2.0, 2.0)] = 0.0
     """Subtracted from the logit of every token of the output; -2 to 2."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, Real(-2.0, 2.0)] = 0.0
     """Subtracted once per occurrence in the output; -2 to 2."""
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     """Token id to what is added to its logit; -100 to 100."""
-    seed: int | None = None
+    seed: Annotated[int | None, Whole(-(2**63), 2**64 - 1)] = None
     """None: the engine draws one at submission, so that a recording can repeat it."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, Whole(1)] = None
     """None: as much as the context leaves."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Whole(0)] = 0
     """No end before this many tokens."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Strings(MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)] = ()
     """Strings that end the text; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the text, besides the model's own."""
-    ignore_eos: bool = False
+    ignore_eos: Annotated[bool, is_flag] = False
     """Go on after the model's end tokens."""
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: Annotated[bool, is_flag] = False
     """The stop string that ends the text is its last part, and so is a stop token that is text."""
-    skip_special_tokens: bool = True
+    skip_special_tokens: Annotated[bool, is_flag] = True
     """False: special tokens are shown as they are written."""
-    bad_words: tuple[str, ...] = ()
+    bad_words: Annotated[tuple[str, ...], Strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)] = ()
     """Words whose tokens never come in a row, with a space before them or without. A request whose constraint allows
     nothing else fails."""
-    n: int = 1
+    n: Annotated[int, Whole(1, MAX_CHOICES)] = 1
     """Choices to generate."""
     logprobs: int | None = None
     """None: none. k: the sampled token's log-probability and the k most likely."""
-    constraint: Constraint | None = None
+    constraint: Annotated[Constraint | None, is_constraint] = None
     """What the text must be. Where it allows no more text the sequence ends, also before `min_tokens`."""
 
     def validate(self, vocab_size: int) -> None:
@@ -118,8 +182,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             if value is not default:
                 check(name, value)
         check_logprobs("logprobs", self.logprobs, vocab_size)
-        _biases(self.logit_bias, vocab_size)
-        _stop_tokens(self.stop_token_ids, vocab_size)
+        _check_biases(self.logit_bias, vocab_size)
+        _check_stop_tokens(self.stop_token_ids, vocab_size)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _wrong("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
 
@@ -170,7 +234,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 def check_logprobs(name: str, value: int | None, vocab_size: int) -> None:
     """Check how many of the most likely tokens are wanted beside one; InvalidParameterError names the parameter."""
     if value is not None:
-        _whole(name, value, 0, min(MAX_LOGPROBS, vocab_size))
+        Whole(0, min(MAX_LOGPROBS, vocab_size))(name, value)
 
 
 def _wrong(name: str, value: object, right: str) -> InvalidParameterError:
@@ -180,34 +244,7 @@ def _wrong(name: str, value: object, right: str) -> InvalidParameterError:
     return InvalidParameterError(f"{name} is {shown}; it must be {right}", param=name)
 
 
-def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    """A finite number of low..high; `open_low`: low itself is out."""
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if low <= number <= high and not (open_low and number == low):
-        return
-    above = f"above {low:g}" if open_low else f"at least {low:g}"
-    raise _wrong(name, value, f"a number {above} and at most {high:g}")
-
-
-def _whole(name: str, value: object, low: int, high: int | None) -> None:
-    """An integer of low..high; None as high: no end."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high):
-        return
-    raise _wrong(name, value, f"an integer, at least {low}" if high is None else f"an integer of {low}..{high}")
-
-
-def _constraint(name: str, value: object) -> None:
-    if not isinstance(value, Constraint):
-        raise _wrong(name, value, "a Constraint, e.g. Constraint.json_schema({...})")
-    value.validate()
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "true or false")
-
-
-def _biases(value: object, vocab_size: int) -> None:
+def _check_biases(value: object, vocab_size: int) -> None:
     if value == {}:
         return
     if not isinstance(value, Mapping):
@@ -216,26 +253,16 @@ def _biases(value: object, vocab_size: int) -> None:
         raise InvalidParameterError(
             f"logit_bias has {len(value)} entries; it must have at most {MAX_LOGIT_BIASES}", param="logit_bias"
         )
+    is_token, is_bias = Whole(0, vocab_size - 1), Real(-100.0, 100.0)
     for token, bias in value.items():
         try:
-            _whole("a token id", token, 0, vocab_size - 1)
-            _real(f"the bias of token {token}", bias, -100.0, 100.0)
+            is_token("a token id", token)
+            is_bias(f"the bias of token {token}", bias)
         except InvalidParameterError as error:
             raise InvalidParameterError(f"logit_bias: {error}", param="logit_bias") from None
 
 
-def _strings(name: str, value: object, count: int, num_chars: int) -> None:
-    if not isinstance(value, (tuple, list)):
-        raise _wrong(name, value, f"a list of at most {count} strings")
-    if len(value) > count:
-        raise InvalidParameterError(f"{name} has {len(value)} strings; it must have at most {count}", param=name)
-    for index, text in enumerate(value):
-        if not isinstance(text, str) or not 1 <= len(text) <= num_chars:
-            error = _wrong(f"{name}[{index}]", text, f"a string of 1..{num_chars} characters")
-            raise InvalidParameterError(str(error), param=name)
-
-
-def _stop_tokens(value: object, vocab_size: int) -> None:
+def _check_stop_tokens(value: object, vocab_size: int) -> None:
     if value == ():
         return
     if not isinstance(value, (tuple, list)):
@@ -244,30 +271,20 @@ def _stop_tokens(value: object, vocab_size: int) -> None:
         raise InvalidParameterError(
             f"stop_token_ids has {len(value)} ids; it must have at most {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"
         )
+    is_token = Whole(0, vocab_size - 1)
     for index, token in enumerate(value):
         try:
-            _whole(f"stop_token_ids[{index}]", token, 0, vocab_size - 1)
+            is_token(f"stop_token_ids[{index}]", token)
         except InvalidParameterError as error:
             raise InvalidParameterError(str(error), param="stop_token_ids") from None
 
 
-_CHECKS: tuple[tuple[str, object, Callable[[str, object], None]], ...] = (
-    ("temperature", None, partial(_real, low=0.0, high=MAX_TEMPERATURE)),
-    ("top_k", None, partial(_whole, low=-1, high=None)),
-    ("top_p", None, partial(_real, low=0.0, high=1.0, open_low=True)),
-    ("min_p", None, partial(_real, low=0.0, high=1.0)),
-    ("repetition_penalty", None, partial(_real, low=MIN_PENALTY, high=MAX_PENALTY)),
-    ("presence_penalty", 0.0, partial(_real, low=-2.0, high=2.0)),
-    ("frequency_penalty", 0.0, partial(_real, low=-2.0, high=2.0)),
-    ("seed", None, partial(_whole, low=-(2**63), high=2**64 - 1)),
-    ("max_tokens", None, partial(_whole, low=1, high=None)),
-    ("min_tokens", 0, partial(_whole, low=0, high=None)),
-    ("stop", (), partial(_strings, count=MAX_STOP_STRINGS, num_chars=MAX_STOP_STRING_CHARS)),
-    ("bad_words", (), partial(_strings, count=MAX_BAD_WORDS, num_chars=MAX_BAD_WORD_CHARS)),
-    ("ignore_eos", False, _flag),
-    ("include_stop_str_in_output", False, _flag),
-    ("skip_special_tokens", True, _flag),
-    ("n", 1, partial(_whole, low=1, high=MAX_CHOICES)),
-    ("constraint", None, _constraint),
-)
-"""A field, its default, and what any other value must be."""
+def _declared_checks() -> Iterator[tuple[str, object, Callable[[str, object], None]]]:
+    """A field, its default, and what any other value must be; fields that depend on the vocabulary have none."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    for field in fields(SamplingParams):
+        for check in getattr(hints[field.name], "__metadata__", ()):
+            yield field.name, field.default, check
+
+
+_CHECKS = tuple(_declared_checks())
