@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-perturbed test-avx2 test-avx512 cover surface lint format bench lock clean
+.PHONY: demo test test-slow test-perturbed test-avx2 test-avx512 cover surface lint measures format bench lock clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
@@ -42,6 +42,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.measures
+
+# The measures of the house, with what each verb imports.
+measures: $(STAMP)
+	$(BIN)/python -m tools.measures --verbs
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,353 @@
+"""Measures of the house: how much code there is, how it is cut, how far apart what belongs together lies.
+
+`python -m tools.measures` prints the table (a few seconds; `make lint` does). With ``--verbs`` also what each verb
+imports; ``--root`` looks at another tree.
+``--tighten`` lowers the ratchets of `tests/test_ratchets.py` to what is; ``--map`` writes the map of files into
+ARCHITECTURE.md.
+
+Code lines are neither blank nor comments nor docstrings. Imports count wherever they stand: in functions and
+for type checking as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RATCHETS = Path("tests") / "ratchets.json"
+SMALL_LINES = 60
+INDIRECT = frozenset(["What", "Who", "Whom", "Whose", "Of", "How", "Where", "Whether", "When", "Why", "Which"])
+"""A docstring that begins so is a clause that leans on its neighbour, not a name of the thing or a command."""
+MAP_BEGIN, MAP_END = "<!-- map: `make map` writes it -->", "<!-- end of the map -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A file of Python, and what was read from it."""
+
+    name: str
+    path: Path
+    num_lines: int
+    num_code_lines: int
+    imports: frozenset[tuple[str, str]]
+    """Module and name of each; a name of "" is the module itself."""
+    purpose: str
+    """The first sentence of its docstring."""
+    indirect_docstrings: tuple[tuple[int, str], ...]
+    """Line and first word of those that do not stand alone."""
+
+    @property
+    def room(self) -> str:
+        """Its folder in the package; of a module beside the rooms, its file."""
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else "__init__"
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    @property
+    def is_small(self) -> bool:
+        return not self.is_package and self.num_lines < SMALL_LINES
+
+
+def read_module(name: str, path: Path) -> Module:
+    """Parse a file once for all measures; the tree is not kept."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    lines = {
+        number
+        for number, line in enumerate(text.split("\n"), 1)
+        if (stripped := line.strip()) and not stripped.startswith("#")
+    }
+    docstrings: set[int] = set()
+    imports: set[tuple[str, str]] = set()
+    indirect: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            if node.end_lineno != node.lineno:
+                lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        elif isinstance(node, ast.Expr):
+            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        elif isinstance(node, ast.Import):
+            imports.update((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            imports.update((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            word = (ast.get_docstring(node, clean=False) or "").split(maxsplit=1)[:1]
+            if word and word[0] in INDIRECT:
+                indirect.append((getattr(node, "lineno", 1), word[0]))
+    first = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
+    purpose = re.split(r"(?<=[.:;])\s", first)[0].rstrip(".:;")
+    num_code_lines = len(lines - docstrings)
+    return Module(name, path, text.count("\n"), num_code_lines, frozenset(imports), purpose, tuple(indirect))
+
+
+@dataclass(frozen=True)
+class House:
+    """The package and its tests in one tree."""
+
+    root: Path
+
+    @cached_property
+    def modules(self) -> Mapping[str, Module]:
+        """By dotted name, sorted."""
+        return _modules(self.root / "src", self.root / "src" / "lockstep")
+
+    @cached_property
+    def tests(self) -> Mapping[str, Module]:
+        return _modules(self.root, self.root / "tests")
+
+    @cached_property
+    def imports(self) -> Mapping[str, frozenset[str]]:
+        """Modules of ours that a module names, itself aside."""
+        return {name: frozenset(_imported(module, self.modules)) - {name} for name, module in self.modules.items()}
+
+    @cached_property
+    def importers(self) -> Mapping[str, Sequence[str]]:
+        found: dict[str, list[str]] = {name: [] for name in self.modules}
+        for name, imported in self.imports.items():
+            for each in imported:
+                found[each].append(name)
+        return found
+
+    @cached_property
+    def single_importer(self) -> list[str]:
+        """Modules that only one other module imports; packages' fronts and entry points aside."""
+        return [
+            name
+            for name, importers in self.importers.items()
+            if len(importers) == 1 and not self.modules[name].is_package
+        ]
+
+    @property
+    def repeated_names(self) -> list[str]:
+        """File names that several rooms have."""
+        rooms: dict[str, set[str]] = {}
+        for module in self.modules.values():
+            if not module.is_package:
+                rooms.setdefault(module.path.name, set()).add(module.room)
+        return sorted(name for name, having in rooms.items() if len(having) > 1)
+
+    @cached_property
+    def rooms(self) -> Sequence[str]:
+        """Packages that have code."""
+        fronts = (module for module in self.modules.values() if module.is_package and module.name.count(".") == 1)
+        return [module.room for module in fronts if self.num_code_lines(module.room) > SMALL_LINES]
+
+    def of_room(self, room: str) -> list[Module]:
+        return [module for module in self.modules.values() if module.room == room]
+
+    def num_code_lines(self, room: str) -> int:
+        return sum(module.num_code_lines for module in self.of_room(room))
+
+    def num_test_lines(self, room: str) -> int:
+        return sum(module.num_code_lines for module in self.tests.values() if module.room == room)
+
+    @cached_property
+    def circles(self) -> list[list[str]]:
+        """Modules that import one another: the strongly connected parts of the graph (Tarjan 1972)."""
+        index: dict[str, int] = {}
+        low: dict[str, int] = {}
+        stack: list[str] = []
+        found: list[list[str]] = []
+
+        def visit(name: str) -> None:
+            index[name] = low[name] = len(index)
+            stack.append(name)
+            for other in sorted(self.imports[name]):
+                if other not in index:
+                    visit(other)
+                if other in stack:
+                    low[name] = min(low[name], low[other])
+            if low[name] == index[name]:
+                part = stack[stack.index(name) :]
+                del stack[stack.index(name) :]
+                if len(part) > 1:
+                    found.append(sorted(part))
+
+        for name in self.modules:
+            if name not in index:
+                visit(name)
+        return found
+
+    @cached_property
+    def indirect_docstrings(self) -> list[str]:
+        return [
+            f"{module.path.relative_to(self.root)}:{line}: {word} ..."
+            for module in self.modules.values()
+            for line, word in module.indirect_docstrings
+        ]
+
+
+def _modules(base: Path, folder: Path) -> dict[str, Module]:
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(base).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = read_module(name, path)
+    return found
+
+
+def _imported(module: Module, known: Mapping[str, Module]) -> Iterator[str]:
+    """Modules of ours: the named one where the name is a module's, else the one that it is taken from."""
+    for source, name in module.imports:
+        inner = f"{source}.{name}"
+        if inner in known or source in known:
+            yield inner if inner in known else source
+
+
+Values = dict[str, float]
+
+
+def ratchets_of(house: House) -> Values:
+    """What may only become smaller; of a share of tests, what it lacks to the goal is counted."""
+    values: Values = {
+        "code lines": sum(module.num_code_lines for module in house.modules.values()),
+        "files": len(house.modules),
+        f"files under {SMALL_LINES} lines": sum(module.is_small for module in house.modules.values()),
+        "modules with one importer": len(house.single_importer),
+        "file names in several rooms": len(house.repeated_names),
+        "circles": len(house.circles),
+        "docstrings that lean on a neighbour": len(house.indirect_docstrings),
+    }
+    for room in house.rooms:
+        values[f"code lines of {room}"] = house.num_code_lines(room)
+        values[f"test share of {room}"] = round(house.num_test_lines(room) / house.num_code_lines(room), 2)
+    return values
+
+
+GROWS = "test share"
+"""Ratchets that begin so may only become larger."""
+
+
+def table(house: House) -> Iterator[str]:
+    """The measures, a line each, and the rooms'."""
+    header = ("room", "code", "files", f"<{SMALL_LINES}", "one importer", "tests", "tests:code")
+    rows: list[tuple[object, ...]] = []
+    for room in house.rooms:
+        own = house.of_room(room)
+        tests, code = house.num_test_lines(room), house.num_code_lines(room)
+        small = sum(module.is_small for module in own)
+        single = sum(house.modules[name].room == room for name in house.single_importer)
+        rows.append((room, code, len(own), small, single, tests, f"{tests / code:.2f}"))
+    values = ratchets_of(house)
+    code, tests = int(values["code lines"]), sum(module.num_code_lines for module in house.tests.values())
+    counts = [int(value) for name, value in values.items() if " of " not in name]
+    rows.append(("all", code, *counts[1:4], tests, f"{tests / code:.2f}"))
+    yield from _aligned([header, *rows])
+    yield ""
+    yield from (f"{name}: {int(values[name])}" for name in list(values)[4:7])
+    yield from (f"  circle: {' '.join(circle)}" for circle in house.circles)
+
+
+def _aligned(rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (str(cell).rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        yield "  ".join((str(first).ljust(widths[0]), *cells))
+
+
+COUNT_IMPORTS = """
+import sys, time
+began = time.perf_counter()
+try:
+    exec(sys.argv[1])
+except SystemExit:
+    pass
+took_ms = 1000 * (time.perf_counter() - began)
+print(sum(name.split('.')[0] == 'lockstep' for name in sys.modules), len(sys.modules), round(took_ms), file=sys.stderr)
+"""
+HELP = "import lockstep.cli.main; sys.argv[1:] = {words!r}; lockstep.cli.main.main()"
+
+
+def imports_table(root: Path, with_verbs: bool) -> Iterator[str]:
+    """Modules of ours, modules, and milliseconds of what a user begins with."""
+    asked = {"import lockstep": "import lockstep", "lockstep --help": HELP.format(words=["--help"])}
+    if with_verbs:
+        listed = _run(root, "import lockstep.cli.main as m, typer; print(*typer.main.get_command(m.app).commands)")
+        asked |= {f"lockstep {verb} --help": HELP.format(words=[verb, "--help"]) for verb in listed.stdout.split()}
+    rows = [("", "modules of ours", "modules", "ms")]
+    for name, code in asked.items():
+        ours, modules, ms = _run(root, COUNT_IMPORTS, code).stderr.split()[-3:]
+        rows.append((name, ours, modules, ms))
+    return _aligned(rows)
+
+
+def _run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root)))}
+    return subprocess.run(
+        [sys.executable, "-c", *arguments], capture_output=True, text=True, check=True, env=environment
+    )
+
+
+def tighten(house: House) -> None:
+    """Set every ratchet to what is, but none to something worse."""
+    path = house.root / RATCHETS
+    held: Values = json.loads(path.read_text()) if path.exists() else {}
+    values = ratchets_of(house)
+    for name, value in values.items():
+        best = max if name.startswith(GROWS) else min
+        values[name] = best(value, held.get(name, value))
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def map_lines(house: House) -> Iterator[str]:
+    """A line for each file: its path and what it is for."""
+    folder = None
+    for module in sorted(house.modules.values(), key=lambda module: (module.path.parent, not module.is_package)):
+        path = module.path.relative_to(house.root / "src" / "lockstep")
+        if path.parent != folder:
+            folder = path.parent
+            title = "lockstep" if folder == Path() else folder.as_posix()
+            yield f"\n**{title}/** {module.purpose if module.is_package else ''}".rstrip() + "\n"
+        if not module.is_package:
+            yield f"- `{path.name}`: {module.purpose}"
+
+
+def write_map(page: Path, lines: Iterable[str]) -> None:
+    page.write_text(with_map(page.read_text(), lines))
+
+
+def with_map(text: str, lines: Iterable[str]) -> str:
+    """A page with this map between its markers."""
+    before, _, rest = text.partition(MAP_BEGIN)
+    _, _, after = rest.partition(MAP_END)
+    return f"{before}{MAP_BEGIN}\n" + "\n".join(lines) + f"\n\n{MAP_END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to look at")
+    parser.add_argument("--verbs", action="store_true", help="also what each verb imports")
+    parser.add_argument("--tighten", action="store_true", help="lower the ratchets to what is")
+    parser.add_argument("--map", action="store_true", help="write the map of files")
+    parser.add_argument("--lists", action="store_true", help="also the modules and docstrings that are counted")
+    asked = parser.parse_args(arguments)
+    house = House(asked.root.resolve())
+    if asked.tighten:
+        tighten(house)
+    elif asked.map:
+        write_map(house.root / "ARCHITECTURE.md", map_lines(house))
+    else:
+        print("\n".join(table(house)))
+        print("\n".join(imports_table(house.root, asked.verbs)))
+        if asked.lists:
+            single = (f"{name}  (only {house.importers[name][0]})" for name in house.single_importer)
+            small = (name for name, module in house.modules.items() if module.is_small)
+            print("", *single, "", *small, "", *house.repeated_names, "", *house.indirect_docstrings, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
