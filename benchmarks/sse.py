@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import uvicorn
 import uvloop
@@ -44,15 +44,15 @@ class Metronome(ManifestCluster):
         self._mailboxes: list[asyncio.Queue[TokenOutput]] = []
         self._begin = asyncio.Event()
 
-    async def stream(self, call: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def stream(self, call: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
         mailbox: asyncio.Queue[TokenOutput] = asyncio.Queue()
         self._mailboxes.append(mailbox)
         if len(self._mailboxes) == self._num_streams:
             self._begin.set()
-        yield Accepted("metronome", (1,))
+        yield (Accepted("metronome", (1,)),)
         while True:
             output = await mailbox.get()
-            yield output
+            yield (output,)
             if output.request is not None:
                 return
 

@@ -34,9 +34,9 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.worker.correspondence import Correspondence
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import Outputs
+from lockstep.worker.pending import PendingRequests
 from lockstep.worker.wire import FrameReader, event_decoder, event_encoder, framed
 
 Stream = Callable[[tuple[int, ...], SamplingParams], AsyncGenerator[Any, None]]
@@ -58,7 +58,7 @@ class Way:
 
 async def message_path(num_streams: int, logprobs: tuple[TokenLogprobs, ...] | None) -> tuple[int, float, float]:
     """Bytes of a step, and microseconds per token on the worker's and on the server's side."""
-    letters = Correspondence()
+    letters = PendingRequests()
     mailboxes = [letters.open("m") for _ in range(num_streams)]
     outputs = [TokenOutput(box.request_id, 0, (1234,), " word", logprobs=logprobs) for box in mailboxes]
     encoder, decoder, reader = event_encoder(), event_decoder(), FrameReader()

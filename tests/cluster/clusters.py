@@ -73,7 +73,7 @@ def asking(
 
 async def ask(cluster: ManifestCluster, call: GenerationRequest) -> Answer:
     async with asyncio.timeout(HANG_S), aclosing(cluster.stream(call)) as stream:
-        events = [event async for event in stream if not isinstance(event, Routed)]
+        events = [event async for batch in stream for event in batch if not isinstance(event, Routed)]
     first, last = events[0], events[-1]
     assert isinstance(first, Accepted)
     assert isinstance(last, TokenOutput)

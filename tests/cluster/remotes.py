@@ -132,7 +132,7 @@ def call(text: str = "Hello", params: SamplingParams | None = None, **more: Any)
 
 async def events_of(model: RemoteModel, asked: GenerationRequest | None = None) -> list[Event]:
     async with asyncio.timeout(HANG_S), aclosing(model.stream(asked or call())) as stream:
-        return [event async for event in stream]
+        return [event async for events in stream for event in events]
 
 
 def tokens_of(events: Sequence[Event]) -> list[TokenOutput]:

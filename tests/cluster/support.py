@@ -67,7 +67,7 @@ def call(prompt: Prompt, params: SamplingParams | None = None, **more: object) -
 
 async def events_of(model: ManifestCluster, asked: GenerationRequest) -> list[Event]:
     async with aclosing(model.stream(asked)) as stream:
-        return [event async for event in stream]
+        return [event async for events in stream for event in events]
 
 
 async def answer(model: ManifestCluster, asked: GenerationRequest) -> RequestOutput:
@@ -81,8 +81,8 @@ async def read(model: ManifestCluster, asked: GenerationRequest, num_tokens: int
     """Read so many outputs and leave."""
     async with aclosing(model.stream(asked)) as stream:
         seen = 0
-        async for event in stream:
-            seen += isinstance(event, TokenOutput)
+        async for events in stream:
+            seen += sum(isinstance(event, TokenOutput) for event in events)
             if seen >= num_tokens:
                 return
 

@@ -300,7 +300,7 @@ def test_it_lives_on_the_loop_of_the_server_as_well() -> None:
     async def live() -> str:
         async with served("stub://alpha", "process") as model:
             async with aclosing(model.stream(call("abc"))) as stream:
-                outputs = [event async for event in stream if isinstance(event, TokenOutput)]
+                outputs = [event async for events in stream for event in events if isinstance(event, TokenOutput)]
             await settled(model)
             return "".join(output.text for output in outputs)
 

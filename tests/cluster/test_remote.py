@@ -47,7 +47,7 @@ def direct(server: ServerProcess, **body: Any) -> dict[str, Any]:
 
 async def last_of(stream: EventStream) -> Event:
     async with asyncio.timeout(HANG_S):
-        return [event async for event in stream][-1]
+        return [event async for events in stream for event in events][-1]
 
 
 async def computing(server: ServerProcess, num_requests: int) -> None:

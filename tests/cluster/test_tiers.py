@@ -169,13 +169,13 @@ async def test_a_routed_call_says_who_answers_before_that_model_is_there() -> No
     """Only where it must wait: one that is there accepts the call itself."""
     async with clustered(ROUTED) as cluster:
         async with aclosing(cluster.stream(asking("a billing question"))) as cold:
-            first = await anext(cold)
+            (first,) = await anext(cold)
             assert isinstance(first, Routed)
             assert (first.model, first.hops[0].target) == ("billing", "specialists.billing")
             assert model_of(cluster, "billing").state == "standby"
-            accepted = await anext(cold)
+            (accepted,) = await anext(cold)
         async with aclosing(cluster.stream(asking("a billing question"))) as warm:
-            again = await anext(warm)
+            (again,) = await anext(warm)
         assert isinstance(accepted, Accepted)
         assert isinstance(again, Accepted)
         assert accepted.hops == first.hops
@@ -200,7 +200,7 @@ async def test_a_routed_call_says_that_another_server_answers_before_it_does() -
     async with crooked(says(HANG_S)) as far:
         fallback = f"fallback: {{remote: {{base_url: '{far.url}'}}}}\n"
         async with clustered(ROUTED + fallback) as cluster, aclosing(cluster.stream(asking("hello"))) as events:
-            first = await anext(events)
+            (first,) = await anext(events)
             assert isinstance(first, Routed)
             assert (first.model, first.hops[0].target) == ("fallback", "fallback")
             with pytest.raises(TimeoutError):

@@ -36,9 +36,12 @@ class Routing(ManifestCluster):
 
     async def stream(self, call: GenerationRequest) -> EventStream:
         self.calls.append(call)
-        async with contextlib.aclosing(super().stream(call)) as events:
-            async for event in events:
-                yield msgspec.structs.replace(event, hops=(self.hop,)) if isinstance(event, Accepted) else event
+        async with contextlib.aclosing(super().stream(call)) as stream:
+            async for events in stream:
+                yield [
+                    msgspec.structs.replace(event, hops=(self.hop,)) if isinstance(event, Accepted) else event
+                    for event in events
+                ]
 
 
 @contextlib.asynccontextmanager

@@ -72,7 +72,7 @@ async def test_counts_are_exact_and_gauges_return_to_nothing() -> None:
     try:
         for _ in range(num_requests):
             call = GenerationRequest("hello", SamplingParams(max_tokens=num_tokens, ignore_eos=True), model=NAME)
-            events = [event async for event in cluster.stream(call)]
+            events = [event async for events in cluster.stream(call) for event in events]
             assert isinstance(events[0], Accepted)
         found = samples(model_families(await cluster.metrics(), "vllm"))
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import httpx2
@@ -167,10 +167,10 @@ async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.Mo
     monkeypatch.setattr(sse, "MAX_STALL_S", 0.1)
     is_closed = asyncio.Event()
 
-    async def events() -> AsyncGenerator[Event, None]:
+    async def events() -> AsyncGenerator[Sequence[Event], None]:
         try:
             while True:
-                yield TokenOutput(1, 0, (1,), "word")
+                yield [TokenOutput(1, 0, (1,), "word")]
                 await asyncio.sleep(0.01)
         finally:
             is_closed.set()

@@ -194,7 +194,9 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(bench: Bench) -> No
     metrics = _settle(bench)
     assert not any(metrics.replicas["a"].gauges.values())
     assert not bench.worker._admission.num_preparing
-    assert not bench.worker._steps._outputs
+    replica = bench.worker._fleet.find("a")
+    assert replica is not None
+    assert replica.engine.take() == ([], [])
 
 
 def test_the_prefix_cache_forgets(bench: Bench) -> None:

@@ -87,16 +87,15 @@ class Answering:
                 asked = await self._ask(roster.router, model, call)
                 hops = (asked.hop,)
                 if asked.target is None:
-                    yield replace(asked.accepted, hops=hops)
-                    for output in asked.outputs:
-                        yield output
+                    yield (replace(asked.accepted, hops=hops),)
+                    yield asked.outputs
                     return
                 model, call = asked.target, _shortened(replace(call, queue_deadline_s=None), asked.hop.latency_s)
                 if self._must_wait(model, call):
-                    yield Routed(model.id, hops)
-            async with aclosing(self._answered(model, call, hops)) as events:
-                async for event in events:
-                    yield event
+                    yield (Routed(model.id, hops),)
+            async with aclosing(self._answered(model, call, hops)) as stream:
+                async for events in stream:
+                    yield events
         finally:
             self.num_open -= 1
             self._end_session(call)
@@ -155,13 +154,14 @@ class Answering:
         accepted = Accepted(entry.id, ())
         outputs: list[TokenOutput] = []
         text = ""
-        async with aclosing(self._answered(entry, question, ())) as events:
-            async for event in events:
-                if not isinstance(event, TokenOutput):
-                    accepted = event if isinstance(event, Accepted) else accepted
-                    continue
-                outputs.append(event)
-                text += event.text
+        async with aclosing(self._answered(entry, question, ())) as stream:
+            async for events in stream:
+                for event in events:
+                    if isinstance(event, TokenOutput):
+                        outputs.append(event)
+                        text += event.text
+                    elif isinstance(event, Accepted):
+                        accepted = event
                 if has_hints and (foreseen := models.get(router.foresee(text) or "")) is not None:
                     has_hints = False
                     if foreseen.entry.promotes_on_intent and foreseen.held is not None:
@@ -176,9 +176,9 @@ class Answering:
         while True:
             async with self._admitted(model, asked) as asked:
                 if model.remote is not None:
-                    async with aclosing(model.remote.stream(asked)) as events:
-                        async for event in events:
-                            yield replace(event, hops=hops) if isinstance(event, Accepted) else event
+                    async with aclosing(model.remote.stream(asked)) as stream:
+                        async for events in stream:
+                            yield [replace(e, hops=hops) if isinstance(e, Accepted) else e for e in events]
                     return
                 assert model.held is not None, "a model is local or remote"
                 request = await self._prepared(model, model.held, asked)
@@ -187,11 +187,11 @@ class Answering:
                 mailbox = self._worker.submit(model.held.key, request)
                 try:
                     outputs = await mailbox.take()
-                    yield Accepted(model.id, tuple(request.prompt), hops)  # type: ignore[arg-type]  # tokens by now
+                    yield (Accepted(model.id, tuple(request.prompt), hops),)  # type: ignore[arg-type]  # tokens by now
                     while True:
-                        for output in outputs:
-                            yield output
-                            if output.request is not None:
+                        if outputs:
+                            yield outputs
+                            if outputs[-1].request is not None:
                                 return
                         outputs = await mailbox.take()
                 finally:

@@ -1,14 +1,14 @@
 """What the server knows of those who answer: one narrow interface, whether one model stands behind it or many.
 
-`Cluster.stream` answers a request with events: first `Accepted`, then a `TokenOutput` for what each step brought to
-each of the ``n`` completions; the very last one carries the whole answer. Before `Accepted` comes `Routed` where the
-request was routed to one who cannot begin at once. A non-streaming answer is the collected stream, and leaving the
-stream is the abort.
+`Cluster.stream` answers a request with batches of events: first `Accepted`, alone, then a `TokenOutput` for what each
+step brought to each of the ``n`` completions; the very last one carries the whole answer. Before `Accepted` comes
+`Routed`, alone, where the request was routed to one who cannot begin at once. A non-streaming answer is the collected
+stream, and leaving the stream is the abort.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,7 +61,8 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 Event = Routed | Accepted | TokenOutput
-EventStream = AsyncGenerator[Event, None]
+EventStream = AsyncGenerator[Sequence[Event], None]
+"""All that has come since the last turn, in order, and never nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class RemoteModel:
         try:
             exchange, admission = await self._begin(request, patience)
             try:
-                yield Accepted(self.entry.id, ())
+                yield (Accepted(self.entry.id, ()),)
                 is_whole = False
                 while not is_whole:
                     outputs = await exchange.next()
@@ -142,8 +142,8 @@ class RemoteModel:
                         self._breaker.succeeded(admission)
                         if exchange.is_cut:
                             log.warning("remote %s said more than was asked for, and was cut", self.entry.id)
-                    for output in outputs:
-                        yield output
+                    if outputs:
+                        yield outputs
             except AttemptError as refused:
                 self._count(admission, refused)
                 raise refused.error from None

@@ -23,7 +23,7 @@ from lockstep.engine.generation import Generation, LiveRequest, Sink
 from lockstep.engine.input_processing import prepare
 from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled, cache_config_labels, snapshot
 from lockstep.engine.model import LoadedModel
-from lockstep.engine.outputs import RequestOutput, StepOutputs, TokenOutput
+from lockstep.engine.outputs import Published, RequestOutput, StepOutputs, TokenOutput
 from lockstep.engine.publish import Publisher
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.running import Runner
@@ -45,7 +45,6 @@ class Engine:
         config: limits and policy of the scheduler; ``lockstep.engine.sizing`` makes one from the geometry.
         clock: where durations and deadlines come from.
         observer: called after each committed step, when its outputs are told, with the plan, its result and its events.
-        on_added: called on the engine's thread with the id of each request that got its place in the queue.
         on_session: called on the engine's thread with each change of a session.
         tape: hears all that decides a step.
     """
@@ -57,7 +56,6 @@ class Engine:
         *,
         clock: Clock | None = None,
         observer: Observer | None = None,
-        on_added: Callable[[int], None] | None = None,
         on_session: Callable[[SessionChange], None] | None = None,
         tape: Tape | None = None,
     ) -> None:
@@ -67,7 +65,7 @@ class Engine:
         self.sessions = Sessions(self.scheduler, on_session or (lambda change: None))
         self._now_s = (clock or SystemClock()).now_s
         self._observer = observer
-        self._on_added = on_added
+        self._accepted: list[int] = []
         self._metrics = EngineMetrics()
         self._fingerprint = Fingerprint()
         self._tape = tape
@@ -92,7 +90,8 @@ class Engine:
         the engine's thread, and nothing is kept.
 
         Args:
-            request_id: for a caller who counts requests over several engines, and then for all of this one's.
+            request_id: for a caller who counts requests over several engines, and then for all of this one's. Such a
+                caller takes what every step brought, as a whole, and nothing is kept for ``result``.
 
         Raises:
             InvalidParameterError, PromptTooLongError: the request can never be served as it is.
@@ -101,8 +100,9 @@ class Engine:
         """
         prepared = prepare(self.model, self.config, request)
         self._inbox.check_room()
+        is_kept = callback is None and request_id is None
         request_id = next(self._ids) if request_id is None else request_id
-        live = LiveRequest(request_id, prepared, self._now_s(), callback)
+        live = LiveRequest(request_id, prepared, self._now_s(), callback, is_kept=is_kept)
         self._open[request_id] = live
         try:
             self._inbox.put(live)
@@ -238,7 +238,8 @@ class Engine:
         after Ctrl-C, step on another thread, as ``LLM`` does.
         """
         self._runner.check_thread()
-        outputs = self._publisher.outputs = []
+        self.take()
+        outputs = self._publisher.outputs
         self.drain()
         plan = self.scheduler.schedule()
         if plan.has_work:
@@ -248,6 +249,12 @@ class Engine:
         self._mailboxes.dispatch(on_lost=self._abort_now)
         self._publisher.raise_interrupt()
         return StepOutputs(plan if plan.has_work else None, outputs)
+
+    def take(self) -> Published:
+        """What was published since the last call, or since the last step began, which throws away what is left."""
+        published = Published(self._accepted, self._publisher.outputs)
+        self._accepted, self._publisher.outputs = [], []
+        return published
 
     def _run_plan(self, plan: StepPlan) -> None:
         try:
@@ -319,8 +326,7 @@ class Engine:
             return
         self._deadlines.add(live.request_id, live.arrival_s, live.prepared.request)
         self._deadlines.forget_stale(self._open)
-        if self._on_added is not None:
-            self._on_added(live.request_id)
+        self._accepted.append(live.request_id)
 
     def _schedule(self, live: LiveRequest, now_s: float) -> bool:
         """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
@@ -393,6 +399,6 @@ class Engine:
         self.sessions.leave(live, now_s)
         if live.generations:
             self._metrics.observe_request([generation.num_output for generation in live.generations])
-        if live.sink is None:
+        if live.is_kept:
             self._results.keep(live.output(now_s))
         self._open.pop(live.request_id, None)  # now that its result is there, for whoever looks whether it is complete

@@ -312,6 +312,7 @@ class LiveRequest:
         "first_token_s",
         "generations",
         "is_in_session",
+        "is_kept",
         "num_cached_tokens",
         "num_open",
         "num_preemptions",
@@ -321,11 +322,15 @@ class LiveRequest:
         "sink",
     )
 
-    def __init__(self, request_id: int, prepared: Prepared, arrival_s: float, sink: Sink | None) -> None:
+    def __init__(
+        self, request_id: int, prepared: Prepared, arrival_s: float, sink: Sink | None, *, is_kept: bool = False
+    ) -> None:
         self.request_id = request_id
         self.prepared = prepared
         self.arrival_s = arrival_s
         self.sink = sink
+        self.is_kept = is_kept
+        """The whole answer is kept until it is asked for."""
         self.generations: list[Generation] = []
         self.num_open = prepared.request.params.n
         self.num_told = 0

@@ -125,6 +125,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
         return self.finish_reason is not None
 
 
+class Published(NamedTuple):
+    """Everything that an engine has for its callers, of all their requests, since it was taken last."""
+
+    accepted: list[int]
+    """Requests that got their place in the queue."""
+    outputs: list[TokenOutput]
+
+
 class StepOutputs(NamedTuple):
     """What one step of an engine did."""
 

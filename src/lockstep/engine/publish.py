@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepPlan, StepResult
 from lockstep.engine.detokenizer import Detokenizer
-from lockstep.engine.generation import Generation, LiveRequest, Sink
+from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.model import LoadedModel
 from lockstep.engine.outputs import TokenOutput
@@ -187,12 +187,12 @@ class Publisher:
             raise interrupt
 
     def tell(self, live: LiveRequest, output: TokenOutput) -> bool:
-        """Put an output among the step's and call the request's sink, if it has one; False when that raised."""
+        """Put an output among the step's and call the request's sink, if it has one; False when that raised, which is
+        its request's fault and never the engine's."""
         self.outputs.append(output)
-        return live.sink is None or self._hand_over(live.sink, output)
-
-    def _hand_over(self, sink: Sink, output: TokenOutput) -> bool:
-        """Call a sink; False when it raised, which is its request's fault and never the engine's."""
+        sink = live.sink
+        if sink is None:
+            return True
         try:
             sink(output)
         except BaseException as error:  # a caller's code may raise anything
@@ -204,12 +204,11 @@ class Publisher:
 
     def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
         """Tell what each got; returns the requests whose sink raised."""
-        lost: list[int] = []
-        for generation in touched:
-            live = generation.live
-            if not self.tell(live, generation.take_output(now_s)):
-                lost.append(live.request_id)
-        return lost
+        return [
+            generation.live.request_id
+            for generation in touched
+            if not self.tell(generation.live, generation.take_output(now_s))
+        ]
 
     def _pool(self) -> None:
         executor = self._executor

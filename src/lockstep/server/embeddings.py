@@ -138,10 +138,11 @@ async def _answer_all(cluster: Cluster, body: EmbeddingBody, calls: Sequence[Gen
 
 
 async def _answer(cluster: Cluster, call: GenerationRequest) -> RequestOutput:
-    async with aclosing(cluster.stream(call)) as events:
-        async for event in events:
-            if isinstance(event, TokenOutput) and event.request is not None:
-                return event.request
+    async with aclosing(cluster.stream(call)) as stream:
+        async for events in stream:
+            last = events[-1]
+            if isinstance(last, TokenOutput) and last.request is not None:
+                return last.request
     raise RequestFailedError("a call ended without its last output; this is a bug in Lockstep")
 
 

@@ -109,10 +109,12 @@ async def all_of(work: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A]
 
 
 async def _first(stream: EventStream, when_routed: bool) -> Event:
-    event = await anext(stream)
-    if not isinstance(event, Routed):
-        return event
-    return Accepted(event.model, (), event.hops) if when_routed else await anext(stream)
+    (event,) = await anext(stream)
+    if isinstance(event, Routed):
+        if when_routed:
+            return Accepted(event.model, (), event.hops)
+        (event,) = await anext(stream)
+    return event
 
 
 async def close(streams: Sequence[EventStream]) -> None:
@@ -129,13 +131,14 @@ async def read(call: OpenCall, feed: Feed) -> None:
     """
     try:
         async with aclosing(call.stream) as stream:
-            async for event in stream:
-                if isinstance(event, TokenOutput):
-                    call.num_output_tokens += len(event.token_ids)
-                    call.is_answered = event.request is not None
-                elif isinstance(event, Accepted):
-                    call.accepted = event
-                feed((event,))
+            async for events in stream:
+                for event in events:
+                    if isinstance(event, TokenOutput):
+                        call.num_output_tokens += len(event.token_ids)
+                        call.is_answered = event.request is not None
+                    elif isinstance(event, Accepted):
+                        call.accepted = event
+                feed(events)
     except RequestError as error:
         raise in_the_requests_words(error, call.names) from None
 

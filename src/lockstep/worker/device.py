@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from lockstep.engine.clock import Clock, SystemClock
-from lockstep.engine.generation import Sink
 from lockstep.errors import (
     ExecutorError,
     LockstepError,
@@ -78,7 +77,7 @@ class DeviceWorker:
             self._recorder,
             lambda: self._admission.num_preparing,
         )
-        self._admission = RequestAdmission(self._fleet, self._steps.sink, emit, self._steps.call)
+        self._admission = RequestAdmission(self._fleet, emit, self._steps.call)
         self._loads = ThreadPoolExecutor(1, "lockstep-load")
 
     # -- the receiving thread -------------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ class DeviceWorker:
         report = throttled(lambda stage, fraction: self._emit(Loading(load.replica, stage, fraction)))
         report("open", 0.0)  # from now on, what ends this process may be this load
         try:
-            replica, loaded = open_replica(load, report, self._steps.listeners, self._recorder)
+            replica, loaded = open_replica(load, report, self._steps.on_session, self._recorder)
         except Exception as error:
             self._fleet.release(load.replica)
             if not isinstance(error, LockstepError):  # whatever a reader or a library raises, loading is what failed
@@ -173,16 +172,12 @@ class RequestAdmission:
 
     Args:
         fleet: who is there.
-        sink: takes all outputs, on the step thread.
         refuse: called, by any thread, for each request that no engine took.
         wake: told the key of each replica that has got something to do.
     """
 
-    def __init__(
-        self, fleet: Fleet, sink: Sink, refuse: Callable[[Refused], None], wake: Callable[[str], None]
-    ) -> None:
+    def __init__(self, fleet: Fleet, refuse: Callable[[Refused], None], wake: Callable[[str], None]) -> None:
         self._fleet = fleet
-        self._sink = sink
         self._refuse = refuse
         self._wake = wake
         self._lock = threading.Lock()
@@ -238,7 +233,7 @@ class RequestAdmission:
 
     def _submit(self, replica: Replica, submit: Submit) -> None:
         try:
-            replica.engine.submit(submit.request, self._sink, request_id=submit.request_id)
+            replica.engine.submit(submit.request, request_id=submit.request_id)
         except LockstepError as error:
             self._refuse(Refused(submit.request_id, error))
         except Exception as error:  # a defect of ours or a wrong type: that request's end, and nobody else's

@@ -46,20 +46,13 @@ class Replica:
         self.engine.model.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Listeners:
-    """Receivers of what engines report, on the step thread."""
-
-    added: Callable[[int], None]
-    session_changed: Callable[[SessionChange], None]
-
-
 def open_replica(
-    load: Load, progress: Progress, listeners: Listeners, recorder: Recorder | None = None
+    load: Load, progress: Progress, on_session: Callable[[SessionChange], None], recorder: Recorder | None = None
 ) -> tuple[Replica, Loaded]:
     """Try the artifact where it is unknown, then load it here.
 
     Args:
+        on_session: called on the step thread with each change of a session.
         recorder: of the device, where it has one.
 
     Raises:
@@ -72,8 +65,7 @@ def open_replica(
     engine = Engine(
         model,
         config,
-        on_added=listeners.added,
-        on_session=listeners.session_changed,
+        on_session=on_session,
         tape=tape,
     )
     executor = model.executor

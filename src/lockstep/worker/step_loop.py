@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.step import StepPlan
 from lockstep.engine.clock import Clock
-from lockstep.engine.generation import Sink
-from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import RequestFailedError
 from lockstep.worker.device_scheduler import DeviceScheduler
@@ -38,7 +36,7 @@ from lockstep.worker.messages import (
     Unload,
     Unloaded,
 )
-from lockstep.worker.replica import Fleet, Listeners, Replica
+from lockstep.worker.replica import Fleet, Replica
 
 if TYPE_CHECKING:
     from lockstep.worker.flight.recorder import Recorder
@@ -87,8 +85,6 @@ class StepLoop:
         """Replicas that have got something to do since the last turn."""
         self._with_work: frozenset[str] = frozenset()
         """Those that had something to do when it was looked at; replaced and never changed."""
-        self._accepted: list[int] = []
-        self._outputs: list[TokenOutput] = []
         self._changes: list[SessionChange] = []
         """Of the sessions of the replica that steps or obeys."""
         self.sampler = StepSampler()
@@ -118,15 +114,9 @@ class StepLoop:
     def is_stopping(self) -> bool:
         return self._stopping.is_set()
 
-    @property
-    def sink(self) -> Sink:
-        """Where the engines' answers go."""
-        return self._outputs.append
-
-    @property
-    def listeners(self) -> Listeners:
-        """Who hears what the engines tell."""
-        return Listeners(self._accepted.append, self._changes.append)
+    def on_session(self, change: SessionChange) -> None:
+        """Take note of a change of a session of the replica that steps or obeys; on the step thread."""
+        self._changes.append(change)
 
     def waiting_s(self) -> float:
         """Seconds for which work has waited without a step being completed; 0: nothing waits."""
@@ -156,7 +146,7 @@ class StepLoop:
             replicas = self._fleet.close()
             for replica in replicas:
                 replica.engine.abandon(RequestFailedError(f"the device worker broke: {error!r}"))
-                self._publish(replica.key)
+                self._publish(replica)
             for replica in replicas:
                 replica.close()
             raise
@@ -176,7 +166,8 @@ class StepLoop:
         if chosen is None:
             self._rest(classes)
             return
-        engine = replicas[chosen].engine
+        replica = replicas[chosen]
+        engine = replica.engine
         started_s = self._now_s()
         plan: StepPlan | None = None
         try:
@@ -193,7 +184,7 @@ class StepLoop:
         if not engine.has_work:
             self._with_work = with_work - {chosen}
         self._progress_s = time.monotonic()
-        self._publish(chosen, self._report(chosen, plan, ended_s - started_s, ended_s))
+        self._publish(replica, self._report(chosen, plan, ended_s - started_s, ended_s))
 
     def _look_at_called(self) -> None:
         """Who was called has work, unless another step has done it meanwhile."""
@@ -216,14 +207,13 @@ class StepLoop:
             return None
         return self.sampler.report(key, plan, duration_s, now_s)
 
-    def _publish(self, key: str, step: StepReport | None = None) -> None:
+    def _publish(self, replica: Replica, step: StepReport | None = None) -> None:
         """One event for all that a step brought, and one for what it meant to its replica's sessions."""
-        if self._accepted or self._outputs or step is not None:
-            self._emit(Outputs(self._accepted.copy(), self._outputs.copy(), step))
-            self._accepted.clear()
-            self._outputs.clear()
+        accepted, outputs = replica.engine.take()
+        if accepted or outputs or step is not None:
+            self._emit(Outputs(accepted, outputs, step))
         if self._changes:
-            self._emit(SessionsChanged(key, self._changes.copy()))
+            self._emit(SessionsChanged(replica.key, self._changes.copy()))
             self._changes.clear()
 
     # -- between two steps ----------------------------------------------------------------------------------------
@@ -262,7 +252,7 @@ class StepLoop:
         sessions = replica.engine.sessions
         do = sessions.sweep if isinstance(order, Sweep) else sessions.end
         swept = do(order.session_id, order.owner)
-        self._publish(order.replica)
+        self._publish(replica)
         self._emit(SessionsSwept(order.ask_id, *swept))
 
     def _unload(self, key: str) -> None:
@@ -279,7 +269,7 @@ class StepLoop:
     def _empty(self, replica: Replica) -> None:
         replica.engine.abort_all()
         replica.engine.sessions.end(reason="unloaded")
-        self._publish(replica.key)
+        self._publish(replica)
         if self._recorder is not None:
             self._recorder.closed(replica.key)
 

@@ -20,10 +20,8 @@ from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, UsageError, WorkerLostError
-from lockstep.worker.correspondence import Correspondence
 from lockstep.worker.life import Back, Life, Lost, ReplicaState
 from lockstep.worker.link import WorkerOptions
-from lockstep.worker.mailbox import Mailbox
 from lockstep.worker.messages import (
     Abort,
     AskMetrics,
@@ -50,6 +48,7 @@ from lockstep.worker.messages import (
     TrialOptions,
     WatchSteps,
 )
+from lockstep.worker.pending import Mailbox, PendingRequests
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class SupervisedWorker:
         self._options = options
         self._notify = notify or (lambda notice: None)
         self._watched_per_s = 0.0
-        self._open = Correspondence(options.stream_interval_s)
+        self._open = PendingRequests(options.stream_interval_s)
         self._life = Life(options, self._received, self._lost, self._back)
         self._reason = ""
         """What the last worker ended with."""
