@@ -23,11 +23,11 @@ from msgspec import structs
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine import publish
 from lockstep.engine.engine import Engine
-from lockstep.engine.loading import LoadOptions, load_model
+from lockstep.engine.loading import load_model
 from lockstep.engine.model import LoadedModel
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.base import Geometry, Logits, StepBatch
 from lockstep.executors.sampling import likeliest, sample
 from lockstep.executors.sampling_params import SamplingParams
@@ -148,7 +148,7 @@ def main() -> None:
         roomy = replace(config, block_size=32, num_blocks=count * 20)
         report("no forward pass", measure(null, roomy, count, arguments.prompt_tokens, arguments.steps), count)
     if arguments.model:
-        options = LoadOptions(EngineOptions(scheduler={"max_num_seqs": 32}), probe=False)
+        options = LoadOptions(EngineOptions(max_num_seqs=32), probe=False)
         model, config = load_model(arguments.model, options)
         for count in (1, 8, 32):
             stopwatch = measure(model, config, count, arguments.prompt_tokens, max(20, arguments.steps // 3))

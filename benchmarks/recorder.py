@@ -21,9 +21,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device import DeviceWorker
 from lockstep.worker.flight.options import TraceOptions
@@ -105,7 +104,7 @@ class Serving:
         self.worker.handle(Submit(number, "a", GenerationRequest(prompt, params)))
 
     def begin(self, source: str) -> None:
-        engine = EngineOptions(num_blocks=40 * self._num_streams, scheduler={"max_num_seqs": self._num_streams})
+        engine = EngineOptions(num_blocks=40 * self._num_streams, max_num_seqs=self._num_streams)
         self.worker.handle(Load("a", source, LoadOptions(engine, probe=False), TrialOptions(enabled=False)))
         self.is_loaded.wait()
         for _ in range(self._num_streams):

@@ -29,8 +29,8 @@ from lockstep.bench.remote import Remote
 from lockstep.bench.runner import Job, Watch, run_load
 from lockstep.bench.samples import RandomLengths, Sample, random_samples
 from lockstep.bench.throughput import answer_all
-from lockstep.cli.options import load_options
 from lockstep.engine.llm import LLM
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 
@@ -139,17 +139,8 @@ def report(model: str, pairs: Sequence[tuple[Round, Round]]) -> None:
 
 def compare(model: str, arguments: argparse.Namespace) -> None:
     """Rounds of both sides, one after the other; the first pair warms up and is left out."""
-    options = load_options(
-        max_model_len=None,
-        kv_cache_memory_bytes=arguments.kv_bytes,
-        threads=None,
-        device="auto",
-        kv_cache_dtype="f16",
-        quantize=None,
-        cache_dir=None,
-        probe=False,
-        max_num_seqs=arguments.requests,
-    )
+    engine = EngineOptions(kv_cache_memory_bytes=arguments.kv_bytes, max_num_seqs=arguments.requests)
+    options = LoadOptions(engine, probe=False)
     lengths = RandomLengths(arguments.input_len, arguments.output_len)
     extra = ["--no-probe", "--kv-cache-memory-bytes", str(arguments.kv_bytes), *arguments.serve_flag]
     with LLM(model, options) as llm, serving(model, arguments.requests, extra) as (target, server):

@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.core.request import Priority
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device import DeviceWorker
 from lockstep.worker.messages import Abort, Event, Load, Loaded, LoadFailed, Outputs, Stop, Submit, TrialOptions
@@ -56,7 +55,7 @@ class Device:
                 self._said.notify_all()
 
     def load(self, key: str, source: str, num_streams: int, priority: int) -> None:
-        engine = EngineOptions(num_blocks=num_streams * 100, scheduler={"max_num_seqs": num_streams})
+        engine = EngineOptions(num_blocks=num_streams * 100, max_num_seqs=num_streams)
         before = len(self._loaded)
         options = LoadOptions(engine, probe=False)
         self.worker.handle(Load(key, source, options, TrialOptions(enabled=False), priority))

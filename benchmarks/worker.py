@@ -28,10 +28,9 @@ from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.llm import AsyncEngine
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.link import WorkerOptions
@@ -105,7 +104,7 @@ def processor_time_s(pid: int | None) -> float:
 
 async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) -> None:
     """All ways in turns; medians of each, and of the ratios to the engine in this process."""
-    load = LoadOptions(EngineOptions(scheduler={"max_num_seqs": num_streams}), probe=False)
+    load = LoadOptions(EngineOptions(max_num_seqs=num_streams), probe=False)
     manifest = Manifest.of_model(model, ("m",))
     thread = ManifestCluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("thread")))
     process = ManifestCluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("process")))

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from lockstep.core.request import FinishReason
     from lockstep.engine.engine import Engine
     from lockstep.engine.llm import LLM, AsyncEngine
-    from lockstep.engine.loading import LoadOptions, load_model
+    from lockstep.engine.loading import load_model
+    from lockstep.engine.options import EngineOptions, LoadOptions
     from lockstep.engine.outputs import Completion, RequestOutput, StepOutputs, TokenOutput
     from lockstep.engine.request import GenerationRequest
-    from lockstep.engine.sizing import EngineOptions
     from lockstep.errors import LockstepError
     from lockstep.executors.constraint import Constraint
     from lockstep.executors.openvino.options import OpenVINOOptions
@@ -55,10 +55,10 @@ _HOMES = {
     "Completion": "lockstep.engine.outputs",
     "Constraint": "lockstep.executors.constraint",
     "Engine": "lockstep.engine.engine",
-    "EngineOptions": "lockstep.engine.sizing",
+    "EngineOptions": "lockstep.engine.options",
     "FinishReason": "lockstep.core.request",
     "GenerationRequest": "lockstep.engine.request",
-    "LoadOptions": "lockstep.engine.loading",
+    "LoadOptions": "lockstep.engine.options",
     "LockstepError": "lockstep.errors",
     "OpenVINOOptions": "lockstep.executors.openvino.options",
     "RequestOutput": "lockstep.engine.outputs",

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import pytest
 import typer
 
 from lockstep.cli.flag_groups import field_docs, with_flags
 from lockstep.cli.main import app, invoke
-from lockstep.cli.serve import engine_options
-from lockstep.cli.serve_flags import EngineFlags, SchedulerFlags
+from lockstep.cli.serve import decided_options
+from lockstep.cli.serve_flags import ENGINE
 from lockstep.cluster.manifest_engine import engine_keys
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.sizing import DECIDED_AT_LOAD, EngineOptions, plan_config
+from lockstep.engine.options import DECIDED_AT_LOAD, EngineOptions
+from lockstep.engine.sizing import plan_config
 from lockstep.errors import ConfigError
 from lockstep.executors.base import Geometry
 from lockstep.replay.trace import open_trace, workload_of
@@ -74,8 +75,8 @@ def engine_of(*arguments: str) -> EngineOptions:
     made: list[EngineOptions] = []
 
     @with_flags
-    def command(*, engine: EngineFlags, scheduler: SchedulerFlags) -> None:
-        made.append(engine_options(engine, scheduler))
+    def command(*, engine: Annotated[EngineOptions, ENGINE]) -> None:
+        made.append(decided_options(engine))
 
     reader = typer.Typer()
     reader.command()(command)
@@ -99,8 +100,9 @@ def test_every_field_of_the_scheduler_has_a_flag_and_a_key_of_a_manifest() -> No
     assert [name for name in names if name not in flags] == []
     assert [name for name in names if name not in engine_keys()] == []
     assert SAMPLES.keys() == set(names)
-    derived = [flag.name for flag in SchedulerFlags.flags()]
-    assert derived == [name for name in names if name not in DECIDED_AT_LOAD]
+    types = get_type_hints(EngineOptions)
+    for name, hint in get_type_hints(SchedulerConfig).items():
+        assert types[name] == hint | None, "what is intended is what is decided, or nothing"
     for name in names:
         assert flags[name].opts[0] == "--" + name.replace("_", "-")
         assert flags[name].opts[1:] == ([VLLM_NAMES[name]] if name in VLLM_NAMES else [])

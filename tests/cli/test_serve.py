@@ -18,16 +18,18 @@ import typer
 from lockstep.cli.config_file import read_config
 from lockstep.cli.foreign_flags import ForeignFlags, answers_to
 from lockstep.cli.main import app, invoke
+from lockstep.cli.options import OPENVINO
 from lockstep.cli.serve import server_options, split_address, split_keys
 from lockstep.cli.serve_flags import (
+    ENGINE,
     ClusterFlags,
-    EngineFlags,
     LimitFlags,
     ListenFlags,
     ModelFlags,
     ReportFlags,
-    SchedulerFlags,
+    WorkerFlags,
 )
+from lockstep.engine.options import EngineOptions
 from lockstep.errors import UsageError
 from lockstep.server.options import ServerOptions
 from tests.server.frames import events_of, texts_of
@@ -293,20 +295,20 @@ def test_the_files_values_become_what_flags_would_hold(tmp_path: Path) -> None:
 def known_flags() -> set[str]:
     return {
         f.name
-        for group in (ListenFlags, ModelFlags, ClusterFlags, EngineFlags, LimitFlags, ReportFlags)
+        for group in (ListenFlags, ModelFlags, ClusterFlags, WorkerFlags, LimitFlags, ReportFlags)
         for f in fields(group)
-    } | {flag.name for flag in SchedulerFlags.flags()}
+    } | {flag.name for group in (ENGINE, OPENVINO) for flag in group.parameters()}
 
 
 def test_defaults_are_the_options_own() -> None:
     """The help shows the flags' defaults; what runs without flags is what the options say."""
-    made = server_options(ListenFlags(), ModelFlags(), SchedulerFlags(), LimitFlags(), ReportFlags())
+    made = server_options(ListenFlags(), ModelFlags(), EngineOptions(), LimitFlags(), ReportFlags())
     assert made == replace(ServerOptions(), allowed_hosts=("localhost", "127.0.0.1", "::1"))
 
 
 def test_only_loopback_without_a_key_is_picky_about_names() -> None:
     def hosts(listen: ListenFlags) -> tuple[str, ...]:
-        return server_options(listen, ModelFlags(), SchedulerFlags(), LimitFlags(), ReportFlags()).allowed_hosts
+        return server_options(listen, ModelFlags(), EngineOptions(), LimitFlags(), ReportFlags()).allowed_hosts
 
     assert hosts(ListenFlags(allowed_host=["My.Box"])) == ("localhost", "127.0.0.1", "::1", "my.box")
     assert hosts(ListenFlags(api_key=["k"])) == hosts(ListenFlags(allow_unauthenticated=True)) == ()

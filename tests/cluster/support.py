@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.cluster.base import Accepted, Event
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.opening import LoadProgress
 from lockstep.cluster.stage import ClusterOptions
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
-from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.health import HealthLimits
 from lockstep.worker.link import WorkerOptions
@@ -39,8 +38,8 @@ def one_model(
     return ManifestCluster(Manifest.of_model(source, names), options, progress=progress)
 
 
-def model_of(source: str, kind: Kind, health: HealthLimits | None = None, **scheduler: object) -> ManifestCluster:
-    load = LoadOptions(EngineOptions(num_blocks=512, scheduler=scheduler))
+def model_of(source: str, kind: Kind, health: HealthLimits | None = None, **scheduler: Any) -> ManifestCluster:
+    load = LoadOptions(EngineOptions(num_blocks=512, **scheduler))
     return one_model(source, (NAME, "alias"), load, WorkerOptions(kind, health=health or HealthLimits()))
 
 

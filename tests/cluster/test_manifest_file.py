@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.dispatch import DispatchRule
 from lockstep.cluster.manifest import Entry, Manifest, Persona, Remote, Resources, Routing, SessionLimits, Tier
-from lockstep.cluster.manifest_engine import SAMPLING_KEYS, engine_keys, engine_options
+from lockstep.cluster.manifest_engine import SAMPLING_KEYS, engine_keys
 from lockstep.cluster.manifest_file import ROUTING_KEYS, TOP_KEYS, dump, parse
 from lockstep.cluster.manifest_keys import RESOURCES, SESSIONS, entry_keys, remote_keys
+from lockstep.engine.options import EngineOptions
 from lockstep.errors import ManifestError, Problem
 from lockstep.executors.stub import StubOptions
 from tests.cluster.manifests import manifests
@@ -225,7 +226,7 @@ def test_what_is_written_is_plain_yaml_for_others() -> None:
 
 def test_engine_blocks_are_what_loading_takes() -> None:
     router = parse(FULL, environment={"HOST": "a.b"}).entry("router")
-    options = engine_options(router.engine)
+    options = EngineOptions(**router.engine)
     assert options.kv_cache_memory_bytes == 256 << 20
     assert options.scheduler == {"max_num_seqs": 8, "chunking": False, "order": "fair"}
 

@@ -23,10 +23,9 @@ from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.prompting import MAX_INLINE_CHARS
 from lockstep.engine.input_processing import tokenised
 from lockstep.engine.llm import AsyncEngine
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation
-from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import (
     ArtifactNotFoundError,
     DeadlineError,
@@ -324,7 +323,7 @@ async def test_no_request_waits_for_another_that_has_no_session_either() -> None
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 async def test_who_has_the_device_alone_has_the_pool_that_its_load_finds_room_for(max_num_seqs: int) -> None:
     """Whole contexts of all that run; with another model, or a budget, the share of it."""
-    engine = EngineOptions(scheduler={"max_num_seqs": max_num_seqs})
+    engine = EngineOptions(max_num_seqs=max_num_seqs)
     model = one_model("stub://alpha", load=LoadOptions(engine))
     await model.start()
     [replica] = model.snapshot().replicas

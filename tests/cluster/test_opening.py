@@ -11,7 +11,7 @@ from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.opening import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, here, open_manifest
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.pocket import pocket_path
 from tests.cluster.clusters import clustered, say
@@ -48,7 +48,7 @@ def test_one_artifact_is_one_replica_whatever_its_path(tmp_path: Path) -> None:
     assert len(set(keys)) == 3, "other limits of the engine are another engine, and another text side"
     assert specs["c"].options.engine.max_model_len == 128
     assert specs["d"].options.chat_template == specs["d"].tokenizer().chat_template == "{{ messages[0].content }}"
-    assert specs["a"].options.engine.scheduler["order"] == "priority"
+    assert specs["a"].options.engine.order == "priority"
     assert specs["a"].tokenizer().encode("hello")
 
 

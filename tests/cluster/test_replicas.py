@@ -16,7 +16,7 @@ from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.opening import open_manifest
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.errors import NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker

@@ -19,8 +19,7 @@ import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.held import MAX_BACKOFF_S, MAX_LOST_LOADS
-from lockstep.engine.loading import LoadOptions
-from lockstep.engine.sizing import EngineOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import ArtifactNotFoundError, RequestFailedError, UnavailableError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.pocket import pocket_path

@@ -7,8 +7,8 @@ import pytest
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
+from lockstep.cli.flag_groups import ENVIRONMENT_PREFIX
 from lockstep.cli.main import app
-from lockstep.cli.serve_flags import ENVIRONMENT_PREFIX
 from tests.server.process import serve
 
 

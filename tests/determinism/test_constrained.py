@@ -65,7 +65,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    pool = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, scheduler={"max_num_seqs": 40})
+    pool = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
     options = LoadOptions(pool, cache_dir=tmp_path_factory.mktemp("cache"), probe=False)
     loaded = Subject(*load_model("pocket://", options))
     yield loaded

@@ -16,7 +16,7 @@ from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
 from tests.determinism.harness import ALONE, CASES, MATRIX, SAMPLINGS, Answer, Case, Subject
 from tools.random_models import SHAPES, write_gguf
 
-POOL = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, scheduler={"max_num_seqs": 40})
+POOL = EngineOptions(num_blocks=400, host_kv_memory_bytes=64 << 20, max_num_seqs=40)
 MODELS = ("pocket", "random-qwen3")
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from lockstep.engine.clock import ManualClock
 from lockstep.engine.engine import Engine
-from lockstep.engine.loading import LoadOptions, load_model
-from lockstep.engine.sizing import EngineOptions
+from lockstep.engine.loading import load_model
+from lockstep.engine.options import EngineOptions, LoadOptions
 
 MakeEngine = Callable[..., Engine]
 
@@ -21,7 +21,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def make_engine(clock: ManualClock) -> MakeEngine:
-    """`make_engine("stub://name?option=value", num_blocks=…, scheduler={…})`."""
+    """`make_engine("stub://name?option=value", num_blocks=…, max_num_seqs=…)`."""
 
     def make(source: str = "stub://alpha", **options: object) -> Engine:
         engine_options = EngineOptions(**{"num_blocks": 512, **options})  # type: ignore[arg-type]  # fields by name

@@ -54,7 +54,7 @@ def test_it_ends_by_an_end_token_where_more_could_follow(make_engine: MakeEngine
 
 
 def test_forced_tokens_come_in_segments_and_are_published_with_the_sampled_one(make_engine: MakeEngine) -> None:
-    engine = make_engine(scheduler={"max_forced_tokens": 10})
+    engine = make_engine(max_forced_tokens=10)
     outputs: list[TokenOutput] = []
     params = SamplingParams(temperature=0.0, max_tokens=100, constraint=DOCUMENT)
     engine.submit(GenerationRequest("hello", params), outputs.append)
@@ -70,7 +70,7 @@ def test_forced_tokens_come_in_segments_and_are_published_with_the_sampled_one(m
 
 def test_the_scheduler_is_told_how_many_tokens_there_were(make_engine: MakeEngine) -> None:
     seen: list[tuple[StepPlan, StepResult, StepEvents]] = []
-    engine = make_engine(scheduler={"max_forced_tokens": 10})
+    engine = make_engine(max_forced_tokens=10)
     engine._observer = lambda plan, result, events: seen.append((plan, result, events))
     completion = answer(engine, DOCUMENT).completions[0]
     counts = [result.num_tokens[0] for _, result, _ in seen]

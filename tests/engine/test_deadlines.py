@@ -16,8 +16,6 @@ from lockstep.errors import DeadlineError, InvalidParameterError, LockstepError,
 from lockstep.executors.sampling_params import SamplingParams
 from tests.engine.conftest import MakeEngine
 
-ONE_AT_A_TIME = {"max_num_seqs": 1}
-
 
 def ask(**fields: float) -> GenerationRequest:
     return GenerationRequest("hello", SamplingParams(max_tokens=100), **fields)  # type: ignore[arg-type]  # deadlines by name
@@ -40,7 +38,7 @@ def test_a_late_answer_has_its_text_so_far_and_the_error(make_engine: MakeEngine
 
 
 def test_a_queue_deadline_ends_only_those_that_never_ran(make_engine: MakeEngine, clock: ManualClock) -> None:
-    engine = make_engine(scheduler=ONE_AT_A_TIME)
+    engine = make_engine(max_num_seqs=1)
     ran, waited, patient = (engine.submit(ask(queue_deadline_s=limit)) for limit in (1.0, 1.0, 9.0))
     engine.step()
     clock.advance(1.0)
@@ -52,7 +50,7 @@ def test_a_queue_deadline_ends_only_those_that_never_ran(make_engine: MakeEngine
 
 
 def test_of_two_deadlines_at_once_the_queue_is_named(make_engine: MakeEngine, clock: ManualClock) -> None:
-    engine = make_engine(scheduler=ONE_AT_A_TIME)
+    engine = make_engine(max_num_seqs=1)
     engine.submit(ask())
     both = engine.submit(ask(queue_deadline_s=1.0, deadline_s=1.0))
     engine.step()
@@ -67,7 +65,7 @@ def test_of_two_deadlines_at_once_the_queue_is_named(make_engine: MakeEngine, cl
 
 
 def test_the_deadline_of_an_answer_also_ends_one_that_waits(make_engine: MakeEngine, clock: ManualClock) -> None:
-    engine = make_engine(scheduler=ONE_AT_A_TIME)
+    engine = make_engine(max_num_seqs=1)
     engine.submit(ask())
     late = engine.submit(ask(deadline_s=1.0))
     engine.step()

@@ -31,7 +31,7 @@ MAX_TOKENS = 400
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     options = LoadOptions(
-        EngineOptions(num_blocks=1_200, scheduler={"max_num_seqs": 64}),
+        EngineOptions(num_blocks=1_200, max_num_seqs=64),
         cache_dir=tmp_path_factory.mktemp("cache"),
         probe=False,
     )

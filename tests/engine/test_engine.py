@@ -229,7 +229,7 @@ def test_a_refused_request_never_enters(make_engine: MakeEngine) -> None:
 
 
 def test_a_full_queue_refuses_by_name_and_serves_the_rest(make_engine: MakeEngine) -> None:
-    engine = make_engine(scheduler={"max_num_queued_reqs": 2})
+    engine = make_engine(max_num_queued_reqs=2)
     ids = [engine.submit(ask(max_tokens=2)) for _ in range(3)]
     engine.run_until_idle()
     outputs = [one(engine.result(request_id)) for request_id in ids]
@@ -237,7 +237,7 @@ def test_a_full_queue_refuses_by_name_and_serves_the_rest(make_engine: MakeEngin
 
 
 def test_a_refused_request_whose_callback_raises_disturbs_nobody(make_engine: MakeEngine) -> None:
-    engine = make_engine(scheduler={"max_num_queued_reqs": 1})
+    engine = make_engine(max_num_queued_reqs=1)
 
     def explode(output: TokenOutput) -> None:
         raise ValueError("the caller's fault")
@@ -256,7 +256,7 @@ def test_the_largest_seed_has_siblings_too(make_engine: MakeEngine) -> None:
 
 
 def test_unread_results_are_bounded(make_engine: MakeEngine) -> None:
-    engine = make_engine(scheduler={"max_finished": 2})
+    engine = make_engine(max_finished=2)
     ids = [engine.submit(ask(max_tokens=1)) for _ in range(4)]
     engine.run_until_idle()
     assert [engine.result(request_id) is not None for request_id in ids] == [False, False, True, True]

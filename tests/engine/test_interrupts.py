@@ -24,7 +24,7 @@ from lockstep.errors import RequestFailedError, UsageError
 from tests.engine.conftest import MakeEngine
 from tests.waiting import HANG_S
 
-OPTIONS = LoadOptions(EngineOptions(num_blocks=256, scheduler={"max_num_seqs": 4}))
+OPTIONS = LoadOptions(EngineOptions(num_blocks=256, max_num_seqs=4))
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=40)
 HELLO = [{"role": "user", "content": "hello"}]

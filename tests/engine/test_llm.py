@@ -27,7 +27,7 @@ def test_one_prompt_or_several_text_or_ids() -> None:
 
 
 def test_more_prompts_than_the_queue_holds_are_answered_in_order() -> None:
-    tight = LoadOptions(EngineOptions(num_blocks=256, scheduler={"max_num_queued_reqs": 5, "max_num_seqs": 3}))
+    tight = LoadOptions(EngineOptions(num_blocks=256, max_num_queued_reqs=5, max_num_seqs=3))
     with LLM("stub://alpha", tight) as llm:
         outputs = llm.generate(["x" * length for length in range(1, 60)], replace(SHORT, n=2))
     assert [output.text for output in outputs] == [f"[stub:alpha] ok len={n} max=40" for n in range(1, 60)]

@@ -68,7 +68,7 @@ def test_prompt_tokens_have_one_of_two_sources(make_engine: MakeEngine) -> None:
 
 
 def test_a_recomputed_prompt_is_no_cache_hit(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_blocks=16, scheduler={"preemption": "recompute"})
+    engine = make_engine(num_blocks=16, preemption="recompute")
     for index in range(12):
         submit(engine, f"{index:02}" + "x" * 58, max_tokens=40)
     engine.run_until_idle()
@@ -91,7 +91,7 @@ def test_what_was_asked_for_is_counted_once_per_request(make_engine: MakeEngine)
 
 
 def test_who_waits_does_so_for_one_of_two_reasons(make_engine: MakeEngine) -> None:
-    engine = make_engine(scheduler={"max_num_seqs": 1})
+    engine = make_engine(max_num_seqs=1)
     ids = [submit(engine, "hello") for _ in range(3)]
     assert by_label(engine.metrics(), "num_requests_waiting_by_reason") == ("reason", {"capacity": 0, "deferred": 3})
     engine.step()
@@ -111,7 +111,7 @@ def test_who_waits_does_so_for_one_of_two_reasons(make_engine: MakeEngine) -> No
 def test_refusals_of_full_queues_and_faulty_rows_are_counted(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine("stub://alpha?nan_every=3", scheduler={"max_num_queued_reqs": 2})
+    engine = make_engine("stub://alpha?nan_every=3", max_num_queued_reqs=2)
     for _ in range(5):
         submit(engine, "hello", 1)
     engine.run_until_idle()

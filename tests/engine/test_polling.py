@@ -43,7 +43,7 @@ def test_a_step_returns_what_it_brought_for_every_request(make_engine: MakeEngin
 
 
 def test_a_step_returns_those_that_it_ended_without_computing(make_engine: MakeEngine, clock: ManualClock) -> None:
-    engine = make_engine(scheduler={"max_num_queued_reqs": 2})
+    engine = make_engine(max_num_queued_reqs=2)
     aborted = engine.submit(ask())
     late = engine.submit(GenerationRequest("hello", SamplingParams(), deadline_s=1.0))
     refused = engine.submit(ask())
@@ -84,7 +84,7 @@ def test_finished_answers_are_drained_in_the_order_in_which_they_ended(make_engi
 
 
 def test_counts_are_of_those_who_run_wait_and_are_open(make_engine: MakeEngine) -> None:
-    engine = make_engine(scheduler={"max_num_seqs": 3})
+    engine = make_engine(max_num_seqs=3)
     engine.submit(ask(n=2, max_tokens=2))
     for _ in range(3):
         engine.submit(ask(max_tokens=2))

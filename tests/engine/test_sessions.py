@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +14,11 @@ from lockstep.core.request import FinishReason
 from lockstep.engine.clock import ManualClock
 from lockstep.engine.engine import Engine
 from lockstep.engine.llm import LLM
-from lockstep.engine.loading import LoadOptions, load_model
+from lockstep.engine.loading import load_model
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, Swept
-from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import InvalidParameterError, QueueDeadlineError, QueueFullError, RequestFailedError
 from lockstep.executors.sampling_params import SamplingParams
 
@@ -32,8 +33,8 @@ def changes() -> list[SessionChange]:
 
 @pytest.fixture
 def make(clock: ManualClock, changes: list[SessionChange]) -> Make:
-    def make(num_blocks: int = 64, **scheduler: object) -> Engine:
-        model, config = load_model("stub://s", LoadOptions(EngineOptions(num_blocks=num_blocks, scheduler=scheduler)))
+    def make(num_blocks: int = 64, **scheduler: Any) -> Engine:
+        model, config = load_model("stub://s", LoadOptions(EngineOptions(num_blocks=num_blocks, **scheduler)))
         return Engine(model, config, clock=clock, on_session=changes.append)
 
     return make
@@ -218,7 +219,7 @@ def test_what_cannot_be_a_session_is_refused(make: Make, fields: dict[str, objec
 
 def test_a_session_changes_no_byte() -> None:
     """A conversation of three turns beside other work: tokens and log-probabilities, with and without a session."""
-    options = LoadOptions(EngineOptions(num_blocks=64, scheduler={"max_num_seqs": 4}), probe=False)
+    options = LoadOptions(EngineOptions(num_blocks=64, max_num_seqs=4), probe=False)
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, ignore_eos=True, logprobs=2)
     noise = random.Random(3)
 

@@ -6,15 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.sizing import (
-    EngineOptions,
-    anonymous_memory_bytes,
-    available_memory_bytes,
-    check_limits,
-    check_sizes,
-    machine_memory_bytes,
-    plan_config,
-)
+from lockstep.engine.options import EngineOptions, check_limits, check_sizes
+from lockstep.engine.sizing import anonymous_memory_bytes, available_memory_bytes, machine_memory_bytes, plan_config
 from lockstep.errors import ConfigError
 from lockstep.executors.base import Geometry
 
@@ -29,9 +22,7 @@ def test_by_default_the_pool_holds_all_contexts_or_its_share_of_memory() -> None
 
 
 def test_what_the_user_says_wins() -> None:
-    options = EngineOptions(
-        max_model_len=100, kv_cache_memory_bytes=5500, host_kv_memory_bytes=2000, scheduler={"max_num_seqs": 3}
-    )
+    options = EngineOptions(max_model_len=100, kv_cache_memory_bytes=5500, host_kv_memory_bytes=2000, max_num_seqs=3)
     config = plan_config(options, GEOMETRY, PLENTY)
     assert (config.max_model_len, config.num_blocks, config.num_host_blocks, config.max_num_seqs) == (100, 5, 2, 3)
     assert plan_config(EngineOptions(num_blocks=7), GEOMETRY, 10_000).num_blocks == 7
@@ -46,9 +37,7 @@ def test_what_the_user_says_wins() -> None:
         (EngineOptions(kv_cache_memory_bytes=999), "one takes 1000 bytes"),
         (EngineOptions(num_blocks=10**9), r"would take 1,500.0 GB .* and 1,000.0 GB of memory are free"),
         (EngineOptions(num_blocks=1, host_kv_memory_bytes=10**13), "would take 10,000.0 GB"),
-        (EngineOptions(scheduler={"max_num_seq": 4}), "unknown scheduler option 'max_num_seq'; known: max_num_seqs"),
-        (EngineOptions(scheduler={"num_blocks": 4}), "unknown scheduler option 'num_blocks'"),
-        (EngineOptions(scheduler={"order": "random"}), "order is 'random'"),
+        (EngineOptions(order="random"), "order is 'random'"),  # type: ignore[arg-type]  # says what it must be
     ],
 )
 def test_impossible_limits_are_named(options: EngineOptions, message: str) -> None:
@@ -65,10 +54,9 @@ def test_impossible_limits_are_named(options: EngineOptions, message: str) -> No
         (EngineOptions(num_blocks=10**15), "num_blocks is 1000000000000000; at most"),
         (EngineOptions(block_size=0), "block_size is 0; at least 1 is needed"),
         (EngineOptions(num_host_blocks=-1), "num_host_blocks, max_skips and priority_aging_steps must not be negative"),
-        (EngineOptions(scheduler={"max_num_seqs": 10**9}), "max_num_seqs is 1000000000; at most 65536 can be meant"),
-        (EngineOptions(scheduler={"max_num_queued_reqs": 10**20}), "max_num_queued_reqs is 1"),
-        (EngineOptions(scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 9}), "max_num_batched_tokens is 9"),
-        (EngineOptions(scheduler={"max_num_seq": 4}), "unknown scheduler option 'max_num_seq'"),
+        (EngineOptions(max_num_seqs=10**9), "max_num_seqs is 1000000000; at most 65536 can be meant"),
+        (EngineOptions(max_num_queued_reqs=10**20), "max_num_queued_reqs is 1"),
+        (EngineOptions(max_num_seqs=8, max_num_batched_tokens=9), "max_num_batched_tokens is 9"),
     ],
 )
 def test_limits_that_cannot_work_are_known_before_anything_is_loaded(options: EngineOptions, message: str) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import zstandard
 
 from lockstep.core.request import Priority
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.trace_file import read_frames
 from lockstep.worker.flight.options import TraceOptions
@@ -20,7 +19,10 @@ from tests.worker.support import Bench, running
 POOL = EngineOptions(
     num_blocks=10,
     host_kv_memory_bytes=64,
-    scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_num_decode_seqs": 3, "order": "priority"},
+    max_num_seqs=4,
+    max_num_batched_tokens=40,
+    max_num_decode_seqs=3,
+    order="priority",
 )
 
 

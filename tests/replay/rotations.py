@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.engine.engine import Engine
-from lockstep.engine.loading import LoadOptions, load_model
+from lockstep.engine.loading import load_model
+from lockstep.engine.options import LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device_scheduler import DeviceScheduler

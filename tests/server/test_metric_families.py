@@ -6,9 +6,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.engine.engine import Engine
-from lockstep.engine.loading import LoadOptions, load_model
+from lockstep.engine.loading import load_model
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.metrics import HELP, _Page, model_families
 

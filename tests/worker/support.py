@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from lockstep.engine.clock import Clock
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import (
     LockstepError,
 )

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.request import FinishReason
-from lockstep.engine.loading import LoadOptions
-from lockstep.engine.sizing import EngineOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import (
     ArtifactNotFoundError,
     InvalidParameterError,
@@ -75,7 +74,7 @@ def test_a_step_is_one_event_that_begins_with_whom_it_accepted(bench: Bench) -> 
 
 
 def test_one_that_the_queue_does_not_take_is_not_accepted(bench: Bench) -> None:
-    tight = LoadOptions(EngineOptions(num_blocks=256, scheduler={"max_num_queued_reqs": 2, "max_num_seqs": 1}))
+    tight = LoadOptions(EngineOptions(num_blocks=256, max_num_queued_reqs=2, max_num_seqs=1))
     bench.ready("a", "stub://alpha?step_ms=100", tight)
     bench.tell(*(Submit(number, "a", ask("x", ENDLESS)) for number in range(6)))
     refused = bench.heard(Outputs, lambda event: any(output.error for output in event.outputs))

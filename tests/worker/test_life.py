@@ -13,8 +13,7 @@ from typing import Literal
 
 import pytest
 
-from lockstep.engine.loading import LoadOptions
-from lockstep.engine.sizing import EngineOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import ArtifactNotFoundError, UnavailableError, UsageError, WorkerLostError
 from lockstep.worker.life import REPLICA_MOVES, ReplicaState
 from lockstep.worker.link import WorkerOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactError, CorruptArtifactError, UsageError
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.pocket import pocket_path

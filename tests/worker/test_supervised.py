@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from lockstep.core.request import Priority
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import Swept
-from lockstep.engine.sizing import EngineOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.life import Back, Lost

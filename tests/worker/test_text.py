@@ -62,7 +62,8 @@ def sent(parts: TokenizerParts) -> Tokenizer:
 
 
 def _loaded(side: TextSide) -> Event:
-    from lockstep.engine.loading import LoadOptions, load_model
+    from lockstep.engine.loading import load_model
+    from lockstep.engine.options import LoadOptions
 
     model, config = load_model("stub://x", LoadOptions())
     return Loaded("model", "x", "f", config, model.executor.geometry, {}, None, {}, False, 0.0, side)

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from lockstep import errors
 from lockstep.core.request import FinishReason
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.engine.reasoning import THINK_TAGS, Reasoning
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sizing import EngineOptions
 from lockstep.errors import (
     ArtifactError,
     InvalidParameterError,
@@ -131,7 +130,7 @@ def test_a_request_comes_out_as_it_went_in(request: GenerationRequest) -> None:
 
 def test_how_to_load_comes_out_as_it_went_in() -> None:
     options = LoadOptions(
-        EngineOptions(num_blocks=7, scheduler={"order": "fair", "max_num_seqs": 3}),
+        EngineOptions(num_blocks=7, order="fair", max_num_seqs=3),
         OpenVINOOptions(threads=1, cache_dir=Path("/a/b")),
         cache_dir=Path("/c"),
         probe=False,

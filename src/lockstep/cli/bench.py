@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.replay_options import settings_of
+from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
 
 EXIT_ALL_FAILED = 1
@@ -125,6 +127,7 @@ def _tell(result: Any, options: Any, as_json: bool) -> None:
 
 
 @bench_app.command()
+@with_flags
 def throughput(
     model: flags.Model,
     num_prompts: Annotated[int, typer.Option(help="Requests.")] = 64,
@@ -136,12 +139,9 @@ def throughput(
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
     save_result: load.SaveResult = False,
     result_filename: load.ResultFile = None,
-    max_model_len: flags.MaxModelLen = None,
-    kv_cache_memory_bytes: flags.KvBytes = None,
-    threads: flags.Threads = None,
-    device: flags.Device = "auto",
-    kv_cache_dtype: flags.KvDtype = "f16",
-    quantize: flags.Quantize = None,
+    *,
+    pool: flags.Pool,
+    openvino: flags.OpenVINO,
     cache_dir: flags.CacheDir = None,
     probe: flags.Probe = False,
     as_json: flags.Json = False,
@@ -152,17 +152,8 @@ def throughput(
     from lockstep.engine.llm import LLM
 
     options = ThroughputOptions(num_prompts, input_len, output_len, concurrency, temperature, seed, num_warmups)
-    loading = flags.load_options(
-        max_model_len=max_model_len,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        threads=threads,
-        device=device,
-        kv_cache_dtype=kv_cache_dtype,
-        quantize=quantize,
-        cache_dir=cache_dir,
-        probe=probe,
-        max_num_seqs=concurrency,
-    )
+    engine = flags.checked(replace(pool, max_num_seqs=concurrency))
+    loading = LoadOptions(engine, openvino, cache_dir, probe)
     with loading_progress(model) as progress:
         llm = LLM(model, loading, progress=progress)
     with llm, loading_progress(model) as progress:

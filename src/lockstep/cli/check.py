@@ -12,7 +12,7 @@ import typer
 
 from lockstep.cli import options as flags
 from lockstep.cli.manifests import STANDARD_INPUT, BackendName, backend_of, read_manifest, read_standard_input
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.errors import ManifestError
 
 if TYPE_CHECKING:

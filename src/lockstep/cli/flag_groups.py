@@ -1,36 +1,40 @@
-"""Flags in groups: a command takes a few of them instead of sixty parameters."""
+"""Flags in groups, and flags made of options: a command takes a few values instead of sixty parameters."""
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Any, TypeVar, get_type_hints
+from itertools import pairwise
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 from lockstep.errors import UsageError
 
+ENVIRONMENT_PREFIX = "LOCKSTEP"
+"""Of `lockstep serve`: ``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
 Answer = TypeVar("Answer")
+Options = TypeVar("Options")
 
 
 def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
     """Make flags of every parameter that is a group of them; the command is called with the groups' values.
 
-    A group is a dataclass, each of whose fields is an ``Annotated`` option with a default, as a parameter would be; or
-    a class with a static method ``flags`` that gives such parameters, and takes their values by name. Flags stand where
-    their group stands.
+    A group is annotated as a dataclass, each of whose fields is an ``Annotated`` option with a default, as a parameter
+    would be; or as ``Annotated[Options, OptionFlags(...)]``. Flags stand where their group stands.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {each.name: each.annotation for each in own if _is_group(each.annotation)}
-    flags_of = {name: tuple(_flags(group)) for name, group in groups.items()}
+    groups = {each.name: group for each in own if (group := _group_of(each.annotation)) is not None}
+    flags_of = {name: tuple(group.parameters()) for name, group in groups.items()}
 
     @wraps(command)
     def called(**values: Any) -> Answer:
         made = {
-            name: group(**{flag.name: values.pop(flag.name) for flag in flags_of[name]})
+            name: group.value(**{flag.name: values.pop(flag.name) for flag in flags_of[name]})
             for name, group in groups.items()
         }
         return command(**values, **made)
@@ -43,6 +47,117 @@ def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # both are what typer reads
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """The command line's side of a field, as far as its name, type, default and sentence do not tell it."""
+
+    name: str = ""
+    """Of the parameter; empty: the field's."""
+    also: tuple[str, ...] = ()
+    """Further names of the flag, without dashes."""
+    low: int | None = None
+    default: Any = ...
+    """Given where nothing is said; ``...``: the field's own."""
+    shown: str = ""
+    """The default in words, where the field's sentence has none."""
+
+
+class OptionFlags(Generic[Options]):
+    """Flags for fields of options, which are a dataclass: types, defaults and help are the fields'.
+
+    The help is the first paragraph under a field. ``; None: X.`` in it says what holds where nothing is given, X being
+    a text or the name of another field.
+
+    Args:
+        owner: the dataclass.
+        flags: by field, in the order of the help. Other fields keep their defaults.
+        docs: paragraphs of fields that have none in the dataclass itself.
+    """
+
+    def __init__(self, owner: type[Options], flags: Mapping[str, Flag], docs: Mapping[str, str] = {}) -> None:
+        self._owner = owner
+        self._flags = flags
+        self._docs = docs
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """The flags, as a command takes them."""
+        assert is_dataclass(self._owner)
+        hints, docs = get_type_hints(self._owner), {**self._docs, **field_docs(self._owner)}
+        defaults = {field.name: field.default for field in fields(self._owner)}
+        for field, flag in self._flags.items():
+            default = defaults[field] if flag.default is ... else flag.default
+            yield _parameter(flag.name or field, hints[field], default, docs[field], flag)
+
+    def value(self, **given: Any) -> Options:
+        """The options, of the flags' values by parameter."""
+        return self._owner(**{field: given[flag.name or field] for field, flag in self._flags.items()})
+
+
+def _parameter(name: str, hint: Any, default: Any, doc: str, flag: Flag) -> inspect.Parameter:
+    words, _, instead = doc.partition("; None: ")
+    instead = instead.rstrip(".").replace("_", "-")
+    shown = flag.shown or (f"as {instead}" if instead and " " not in instead else instead)
+    names = [f"--{each}" for each in (name.replace("_", "-"), *flag.also)]
+    type_ = hint if get_origin(hint) is Literal else next(iter(get_args(hint)), hint)  # without its None
+    option = typer.Option(
+        *(f"{each}/--no-{each[2:]}" if type_ is bool else each for each in names),
+        help=words if words.endswith(".") else f"{words}.",
+        min=flag.low,
+        show_default=shown or True,
+        envvar=_Variables(*names) if len(names) > 1 else None,  # else it is found by the flag's name
+    )
+    type_ = type_ | None if default is None else type_
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=Annotated[type_, option])
+
+
+class _Variables(list[str]):
+    """The environment variables of a flag that has several names; messages show them as a text."""
+
+    def __init__(self, *flags: str) -> None:
+        super().__init__(f"{ENVIRONMENT_PREFIX}_{flag.lstrip('-').replace('-', '_').upper()}" for flag in flags)
+
+    def __str__(self) -> str:
+        return "' or '".join(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnFlags:
+    """A dataclass of flags, each field of which is an ``Annotated`` option."""
+
+    value: Callable[..., Any]
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        group: Any = self.value
+        hints = get_type_hints(group, include_extras=True)
+        for flag in fields(group):
+            assert flag.default is not MISSING, f"{group.__name__}.{flag.name}: a flag has a default"
+            kind = inspect.Parameter.KEYWORD_ONLY
+            yield inspect.Parameter(flag.name, kind, default=flag.default, annotation=hints[flag.name])
+
+
+def _group_of(annotation: Any) -> OptionFlags[Any] | _OwnFlags | None:
+    for each in getattr(annotation, "__metadata__", ()):
+        if isinstance(each, OptionFlags):
+            return each
+    return _OwnFlags(annotation) if is_dataclass(annotation) and isinstance(annotation, type) else None
+
+
+def field_docs(owner: type) -> Mapping[str, str]:
+    """The first paragraph under each field of a dataclass, by field, as its source has it; none without a source."""
+    try:
+        [found] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    except OSError:
+        return {}
+    body = found.body if isinstance(found, ast.ClassDef) else []
+    docs: dict[str, str] = {}
+    for field, below in pairwise(body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(inspect.cleandoc(text).partition("\n\n")[0].split()).replace("``", "")
+    return docs
 
 
 def refuse_others(context: typer.Context, used: Collection[str], why: str) -> None:
@@ -58,32 +173,3 @@ def refuse_others(context: typer.Context, used: Collection[str], why: str) -> No
         if name not in used and source is not None and source.name == "COMMANDLINE":
             said = max(parameter.opts, key=len) if parameter.opts[0].startswith("-") else parameter.metavar or name
             raise UsageError(f"{said} {why}")
-
-
-def field_docs(owner: type) -> Mapping[str, str]:
-    """The sentences under each field of a dataclass, by field, as its source has them; none without a source."""
-    module = inspect.getmodule(owner)
-    try:
-        source = "" if module is None else inspect.getsource(module)
-    except OSError:
-        return {}
-    _, _, body = source.partition(f"\nclass {owner.__name__}")
-    found = re.findall(r'^    (\w+): [^\n]+\n    """(.+?)"""', body, re.MULTILINE | re.DOTALL)
-    docs = {name: " ".join(text.split()).replace("``", "") for name, text in reversed(found)}  # the first of each name
-    return {field.name: docs[field.name] for field in fields(owner) if field.name in docs}
-
-
-def _is_group(annotation: Any) -> bool:
-    return is_dataclass(annotation) or hasattr(annotation, "flags")
-
-
-def _flags(group: Any) -> Iterator[inspect.Parameter]:
-    if hasattr(group, "flags"):
-        yield from group.flags()
-        return
-    hints = get_type_hints(group, include_extras=True)
-    for flag in fields(group):
-        assert flag.default is not MISSING, f"{group.__name__}.{flag.name}: a flag has a default"
-        yield inspect.Parameter(
-            flag.name, inspect.Parameter.KEYWORD_ONLY, default=flag.default, annotation=hints[flag.name]
-        )

@@ -18,6 +18,7 @@ from lockstep.cli.check import check
 from lockstep.cli.collect_env import collect_env
 from lockstep.cli.completion import VARIABLE, completion, enable_completion
 from lockstep.cli.diff import bisect, diff
+from lockstep.cli.flag_groups import ENVIRONMENT_PREFIX
 from lockstep.cli.hub import list_models, pull, rm
 from lockstep.cli.models import models_app
 from lockstep.cli.options import show_help_without_command
@@ -25,7 +26,6 @@ from lockstep.cli.ps import ps
 from lockstep.cli.replay import replay
 from lockstep.cli.run import run
 from lockstep.cli.serve import serve
-from lockstep.cli.serve_flags import ENVIRONMENT_PREFIX
 from lockstep.cli.sweep import sweep
 from lockstep.errors import LockstepError, ManifestError, OverBudgetError
 from lockstep.version import __version__

@@ -11,9 +11,11 @@ import typer
 from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.source import open_artifact
 from lockstep.cli import options as flags
+from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.progress import loading_progress
+from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import MissingTokenizerError
-from lockstep.executors.openvino.options import OpenVINOOptions, precision_summary
+from lockstep.executors.openvino.options import precision_summary
 
 if TYPE_CHECKING:
     from lockstep.executors.probe import ProbeReport
@@ -28,20 +30,21 @@ def _models(context: typer.Context) -> None:
 
 
 @models_app.command()
+@with_flags
 def info(
     model: flags.Model,
-    quantize: flags.Quantize = None,
+    *,
+    openvino: flags.Quantize,
     cache_dir: flags.CacheDir = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
     """What a model on disk is, and as what it would be loaded; reads no weights."""
-    chosen = OpenVINOOptions(quantize=quantize).quantize
     with loading_progress(model) as progress:
         artifact = open_artifact(
             model, cache_dir=cache_dir, progress=lambda name, have, total: progress(name, have / max(total, 1))
         )
-    facts = _facts(artifact, chosen)
+    facts = _facts(artifact, openvino.quantize)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False, indent=2))
         return
@@ -51,12 +54,11 @@ def info(
 
 
 @models_app.command()
+@with_flags
 def verify(
     model: flags.Model,
-    threads: flags.Threads = None,
-    device: flags.Device = "auto",
-    kv_cache_dtype: flags.KvDtype = "f16",
-    quantize: flags.Quantize = None,
+    *,
+    openvino: flags.OpenVINO,
     cache_dir: flags.CacheDir = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
@@ -64,17 +66,7 @@ def verify(
     """Check on this machine that batching, chunking, swapping and reloading change no bit; exit code 1 if one does."""
     from lockstep.engine.verify import verify_model
 
-    options = flags.load_options(
-        max_model_len=None,
-        kv_cache_memory_bytes=None,
-        threads=threads,
-        device=device,
-        kv_cache_dtype=kv_cache_dtype,
-        quantize=quantize,
-        cache_dir=cache_dir,
-        probe=False,
-        max_num_seqs=1,
-    )
+    options = LoadOptions(EngineOptions(max_num_seqs=1), openvino, cache_dir, probe=False)
     with loading_progress(model) as progress:
         report = verify_model(model, options, progress)
     if as_json:

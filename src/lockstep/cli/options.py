@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lockstep.engine.loading import LoadOptions
-from lockstep.engine.sizing import EngineOptions, check_limits, check_sizes, machine_memory_bytes
+from lockstep.cli.flag_groups import Flag, OptionFlags
+from lockstep.engine.options import EngineOptions, check_limits, check_sizes
+from lockstep.engine.sizing import machine_memory_bytes
 from lockstep.errors import UsageError
 from lockstep.executors.openvino.options import OpenVINOOptions
 
@@ -18,14 +19,14 @@ MODEL_HELP = (
     "A .gguf file, a Hugging Face or OpenVINO directory, hf://org/name[@revision][#file], pocket:// or stub://NAME."
 )
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
-MaxModelLen = Annotated[int | None, typer.Option(help="Prompt + output in tokens; by default what the model declares.")]
-KvBytes = Annotated[int | None, typer.Option(help="Size of the KV pool in bytes.")]
-Threads = Annotated[int | None, typer.Option(help="Threads of a forward pass; by default the cores of the cgroup.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or gpu.")]
-KvDtype = Annotated[str, typer.Option(help="f16, f32, or u8 (half the memory, but bytes then depend on the batch).")]
-Quantize = Annotated[
-    str | None, typer.Option(help="int8 or int4: round float weights at load.", show_default="weights as they are")
-]
+POOL = OptionFlags(EngineOptions, {"max_model_len": Flag(), "kv_cache_memory_bytes": Flag()})
+OPENVINO = OptionFlags(
+    OpenVINOOptions,
+    {"threads": Flag(), "device": Flag(), "kv_cache_precision": Flag("kv_cache_dtype"), "quantize": Flag()},
+)
+Pool = Annotated[EngineOptions, POOL]
+OpenVINO = Annotated[OpenVINOOptions, OPENVINO]
+Quantize = Annotated[OpenVINOOptions, OptionFlags(OpenVINOOptions, {"quantize": Flag()})]
 CacheDir = Annotated[
     Path | None,
     typer.Option(envvar="LOCKSTEP_CACHE_DIR", help="Where built graphs are kept.", show_default="the user's cache"),
@@ -46,43 +47,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def load_options(
-    *,
-    max_model_len: int | None,
-    kv_cache_memory_bytes: int | None,
-    threads: int | None,
-    device: str,
-    kv_cache_dtype: str,
-    quantize: str | None,
-    cache_dir: Path | None,
-    probe: bool,
-    max_num_seqs: int,
-    chat_template: Path | None = None,
-) -> LoadOptions:
-    """The flags as the values that loading takes."""
-    engine = EngineOptions(
-        max_model_len=max_model_len,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        scheduler={"max_num_seqs": max_num_seqs},
-    )
-    check_engine(engine)
-    return LoadOptions(
-        engine=engine,
-        openvino=openvino_options(device, threads, kv_cache_dtype, quantize),
-        cache_dir=cache_dir,
-        probe=probe,
-        chat_template=read_template(chat_template),
-    )
-
-
-def check_engine(options: EngineOptions) -> None:
-    """Refuse what flags ask of any engine in vain; ConfigError names the flag of a size."""
+def checked(options: EngineOptions) -> EngineOptions:
+    """The options; ConfigError for what flags ask of any engine in vain. It names the flag of a size."""
     check_limits(options)
     check_sizes(options, machine_memory_bytes(), SIZE_FLAGS)
-
-
-def openvino_options(device: str, threads: int | None, kv_cache_dtype: str, quantize: str | None) -> OpenVINOOptions:
-    return OpenVINOOptions(device=device, threads=threads, kv_cache_precision=kv_cache_dtype, quantize=quantize)
+    return options
 
 
 def template_kwargs(text: str | None) -> dict[str, Any]:

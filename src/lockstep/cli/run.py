@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,9 +15,10 @@ from lockstep.cli import constraints
 from lockstep.cli import options as flags
 from lockstep.cli.answers import Answer, Message, Piece
 from lockstep.cli.conversation import ANY_VOCABULARY, Conversation, answer_one, converse, prompt_of, system_of
+from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.engine.llm import LLM
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import Conversation as ChatPrompt
 from lockstep.engine.request import GenerationRequest
@@ -29,6 +31,7 @@ Prompt = Annotated[
 Raw = Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")]
 
 
+@with_flags
 def run(
     model: flags.Model,
     prompt: Prompt = None,
@@ -53,12 +56,9 @@ def run(
     chat_template: flags.ChatTemplate = None,
     chat_template_kwargs: flags.ChatTemplateKwargs = None,
     reasoning: flags.Reasoning = "auto",
-    max_model_len: flags.MaxModelLen = None,
-    kv_cache_memory_bytes: flags.KvBytes = None,
-    threads: flags.Threads = None,
-    device: flags.Device = "auto",
-    kv_cache_dtype: flags.KvDtype = "f16",
-    quantize: flags.Quantize = None,
+    *,
+    pool: flags.Pool,
+    openvino: flags.OpenVINO,
     cache_dir: flags.CacheDir = None,
     probe: flags.Probe = True,
     as_json: flags.Json = False,
@@ -84,17 +84,12 @@ def run(
     params.validate(ANY_VOCABULARY)  # what is wrong whatever the model is said before it is loaded
     answering = partial(LocalAnswerer, flags.template_kwargs(chat_template_kwargs), reasoning, raw)
     conversing = partial(Conversation, params=params, system=system_of(system), is_verbose=verbose)
-    load = flags.load_options(
-        max_model_len=max_model_len,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        threads=threads,
-        device=device,
-        kv_cache_dtype=kv_cache_dtype,
-        quantize=quantize,
-        cache_dir=cache_dir,
-        probe=probe,
-        max_num_seqs=1,
-        chat_template=chat_template,
+    load = LoadOptions(
+        flags.checked(replace(pool, max_num_seqs=1)),
+        openvino,
+        cache_dir,
+        probe,
+        flags.read_template(chat_template),
     )
     if prompt is None and as_json:
         raise UsageError("--json needs a prompt: add -p TEXT (or -p - for standard input)")

@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,17 +21,16 @@ from lockstep.cli.foreign_flags import ForeignFlags, answers_to
 from lockstep.cli.manifests import backend_of, read_manifest
 from lockstep.cli.progress import ServingProgress
 from lockstep.cli.serve_flags import (
+    ENGINE,
     ClusterFlags,
-    EngineFlags,
     LimitFlags,
     ListenFlags,
     ModelFlags,
     ReportFlags,
-    SchedulerFlags,
+    WorkerFlags,
 )
-from lockstep.core.policy import SchedulerConfig, least_batched_tokens
-from lockstep.engine.loading import LoadOptions
-from lockstep.engine.sizing import EngineOptions
+from lockstep.core.policy import Order, least_batched_tokens
+from lockstep.engine.options import DEFAULTS, EngineOptions, LoadOptions
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 METRICS_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
-_DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SchedulerConfig)}
 
 
 @with_flags
@@ -64,26 +62,28 @@ def serve(
     *,
     listen: ListenFlags,
     what: ModelFlags,
+    openvino: flags.OpenVINO,
+    where: WorkerFlags,
     many: ClusterFlags,
-    engine: EngineFlags,
-    scheduler: SchedulerFlags,
+    engine: Annotated[EngineOptions, ENGINE],
     limits: LimitFlags,
     report: ReportFlags,
     foreign: ForeignFlags,
 ) -> None:
     """Serve a model, or a cluster of them, to OpenAI clients."""
-    with _worker(what, report) as worker:
+    with _worker(where, report) as worker:
         from lockstep.server.run import run_server
         from lockstep.worker.logs import log_to_stderr
 
         options = replace(
-            server_options(listen, what, scheduler, limits, report),
+            server_options(listen, what, engine, limits, report),
             allow_any_source=many.allow_any_source,
             allow_private_remotes=many.allow_private_remotes,
         )
         progress = ServingProgress.for_this(report.log_format)
-        order = "fcfs" if many.manifest is None else "priority"
-        cluster, reload = _cluster(model, what, many, engine_options(engine, scheduler, order), worker, progress.tell)
+        decided = decided_options(engine, "fcfs" if many.manifest is None else "priority")
+        load = LoadOptions(decided, openvino, where.cache_dir, where.probe)
+        cluster, reload = _cluster(model, what, many, load, worker, progress.tell)
         warnings = answers_to(foreign)
         log_to_stderr(report.log_format, report.log_level, "server")
         for warning in warnings:
@@ -93,21 +93,21 @@ def serve(
 
 
 @contextmanager
-def _worker(what: ModelFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
+def _worker(where: WorkerFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
     """The device worker's options, with its process started ahead of the server's imports, which take as long as its
     own."""
     from lockstep.worker.health import HealthLimits
     from lockstep.worker.link import SpawnedWorker, WorkerOptions
 
     trace = trace_options(report)
-    ahead = SpawnedWorker(report.log_format, report.log_level, trace) if what.worker == "process" else None
+    ahead = SpawnedWorker(report.log_format, report.log_level, trace) if where.worker == "process" else None
     try:
         yield WorkerOptions(
-            kind=what.worker,
-            health=HealthLimits(silence_s=what.worker_timeout),
+            kind=where.worker,
+            health=HealthLimits(silence_s=where.worker_timeout),
             log_format=report.log_format,
             log_level=report.log_level,
-            stream_interval_s=what.stream_interval_ms / 1000,
+            stream_interval_s=where.stream_interval_ms / 1000,
             trace=trace,
             ahead=ahead,
         )
@@ -117,7 +117,7 @@ def _worker(what: ModelFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
 
 
 def server_options(
-    listen: ListenFlags, what: ModelFlags, scheduler: SchedulerFlags, limits: LimitFlags, report: ReportFlags
+    listen: ListenFlags, what: ModelFlags, engine: EngineOptions, limits: LimitFlags, report: ReportFlags
 ) -> ServerOptions:
     """The flags as the server's options; UsageError where two of them do not fit."""
     from lockstep.server.options import ServerOptions
@@ -145,7 +145,7 @@ def server_options(
         chat_template_kwargs=flags.template_kwargs(what.chat_template_kwargs),
         reasoning=what.reasoning,
         metrics_prefix=report.metrics_prefix,
-        supports_priority=scheduler.given.get("order") == "priority",
+        supports_priority=engine.order == "priority",
         log_requests=not report.disable_log_requests,
         log_prompts=report.log_prompts,
         log_user=report.log_user,
@@ -164,31 +164,25 @@ def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
     return (*loopback_hosts(host), *given) if is_bare else given
 
 
-def engine_options(engine: EngineFlags, scheduler: SchedulerFlags, order: str = "fcfs") -> EngineOptions:
-    """The flags as what one engine is intended to be; ``order`` holds where they say none."""
-    given: dict[str, Any] = {"order": order, **scheduler.given}
-    if "max_num_batched_tokens" not in given:
-        said = {**_DEFAULTS, **given}
+def decided_options(given: EngineOptions, order: Order = "fcfs") -> EngineOptions:
+    """What one engine is intended to be: the flags, and what follows where they say nothing.
+
+    Raises:
+        ConfigError: the limits cannot work with any model, or on this machine.
+    """
+    tokens = given.max_num_batched_tokens
+    if tokens is None:
+        said = {**DEFAULTS, **given.scheduler}
         least = least_batched_tokens(said["max_num_decode_seqs"] or said["max_num_seqs"], said["max_forced_tokens"])
-        given["max_num_batched_tokens"] = max(_DEFAULTS["max_num_batched_tokens"], least)
-    options = EngineOptions(
-        max_model_len=engine.max_model_len,
-        kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
-        host_kv_memory_bytes=engine.swap_space_bytes,
-        num_blocks=engine.num_blocks,
-        num_host_blocks=engine.num_host_blocks,
-        block_size=engine.block_size,
-        scheduler=given,
-    )
-    flags.check_engine(options)
-    return options
+        tokens = max(DEFAULTS["max_num_batched_tokens"], least)
+    return flags.checked(replace(given, order=given.order or order, max_num_batched_tokens=tokens))
 
 
 def _cluster(
     model: str | None,
     what: ModelFlags,
     many: ClusterFlags,
-    engine: EngineOptions,
+    load: LoadOptions,
     worker: WorkerOptions,
     progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
@@ -200,16 +194,10 @@ def _cluster(
 
     model = model or None  # what a unit's variable that is not set leaves of an argument
     _check_together(model, what, many)
-    if what.device == "gpu":  # the one that may not be there
+    if load.openvino.device == "gpu":  # the one that may not be there
         from lockstep.executors.openvino.loading import check_device
 
-        check_device(what.device)
-    load = LoadOptions(
-        engine=engine,
-        openvino=flags.openvino_options(what.device, what.threads, what.kv_cache_dtype, what.quantize),
-        cache_dir=what.cache_dir,
-        probe=what.probe,
-    )
+        check_device(load.openvino.device)
     options = ClusterOptions(
         backend_of(many.backend),
         load,

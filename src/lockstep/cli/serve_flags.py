@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Literal
 
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.flag_groups import field_docs
+from lockstep.cli.flag_groups import Flag, OptionFlags, field_docs
 from lockstep.cli.manifests import BackendName
 from lockstep.core.policy import POSITIVE, SchedulerConfig
-from lockstep.engine.sizing import DECIDED_AT_LOAD
+from lockstep.engine.options import DEFAULTS, EngineOptions
 from lockstep.worker.flight.options import DEFAULT_MAX_MB
 from lockstep.worker.health import MAX_SILENCE_S
-
-ENVIRONMENT_PREFIX = "LOCKSTEP"
-"""``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
-
-
-class _Variables(list[str]):
-    """The environment variables of a flag that has several names; messages show them as a text."""
-
-    def __init__(self, *flags: str) -> None:
-        super().__init__(f"{ENVIRONMENT_PREFIX}_{flag.lstrip('-').replace('-', '_').upper()}" for flag in flags)
-
-    def __str__(self) -> str:
-        return "' or '".join(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +75,7 @@ class LimitFlags:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlags:
-    """What is served, and how it is loaded."""
+    """What is served, and how conversations are written for it."""
 
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name in requests; repeated: aliases.", show_default="MODEL")
@@ -97,10 +83,12 @@ class ModelFlags:
     chat_template: flags.ChatTemplate = None
     chat_template_kwargs: flags.ChatTemplateKwargs = None
     reasoning: flags.Reasoning = "auto"
-    threads: flags.Threads = None
-    device: flags.Device = "auto"
-    kv_cache_dtype: flags.KvDtype = "f16"
-    quantize: flags.Quantize = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFlags:
+    """Where the model runs, and how its load is checked."""
+
     cache_dir: flags.CacheDir = None
     probe: flags.Probe = True
     worker: Annotated[
@@ -141,92 +129,29 @@ class ClusterFlags:
     ] = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFlags:
-    """An engine's context and its KV pool."""
-
-    max_model_len: flags.MaxModelLen = None
-    block_size: Annotated[
-        int | None, typer.Option(help="Tokens per KV block.", min=1, show_default="what the executor has")
-    ] = None
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(
-            "--num-blocks",
-            "--num-gpu-blocks-override",
-            help="KV blocks, instead of what follows from memory.",
-            min=1,
-            envvar=_Variables("--num-blocks", "--num-gpu-blocks-override"),
-        ),
-    ] = None
-    num_host_blocks: Annotated[
-        int | None, typer.Option(help="Blocks for the KV of preempted sequences, instead of what is below.", min=0)
-    ] = None
-    kv_cache_memory_bytes: flags.KvBytes = None
-    swap_space_bytes: Annotated[
-        int | None,
-        typer.Option(help="Memory for the KV of preempted sequences.", min=0, show_default="half of the KV pool"),
-    ] = None
-
-
-class SchedulerFlags:
-    """A flag for every field of SchedulerConfig that is not decided at load; types, defaults and help are the fields'.
-
-    Attributes:
-        given: what was said, or is the default, by field.
-    """
-
-    def __init__(self, **values: Any) -> None:
-        self.given = {name: value for name, value in values.items() if value is not None}
-
-    @staticmethod
-    def flags() -> Iterator[inspect.Parameter]:
-        hints, docs = get_type_hints(SchedulerConfig), field_docs(SchedulerConfig)
-        for field in fields(SchedulerConfig):
-            if field.name not in DECIDED_AT_LOAD:
-                yield _scheduler_flag(field.name, hints[field.name], field.default, docs.get(field.name, ""))
-
-
-_ALSO = {
-    "max_chunk_tokens": ("long-prefill-token-threshold",),
-    "chunking": ("enable-chunked-prefill",),
-    "order": ("scheduling-policy",),
+_SPECIAL: Mapping[str, Flag] = {
+    "max_model_len": Flag(),
+    "num_blocks": Flag(also=("num-gpu-blocks-override",), low=1),
+    "kv_cache_memory_bytes": Flag(),
+    "host_kv_memory_bytes": Flag("swap_space_bytes", low=0),
+    "max_num_batched_tokens": Flag(low=1, shown="512, or what max-num-seqs needs"),
+    "max_chunk_tokens": Flag(also=("long-prefill-token-threshold",), low=0, default=DEFAULTS["max_chunk_tokens"]),
+    "chunking": Flag(also=("enable-chunked-prefill",), default=DEFAULTS["chunking"]),
+    "order": Flag(also=("scheduling-policy",), shown="fcfs; with --manifest by the models' priority"),
 }
-"""Further names of flags, which are vLLM's."""
-_LEFT_OPEN = {
-    "order": "fcfs; with --manifest by the models' priority",
-    "max_num_batched_tokens": "512, or what max-num-seqs needs",
-}
-"""Defaults that depend on what else is said."""
+"""Flags with further names, which are vLLM's, with defaults that depend on what else is said, or without a range."""
 
 
-def _scheduler_flag(name: str, hint: Any, default: Any, doc: str) -> inspect.Parameter:
-    """A field as a parameter that is a flag.
+def _engine_flag(name: str) -> Flag:
+    default = DEFAULTS.get(name)
+    is_number = default is None or type(default) is int
+    return _SPECIAL.get(name) or Flag(low=int(name in POSITIVE) if is_number else None, default=default)
 
-    Args:
-        hint: of the field.
-        default: its own.
-        doc: the sentences under it; ``None: field.`` at their end says whose value it then has.
-    """
-    words, _, instead = doc.partition("; None: ")
-    is_flag = hint is bool
-    names = [f"--{each}" for each in (name.replace("_", "-"), *_ALSO.get(name, ()))]
-    is_open = name in _LEFT_OPEN or default is None
-    shown = _LEFT_OPEN.get(name, f"as {instead.rstrip('.').replace('_', '-')}" if instead else True)
-    option = typer.Option(
-        *(f"{each}/--no-{each[2:]}" if is_flag else each for each in names),
-        help=words if words.endswith(".") else f"{words}.",
-        min=int(name in POSITIVE) if int in (hint, *get_args(hint)) else None,
-        show_default=shown,
-        envvar=_Variables(*names) if len(names) > 1 else None,  # else it is found by the flag's name
-    )
-    type_ = hint | None if is_open else hint
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None if is_open else default,
-        annotation=Annotated[type_, option],
-    )
+
+ENGINE = OptionFlags(
+    EngineOptions, {each.name: _engine_flag(each.name) for each in fields(EngineOptions)}, field_docs(SchedulerConfig)
+)
+"""A flag for every field: types, defaults and help are the fields' of EngineOptions and SchedulerConfig."""
 
 
 @dataclass(frozen=True, slots=True)

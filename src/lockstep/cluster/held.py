@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lockstep.cluster.planner import MOVES, Phase, Replica
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
 from lockstep.worker.messages import Loaded

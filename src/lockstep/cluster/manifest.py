@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from lockstep.cluster.dispatch import DispatchRule
 
@@ -74,8 +75,8 @@ class Entry:
     """Defaults of SamplingParams for requests that say nothing."""
     size_bytes: int | None = None
     """What it needs in memory, where that is known before it is loaded."""
-    engine: Mapping[str, object] = field(default_factory=dict)
-    """Fields of EngineOptions and SchedulerConfig."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of EngineOptions that are other than the server's."""
     chat_template: str | None = None
     """Jinja source in the place of the artifact's; None: the artifact's own."""
     keep_alive_s: float | None = None

@@ -6,30 +6,20 @@ The names are those of EngineOptions, SchedulerConfig and SamplingParams, and so
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lockstep.cluster.manifest_nodes import FAULTY, Place, Reader, shown
 from lockstep.cluster.manifest_readers import Key, one_of, read_fields, size, whole
 from lockstep.cluster.quantities import size_text
-from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.sizing import DECIDED_AT_LOAD, EngineOptions, check_limits
+from lockstep.engine.options import EngineOptions, check_limits
 from lockstep.errors import ConfigError, InvalidParameterError
 from lockstep.executors.sampling_params import SamplingParams
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
 """Fields of SamplingParams whose None says that the request was silent; only those can have a default."""
-_OWN_KEYS = tuple(each.name for each in fields(EngineOptions) if each.name != "scheduler")
-_BYTES = "_bytes"
 _ANY_VOCABULARY = 2**31
 """Ranges of what a manifest may set do not depend on the vocabulary."""
-
-
-def engine_options(given: Mapping[str, object]) -> EngineOptions:
-    """The ``engine:`` of an entry as what loading takes."""
-    own: dict[str, Any] = {key: given[key] for key in _OWN_KEYS if key in given}
-    return EngineOptions(**own, scheduler={key: value for key, value in given.items() if key not in _OWN_KEYS})
 
 
 def engine_block(place: Place) -> object:
@@ -39,7 +29,7 @@ def engine_block(place: Place) -> object:
     if len(place.reading.problems) > before:
         return FAULTY
     try:
-        check_limits(engine_options(given))
+        check_limits(EngineOptions(**given))
     except ConfigError as error:
         raise ConfigError(f"cannot work: {error}") from None
     return given
@@ -71,26 +61,22 @@ def _sampling_value(key: str) -> Reader:
 
 @cache
 def engine_keys() -> Mapping[str, Key]:
-    """The keys of ``engine:``; those of the scheduler are read by the types of its fields."""
-    keys = {
+    """The keys of ``engine:``: the fields of EngineOptions, read by their types."""
+    special = {
         "max_model_len": Key(whole(2)),
         "kv_cache_memory_bytes": Key(size(1), write=size_text),
         "host_kv_memory_bytes": Key(size(), write=size_text),
         "num_blocks": Key(whole(1)),
-        "num_host_blocks": Key(whole(0)),
         "block_size": Key(whole(1)),
     }
-    hints = get_type_hints(SchedulerConfig)
-    for each in fields(SchedulerConfig):
-        if each.name not in DECIDED_AT_LOAD:
-            keys[each.name] = Key(_scheduler_value(hints[each.name]))
-    return keys
+    return {name: special.get(name) or Key(_value(hint)) for name, hint in get_type_hints(EngineOptions).items()}
 
 
-def _scheduler_value(hint: Any) -> Reader:
-    if get_origin(hint) is Literal:
-        return one_of({word: word for word in get_args(hint)})
-    return _flag if hint is bool else whole(0)
+def _value(hint: Any) -> Reader:
+    kind = get_args(hint)[0]  # without its None
+    if get_origin(kind) is Literal:
+        return one_of({word: word for word in get_args(kind)})
+    return _flag if kind is bool else whole(0)
 
 
 def _flag(place: Place) -> bool:

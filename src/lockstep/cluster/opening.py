@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,9 @@ from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origi
 from lockstep.cluster.held import ReplicaSpec
 from lockstep.cluster.manifest import Entry, Manifest, Resources, Tier
 from lockstep.engine.chat_template import ChatTemplate
-from lockstep.engine.loading import LoadOptions, Progress, default_cache_dir, download_stage
-from lockstep.engine.sizing import (
-    EngineOptions,
-    available_memory_bytes,
-    check_limits,
-    check_sizes,
-    machine_memory_bytes,
-)
+from lockstep.engine.loading import Progress, default_cache_dir, download_stage
+from lockstep.engine.options import EngineOptions, LoadOptions, check_limits, check_sizes
+from lockstep.engine.sizing import available_memory_bytes, machine_memory_bytes
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, ConfigError
 from lockstep.executors.stub import DECLARED_BYTES, StubOptions, stub_tokenizer_parts
@@ -41,7 +36,6 @@ STUB_BLOCKS = 8192
 KEY_DIGITS = 12
 LoadProgress = Callable[[str, str, float], None]
 """Called with a model's id, the stage to which its loading has come, and how much of that is done, 0 to 1."""
-_ENGINE_FIELDS = {f.name for f in fields(EngineOptions)} - {"scheduler"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +82,7 @@ def open_manifest(
             )
     sources = {entry.source: entry.id for entry in reversed(local)}  # the first of those who share it
     is_alone = has_device_alone(manifest) if is_alone is None else is_alone
-    base = replace(base, engine=replace(base.engine, scheduler={"order": "priority", **base.engine.scheduler}))
+    base = replace(base, engine=replace(base.engine, order=base.engine.order or "priority"))
     if not is_alone:
         kv_bytes = _share(manifest.resources.kv_budget_bytes, len(sources), DEFAULT_KV_BYTES)
         host_bytes = _share(manifest.resources.host_kv_budget_bytes, len(sources), 0)
@@ -100,7 +94,7 @@ def open_manifest(
         source = sources_of[entry.source]
         engine = base.engine if is_alone else source.adapted(base.engine)
         template = base.chat_template if entry.chat_template is None else entry.chat_template
-        options = replace(base, engine=_engine_options(entry, engine), chat_template=template)
+        options = replace(base, engine=replace(engine, **entry.engine), chat_template=template)
         source.check(entry, options)
         footprint = source.footprint(entry, options.engine)
         spec = _spec(entry, source, options, footprint)
@@ -248,12 +242,6 @@ def _with_pool(engine: EngineOptions, kv_bytes: int, host_bytes: int) -> EngineO
         kv_cache_memory_bytes=kv_bytes if engine.kv_cache_memory_bytes is None else engine.kv_cache_memory_bytes,
         host_kv_memory_bytes=host_bytes if engine.host_kv_memory_bytes is None else engine.host_kv_memory_bytes,
     )
-
-
-def _engine_options(entry: Entry, base: EngineOptions) -> EngineOptions:
-    known = {name: value for name, value in entry.engine.items() if name in _ENGINE_FIELDS}
-    scheduler = {name: value for name, value in entry.engine.items() if name not in _ENGINE_FIELDS}
-    return replace(base, **known, scheduler={**base.scheduler, **scheduler})  # type: ignore[arg-type]  # checked by it
 
 
 def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:

@@ -26,7 +26,7 @@ from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replicas import FAILED, LOST, Replicas
 from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import Counters, TransitionSnapshot
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
 from lockstep.worker.life import Back, Lost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lockstep.core.request import Request
 from lockstep.errors import ConfigError, InvalidParameterError, PromptTooLongError
@@ -17,6 +17,11 @@ POSITIVE = (
     *("max_num_step_seqs", "max_num_decode_seqs"),
 )
 """Fields of SchedulerConfig that are at least 1 where they are a number; the other counts may be 0."""
+
+Admission = Literal["optimistic", "reserve"]
+Order = Literal["fcfs", "priority", "fair"]
+PrefillShare = Literal["fixed", "adaptive"]
+Preemption = Literal["swap", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +52,14 @@ class SchedulerConfig:
     """Tokens of one segment, the sampled one and those that a grammar forces after it."""
     chunking: bool = True
     """Prompts are computed in parts; if not, one is computed whole or waits."""
-    admission: Literal["optimistic", "reserve"] = "optimistic"
+    admission: Admission = "optimistic"
     """``reserve``: prompt and maximal output have their blocks from the start, nothing is ever preempted.
     ``optimistic``: the prompt has its blocks from the start, the output takes them as it grows, and may preempt."""
-    order: Literal["fcfs", "priority", "fair"] = "fcfs"
+    order: Order = "fcfs"
     """Admission by arrival; by class, then arrival; or by least served tenant, then arrival."""
-    prefill_share: Literal["fixed", "adaptive"] = "fixed"
+    prefill_share: PrefillShare = "fixed"
     """``adaptive``: prompts get the share of the token budget that their number has among all sequences."""
-    preemption: Literal["swap", "recompute"] = "swap"
+    preemption: Preemption = "swap"
     """What happens to the KV of a victim: moved to host blocks while there are any, or dropped. Both are exact."""
     max_skips: int = 64
     """How often a request that does not fit may be overtaken before it blocks its class and those below; also how many
@@ -97,10 +102,10 @@ class SchedulerConfig:
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2")
         for name, value, known in (
-            ("admission", self.admission, ("optimistic", "reserve")),
-            ("order", self.order, ("fcfs", "priority", "fair")),
-            ("prefill_share", self.prefill_share, ("fixed", "adaptive")),
-            ("preemption", self.preemption, ("swap", "recompute")),
+            ("admission", self.admission, get_args(Admission)),
+            ("order", self.order, get_args(Order)),
+            ("prefill_share", self.prefill_share, get_args(PrefillShare)),
+            ("preemption", self.preemption, get_args(Preemption)),
         ):
             if value not in known:
                 raise ConfigError(f"{name} is {value!r}; known are {', '.join(known)}")

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from lockstep.engine.aside import Aside, Task
 from lockstep.engine.engine import Engine, Observer
 from lockstep.engine.generation import Sink
-from lockstep.engine.loading import LoadOptions, Progress, load_model
+from lockstep.engine.loading import Progress, load_model
 from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.options import LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.pooling import Pooling, unit_vectors
 from lockstep.engine.request import Conversation, GenerationRequest

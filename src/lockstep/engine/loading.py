@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import Artifact, TokenizerParts
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.model import LoadedModel
-from lockstep.engine.sizing import EngineOptions, anonymous_memory_bytes, available_memory_bytes, plan_config
+from lockstep.engine.options import LoadOptions
+from lockstep.engine.sizing import anonymous_memory_bytes, available_memory_bytes, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.base import Executor
 from lockstep.executors.grammar_compiler import GrammarCompiler
-from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
 
@@ -29,20 +29,6 @@ Progress = Callable[[str, float], None]
 """Called with a stage's name and how much of it is done, 0 to 1."""
 STUB_POOL_BYTES = 1 << 32
 """More is no fiction that a stub's pool could be: its blocks hold nothing, but are counted one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How a model is loaded."""
-
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    openvino: OpenVINOOptions = field(default_factory=OpenVINOOptions)
-    cache_dir: Path | None = None
-    """Where fingerprints and built graphs are kept; the user's cache directory by default."""
-    probe: bool = True
-    """Whether to check at load that batching does not change a bit."""
-    chat_template: str | None = None
-    """Jinja source in the place of the artifact's chat template."""
 
 
 def load_model(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lockstep.engine.loading import LoadOptions, Progress, load_model
+from lockstep.engine.loading import Progress, load_model
+from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
 from lockstep.executors.base import Executor
 from lockstep.executors.probe import ProbeReport, thorough_probe

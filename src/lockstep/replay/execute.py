@@ -18,10 +18,10 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan, StepResult
 from lockstep.engine.engine import Engine
 from lockstep.engine.generation import Generation
-from lockstep.engine.loading import LoadOptions, default_cache_dir, load_model
+from lockstep.engine.loading import default_cache_dir, load_model
 from lockstep.engine.model import LoadedModel
+from lockstep.engine.options import SCHEDULER_FIELDS, EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.sizing import DECIDED_AT_LOAD, EngineOptions
 from lockstep.errors import LockstepError, TraceError
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
@@ -293,12 +293,12 @@ def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
 def _load_options(engine: TracedEngine, cache_dir: Path | None) -> LoadOptions:
     """As it was loaded, as far as the recording knows."""
     config, environment = engine.config, engine.environment
-    scheduler = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in DECIDED_AT_LOAD}
+    scheduler = {name: getattr(config, name) for name in SCHEDULER_FIELDS}
     options = EngineOptions(
         max_model_len=config.max_model_len,
         num_blocks=config.num_blocks,
         host_kv_memory_bytes=config.num_host_blocks * engine.bytes_per_block,
-        scheduler=scheduler,
+        **scheduler,
     )
     openvino = OpenVINOOptions()
     if environment.get("executor") == "openvino":

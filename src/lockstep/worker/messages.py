@@ -10,8 +10,8 @@ import msgspec
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
-from lockstep.engine.loading import LoadOptions
 from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.options import LoadOptions
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, SessionReport

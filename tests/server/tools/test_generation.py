@@ -54,7 +54,7 @@ QUESTIONS = ("I was charged twice.", "How is the weather in Rome?", "My order ne
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     options = LoadOptions(
-        EngineOptions(num_blocks=2_000, scheduler={"max_num_seqs": 64}),
+        EngineOptions(num_blocks=2_000, max_num_seqs=64),
         cache_dir=tmp_path_factory.mktemp("cache"),
         probe=False,
     )

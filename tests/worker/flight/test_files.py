@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.loading import LoadOptions
+from lockstep.engine.options import LoadOptions
 from lockstep.replay.trace import open_trace
 from lockstep.replay.trace_file import read_frames
 from lockstep.replay.verify import verify

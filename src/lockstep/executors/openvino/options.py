@@ -17,6 +17,8 @@ from lockstep.artifacts.quantisation import GROUP_SIZE
 from lockstep.errors import UsageError
 
 DEVICES = ("auto", "cpu", "gpu")
+QUANTIZE = ("int8", "int4")
+"""What float weights can be made of at load."""
 KV_CACHE_PRECISIONS = ("f16", "f32", "u8")
 INFERENCE_PRECISIONS = ("f32",)
 DYNAMIC_QUANTIZATION_GROUP_SIZES = (0, 32)
@@ -33,20 +35,28 @@ class OpenVINOOptions:
     """Options of one loaded model; everything here but the cache's place and bound is part of the environment key."""
 
     device: str = "auto"
-    """``cpu``, ``gpu`` or ``auto``, which takes the CPU: on a GPU nothing has been proven yet."""
+    """auto, cpu or gpu.
+
+    ``auto`` takes the CPU: on a GPU nothing has been proven yet."""
     threads: int | None = None
-    """Threads of one forward pass; None: the cores that the process may use, cgroup quota included."""
+    """Threads of a forward pass; by default the cores of the cgroup.
+
+    Those that the process may use, its quota included."""
     kv_cache_precision: str = "f16"
-    """``f16``; ``f32`` (twice the memory); ``u8`` (half of it, but keys are requantised per partial block, which breaks
-    the promise that a request's bytes do not depend on its batch)."""
+    """f16, f32, or u8 (half the memory, but bytes then depend on the batch).
+
+    ``f32`` takes twice the memory. With ``u8`` keys are requantised per partial block, which breaks the promise that a
+    request's bytes do not depend on its batch."""
     inference_precision: str = "f32"
     """Activations. Only ``f32``: OpenVINO's own default is bf16 on newer CPUs."""
     dynamic_quantization_group_size: int = 32
     """Activations are quantised to int8 in groups of this many before int8 and int4 weights: 32, the group of the
     weights' own scales (OpenVINO silently quantises nothing in larger ones), or 0, not at all (about half as fast)."""
     quantize: str | None = None
-    """What float weights are rounded to at load: ``int8`` (one scale per row), ``int4`` (one per 32 values; embedding
-    and head int8), or None, not at all. Weights in block encodings stay what they are."""
+    """int8 or int4: round float weights at load; None: weights as they are.
+
+    ``int8`` has one scale per row, ``int4`` one per 32 values (embedding and head int8). Weights in block encodings
+    stay what they are."""
     cache_dir: Path | None = None
     """Where built graphs are kept (in ``ir/``); None: every load builds its graph in memory."""
     max_cache_bytes: int = DEFAULT_MAX_CACHE_BYTES
