@@ -25,8 +25,6 @@ DYNAMIC_QUANTIZATION_GROUP_SIZES = (0, 32)
 MAX_THREADS = 1024
 """More than any machine has cores for."""
 DEFAULT_MAX_CACHE_BYTES = 32 << 30
-QUANTIZE = ("int8", "int4")
-"""What float weights can be made of at load."""
 _FLOATS = (Encoding.F32, Encoding.F16, Encoding.BF16)
 
 
