@@ -44,9 +44,9 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m tools.measures
 
-# The measures of the house, with what each verb imports.
+# The measures of the house, with what each verb imports and the way of a chat request through it.
 measures: $(STAMP)
-	$(BIN)/python -m tools.measures --verbs
+	$(BIN)/python -m tools.measures --verbs --trace
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,7 @@
 """Measures of the house: how much code there is, how it is cut, how far apart what belongs together lies.
 
 `python -m tools.measures` prints the table (a few seconds; `make lint` does). With ``--verbs`` also what each verb
-imports; ``--root`` looks at another tree.
+imports; with ``--trace`` also the way of one streamed chat request (`tools.hops`); ``--root`` looks at another tree.
 ``--tighten`` lowers the ratchets of `tests/test_ratchets.py` to what is; ``--map`` writes the map of files into
 ARCHITECTURE.md.
 
@@ -331,6 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to look at")
     parser.add_argument("--verbs", action="store_true", help="also what each verb imports")
+    parser.add_argument("--trace", action="store_true", help="also the way of one streamed chat request")
     parser.add_argument("--tighten", action="store_true", help="lower the ratchets to what is")
     parser.add_argument("--map", action="store_true", help="write the map of files")
     parser.add_argument("--lists", action="store_true", help="also the modules and docstrings that are counted")
@@ -347,6 +348,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             single = (f"{name}  (only {house.importers[name][0]})" for name in house.single_importer)
             small = (name for name, module in house.modules.items() if module.is_small)
             print("", *single, "", *small, "", *house.repeated_names, "", *house.indirect_docstrings, sep="\n")
+        if asked.trace:
+            from tools.hops import trace
+
+            print("\n".join(trace(house.root)))
 
 
 if __name__ == "__main__":
