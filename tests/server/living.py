@@ -15,7 +15,7 @@ import uvloop
 from lockstep.cluster.base import Cluster
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
-from lockstep.server.record import RequestRecord
+from lockstep.server.request_context import RequestRecord
 from tests.cluster.support import one_model
 from tests.server.process import plain_client
 from tests.waiting import HANG_S

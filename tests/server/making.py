@@ -10,9 +10,9 @@ from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOut
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.stub import END_ID, stub_tokenizer_parts
 from lockstep.server.answer import Answer, Encoder, Heading
-from lockstep.server.chat_answer import ChatEncoder
+from lockstep.server.chat import ChatEncoder
 from lockstep.server.choices import Choice
-from lockstep.server.completion_answer import CompletionEncoder
+from lockstep.server.completions import CompletionEncoder
 
 TOKENIZER = Tokenizer(stub_tokenizer_parts())
 

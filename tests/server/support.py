@@ -12,7 +12,7 @@ import httpx2
 
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
-from lockstep.server.recording import RecordObserver
+from lockstep.server.request_context import RecordObserver
 from tests.cluster.support import one_model
 from tests.waiting import HANG_S
 

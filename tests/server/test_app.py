@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.server import app as app_module
+from lockstep.server.access_log import hashed_by
 from lockstep.server.body import body_fault, has_lone_surrogate, structure_fault
-from lockstep.server.faults import field_path
-from lockstep.server.logs import hashed_by
+from lockstep.server.errors import field_path
 from lockstep.server.options import ServerOptions
-from lockstep.server.record import RequestRecord
+from lockstep.server.request_context import RequestRecord
 from lockstep.server.tracing import span_attributes
 from lockstep.worker.logs import JsonFormatter, TextFormatter
 from tests.server.process import ServerProcess

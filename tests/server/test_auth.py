@@ -10,8 +10,8 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.server.access import OPEN_PATHS, AccessKeys
-from lockstep.server.listening import bind
 from lockstep.server.options import ServerOptions
+from lockstep.server.run import bind
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import error_of, exchange
 

@@ -19,7 +19,7 @@ from lockstep.server.answer import Answer
 from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.logprobs import Tracer
-from lockstep.server.tools.plan import plan_tools
+from lockstep.server.tools.tool_use import plan_tools
 from tests.server.frames import events_of, texts_of
 from tests.server.making import TOKENIZER, answer_of, chat_encoder, completion_encoder, outputs_of
 

@@ -17,7 +17,7 @@ import pytest
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.held import MAX_BACKOFF_S
 from lockstep.cluster.manifest_file import parse
-from lockstep.server.cluster_metrics import REMOTE_HELP
+from lockstep.server.metrics import REMOTE_HELP
 from tests.server.living import Living, living_cluster
 from tests.server.process import IN_THREAD, serve
 from tests.server.support import error_of

@@ -17,7 +17,7 @@ from lockstep.cluster.manifest import Manifest
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
-from lockstep.server.record import RequestRecord
+from lockstep.server.request_context import RequestRecord
 from tests.server.frames import events_of, texts_of
 from tests.server.support import client_of
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from lockstep.engine.outputs import RequestOutput, Timings
 from lockstep.server import app as app_module
+from lockstep.server.admission import RateLimits, TokenBucket
 from lockstep.server.app import create_app
-from lockstep.server.limits import RateLimits, TokenBucket
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import MAX_HEADERS, bounded_protocol
-from lockstep.server.record import record_of
+from lockstep.server.request_context import record_of
 from tests.cluster.support import one_model
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import JSON, client_of, connect, error_of, exchange, received

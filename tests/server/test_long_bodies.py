@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import PromptTooLongError
-from lockstep.server.body import _WINDOW, MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES, skeleton_of, structure_fault
-from lockstep.server.long_bodies import parsed
+from lockstep.server.answer_response import all_of
+from lockstep.server.body import _WINDOW, MAX_CONTAINERS, MAX_MEMBERS, parsed, skeleton_of, structure_fault
+from lockstep.server.fields import MAX_VALUES
 from lockstep.server.options import ServerOptions
-from lockstep.server.reading import all_of
 from lockstep.server.serving import MAX_INLINE_BYTES, MAX_LONG_BODIES
 from tests.server.living import Living, living
 from tests.server.support import error_of

@@ -17,9 +17,10 @@ from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.manifest_file import parse, plain
 from lockstep.server.app import create_app
-from lockstep.server.lifecycle import Phase
-from lockstep.server.manifest_text import YAML_TYPES, kind_of, manifest_text, wanted_type
+from lockstep.server.body import YAML_TYPES, kind_of
+from lockstep.server.cluster_routes import manifest_text, wanted_type
 from lockstep.server.options import ServerOptions
+from lockstep.server.serving import Phase
 from tests.cluster.manifests import manifests
 from tests.server.managing import FAULTS, MANIFEST, Managed
 from tests.server.support import NAME, client_of, error_of

@@ -14,9 +14,8 @@ from lockstep.core.request import FinishReason
 from lockstep.engine.metrics import HISTOGRAMS, HistogramSnapshot
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.server.buckets import cumulative
-from lockstep.server.metrics import HttpCounts, model_families
-from lockstep.server.record import RequestRecord
+from lockstep.server.metrics import HttpCounts, cumulative, model_families
+from lockstep.server.request_context import RequestRecord
 from tests.cluster.support import one_model
 from tests.server.process import ServerProcess
 from tests.server.support import NAME, client_of

@@ -15,8 +15,8 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from lockstep.server.access import OPEN_PATHS
-from lockstep.server.home import docs_page
 from lockstep.server.options import ServerOptions
+from lockstep.server.status import docs_page
 from tests.server.living import Living, living
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -13,11 +13,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.server.calls import Caller
-from lockstep.server.chat_calls import chat_call
-from lockstep.server.chat_schema import ChatBody
-from lockstep.server.completion_schema import CompletionBody
+from lockstep.server.chat_request import ChatBody, chat_call
+from lockstep.server.completions import CompletionBody
 from lockstep.server.embeddings import EmbeddingBody
+from lockstep.server.generation import Caller
 from lockstep.server.options import ServerOptions
 from lockstep.server.responses.schema import ResponseBody
 from tests.engine import text_models

@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from lockstep.server.record import RequestRecord
+from lockstep.server.request_context import RequestRecord
 from tests.server.frames import events_of
 from tests.server.living import Living, living
 from tests.server.process import IN_THREAD, ServerProcess, serve

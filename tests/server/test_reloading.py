@@ -13,7 +13,7 @@ import pytest
 from lockstep.cluster.snapshot import Replaced
 from lockstep.cluster.trust import NONE, Powers
 from lockstep.errors import UnavailableError
-from lockstep.server.reloading import MAX_TRIES, ManifestReload, stamp_of
+from lockstep.server.reload import MAX_TRIES, ManifestReload, stamp_of
 from tests.server.managing import MANIFEST, Managed
 
 LIMIT_S = 20.0

@@ -14,18 +14,17 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from lockstep.cluster.base import Hop
-from lockstep.server.chat_answer import ChatEncoder
-from lockstep.server.chat_calls import template_messages
-from lockstep.server.chat_schema import ChatBody
+from lockstep.server.chat import ChatEncoder
+from lockstep.server.chat_request import ChatBody, template_messages
 from lockstep.server.choices import CallsReader, Choice
-from lockstep.server.completion_schema import CompletionBody
+from lockstep.server.completions import CompletionBody
 from lockstep.server.embeddings import EmbeddingBody
-from lockstep.server.responses.conversation import items_of, messages_of
-from lockstep.server.responses.events import ResponseWriter
+from lockstep.server.fields import Body
+from lockstep.server.responses.answer import ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
-from lockstep.server.schema import Body
+from lockstep.server.responses.translation import items_of, messages_of
 from lockstep.server.tokenize import DetokenizeRequest, TokenizeRequest
-from lockstep.server.tools.plan import plan_tools
+from lockstep.server.tools.tool_use import plan_tools
 from tests.server.making import TOKENIZER, answer_of, heading, outputs_of
 
 DUMPS: Mapping[str, Callable[[Any], Any]] = {

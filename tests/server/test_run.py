@@ -19,9 +19,9 @@ from msgspec import structs
 
 from lockstep.cluster.snapshot import EngineSnapshot, ReplicaSnapshot
 from lockstep.errors import ConfigError, UsageError
-from lockstep.server.lifecycle import Lifecycle, Phase
 from lockstep.server.options import ServerOptions
 from lockstep.server.run import ready_lines, run_server
+from lockstep.server.serving import Lifecycle, Phase
 from tests.server.managing import Managed
 from tests.server.process import IN_THREAD, ServerProcess, plain_async_client, serve
 from tests.server.support import connect, received

@@ -14,10 +14,9 @@ from starlette.types import Message
 
 from lockstep.cluster.base import Accepted, Event
 from lockstep.engine.outputs import TokenOutput
-from lockstep.server import sse
+from lockstep.server import answer_response
+from lockstep.server.answer_response import AnswerStream, ClientLeft, OpenCall
 from lockstep.server.options import ServerOptions
-from lockstep.server.reading import ClientLeft, OpenCall
-from lockstep.server.sse import EventStream
 from tests.server.frames import events_of, texts_of
 from tests.server.living import Living, living
 from tests.server.making import answer_of, completion_encoder
@@ -164,7 +163,7 @@ def test_a_reader_that_is_too_slow_is_told_so_and_its_request_aborted() -> None:
 
 
 async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "MAX_STALL_S", 0.1)
+    monkeypatch.setattr(answer_response, "MAX_STALL_S", 0.1)
     is_closed = asyncio.Event()
 
     async def events() -> AsyncGenerator[Sequence[Event], None]:
@@ -181,7 +180,7 @@ async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.Mo
 
     accepted = Accepted("m", (1,))
     answer = answer_of(completion_encoder(), 1)
-    stream = EventStream([OpenCall(accepted, events(), {})], answer, ServerOptions(ping_interval_s=0.05))
+    stream = AnswerStream([OpenCall(accepted, events(), {})], answer, ServerOptions(ping_interval_s=0.05))
     with pytest.raises(ClientLeft):
         await asyncio.wait_for(stream.run(send), HANG_S)
     assert is_closed.is_set()

@@ -17,7 +17,7 @@ from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings
 from lockstep.errors import UsageError
 from lockstep.server.errors import HttpError
-from lockstep.server.record import RequestRecord
+from lockstep.server.request_context import RequestRecord
 from lockstep.server.tracing import RequestTracer, span_attributes, span_name
 from tests.server.process import IN_THREAD, serve
 from tests.waiting import HANG_S

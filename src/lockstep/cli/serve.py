@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lockstep.cluster.base import Cluster
     from lockstep.cluster.opening import LoadProgress
     from lockstep.server.options import ServerOptions
-    from lockstep.server.reloading import ManifestReload
+    from lockstep.server.reload import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
     from lockstep.worker.link import WorkerOptions
 
@@ -190,7 +190,7 @@ def _cluster(
     from lockstep.cluster.cluster import ManifestCluster
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.stage import ClusterOptions
-    from lockstep.server.reloading import ManifestReload, stamp_of
+    from lockstep.server.reload import ManifestReload, stamp_of
 
     model = model or None  # what a unit's variable that is not set leaves of an argument
     _check_together(model, what, many)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
-from lockstep.cluster.base import Accepted, Event
+from lockstep.cluster.base import Accepted, Event, Hop, ModelCard
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
-from lockstep.server.hops import Route
-from lockstep.server.usage import extension_of, usage_of
+from lockstep.server.generation import GenerationBody
+from lockstep.server.request_context import RequestRecord
+from lockstep.version import __version__
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -181,3 +185,147 @@ class Answer:
 
     def whole(self) -> bytes:
         return self._encoder.whole(self)
+
+
+def heading_of(prefix: str, card: ModelCard, body: GenerationBody, record: RequestRecord) -> Heading:
+    """A new heading; ``prefix`` is the kind of its id."""
+    options = body.stream_options
+    is_continuous = options is not None and bool(options.continuous_usage_stats)
+    has_last = None if options is None else options.include_usage
+    return Heading(
+        id=f"{prefix}-{secrets.token_hex(12)}",
+        created_s=int(time.time()),
+        model=card.name,
+        fingerprint=system_fingerprint(card),
+        request_id=record.request_id,
+        started_s=record.started_s,
+        session_id=body.session_id,
+        include_usage=is_continuous if has_last is None else has_last,
+        continuous_usage=is_continuous,
+        service_tier=None if body.service_tier is None else "default",
+        warnings=record.warnings,
+    )
+
+
+def system_fingerprint(card: ModelCard) -> str:
+    """Changes with our version, with where the model came from and with its context length."""
+    what = f"{__version__}\0{card.root}\0{card.max_model_len}"
+    return f"fp_{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+
+
+MS = 1_000.0
+
+
+def usage_of(outputs: Sequence[RequestOutput], num_reasoning_tokens: int = 0) -> dict[str, Any]:
+    """Tokens over all prompts; a prompt counts once, whatever its `n`."""
+    return usage_of_counts(
+        sum(output.num_prompt_tokens for output in outputs),
+        sum(output.num_cached_tokens for output in outputs),
+        sum(output.num_output_tokens for output in outputs),
+        num_reasoning_tokens,
+    )
+
+
+def usage_of_counts(
+    num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int, num_reasoning_tokens: int = 0
+) -> dict[str, Any]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+    }
+
+
+def extension_of(
+    request_id: str, session_id: str | None, outputs: Sequence[RequestOutput], warnings: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Where the time went. Of several prompts: the longest wait, the earliest token, the rate of all together."""
+    ttfts_s = [output.timings.ttft_s for output in outputs if output.timings.ttft_s is not None]
+    total_s = max((output.timings.total_s for output in outputs), default=0.0)
+    num_tokens = sum(output.num_output_tokens for output in outputs)
+    return {
+        "request_id": request_id,
+        "queue_ms": round(MS * max((output.timings.queue_s for output in outputs), default=0.0), 3),
+        "ttft_ms": round(MS * min(ttfts_s), 3) if ttfts_s else None,
+        "tokens_per_second": round(num_tokens / total_s, 3) if total_s > 0 else None,
+        "preemptions": sum(output.num_preemptions for output in outputs),
+        "session_id": session_id,
+        **({"warnings": warnings} if warnings else {}),
+    }
+
+
+DISPATCH = "dispatch_to_specialist"
+"""The function that a router is shown to have called."""
+CALL_SUFFIX = "_router"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a request came to those who answer it."""
+
+    accepted: Sequence[Accepted]
+    """Of its calls, one per prompt."""
+    started_s: float
+    """When the request came, on the monotonic clock."""
+
+    def told(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Members of the `lockstep` extension; none where nobody was asked before. Of several prompts the first says
+        who answered, and `hops` has those of all, prompt by prompt."""
+        first = self.accepted[0]
+        if not first.hops:
+            return {}
+        hops: list[dict[str, Any]] = []
+        for index, accepted in enumerate(self.accepted):
+            hops += [_hop(hop) for hop in accepted.hops]
+            if index < len(outputs) and accepted.hops and accepted.hops[-1].target is not None:
+                hops.append(_last_hop(accepted.model, outputs[index]))
+        return {
+            "entry_model": first.hops[0].model,
+            "final_model": first.model,
+            "intent": first.hops[-1].intent,
+            "latency_ms": round(MS * (time.monotonic() - self.started_s), 3),
+            "hops": hops,
+        }
+
+
+def dispatch_calls(answer_id: str, hops: Sequence[Hop]) -> list[dict[str, Any]]:
+    """The routing decisions as calls of a function; a hop whose own answer stands called nobody."""
+    return [
+        {
+            "id": f"call_{answer_id}{CALL_SUFFIX}" + (str(index) if index else ""),
+            "type": "function",
+            "function": {
+                "name": DISPATCH,
+                "arguments": msgspec.json.encode({"intent": hop.intent, "target": hop.target}).decode(),
+            },
+        }
+        for index, hop in enumerate(hops)
+        if hop.target is not None
+    ]
+
+
+def is_dispatch(call_id: str, name: str) -> bool:
+    """Whether a call in a conversation is one of ours, sent back as it came: no model wrote it, so none is shown it."""
+    return name == DISPATCH and call_id.startswith("call_") and CALL_SUFFIX in call_id
+
+
+def _hop(hop: Hop) -> dict[str, Any]:
+    return {
+        "model": hop.model,
+        "completion": hop.completion,
+        "intent": hop.intent,
+        "latency_ms": round(MS * hop.latency_s, 3),
+        "usage": usage_of_counts(hop.num_prompt_tokens, hop.num_cached_tokens, hop.num_output_tokens),
+    }
+
+
+def _last_hop(model: str, output: RequestOutput) -> dict[str, Any]:
+    return {
+        "model": model,
+        "completion": output.text,
+        "intent": None,
+        "latency_ms": round(MS * output.timings.total_s, 3),
+        "usage": usage_of([output]),
+    }

@@ -5,32 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from lockstep.cluster.base import Cluster
-from lockstep.server import (
-    chat,
-    completions,
-    debug,
-    embeddings,
-    faults,
-    health,
-    home,
-    manage,
-    metrics,
-    models,
-    responses,
-    tokenize,
-    watch,
-)
+from lockstep.errors import LockstepError
+from lockstep.server import chat, cluster_routes, completions, embeddings, metrics, responses, status, tokenize, watch
 from lockstep.server.access import OriginMiddleware
+from lockstep.server.access_log import AccessLog
+from lockstep.server.admission import AdmissionMiddleware
 from lockstep.server.body import BodyMiddleware
-from lockstep.server.gate import GateMiddleware
-from lockstep.server.lifecycle import Traffic
-from lockstep.server.logs import RequestLog
+from lockstep.server.errors import (
+    ERROR_RESPONSES,
+    HttpError,
+    RefusedBodyError,
+    error_response,
+    http_error,
+    of_http_exception,
+    of_validation,
+)
 from lockstep.server.options import ServerOptions
-from lockstep.server.recording import RecordMiddleware, RecordObserver
-from lockstep.server.serving import Serving
+from lockstep.server.request_context import RecordMiddleware, RecordObserver, record_of
+from lockstep.server.serving import Serving, Traffic
 from lockstep.version import __version__
 
 ROUTERS: tuple[APIRouter, ...] = (
@@ -39,12 +38,12 @@ ROUTERS: tuple[APIRouter, ...] = (
     responses.router,
     embeddings.router,
     tokenize.router,
-    manage.router,  # before the models', whose ids may hold slashes
-    models.router,
+    cluster_routes.router,  # before the models', whose ids may hold slashes
+    cluster_routes.models_router,
     watch.router,
-    health.router,
+    status.router,
     metrics.router,
-    home.router,
+    status.home_router,
 )
 """They are asked in this order, each for some 10 us: what is called most comes first."""
 
@@ -71,22 +70,22 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses=faults.ERROR_RESPONSES,
+        responses=ERROR_RESPONSES,
     )
     app.state.serving = serving
     app.state.http_counts = metrics.HttpCounts()
     app.state.watchers = Traffic()
     app.state.response_store = response_store or responses.memory_store(options)
-    faults.install(app)
-    routers = (*ROUTERS, debug.router) if options.enable_debug_endpoints else ROUTERS
+    _install_handlers(app)
+    routers = (*ROUTERS, status.debug_router) if options.enable_debug_endpoints else ROUTERS
     app.state.methods = methods_of(routers)
     for router in routers:
         app.include_router(router)
     app.add_middleware(BodyMiddleware, serving=serving)
-    app.add_middleware(GateMiddleware, serving=serving)
+    app.add_middleware(AdmissionMiddleware, serving=serving)
     app.add_middleware(OriginMiddleware, origins=options.cors_origins, allows_loopback=options.allows_loopback_origins)
     counts = app.state.http_counts
-    log = (RequestLog(options),) if options.log_requests else ()
+    log = (AccessLog(options),) if options.log_requests else ()
     app.add_middleware(RecordMiddleware, observers=(counts, *log, *observers), paths=app.state.methods)
     return app
 
@@ -99,3 +98,33 @@ def methods_of(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
             assert isinstance(route, APIRoute)
             methods.setdefault(route.path, set()).update(route.methods or ())
     return methods
+
+
+def _install_handlers(app: FastAPI) -> None:
+    """Let the application answer exceptions in one shape."""
+    app.exception_handler(RequestValidationError)(_on_validation)
+    app.exception_handler(HTTPException)(_on_http)
+    app.exception_handler(LockstepError)(_on_lockstep)
+
+
+async def _on_lockstep(request: Request, error: Exception) -> JSONResponse:
+    return _answer(request, http_error(error))
+
+
+async def _on_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if isinstance(error, RefusedBodyError):
+        return _answer(request, error.error)
+    route = request.scope.get("route")
+    allowed = request.app.state.methods.get(getattr(route, "path", None), ())
+    return _answer(request, of_http_exception(error, request.method, request.url.path, allowed))
+
+
+async def _on_validation(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return _answer(request, of_validation(error.errors()))
+
+
+def _answer(request: Request, error: HttpError) -> JSONResponse:
+    record_of(request).error = error
+    return error_response(error)

@@ -1,34 +1,47 @@
-"""The middleware that reads a request's body: bounded in bytes and time, JSON in UTF-8, of a structure within reason.
+"""Request bodies: read within bounds of bytes and time, checked to be JSON of a structure within reason, and parsed.
 
-What it lets through, a JSON parser and a tokenizer can take: handlers need not fear deep recursion, half characters or
-a million empty lists. Long bodies are looked at on another thread, and what is held of them at once is bounded.
+What the middleware lets through, a JSON parser and a tokenizer can take: handlers need not fear deep recursion, half
+characters or a million empty lists. Long bodies are checked, parsed and validated on another thread, and what is held
+of them at once is bounded. A parser in C lets no other thread run until it is done, and pydantic lets none. So what has
+many values is read by the standard library's parser in Python, which does the same in ten times the time and lets
+others run meanwhile; and long lists are checked piece by piece (`fields.in_pieces`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from json import scanner
+from typing import Any
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.errors import QueueFullError
-from lockstep.server.errors import HttpError, http_error
-from lockstep.server.manifest_text import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
-from lockstep.server.refusals import refuse
-from lockstep.server.serving import MAX_INLINE_BYTES, Serving
+from lockstep.server.errors import HttpError, RefusedBodyError, http_error, of_validation
+from lockstep.server.fields import MAX_VALUES
+from lockstep.server.request_context import record_of, refuse
+from lockstep.server.serving import MAX_INLINE_BYTES, Serving, translated
 
+JSON_TYPE = "application/json"
+YAML_TYPE = "application/yaml"
+YAML_TYPES = (YAML_TYPE, "application/x-yaml", "text/yaml", "text/x-yaml")
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send a body."""
 MAX_DEPTH = 128
 """Objects and lists within each other; parsers and schema compilers recurse."""
 MAX_CONTAINERS = 1 << 17
 """Objects and lists in all: more than any conversation has, and each takes a microsecond of many steps."""
-MAX_VALUES = 1 << 19
-"""In all, as commas part them: more than the tokens of any prompt, or of a request's inputs."""
 MAX_MEMBERS = 1 << 14
 """Of one object; each that nobody knows would be a fault to be told."""
+MAX_QUICK_VALUES = 16_384
+"""Text with more commas than that, which part values from each other, is not left to the parser in C."""
 MAX_DISCARDED_BODIES = 8
 """A refused body of up to this many times the limit is read and dropped, so that its sender sees the refusal."""
 TAKES_YAML = ("PUT", "/v1/manifest")
@@ -182,6 +195,11 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
     return None
 
 
+def kind_of(content_type: str) -> str:
+    """A content type without its parameters."""
+    return content_type.partition(";")[0].strip().lower()
+
+
 def structure_fault(body: bytes, max_depth: int = MAX_DEPTH) -> str | None:
     """What JSON text has too much of: values, or objects and lists, at once or in all, or members of one object; None:
     of nothing. Linear in its length."""
@@ -270,3 +288,57 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
 
     return replayed
+
+
+class LongBodyRoute(APIRoute):
+    """A route whose handler gets what it would get anyway, without the event loop being held up."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """As FastAPI's own; long bodies are read by us."""
+        handle, field = super().get_route_handler(), self.body_field
+
+        async def handler(request: Request) -> Response:
+            if field is None or record_of(request).num_body_bytes <= MAX_INLINE_BYTES:
+                return await handle(request)
+            return await handle(_LongRequest(request, lambda value: field.validate(value, loc=("body",))))
+
+        return handler
+
+
+class _LongRequest(Request):
+    """A request whose JSON is given as what the route's handler takes, which FastAPI then leaves as it is."""
+
+    def __init__(self, request: Request, check: Callable[[Any], tuple[Any, list[dict[str, Any]]]]) -> None:
+        super().__init__(request.scope, request.receive)
+        self._check = check
+
+    async def body(self) -> bytes:
+        """As it came, in one piece: what joins it with the empty end of a stream would copy it."""
+        if not hasattr(self, "_body"):
+            self._body = b"".join([chunk async for chunk in self.stream() if chunk])
+        return self._body
+
+    async def json(self) -> Any:
+        body = await self.body()
+
+        def read() -> tuple[Any, list[dict[str, Any]]]:
+            return self._check(parsed(body))
+
+        value, errors = await translated(self, read)
+        if errors:
+            raise RefusedBodyError(of_validation(errors))
+        return value
+
+
+def parsed(body: bytes, max_quick_values: int = MAX_QUICK_VALUES) -> Any:
+    """The value of JSON text, as `json.loads` has it.
+
+    Raises:
+        JSONDecodeError: it is none.
+    """
+    text = body.decode(json.detect_encoding(body), "surrogatepass")
+    if count(body, b",") <= max_quick_values:
+        return json.loads(text)
+    decoder = json.JSONDecoder()
+    decoder.scan_once = scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]  # typeshed does not know it
+    return decoder.decode(text)

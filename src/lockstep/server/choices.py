@@ -14,7 +14,7 @@ from lockstep.engine.outputs import CallPart, TokenOutput
 from lockstep.errors import RequestFailedError
 from lockstep.server.logprobs import Entry, Tracer
 from lockstep.server.tools.parser import CallDelta, Delta, ToolCall, ToolParser
-from lockstep.server.tools.plan import ToolPlan
+from lockstep.server.tools.tool_use import ToolPlan
 
 LOGPROB_BYTES = 128
 """What a log-probability with its token weighs while it waits for a slow reader, roughly."""

@@ -1,27 +1,79 @@
-"""`POST /v1/completions`."""
+"""The body of `POST /v1/completions`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from fastapi import APIRouter
+from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.cluster.base import Accepted, Cluster
-from lockstep.server.answer import Answer
+from lockstep.engine.outputs import RequestOutput
+from lockstep.engine.request import GenerationRequest
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.sampling_params import MAX_LOGPROBS
+from lockstep.server.answer import Answer, Heading, encode, frame, heading_of
+from lockstep.server.answer_response import AnswerResponse, Job
 from lockstep.server.answer_schema import Completion, documented
-from lockstep.server.calls import Caller, check_tokens_known, labels_of, not_stored
+from lockstep.server.body import LongBodyRoute
 from lockstep.server.choices import Choice
-from lockstep.server.completion_answer import CompletionEncoder
-from lockstep.server.completion_calls import CompletionCalls, completion_calls
-from lockstep.server.completion_schema import CompletionBody
-from lockstep.server.heading import heading_of
-from lockstep.server.logprobs import Tracer
-from lockstep.server.long_bodies import LongBodyRoute
-from lockstep.server.record import RequestRecord, record_of
-from lockstep.server.responding import AnswerResponse, Job
+from lockstep.server.fields import MAX_SEQUENCE_TOKENS, TextOrTokens, Tokens, absent, tokens_or_list
+from lockstep.server.generation import (
+    Caller,
+    GenerationBody,
+    call_of,
+    check_shared,
+    check_tokens_known,
+    constraint_of,
+    labels_of,
+    not_stored,
+    param_names,
+    sampling_params,
+)
+from lockstep.server.logprobs import Tracer, completion_logprobs, prompt_entries, prompt_logprobs
+from lockstep.server.request_context import RequestRecord, record_of
 from lockstep.server.serving import serving_of, translated
+
+MAX_PROMPTS = 1_024
+"""Of one request; each is a call of its own, and all must find a place in the queue."""
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("[text]")]
+    | Annotated[Tokens, Tag("[tokens]")]
+    | Annotated[list[TextOrTokens], Field(min_length=1, max_length=MAX_PROMPTS), Tag("[list]")],
+    Discriminator(tokens_or_list),
+]
+
+
+class CompletionBody(GenerationBody):
+    """What a model is to go on with, and how."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "Once", "max_tokens": 4},
+                {"prompt": ["Once", "Twice"], "n": 2, "echo": True, "max_tokens": 4, "temperature": 0.5, "seed": 1},
+                {"prompt": [1, 2, 3], "logprobs": 2, "max_tokens": 4, "stream": True},
+            ]
+        }
+    )
+
+    prompt: Prompts
+    """Text, token ids, or a list of either; choices are numbered prompt by prompt."""
+    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = 16
+    """Null: what the context leaves."""
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    """How many of the most likely tokens to tell besides the chosen one."""
+    echo: bool | None = None
+    """Begin the text with the prompt."""
+    suffix: Annotated[None, absent("texts are only gone on with here, not filled in")] = None
+
 
 router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
 
@@ -97,3 +149,166 @@ def completion_answer(
         for index in range(params.n)
     ]
     return Answer(accepted, choices, encoder)
+
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCalls:
+    """The calls, and what the request calls the engine's parameters."""
+
+    calls: tuple[GenerationRequest, ...]
+    prompts: tuple[Prompt, ...]
+    names: Mapping[str, str]
+
+
+def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
+    """What the cluster is asked.
+
+    Raises:
+        InvalidParameterError: names the parameter.
+    """
+    check_shared(body, caller.options)
+    if body.echo and body.logprobs is not None and body.stream:
+        raise InvalidParameterError(
+            "echo with logprobs cannot be streamed; leave out one of echo, logprobs and stream", param="echo"
+        )
+    constrained = constraint_of(body)
+    params = sampling_params(
+        body, max_tokens=body.max_tokens, logprobs=body.logprobs, constraint=constrained.constraint
+    )
+    of_prompt = max(
+        (k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None), default=None
+    )
+    prompts = prompts_of(body.prompt)
+    calls = tuple(call_of(body, caller, prompt, params, prompt_logprobs=of_prompt) for prompt in prompts)
+    return CompletionCalls(calls, prompts, param_names(constrained.param))
+
+
+def prompts_of(given: str | Sequence[int] | Sequence[str | Sequence[int]]) -> tuple[Prompt, ...]:
+    """Each prompt by itself."""
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given[0], int):
+        return (tuple(given),)  # type: ignore[arg-type]  # token ids, by its first
+    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in given)  # type: ignore[arg-type]  # as above
+
+
+_TEXT_TAIL = b',"logprobs":null,"finish_reason":null}]'
+
+
+class CompletionEncoder:
+    """Implements `lockstep.server.answer.Encoder`.
+
+    Args:
+        num_choices: of each prompt.
+        echoes: the text that each prompt's choices begin with; empty strings where nothing is echoed.
+    """
+
+    def __init__(
+        self,
+        heading: Heading,
+        tokenizer: Tokenizer,
+        *,
+        num_choices: int,
+        echoes: Sequence[str],
+        has_echo: bool,
+        has_logprobs: bool,
+        tells_ids: bool,
+        tells_prompt_logprobs: bool,
+    ) -> None:
+        self.heading = heading
+        self._tokenizer = tokenizer
+        self._num_choices = num_choices
+        self._echoes = echoes
+        self._has_echo = has_echo
+        self._has_logprobs = has_logprobs
+        self._tells_ids = tells_ids
+        self._tells_prompt_logprobs = tells_prompt_logprobs
+        self._head = heading.chunk_head("text_completion")
+        self._text_heads = [
+            b"data: " + self._head + b',"choices":[{"index":%d,"text":' % index
+            for index in range(num_choices * len(echoes))
+        ]
+        self._text_tail = _TEXT_TAIL + heading.chunk_usage() + b"}\n\n"
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
+    def chunk(self, choice: Choice, extension: dict[str, Any] | None) -> bytes:
+        opening = b""
+        if not choice.has_begun:
+            choice.has_begun = True
+            echo = self._echo(choice)
+            opening = self._frame(choice, {"text": echo}, is_echo=True) if echo else b""
+        if choice.is_plain:
+            tail = self._text_tail
+            if self.heading.continuous_usage:
+                tail = _TEXT_TAIL + self.heading.chunk_usage(choice.usage) + b"}\n\n"
+            return opening + self._text_heads[choice.index] + encode(choice.text) + tail
+        frames = [opening]
+        if choice.text or choice.entries or choice.token_ids:
+            told: dict[str, Any] = {"text": choice.text}
+            if choice.entries:
+                told["logprobs"] = completion_logprobs(choice.entries, len(self._echo(choice)))
+            if choice.token_ids:
+                told["token_ids"] = choice.token_ids
+            frames.append(self._frame(choice, told))
+        if choice.finish_reason is not None:
+            ending = {"text": "", "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            frames.append(self._frame(choice, ending, extension))
+        return b"".join(frames)
+
+    def usage_chunk(self, usage: dict[str, Any], extension: dict[str, Any]) -> bytes:
+        return frame(self._head + b',"choices":[],' + encode({"usage": usage, "lockstep": extension})[1:])
+
+    def whole(self, answer: Answer) -> bytes:
+        heading = self.heading
+        outputs = answer.outputs
+        body: dict[str, Any] = {
+            "id": heading.id,
+            "object": "text_completion",
+            "created": heading.created_s,
+            "model": heading.model,
+            "choices": [
+                self._whole_choice(choice, outputs[choice.index // self._num_choices]) for choice in answer.choices
+            ],
+            "usage": answer.usage,
+            "system_fingerprint": heading.fingerprint,
+            **heading.told_tier,
+            "lockstep": answer.extension,
+        }
+        return encode(body)
+
+    def _whole_choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
+        echo, prompt_ids, of_prompt = self._echo(choice), output.prompt_token_ids, output.prompt_logprobs
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = completion_logprobs(choice.entries, len(echo))
+            if self._has_echo and of_prompt is not None:
+                before = completion_logprobs(prompt_entries(self._tokenizer, prompt_ids, of_prompt))
+                logprobs = {key: before[key] + logprobs[key] for key in logprobs}
+        told: dict[str, Any] = {
+            "index": choice.index,
+            "text": echo + choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._tells_ids:
+            told |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt_ids}
+        if self._tells_prompt_logprobs and of_prompt is not None:
+            told["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt_ids, of_prompt)
+        return told
+
+    def _echo(self, choice: Choice) -> str:
+        return self._echoes[choice.index // self._num_choices]
+
+    def _frame(
+        self, choice: Choice, told: dict[str, Any], extension: dict[str, Any] | None = None, *, is_echo: bool = False
+    ) -> bytes:
+        usage = choice.usage_before if is_echo else choice.usage
+        told = {"index": choice.index, "logprobs": None, "finish_reason": None, **told}
+        more = b"" if extension is None else b',"lockstep":' + encode(extension)
+        return frame(self._head + b',"choices":[' + encode(told) + b"]" + self.heading.chunk_usage(usage) + more + b"}")

@@ -21,12 +21,12 @@ from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.pooling import unit_vectors
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
+from lockstep.server.answer_response import ClientLeft, all_of, while_connected
 from lockstep.server.answer_schema import Shape
-from lockstep.server.long_bodies import LongBodyRoute
+from lockstep.server.body import LongBodyRoute
+from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.options import ServerOptions
-from lockstep.server.reading import ClientLeft, all_of, while_connected
-from lockstep.server.record import CLIENT_LEFT_STATUS, record_of
-from lockstep.server.schema import MAX_SEQUENCE_TOKENS, Body, Name, TextOrTokens, Tokens, tokens_or_list
+from lockstep.server.request_context import CLIENT_LEFT_STATUS, record_of
 from lockstep.server.serving import serving_of, translated
 
 MAX_INPUTS = 2_048

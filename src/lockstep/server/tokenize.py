@@ -9,10 +9,10 @@ from pydantic import BaseModel, Field, model_validator
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
-from lockstep.server.calls import check_tokens_known
-from lockstep.server.long_bodies import LongBodyRoute
-from lockstep.server.record import record_of
-from lockstep.server.schema import Body, in_pieces
+from lockstep.server.body import LongBodyRoute
+from lockstep.server.fields import Body, in_pieces
+from lockstep.server.generation import check_tokens_known
+from lockstep.server.request_context import record_of
 from lockstep.server.serving import serving_of, translated
 
 MAX_TOKEN_IDS = 1 << 20

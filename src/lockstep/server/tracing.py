@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lockstep.errors import UsageError
-from lockstep.server.logs import PROBES
-from lockstep.server.record import RequestRecord
+from lockstep.server.access_log import PROBES
+from lockstep.server.request_context import RequestRecord
 from lockstep.version import __version__
 
 if TYPE_CHECKING:

@@ -14,10 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
-from lockstep.server.lifecycle import Lifecycle, Traffic
-from lockstep.server.reading import disconnected
-from lockstep.server.serving import serving_of
-from lockstep.server.sse import HEADERS, MAX_STALL_S, PING
+from lockstep.server.answer_response import HEADERS, MAX_STALL_S, PING, disconnected
+from lockstep.server.serving import Lifecycle, Traffic, serving_of
 
 MAX_WATCHERS = 64
 """Each costs the encoding of every event."""

@@ -16,12 +16,10 @@ from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOut
 from lockstep.server.app import create_app
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
-from lockstep.server.record import RequestRecord
-from lockstep.server.responses.answer import ResponseAnswer
-from lockstep.server.responses.events import ResponseWriter
+from lockstep.server.request_context import RequestRecord
+from lockstep.server.responses.answer import ResponseAnswer, ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
-from lockstep.server.responses.sqlite import SqliteStore
-from lockstep.server.responses.store import StoreLimits
+from lockstep.server.responses.store import SqliteStore, StoreLimits
 from tests.cluster.support import one_model
 from tests.server.responses.shapes import check_events, check_response
 

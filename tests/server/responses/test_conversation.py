@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 
 from lockstep.engine.chat_messages import MAX_MESSAGES, checked_messages
 from lockstep.errors import InvalidParameterError
-from lockstep.server.responses.conversation import items_of, messages_of
 from lockstep.server.responses.schema import Input
+from lockstep.server.responses.translation import items_of, messages_of
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": '{"x": 1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "blue"}

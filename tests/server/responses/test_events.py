@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.server.responses.events import ResponseWriter
+from lockstep.server.responses.answer import ResponseWriter
 from tests.server.responses.shapes import check_events, check_response
 
 BASE: dict[str, Any] = {

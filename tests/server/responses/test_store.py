@@ -11,8 +11,15 @@ import pytest
 
 from lockstep.errors import ConfigError, InvalidParameterError, RequestFailedError, ResponseNotFoundError
 from lockstep.server.responses import store as store_module
-from lockstep.server.responses.sqlite import SqliteStore
-from lockstep.server.responses.store import MemoryStore, ResponseStore, StoredResponse, StoreLimits, chain_to, encode
+from lockstep.server.responses.store import (
+    MemoryStore,
+    ResponseStore,
+    SqliteStore,
+    StoredResponse,
+    StoreLimits,
+    chain_to,
+    encode,
+)
 
 
 def stored(number: int, previous: int | None = None, tenant: str = "a", text: str = "") -> StoredResponse:

@@ -16,7 +16,7 @@ from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_TEMPERATURE
 from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
-from lockstep.server.tools.plan import ToolPlan, plan_tools
+from lockstep.server.tools.tool_use import ToolPlan, plan_tools
 from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, function
 
 MAX_TOKENS = 700

@@ -19,7 +19,7 @@ from lockstep.executors.grammar import Grammar
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS
 from lockstep.server.tools.parser import ToolParser
-from lockstep.server.tools.plan import ToolPlan, plan_tools
+from lockstep.server.tools.tool_use import ToolPlan, plan_tools
 from tests.engine import text_models
 from tests.executors.grammars import ids_of
 from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, tokenizer_of

@@ -9,9 +9,8 @@ import pytest
 
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
-from lockstep.server.tools.conversation import short_id
-from lockstep.server.tools.formats import HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED, CallFormat
-from lockstep.server.tools.plan import ToolPlan, plan_tools
+from lockstep.server.tools.call_reader import HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED, CallFormat
+from lockstep.server.tools.tool_use import ToolPlan, plan_tools, short_id
 from tests.engine import text_models
 from tests.server.tools.models import PING, STRICT_TOOLS, TEMPLATES, TOOLS, function, tokenizer_of
 

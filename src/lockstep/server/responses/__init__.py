@@ -1,7 +1,6 @@
 """The Responses API: conversations that the server remembers, told as items and events."""
 
-from lockstep.server.responses.opening import memory_store, open_store
 from lockstep.server.responses.routes import router
-from lockstep.server.responses.store import ResponseStore
+from lockstep.server.responses.store import ResponseStore, memory_store, open_store
 
 __all__ = ["ResponseStore", "memory_store", "open_store", "router"]

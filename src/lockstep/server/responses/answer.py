@@ -1,29 +1,217 @@
-"""The answer to a response request while it comes: from the outputs of a call to frames of events, or to one object."""
+"""A response while it comes: what was written so far, and each change of it as one of OpenAI's events. Pure.
+
+A response is a list of items: thoughts, text, calls of tools. One item is open at a time; another kind of writing
+closes it. Every event has the next sequence number, and the last is exactly one of `response.completed`,
+`response.incomplete` and `response.failed`. The shapes are those of OpenAI's Responses API reference.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from lockstep.cluster.base import Event
 from lockstep.engine.outputs import RequestOutput, TokenOutput
-from lockstep.server.answer import encode
+from lockstep.server.answer import Route, encode, extension_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
-from lockstep.server.hops import Route
 from lockstep.server.logprobs import Entry, chat_logprobs
-from lockstep.server.record import RequestRecord
-from lockstep.server.responses.conversation import JsonObject
-from lockstep.server.responses.events import ResponseWriter
-from lockstep.server.usage import extension_of
+from lockstep.server.request_context import RequestRecord
+from lockstep.server.responses.translation import CALL_PREFIX, MESSAGE_PREFIX, REASONING_PREFIX, JsonObject, NewId
+
+
+class Kind(Enum):
+    """What an item holds; its value begins the ids of such items."""
+
+    THOUGHTS = REASONING_PREFIX
+    TEXT = MESSAGE_PREFIX
+    CALL = CALL_PREFIX
+
+
+class _OpenItem:
+    """The item that is being written."""
+
+    __slots__ = ("fields", "kind", "logprobs", "pieces")
+
+    def __init__(self, kind: Kind, item_id: str, fields: JsonObject) -> None:
+        self.kind = kind
+        self.fields = {"id": item_id, **fields}
+        self.pieces: list[str] = []
+        self.logprobs: list[JsonObject] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def part(self) -> dict[str, Any]:
+        """The content part, as it is now."""
+        if self.kind is Kind.THOUGHTS:
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    def item(self, status: str) -> dict[str, Any]:
+        """The whole item, as it is now."""
+        match self.kind:
+            case Kind.THOUGHTS:
+                return {**self.fields, "type": "reasoning", "summary": [], "content": [self.part()], "status": status}
+            case Kind.TEXT:
+                return {
+                    **self.fields,
+                    "type": "message",
+                    "role": "assistant",
+                    "status": status,
+                    "content": [self.part()],
+                }
+            case Kind.CALL:
+                return {**self.fields, "type": "function_call", "arguments": self.text, "status": status}
+
+    def just_opened(self) -> dict[str, Any]:
+        item = self.item("in_progress")
+        return item if self.kind is Kind.CALL else {**item, "content": []}
+
+
+class ResponseWriter:
+    """Told what was generated; says which events that makes.
+
+    Args:
+        base: what the response object says from its beginning to its end.
+        new_id: makes the ids of items.
+    """
+
+    def __init__(self, base: JsonObject, new_id: NewId) -> None:
+        self._base = base
+        self._new_id = new_id
+        self._closed: list[dict[str, Any]] = []
+        self._open: _OpenItem | None = None
+        self._events: list[dict[str, Any]] = []
+        self._num_events = 0
+        self._is_ended = False
+
+    def begin(self) -> None:
+        response = self._response("in_progress")
+        self._tell("response.created", response=response)
+        self._tell("response.in_progress", response=response)
+
+    def write_thoughts(self, text: str) -> None:
+        item = self._writing(Kind.THOUGHTS)
+        item.pieces.append(text)
+        self._tell_part("response.reasoning_text.delta", item, delta=text)
+
+    def write_text(self, text: str, logprobs: Sequence[JsonObject] = ()) -> None:
+        item = self._writing(Kind.TEXT)
+        item.pieces.append(text)
+        item.logprobs.extend(logprobs)
+        self._tell_part("response.output_text.delta", item, delta=text, logprobs=list(logprobs))
+
+    def end_text(self, *, is_cut: bool) -> None:
+        """No text follows; ``is_cut``: because no more tokens were allowed."""
+        self._close("incomplete" if is_cut else "completed")
+
+    def write_call(self, call_id: str, name: str, arguments: str) -> None:
+        """A tool is called."""
+        self._close("completed")
+        item = _OpenItem(Kind.CALL, self._new_id(Kind.CALL.value), {"call_id": call_id, "name": name})
+        self._begin_item(item)
+        item.pieces.append(arguments)
+        self._tell_item("response.function_call_arguments.delta", item, delta=arguments)
+        self._close("completed")
+
+    def complete(self, completed_at_s: int, **fields: Any) -> JsonObject:
+        """The answer came to its end: the response to be told by `end`, with further fields."""
+        self._end_output("completed")
+        return self._response("completed", completed_at=completed_at_s, **fields)
+
+    def cut(self, **fields: Any) -> JsonObject:
+        """No more tokens were allowed: the response to be told by `end`, with further fields."""
+        self._end_output("incomplete")
+        return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **fields)
+
+    def fail(self, code: str, message: str) -> JsonObject:
+        """Something broke: the response to be told by `end`, with what was written until then."""
+        if self._open is not None:
+            self._closed.append(self._open.item("incomplete"))
+            self._open = None
+        return self._response("failed", error={"code": code, "message": message})
+
+    def end(self, response: JsonObject) -> None:
+        """The last event, which tells how it ended."""
+        assert not self._is_ended, "a response ends once"
+        self._is_ended = True
+        self._tell(f"response.{response['status']}", response=response)
+
+    def take_events(self) -> list[dict[str, Any]]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _end_output(self, status: str) -> None:
+        """Close what is open; an answer without anything in it is one empty message."""
+        if self._open is None and not self._closed:
+            self._writing(Kind.TEXT)
+        self._close(status)
+
+    def _writing(self, kind: Kind) -> _OpenItem:
+        """The open item, if it is of that kind; else a new one."""
+        if self._open is not None and self._open.kind is kind:
+            return self._open
+        self._close("completed")
+        item = _OpenItem(kind, self._new_id(kind.value), {})
+        self._begin_item(item)
+        self._tell_part("response.content_part.added", item, part=item.part())
+        return item
+
+    def _begin_item(self, item: _OpenItem) -> None:
+        self._open = item
+        self._tell("response.output_item.added", output_index=len(self._closed), item=item.just_opened())
+
+    def _close(self, status: str) -> None:
+        item = self._open
+        if item is None:
+            return
+        match item.kind:
+            case Kind.THOUGHTS:
+                self._tell_part("response.reasoning_text.done", item, text=item.text)
+            case Kind.TEXT:
+                self._tell_part("response.output_text.done", item, text=item.text, logprobs=list(item.logprobs))
+            case Kind.CALL:
+                self._tell_item("response.function_call_arguments.done", item, arguments=item.text)
+        if item.kind is not Kind.CALL:
+            self._tell_part("response.content_part.done", item, part=item.part())
+        done = item.item(status)
+        self._tell("response.output_item.done", output_index=len(self._closed), item=done)
+        self._closed.append(done)
+        self._open = None
+
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        outcome = {
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "output": list(self._closed),
+            "usage": None,
+        }
+        return {**self._base, **outcome, **fields}
+
+    def _tell_part(self, type_: str, item: _OpenItem, **fields: Any) -> None:
+        self._tell_item(type_, item, content_index=0, **fields)
+
+    def _tell_item(self, type_: str, item: _OpenItem, **fields: Any) -> None:
+        self._tell(type_, item_id=item.fields["id"], output_index=len(self._closed), **fields)
+
+    def _tell(self, type_: str, **fields: Any) -> None:
+        self._events.append({"type": type_, "sequence_number": self._num_events, **fields})
+        self._num_events += 1
+
 
 _CODES: Mapping[int, str] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """Of errors in a response object, by HTTP status; OpenAI's names."""
 
 
 class ResponseAnswer:
-    """Implements `lockstep.server.sse.Shown` for one call with one choice.
+    """Implements `lockstep.server.answer_response.Shown` for one call with one choice.
 
     Args:
         writer: a new one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -14,23 +14,24 @@ from starlette.responses import JSONResponse, Response
 from lockstep.cluster.base import Accepted
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestError
-from lockstep.server.calls import Caller, labels_of
-from lockstep.server.chat_calls import ChatCall, chat_call
+from lockstep.server.answer import Route
+from lockstep.server.answer_response import AnswerResponse, Job
+from lockstep.server.body import LongBodyRoute
+from lockstep.server.chat_request import ChatCall, chat_call
 from lockstep.server.choices import CallsReader, Choice
-from lockstep.server.hops import Route
+from lockstep.server.generation import Caller, labels_of
 from lockstep.server.logprobs import Tracer
-from lockstep.server.long_bodies import LongBodyRoute
-from lockstep.server.record import record_of
-from lockstep.server.responding import AnswerResponse, Job
-from lockstep.server.responses.answer import ResponseAnswer
+from lockstep.server.request_context import record_of
+from lockstep.server.responses.answer import ResponseAnswer, ResponseWriter
 from lockstep.server.responses.answer_schema import DeletedResponse, ItemList, ResponseObject, documented_events
-from lockstep.server.responses.conversation import JsonObject, items_of, messages_of
-from lockstep.server.responses.events import ResponseWriter
-from lockstep.server.responses.listing import DEFAULT_ITEMS, MAX_ITEMS, item_list
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
 from lockstep.server.responses.store import ResponseStore, StoredResponse, chain_to, get_stored
-from lockstep.server.responses.translation import chat_body, in_our_words, names_here
+from lockstep.server.responses.translation import JsonObject, chat_body, in_our_words, items_of, messages_of, names_here
 from lockstep.server.serving import serving_of, translated
+
+MAX_ITEMS = 100
+"""Of one page, as with OpenAI; so is the default."""
+DEFAULT_ITEMS = 20
 
 router = APIRouter(route_class=LongBodyRoute)
 
@@ -160,3 +161,29 @@ def _only(request: Request, *known: str) -> None:
 
 def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
+
+
+def item_list(items: Sequence[JsonObject], *, after: str | None, limit: int, is_descending: bool) -> dict[str, Any]:
+    """One page of a conversation.
+
+    Args:
+        items: of the conversation, oldest first.
+        after: id of the last item of the page before; None: the first page.
+
+    Raises:
+        InvalidParameterError: there is no item ``after``.
+    """
+    ordered = list(reversed(items)) if is_descending else list(items)
+    if after is not None:
+        place = next((index for index, item in enumerate(ordered) if item["id"] == after), None)
+        if place is None:
+            raise InvalidParameterError(f"after is {after!r}, which is none of the items", param="after")
+        ordered = ordered[place + 1 :]
+    page = ordered[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(ordered) > limit,
+    }

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.engine.chat_messages import MAX_CONTENT_PARTS, MAX_MESSAGES
-from lockstep.server.chat_schema import (
+from lockstep.server.chat_request import (
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     FunctionName,
@@ -17,11 +17,9 @@ from lockstep.server.chat_schema import (
     choice_kind,
     part_kind,
 )
-from lockstep.server.schema import (
-    MAX_DEADLINE_MS,
+from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_LABEL_VALUE_CHARS,
-    MAX_METADATA,
     MAX_SEQUENCE_TOKENS,
     Body,
     JsonObject,
@@ -29,6 +27,7 @@ from lockstep.server.schema import (
     in_pieces,
     text_or_list,
 )
+from lockstep.server.generation import MAX_DEADLINE_MS, MAX_METADATA
 
 MAX_ID_CHARS = 128
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
@@ -37,7 +36,7 @@ LOGPROBS = "message.output_text.logprobs"
 ITEM_KINDS = ("message", "reasoning", "function_call", "function_call_output")
 
 
-class TextPart(Marked):
+class ResponseTextPart(Marked):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: list[JsonObject] | None = None
@@ -47,7 +46,7 @@ class TextPart(Marked):
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(part_kind)
+    Annotated[ResponseTextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], Discriminator(part_kind)
 ]
 Content = Annotated[
     Annotated[str, Tag("[text]")] | Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS), Tag("[list]")],
@@ -153,7 +152,7 @@ class NamedTool(Body):
     name: FunctionName
 
 
-class AllowedTools(Body):
+class ResponseAllowedTools(Body):
     """Some of the tools: the model is told of all, and may call these."""
 
     type: Literal["allowed_tools"]
@@ -164,7 +163,7 @@ class AllowedTools(Body):
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("[text]")]
     | Annotated[NamedTool, Tag("[object]")]
-    | Annotated[AllowedTools, Tag("[allowed]")],
+    | Annotated[ResponseAllowedTools, Tag("[allowed]")],
     Discriminator(choice_kind),
 ]
 
@@ -209,7 +208,7 @@ Includable = Literal[
 ]
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
@@ -226,7 +225,7 @@ class ResponseBody(Body):
     store: bool | None = None
     """Whether the response is kept, so that others may continue it; default true."""
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """Tokens of the answer, thoughts included; absent: what the context leaves."""
     temperature: Annotated[float | None, Field(ge=0)] = None

@@ -15,8 +15,8 @@ from typing import Any
 
 from lockstep.engine.reasoning import Reasoning
 from lockstep.executors.constraint import COMPACT, Constraint, schema_text
+from lockstep.server.tools.call_reader import CallFormat
 from lockstep.server.tools.definitions import Tool
-from lockstep.server.tools.formats import CallFormat
 
 MAX_FORCED_CALLS = 16
 """Calls in one constrained answer: a model that cannot stop is stopped."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from lockstep.engine.reasoning import MAX_HELD_BLANKS
-from lockstep.server.tools.call_reader import CallReader, reader_of
-from lockstep.server.tools.formats import CallFormat
+from lockstep.server.tools.call_reader import CallFormat, CallReader, reader_of
 
 
 @dataclass(frozen=True, slots=True)

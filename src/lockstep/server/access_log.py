@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.server.access import OPEN_PATHS
 from lockstep.server.options import ServerOptions
-from lockstep.server.record import PEOPLE, RequestRecord
+from lockstep.server.request_context import PEOPLE, RequestRecord
 from lockstep.worker.logs import FIELDS
 
 PROBES = OPEN_PATHS | {"/load"}
@@ -26,7 +26,7 @@ HASH_BYTES = 6
 log = logging.getLogger("lockstep.request")
 
 
-class RequestLog:
+class AccessLog:
     """Writes the line of a request that has ended."""
 
     def __init__(self, options: ServerOptions) -> None:

@@ -1,0 +1,275 @@
+"""Routes on the cluster: its state, its manifest, its sessions, and its models, listed and loaded by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from lockstep.cluster.base import Cluster, ModelCard
+from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
+from lockstep.errors import (
+    InvalidJsonError,
+    InvalidParameterError,
+    LockstepError,
+    ManifestError,
+    NoManifestError,
+    NotLoadableError,
+    RequestError,
+)
+from lockstep.server.access import powers_of
+from lockstep.server.body import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
+from lockstep.server.request_context import record_of
+from lockstep.server.serving import serving_of
+
+router = APIRouter(prefix="/v1", tags=["cluster"])
+models_router = APIRouter(prefix="/v1/models", tags=["models"])
+_FORMS: dict[str, Any] = {JSON_TYPE: {"schema": {"type": "object"}}} | {
+    each: {"schema": {"type": "string"}} for each in YAML_TYPES
+}
+"""In which a manifest is sent, either way."""
+
+
+_RANGES = {"*/*": (0, JSON_TYPE), "application/*": (1, JSON_TYPE), "text/*": (1, "text/yaml")} | {
+    each: (2, each) for each in (JSON_TYPE, *YAML_TYPES)
+}
+"""By what an ``Accept`` may say: how exactly it says it, and what is meant."""
+_UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
+"""What stands for itself in JSON, while in YAML it ends a line or may only be written as an escape."""
+_NOT_YAML = re.compile(rf"\t|\\u[dD][89a-fA-F]|{_UNPRINTED.pattern}")
+"""What JSON may hold and YAML reads otherwise: these, tabs between values, and characters as pairs of escapes."""
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    """Conversations that were named by their clients, in order of their last use."""
+
+    object: str
+    data: tuple[SessionSnapshot, ...]
+
+
+class EndedSession(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    deleted: bool
+
+
+class ModelBody(BaseModel):
+    """One served name. What is null is not known before the model is loaded."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "lockstep"
+    root: str
+    parent: str | None
+    max_model_len: int | None
+    tier: str
+    deterministic: bool | None
+
+
+class ModelListBody(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelBody]
+
+
+def described(struct: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
+    """The success of a route that answers with such a struct as JSON."""
+    schema = schema_of(struct)
+    return {200: {"description": "What was asked for.", "content": {"application/json": {"schema": schema}}}}
+
+
+def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Its JSON schema in one piece. Structs that hold themselves have none."""
+    ([reference], definitions) = msgspec.json.schema_components([struct], ref_template="{name}")
+    schema: dict[str, Any] = _inlined(reference, definitions)
+    return schema
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(schema, list):
+        return [_inlined(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"]], definitions)
+    return {name: _inlined(value, definitions) for name, value in schema.items()}
+
+
+@router.get("/cluster", responses=described(ClusterSnapshot), operation_id="retrieve_cluster")
+async def retrieve_cluster(request: Request) -> Response:
+    """Models and where they are, bytes against budgets, sessions, counters, the latest changes."""
+    return _json(serving_of(request).cluster.snapshot())
+
+
+@router.get(
+    "/manifest",
+    responses={
+        200: {
+            "content": _FORMS,
+            "description": "What holds, without what is a default: JSON, or YAML where `Accept` asks for it.",
+        }
+    },
+    response_class=Response,
+    operation_id="retrieve_manifest",
+)
+async def retrieve_manifest(request: Request) -> Response:
+    """The effective manifest, which may be put back as it came: as JSON, or as YAML where `Accept` asks for that."""
+    cluster = _manifested(request)
+    kind = wanted_type(",".join(request.headers.getlist("accept")))
+    body = msgspec.json.encode(cluster.manifest_plain()) if kind == JSON_TYPE else cluster.manifest_text()
+    return Response(body, media_type=kind, headers={"Vary": "Accept"})
+
+
+@router.put(
+    "/manifest",
+    responses=described(Replaced),
+    openapi_extra={"requestBody": {"required": True, "content": _FORMS}},
+    operation_id="replace_manifest",
+)
+async def replace_manifest(request: Request) -> Response:
+    """Replace the manifest as one unit: all of it is brought in, or nothing changes and the error says all that is
+    wrong. Models that are in both go on as they are, those that are gone answer what they have begun."""
+    cluster = _manifested(request)
+    text = manifest_text(await request.body(), request.headers.get("content-type", ""))
+    powers = powers_of(record_of(request).tenant, serving_of(request).options)
+    async with _loading("the manifest is not brought in"):
+        return _json(await cluster.replace(text, powers=powers))
+
+
+@router.post("/models/{model_id:path}/load", responses=described(ModelSnapshot), operation_id="load_model")
+async def load_model(model_id: str, request: Request) -> Response:
+    """Promote a model; answers when it can."""
+    cluster = _manifested(request)
+    name = cluster.card(model_id).name
+    async with _loading(f"the model {name!r} is not loaded"):
+        await cluster.load_model(name)
+    return _json(_model(cluster, name))
+
+
+@router.post("/models/{model_id:path}/unload", responses=described(ModelSnapshot), operation_id="unload_model")
+async def unload_model(model_id: str, request: Request) -> Response:
+    """Demote a model; answers when its calls have ended and its memory is free."""
+    cluster = _manifested(request)
+    name = cluster.card(model_id).name
+    async with _loading(f"the model {name!r} is not unloaded"):
+        await cluster.unload_model(name)
+    return _json(_model(cluster, name))
+
+
+@router.get("/sessions", responses=described(SessionList), operation_id="list_sessions")
+async def list_sessions(request: Request) -> Response:
+    """Conversations that keep their KV, or kept it."""
+    return _json(SessionList("list", tuple(serving_of(request).cluster.sessions())))
+
+
+@router.delete("/sessions/{session_id:path}", responses=described(EndedSession), operation_id="end_session")
+async def end_session(session_id: str, request: Request) -> Response:
+    """Forget a conversation and give up its KV."""
+    await serving_of(request).cluster.end_session(session_id)
+    return _json(EndedSession(session_id, "session", True))
+
+
+@models_router.get("", operation_id="list_models")
+async def list_models(request: Request) -> ModelListBody:
+    """Every name that requests may use, aliases too."""
+    cards = serving_of(request).cluster.cards()
+    return ModelListBody(data=[body for card in cards for body in _bodies(card)])
+
+
+@models_router.get("/{model_id:path}", operation_id="retrieve_model")
+async def retrieve_model(model_id: str, request: Request) -> ModelBody:
+    """One model; its id may hold slashes."""
+    return _body(model_id, serving_of(request).cluster.card(model_id))
+
+
+def manifest_text(body: bytes, content_type: str) -> str:
+    """The text for `lockstep.cluster.manifest_file.parse`; lines are the body's wherever that can be.
+
+    Raises:
+        InvalidParameterError: it is empty.
+        InvalidJsonError: it is not the JSON that it claims to be.
+    """
+    text = body.decode()
+    if not text.strip():
+        raise InvalidParameterError("the body is empty; send a manifest as YAML or JSON")
+    if kind_of(content_type) in YAML_TYPES:
+        return text
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise InvalidJsonError(f"the body is not valid JSON: {error}; YAML has type {YAML_TYPE}") from None
+    if not _NOT_YAML.search(text):
+        return text
+    return _UNPRINTED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def wanted_type(accept: str) -> str:
+    """In which of our types to answer a request with such an ``Accept``: the one that it likes best, of several the one
+    that it names most exactly, then first; JSON where it names none of them."""
+    best, wanted = (0.0, len(_RANGES)), JSON_TYPE  # better than whatever has no weight
+    for part in accept.split(","):
+        exactness, kind = _RANGES.get(kind_of(part), (0, ""))
+        if kind and (rank := (_weight(part), exactness)) > best:
+            best, wanted = rank, kind
+    return wanted
+
+
+def _weight(part: str) -> float:
+    """The ``q`` of a range in an ``Accept``; 1 where it has none that can be read."""
+    for parameter in part.split(";")[1:]:
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "q":
+            return float(value) if re.fullmatch(r"\s*[01](\.\d{0,3})?\s*", value) else 1.0
+    return 1.0
+
+
+def _manifested(request: Request) -> Cluster:
+    """The cluster, where a manifest says what it serves; NoManifestError where the command line does."""
+    cluster = serving_of(request).cluster
+    if cluster.is_fixed:
+        raise NoManifestError(
+            "This server serves one model and has no manifest; start it with `lockstep serve --manifest FILE`."
+        )
+    return cluster
+
+
+@asynccontextmanager
+async def _loading(what: str) -> AsyncIterator[None]:
+    """What cannot be loaded is a refusal of the request, and told with its reason."""
+    try:
+        yield
+    except (RequestError, ManifestError):
+        raise
+    except LockstepError as error:
+        raise NotLoadableError(f"{what}: {error}") from error
+
+
+def _model(cluster: Cluster, name: str) -> ModelSnapshot | None:
+    return next((model for model in cluster.snapshot().models if model.id == name), None)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON_TYPE)
+
+
+def _bodies(card: ModelCard) -> Iterator[ModelBody]:
+    for name in (card.name, *card.aliases):
+        yield _body(name, card)
+
+
+def _body(name: str, card: ModelCard) -> ModelBody:
+    return ModelBody(
+        id=name,
+        created=card.created_s,
+        root=card.root,
+        parent=card.parent,
+        max_model_len=card.max_model_len,
+        tier=card.tier,
+        deterministic=card.deterministic,
+    )

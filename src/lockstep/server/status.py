@@ -1,0 +1,157 @@
+"""Health, load, version, home page and debugging endpoints: small facts about the server itself.
+
+Health never asks the engine's thread; the debugging endpoints are only there with ``--enable-debug-endpoints``.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.responses import HTMLResponse
+
+from lockstep.server.serving import Serving, serving_of
+from lockstep.version import __version__
+
+RETRY_AFTER_S = "2"
+"""What is not ready is worth asking again after this."""
+router = APIRouter(tags=["health"])
+home_router = APIRouter(tags=["home"])
+debug_router = APIRouter(tags=["debug"])
+
+
+class HealthBody(BaseModel):
+    """``reason`` says why not, in one sentence; empty when ready. ``warnings`` say what somebody should look after
+    although requests are answered."""
+
+    status: Literal["ready", "live", "unavailable"]
+    reason: str = ""
+    warnings: list[str] = []
+
+
+class LoadBody(BaseModel):
+    """Requests that are being answered."""
+
+    server_load: int
+
+
+class VersionBody(BaseModel):
+    version: str
+
+
+UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "description": "Loading, draining or broken."}}
+
+
+@router.get("/health", response_model=HealthBody, responses=UNREADY, operation_id="health")
+@router.get("/healthz", response_model=HealthBody, responses=UNREADY, operation_id="healthz")
+@router.get("/health/ready", response_model=HealthBody, responses=UNREADY, operation_id="ready")
+@router.get("/ping", response_model=HealthBody, responses=UNREADY, operation_id="ping")
+@router.post("/ping", response_model=HealthBody, responses=UNREADY, operation_id="ping_post")
+async def ready(request: Request) -> JSONResponse:
+    """200 while requests will be answered, else 503."""
+    serving = serving_of(request)
+    reason, warnings = unready_reason(serving), list(serving.cluster.health().warnings)
+    body = HealthBody(status="unavailable" if reason else "ready", reason=reason, warnings=warnings).model_dump()
+    return JSONResponse(body, 503, {"Retry-After": RETRY_AFTER_S}) if reason else JSONResponse(body)
+
+
+@router.get("/health/live", operation_id="live")
+async def live() -> HealthBody:
+    """200 as long as the process serves HTTP; what a supervisor restarts by."""
+    return HealthBody(status="live")
+
+
+@router.get("/load", operation_id="load")
+async def load(request: Request) -> LoadBody:
+    return LoadBody(server_load=serving_of(request).traffic.num_open)
+
+
+@router.get("/version", operation_id="version")
+async def version() -> VersionBody:
+    return VersionBody(version=__version__)
+
+
+def unready_reason(serving: Serving) -> str:
+    """Why requests will not be answered; empty: they will."""
+    if not serving.lifecycle.is_admitting:
+        return "the server is shutting down"
+    health = serving.cluster.health()
+    return "" if health.ready else health.reason
+
+
+class HomeBody(BaseModel):
+    name: str
+    version: str
+    api: str
+    docs: str
+    openapi: str
+    health: str
+    metrics: str
+
+
+@home_router.get("/", operation_id="home")
+async def home() -> HomeBody:
+    """What this is and where to go on. No model is named: the page is open, their names need a key."""
+    return HomeBody(
+        name="lockstep",
+        version=__version__,
+        api="/v1",
+        docs="/docs",
+        openapi="/openapi.json",
+        health="/health",
+        metrics="/metrics",
+    )
+
+
+@home_router.get("/docs", operation_id="docs", response_class=HTMLResponse)
+async def docs() -> HTMLResponse:
+    """The OpenAPI document for people. The page itself tells nothing; what it reads may need a key."""
+    page, policy = docs_page()
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
+
+
+@cache
+def docs_page() -> tuple[str, str]:
+    """The page, and the policy by which a browser runs what is written in it and asks nobody but this server."""
+    page = files("lockstep.server").joinpath("docs.html").read_text(encoding="utf-8")
+
+    def hashes(tag: str) -> str:
+        blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(sha256(block.encode()).digest()).decode()}'" for block in blocks)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return page, policy
+
+
+class ResetBody(BaseModel):
+    num_blocks: int
+    """Cached blocks that were forgotten."""
+
+
+class CheckBody(BaseModel):
+    ok: bool
+    problem: str = ""
+    """Which invariant does not hold."""
+
+
+@debug_router.post("/reset_prefix_cache", operation_id="reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> ResetBody:
+    """Forget every cached prefix that nobody uses now."""
+    return ResetBody(num_blocks=await serving_of(request).cluster.reset_prefix_cache())
+
+
+@debug_router.get("/debug/check", operation_id="debug_check")
+async def check(request: Request) -> CheckBody:
+    """Whether every KV block is accounted for, exactly once."""
+    problem = await serving_of(request).cluster.check()
+    return CheckBody(ok=not problem, problem=problem)
