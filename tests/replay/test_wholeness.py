@@ -18,9 +18,10 @@ from lockstep.cluster.plan import Observed, PlanPolicy
 from lockstep.cluster.plan_flight import PlanRecorder
 from lockstep.cluster.planner import plan
 from lockstep.errors import TraceError
+from lockstep.replay.live import workload_of
 from lockstep.replay.plans import plan_files, verify_plans
 from lockstep.replay.readers import read_workload
-from lockstep.replay.trace import open_trace, workload_of
+from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
 from lockstep.replay.wholeness import Kind, Part, arranged
 from lockstep.worker.flight.options import TraceOptions

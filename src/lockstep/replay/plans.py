@@ -13,7 +13,7 @@ from lockstep.cluster.plan_flight import PLAN_SCHEMA_VERSION, PLAN_SUFFIX, Actio
 from lockstep.cluster.plan_flight import action_fields as action_fields
 from lockstep.cluster.planner import plan
 from lockstep.errors import TraceError
-from lockstep.replay.trace_file import read_frames
+from lockstep.replay.trace import read_frames
 from lockstep.replay.wholeness import Finding, Part, are_in_order, arranged, is_whole
 
 Planner = Callable[[Observed, float, PlanPolicy], Sequence[Action]]
