@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         many_files(monkeypatch)
         folder = tmp_path_factory.mktemp("whole")
-        fly(folder, 3, num_requests=30, file_bytes=2000)
+        fly(folder, 3, num_requests=30, file_bytes=1000)
     assert len(files_of(folder)) >= NUM_FILES
     return {path.name: path.read_bytes() for path in files_of(folder)}
 

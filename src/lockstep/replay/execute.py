@@ -129,10 +129,10 @@ class _Engine:
     def _command(self, command: object) -> None:
         scheduler = self._engine.scheduler
         match command:
-            case Pinned(_, _, contents):
-                scheduler.pin([self._hashes[content] for content in contents])
-            case Swept(_, _, contents):
-                scheduler.sweep([self._hashes[content] for content in contents])
+            case Pinned():
+                scheduler.pin([self._hashes[content] for content in command.contents])
+            case Swept():
+                scheduler.sweep([self._hashes[content] for content in command.contents])
             case CacheReset():
                 scheduler.reset_prefix_cache()
 
