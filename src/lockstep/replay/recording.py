@@ -22,6 +22,7 @@ from lockstep.replay.cost import CostModel
 from lockstep.replay.timeline import Tick
 from lockstep.replay.workload import Workload, content_number
 from lockstep.version import __version__
+from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
@@ -39,7 +40,6 @@ from lockstep.worker.flight.entries import (
     Turn,
 )
 from lockstep.worker.flight.files import LEVEL, MAX_FRAME_BYTES
-from lockstep.worker.device_scheduler import DeviceScheduler
 
 RUN = "simulated"
 """What the run is called: nothing of the moment in which it was made."""

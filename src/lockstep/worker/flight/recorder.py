@@ -27,6 +27,7 @@ from lockstep.engine.generation import Generation
 from lockstep.engine.model import LoadedModel
 from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
+from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.content import encode_request, tokens_of
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
@@ -56,7 +57,6 @@ from lockstep.worker.flight.entries import (
 )
 from lockstep.worker.flight.files import TraceFiles, TraceReport
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.device_scheduler import DeviceScheduler
 
 log = logging.getLogger(__name__)
 
