@@ -1,6 +1,6 @@
 """The planner's decisions as a recording: what it saw and what it said, each plan by itself.
 
-A file is a sequence of zstd frames with checksums, as those of the device (worker/flight/entries.py), and holds lines of
+A file is a sequence of zstd frames with checksums, as those of the device (worker/flight/entries.py), and has lines of
 JSON: a `PlanHeader`, then a `PlanRecord` for each plan. Whoever has the same planner gets the same actions. Replicas
 have the names that the cluster gives them; no prompt and no caller is in it.
 """
