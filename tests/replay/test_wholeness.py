@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from lockstep.cli.main import invoke
 from lockstep.cli.replay import verify_trace
-from lockstep.cluster.plan import Observed, PlanPolicy
-from lockstep.cluster.plan_flight import PlanRecorder
-from lockstep.cluster.planner import plan
+from lockstep.cluster.plan_recorder import PlanRecorder
+from lockstep.cluster.planner import Observed, PlanPolicy, plan
 from lockstep.errors import TraceError
 from lockstep.replay.live import workload_of
 from lockstep.replay.plans import plan_files, verify_plans

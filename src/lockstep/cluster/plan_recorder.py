@@ -12,7 +12,7 @@ from dataclasses import astuple
 
 import msgspec
 
-from lockstep.cluster.plan import Action, Observed, PlanPolicy
+from lockstep.cluster.planner import Action, Observed, PlanPolicy
 from lockstep.version import __version__
 from lockstep.worker.flight.files import TraceFiles
 from lockstep.worker.flight.options import TraceOptions
