@@ -200,8 +200,7 @@ class ReplicaState:
             return FAILED if now_s < self.retry_at_s else STANDBY
         return Phase.LOADING.value if self.is_missed or self.is_pinned else STANDBY
 
-    @staticmethod
-    def retirement() -> UnavailableError:
+    def retirement(self) -> UnavailableError:
         """The error for calls while it is taken out of the manifest."""
         return UnavailableError("the model is being taken out of service; try again in a moment")
 
