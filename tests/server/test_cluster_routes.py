@@ -13,7 +13,6 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from lockstep.server.cluster_metrics import REMOTE_HELP
 
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
