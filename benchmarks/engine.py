@@ -21,10 +21,9 @@ import numpy as np
 from msgspec import structs
 
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine import publish
+from lockstep.engine import output_processing
 from lockstep.engine.engine import Engine
-from lockstep.engine.loading import load_model
-from lockstep.engine.model import LoadedModel
+from lockstep.engine.loading import LoadedModel, load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
@@ -107,8 +106,8 @@ def measure(
         engine.step()
     watch(engine, stopwatch)
     with (
-        patch.object(publish, "sample", stopwatch.wrap("sample", sample)),
-        patch.object(publish, "likeliest", stopwatch.wrap("sample", likeliest)),
+        patch.object(output_processing, "sample", stopwatch.wrap("sample", sample)),
+        patch.object(output_processing, "likeliest", stopwatch.wrap("sample", likeliest)),
     ):
         for _ in range(steps):
             started = time.perf_counter()

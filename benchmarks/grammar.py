@@ -79,7 +79,7 @@ def metered() -> Iterator[Meter]:
     with (
         patch.object(Generation, "allowed", meter.wrap("mask", Generation.allowed)),
         patch.object(Grammar, "accept", meter.wrap("accept", Grammar.accept)),
-        patch("lockstep.engine.publish.sample", meter.wrap("sample", sample)),
+        patch("lockstep.engine.output_processing.sample", meter.wrap("sample", sample)),
     ):
         yield meter
 

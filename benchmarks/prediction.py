@@ -54,12 +54,11 @@ from lockstep.replay.calibrate import calibrate
 from lockstep.replay.configs import changed_fields, config_for
 from lockstep.replay.cost_file import CostFile, MadeOn
 from lockstep.replay.latencies import e2e_ps, ttft_ps
-from lockstep.replay.live import live_requests, live_steps, workload_of
 from lockstep.replay.render.cost import show_cost
 from lockstep.replay.render.tables import Table
 from lockstep.replay.render.terminal import to_markdown
 from lockstep.replay.simulator import Simulation
-from lockstep.replay.trace import Trace, open_trace
+from lockstep.replay.trace import Trace, live_requests, live_steps, open_trace, workload_of
 from lockstep.version import __version__
 
 T = TypeVar("T")

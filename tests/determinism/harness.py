@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.engine import Engine
-from lockstep.engine.model import LoadedModel
+from lockstep.engine.loading import LoadedModel
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams

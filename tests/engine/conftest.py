@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.engine.clock import ManualClock
+from lockstep.engine.deadlines import ManualClock
 from lockstep.engine.engine import Engine
 from lockstep.engine.loading import load_model
 from lockstep.engine.options import EngineOptions, LoadOptions

@@ -8,8 +8,7 @@ import pickle
 import pytest
 
 from lockstep.core.request import FinishReason
-from lockstep.engine.clock import ManualClock
-from lockstep.engine.deadlines import MAX_STALE, Deadlines
+from lockstep.engine.deadlines import MAX_STALE, Deadlines, ManualClock
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, InvalidParameterError, LockstepError, QueueDeadlineError

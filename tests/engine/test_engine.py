@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.core.request import FinishReason
-from lockstep.engine.clock import ManualClock
+from lockstep.engine.deadlines import ManualClock
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import (

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lockstep.core.request import FinishReason
-from lockstep.engine import exchange
+from lockstep.engine import queues
 from lockstep.engine.engine import Engine
 from lockstep.engine.metrics import HISTOGRAMS, EngineMetrics, Histogram, MetricsSnapshot, SequenceSpan
 from lockstep.engine.request import GenerationRequest
@@ -115,7 +115,7 @@ def test_refusals_of_full_queues_and_faulty_rows_are_counted(
     for _ in range(5):
         submit(engine, "hello", 1)
     engine.run_until_idle()
-    monkeypatch.setattr(exchange, "MAX_COMMANDS", 1)
+    monkeypatch.setattr(queues, "MAX_COMMANDS", 1)
     submit(engine, "hello", 1)
     with pytest.raises(QueueFullError, match="1 commands already wait"):
         submit(engine, "hello", 1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.request import FinishReason
-from lockstep.engine.clock import ManualClock
+from lockstep.engine.deadlines import ManualClock
 from lockstep.engine.engine import Engine
 from lockstep.engine.llm import LLM
 from lockstep.engine.loading import load_model

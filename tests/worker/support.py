@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lockstep.engine.clock import Clock
+from lockstep.engine.deadlines import Clock
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest

@@ -180,7 +180,7 @@ def test_a_process_that_nobody_speaks_to_has_touched_nothing_and_is_ended(tmp_pa
 
 def test_a_worker_process_imports_no_event_loop_and_no_readers_before_it_is_told_to() -> None:
     """They would be a third of the time in which it starts; a time would be a flaky test."""
-    code = "import sys, lockstep.worker.device, lockstep.worker.outbox, lockstep.executors.stub; print(*sys.modules)"
+    code = "import sys, lockstep.worker.device, lockstep.worker.wire, lockstep.executors.stub; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not {"asyncio", "psutil", "tempfile", "tokenizers", "openvino", "llguidance", "jinja2"} & set(loaded)
     assert "lockstep.artifacts.source" not in loaded

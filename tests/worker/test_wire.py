@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lockstep import errors
 from lockstep.core.request import FinishReason
 from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.engine.output_rules import THINK_TAGS, Reasoning
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
-from lockstep.engine.reasoning import THINK_TAGS, Reasoning
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import (
     ArtifactError,

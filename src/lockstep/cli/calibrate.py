@@ -14,8 +14,7 @@ from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.replay.trace import Trace
-    from lockstep.worker.flight.entries import EngineEntry
+    from lockstep.replay.trace import Trace, TracedEngine
 
 TracePath = Annotated[
     Path, typer.Argument(metavar="TRACE", help="A recording of lockstep serve --trace: file or directory.")
@@ -39,8 +38,8 @@ def calibrate(
     from lockstep.replay import calibrate as fitting
     from lockstep.replay.configs import changed_fields
     from lockstep.replay.cost_file import MadeOn, to_bytes
-    from lockstep.replay.live import live_steps
     from lockstep.replay.render.cost import show_cost
+    from lockstep.replay.trace import live_steps
 
     check_places([(output, "the cost model")], [trace])
     recording = open_and_tell(trace.expanduser())
@@ -60,7 +59,7 @@ def calibrate(
     print(data.decode(), end="") if as_json else show_cost(file)
 
 
-def _engine(recording: Trace, number: int | None, trace: Path) -> EngineEntry:
+def _engine(recording: Trace, number: int | None, trace: Path) -> TracedEngine:
     """The one that was asked for, or the only one; UsageError names those that there are."""
     engines = {each.number: each for each in recording.engines}
     if number is None and len(engines) == 1:

@@ -64,7 +64,7 @@ def verify(
     debug: flags.Debug = False,
 ) -> None:
     """Check on this machine that batching, chunking, swapping and reloading change no bit; exit code 1 if one does."""
-    from lockstep.engine.verify import verify_model
+    from lockstep.engine.loading import verify_model
 
     options = LoadOptions(EngineOptions(max_num_seqs=1), openvino, cache_dir, probe=False)
     with loading_progress(model) as progress:

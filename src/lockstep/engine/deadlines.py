@@ -1,4 +1,4 @@
-"""Which request is due when, and with which error it ends. Engine thread only; the clock is the engine's.
+"""Deadlines of requests, and the clock by which they are kept. Engine thread only.
 
 Both deadlines end a request with ``deadline`` and an error that tells them apart: `QueueDeadlineError` where none of
 its tokens was computed, `DeadlineError` where the answer was under way. Like any error of an accepted request it is on
@@ -8,8 +8,10 @@ the output and in the whole answer, beside the text so far; a stream and `LLM` r
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError
@@ -79,3 +81,30 @@ class Deadlines:
     def next_s(self) -> float | None:
         """When the next one passes."""
         return self._heap[0].at_s if self._heap else None
+
+
+class Clock(Protocol):
+    """Seconds since an arbitrary origin; never decreases."""
+
+    def now_s(self) -> float: ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    now_s = staticmethod(time.perf_counter)
+
+
+class ManualClock:
+    """A clock that moves only when told to: for tests and simulation."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move forward; a clock that goes back is a programming error."""
+        assert seconds >= 0, f"a clock never goes back (got {seconds})"
+        self._now_s += seconds

@@ -16,20 +16,18 @@ from lockstep.core.request import FinishReason
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepEvents, StepPlan, StepResult
-from lockstep.engine.clock import Clock, SystemClock
-from lockstep.engine.deadlines import Deadlines, Due
-from lockstep.engine.exchange import Abort, Inbox, Results
+from lockstep.engine.deadlines import Clock, Deadlines, Due, SystemClock
 from lockstep.engine.generation import Generation, LiveRequest, Sink
 from lockstep.engine.input_processing import prepare
+from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled, cache_config_labels, snapshot
-from lockstep.engine.model import LoadedModel
+from lockstep.engine.output_processing import OutputProcessor
 from lockstep.engine.outputs import Published, RequestOutput, StepOutputs, TokenOutput
-from lockstep.engine.publish import Publisher
-from lockstep.engine.recorder_hook import RecorderHook
+from lockstep.engine.queues import Abort, Inbox, LoopMailboxes, OutputStream, Results, collect, stream
 from lockstep.engine.request import GenerationRequest
-from lockstep.engine.running import Runner
 from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
-from lockstep.engine.stream import LoopMailboxes, OutputStream, collect, stream
+from lockstep.engine.taped import Tape, TapedScheduler
+from lockstep.engine.threads import Runner
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError, UsageError
 
 log = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ class Engine:
         clock: where durations and deadlines come from.
         observer: called after each committed step, when its outputs are told, with the plan, its result and its events.
         on_session: called on the engine's thread with each change of a session.
-        recorder: told of all that decides a step.
+        tape: hears all that decides a step.
     """
 
     def __init__(
@@ -57,21 +55,21 @@ class Engine:
         clock: Clock | None = None,
         observer: Observer | None = None,
         on_session: Callable[[SessionChange], None] | None = None,
-        recorder: RecorderHook | None = None,
+        tape: Tape | None = None,
     ) -> None:
         self.model = model
         self.config = config
-        self.scheduler = Scheduler(config, recorder)
+        self.scheduler = Scheduler(config) if tape is None else TapedScheduler(config, tape)
         self.sessions = Sessions(self.scheduler, on_session or (lambda change: None))
         self._now_s = (clock or SystemClock()).now_s
         self._observer = observer
         self._accepted: list[int] = []
         self._metrics = EngineMetrics()
         self._fingerprint = Fingerprint()
-        self._recorder = recorder
-        if recorder is not None:
-            recorder.opened(self.scheduler, self._fingerprint)
-        self._publisher = Publisher(model, self._metrics)
+        self._tape = tape
+        if tape is not None:
+            tape.opened(self.scheduler, self._fingerprint)
+        self._publisher = OutputProcessor(model, self._metrics)
         self._inbox = Inbox()
         self._runner = Runner(self._inbox)
         self._ids = itertools.count()
@@ -267,8 +265,8 @@ class Engine:
             return
         events = self.scheduler.commit(plan, result)
         record = self._fingerprint.observe(plan, events)
-        if self._recorder is not None:
-            self._recorder.committed(record, result, touched)
+        if self._tape is not None:
+            self._tape.committed(record, result, touched)
         self._account(self.scheduler.drain_finished())
         for finish in events.finished:
             self._close(self._publisher.generations[finish.seq_id], finish.reason, now_s)
@@ -288,8 +286,8 @@ class Engine:
         failed = self._publisher.take_back(plan, error)
         self.scheduler.fail(plan)
         record = self._fingerprint.observe_failure(plan)
-        if self._recorder is not None:
-            self._recorder.failed(record)
+        if self._tape is not None:
+            self._tape.failed(record)
         if not isinstance(error, LockstepError):
             error, cause = RequestFailedError(f"step {plan.step} failed: {error!r}"), error
             error.__cause__ = cause
@@ -339,8 +337,8 @@ class Engine:
                 return False
             first = seq_id if first is None else first
             generation = self._publisher.open(live, index, seq_id, self.config.max_forced_tokens)
-            if self._recorder is not None:
-                self._recorder.came(generation, max(0.0, now_s - live.arrival_s))
+            if self._tape is not None:
+                self._tape.came(generation, max(0.0, now_s - live.arrival_s))
         return True
 
     def _refuse(self, live: LiveRequest, error: LockstepError, reason: FinishReason = FinishReason.ERROR) -> None:

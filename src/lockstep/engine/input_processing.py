@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import Request
-from lockstep.engine.bad_words import Runs, banned_runs
 from lockstep.engine.deadlines import check_deadlines
-from lockstep.engine.model import LoadedModel
-from lockstep.engine.pooling import POOLINGS
+from lockstep.engine.loading import LoadedModel
+from lockstep.engine.output_rules import POOLINGS, Runs
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer, too_many_tokens
 from lockstep.errors import InvalidParameterError
@@ -148,6 +147,22 @@ def _truncated(ids: tuple[int, ...], max_model_len: int, request: GenerationRequ
             param="truncate_prompt_tokens",
         )
     return ids[-(room if wanted == -1 else wanted) :]
+
+
+def banned_runs(tokenizer: Tokenizer, words: Sequence[str]) -> Runs:
+    """The runs of tokens that some words are, each once, in the order of the words. The rules are vLLM's, for its
+    parameter `bad_words`: a word is tokenised as it stands and with a space before it, since most vocabularies have
+    other tokens there; where the space is a token of its own, or changes how many there are, the second run would ban
+    more than the word and is left out."""
+    runs: list[tuple[int, ...]] = []
+    for word in words:
+        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False)) if word.strip() else ()
+        spaced = tuple(tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False))
+        if bare:
+            runs.append(bare)
+        if spaced and (not bare or (spaced[0] != bare[0] and len(spaced) == len(bare))):
+            runs.append(spaced)
+    return tuple(dict.fromkeys(runs))
 
 
 def _prepare_pooling(

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.engine.aside import Aside, Task
 from lockstep.engine.engine import Engine, Observer
 from lockstep.engine.generation import Sink
 from lockstep.engine.loading import Progress, load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions
+from lockstep.engine.output_rules import Pooling, unit_vectors
 from lockstep.engine.outputs import RequestOutput, TokenOutput
-from lockstep.engine.pooling import Pooling, unit_vectors
+from lockstep.engine.queues import OutputStream
 from lockstep.engine.request import Conversation, GenerationRequest
-from lockstep.engine.stream import OutputStream
+from lockstep.engine.threads import Aside, Task
 from lockstep.errors import ConfigError, RequestFailedError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 

@@ -1,19 +1,19 @@
-"""From a source to a loaded model: tokenizer first (it fails early), then weights, pool and determinism probe."""
+"""Loading of models: tokenizer first (it fails early), then weights, pool and determinism probe."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import Artifact, TokenizerParts
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.model import LoadedModel
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.sizing import anonymous_memory_bytes, available_memory_bytes, plan_config
 from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import UsageError
 from lockstep.executors.base import Executor
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
@@ -23,12 +23,49 @@ if TYPE_CHECKING:
     from lockstep.artifacts.hub.source import DownloadProgress
     from lockstep.executors.probe import ProbeReport
 
+
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Called with a stage's name and how much of it is done, 0 to 1."""
 STUB_POOL_BYTES = 1 << 32
 """More is no fiction that a stub's pool could be: its blocks hold nothing, but are counted one by one."""
+MAX_PROBE_BLOCKS = 256
+"""Enough for the largest batch of the probe with blocks of 32 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An executor with its tokenizer and what the artifact says of sampling."""
+
+    name: str
+    source: str
+    fingerprint: str
+    """Of the artifact's content."""
+    executor: Executor
+    tokenizer: Tokenizer
+    grammars: GrammarCompiler
+    """Puts constraints to work for this model's vocabulary."""
+    sampling_defaults: Mapping[str, float | int]
+    num_blocks: int
+    """Device blocks that were allocated."""
+    num_host_blocks: int
+    probe: ProbeReport | None
+    """What the determinism probe saw at load; None: it was not run."""
+    weights_bytes: int | None = None
+    """Memory that loading took beside the blocks on the device: the graph as it was compiled, its weights in their
+    packed form, the tokenizer. Pages that stay mapped from files are not in it. None: it could not be measured."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.executor.geometry.vocab_size
+
+    def namespace(self, cache_salt: str) -> bytes:
+        """Root of this model's prefix-cache hashes: the artifact's content and the caller's salt."""
+        return f"{self.fingerprint}\0{cache_salt}".encode()
+
+    def close(self) -> None:
+        self.executor.close()
 
 
 def load_model(
@@ -75,6 +112,29 @@ def load_model(
     return replace(loaded, weights_bytes=_grown_by(before_bytes, pool_bytes)), config
 
 
+def verify_model(source: str, options: LoadOptions, progress: Progress | None = None) -> ProbeReport:
+    """Try on this machine whether the model keeps the promise of the same bytes.
+
+    Raises:
+        LockstepError: the model cannot be loaded.
+    """
+    if source.startswith(STUB_SCHEME):
+        raise UsageError(f"{source}: a stub computes nothing that could be verified")
+    from lockstep.executors.probe import thorough_probe
+
+    engine = replace(options.engine, num_blocks=MAX_PROBE_BLOCKS, host_kv_memory_bytes=None)
+    options = replace(options, engine=engine, probe=False)
+    model, config = load_model(source, options, progress)
+
+    def reload() -> Executor:
+        return load_model(source, options)[0].executor
+
+    try:
+        return thorough_probe(model.executor, config.num_blocks, config.num_host_blocks, reload)
+    finally:
+        model.close()
+
+
 def _grown_by(before_bytes: int | None, pool_bytes: int) -> int | None:
     """Memory that loading took beside the pool, which is in memory as a whole from its allocation on."""
     after_bytes = anonymous_memory_bytes()
@@ -89,7 +149,7 @@ def download_stage(report: Progress) -> DownloadProgress:
 
 
 def _tokenizer(parts: TokenizerParts, options: LoadOptions) -> Tokenizer:
-    """The text side; a template that was given is compiled now, so that a fault in it is not every request's."""
+    """The tokenizer; a template that was given is compiled now, so that a fault in it is not every request's."""
     if options.chat_template is None:
         return Tokenizer(parts)
     tokenizer = Tokenizer(replace(parts, chat_template=options.chat_template))

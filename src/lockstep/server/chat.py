@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.cluster.base import Accepted, Cluster, Hop
-from lockstep.engine.chat_messages import checked_messages
-from lockstep.engine.request import Conversation
+from lockstep.engine.request import Conversation, checked_messages
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.answer import Answer, Heading, dispatch_calls, encode, frame, heading_of
 from lockstep.server.answer_response import AnswerResponse, Job

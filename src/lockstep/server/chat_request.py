@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from lockstep.engine.chat_messages import MAX_CONTENT_PARTS, MAX_MESSAGES
-from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.engine.request import MAX_CONTENT_PARTS, MAX_MESSAGES, Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint, ConstraintKind

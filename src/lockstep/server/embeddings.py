@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.cluster.base import Cluster
+from lockstep.engine.output_rules import unit_vectors
 from lockstep.engine.outputs import RequestOutput, TokenOutput
-from lockstep.engine.pooling import unit_vectors
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
 from lockstep.server.answer_response import ClientLeft, all_of, while_connected

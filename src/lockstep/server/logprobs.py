@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.engine.detokenizer import Detokenizer
-from lockstep.engine.tokenizer import Tokenizer
+from lockstep.engine.tokenizer import Detokenizer, Tokenizer
 from lockstep.executors.logits import TokenLogprobs
 
 LEAST_LOGPROB = -9_999.0

@@ -22,7 +22,7 @@ from lockstep.worker.logs import LogFormat, log_to_stderr
 
 if TYPE_CHECKING:
     from lockstep.worker.device import DeviceWorker
-    from lockstep.worker.outbox import Outbox
+    from lockstep.worker.wire import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace:
 
     from lockstep.worker.device import DeviceWorker
     from lockstep.worker.flight.options import TraceOptions
-    from lockstep.worker.outbox import Outbox
+    from lockstep.worker.wire import Outbox
 
     gc.freeze()  # modules stay, so no later collection walks over them
     gc.enable()

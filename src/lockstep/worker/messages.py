@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from lockstep.artifacts.model import TokenizerParts
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
 from lockstep.engine.metrics import MetricsSnapshot
@@ -18,7 +19,6 @@ from lockstep.engine.sessions import SessionChange, SessionReport
 from lockstep.errors import LockstepError
 from lockstep.executors.base import Geometry
 from lockstep.executors.probe import ProbeReport
-from lockstep.worker.text import TextSide
 
 DEFAULT_TRIAL_LIMIT_S = 1800.0
 """A trial reads, builds and compiles the model: minutes for large ones, on slow disks."""
@@ -185,8 +185,35 @@ class Loading(_Event, frozen=True):
     """Of the stage, 0 to 1."""
 
 
+class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
+    """All that a `Tokenizer` is made of, written out."""
+
+    tokenizer_json: str
+    """As ``tokenizers`` writes it; large vocabularies take megabytes."""
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    end_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: TokenizerParts) -> TokenizerPayload:
+        return cls(parts.tokenizer.to_str(), parts.chat_template, parts.bos_token, parts.eos_token, parts.end_token_ids)
+
+    def parts(self) -> TokenizerParts:
+        """What it was made of; a large vocabulary takes a second to read."""
+        from tokenizers import Tokenizer
+
+        return TokenizerParts(
+            Tokenizer.from_str(self.tokenizer_json),
+            self.chat_template,
+            self.bos_token,
+            self.eos_token,
+            self.end_token_ids,
+        )
+
+
 class Loaded(_Event, frozen=True):
-    """What loading measured, and the model's text side, so that whoever asks needs no artifact."""
+    """What loading measured, and the model's tokenizer, so that whoever asks needs no artifact."""
 
     replica: str
     name: str
@@ -201,7 +228,7 @@ class Loaded(_Event, frozen=True):
     """What the bits depend on."""
     has_hidden_states: bool
     load_s: float
-    text: TextSide
+    text: TokenizerPayload
     weights_bytes: int | None = None
     """Memory that it takes beside its blocks; None: it could not be measured."""
 

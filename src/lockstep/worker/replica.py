@@ -12,12 +12,12 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.loading import Progress, load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.sessions import SessionChange
-from lockstep.worker.messages import Load, Loaded
+from lockstep.worker.messages import Load, Loaded, TokenizerPayload
 from lockstep.worker.preflight import try_unknown
-from lockstep.worker.text import TextSide
 
 if TYPE_CHECKING:
-    from lockstep.worker.flight.recorder import EngineRecorder, Recorder
+    from lockstep.worker.flight.recorder import Recorder
+    from lockstep.worker.flight.tape import EngineTape
 
 
 MIN_PROGRESS_INTERVAL_S = 0.1
@@ -30,15 +30,16 @@ class Replica:
 
     key: str
     engine: Engine
-    recorder: EngineRecorder | None = None
+    tape: EngineTape | None = None
+    """What records it."""
 
     def metrics(self) -> MetricsSnapshot:
         """The engine's metrics; whether it is recorded, and what its recording lacks."""
-        snapshot, recorder = self.engine.metrics(), self.recorder
-        if recorder is None:
+        snapshot, tape = self.engine.metrics(), self.tape
+        if tape is None:
             return snapshot
-        gauges = {**snapshot.gauges, "trace_recording": float(recorder.is_recorded)}
-        return replace(snapshot, gauges=gauges, counters={**snapshot.counters, **recorder.lost()})
+        gauges = {**snapshot.gauges, "trace_recording": float(tape.is_recorded)}
+        return replace(snapshot, gauges=gauges, counters={**snapshot.counters, **tape.lost()})
 
     def close(self) -> None:
         self.engine.model.close()
@@ -59,15 +60,15 @@ def open_replica(
     started_s = time.perf_counter()
     try_unknown(load, progress)
     model, config = load_model(load.source, load.options, progress)
-    own_recorder = None if recorder is None else recorder.of_engine(load.replica, model, config)
+    tape = None if recorder is None else recorder.tape(load.replica, model, config)
     engine = Engine(
         model,
         config,
         on_session=on_session,
-        recorder=own_recorder,
+        tape=tape,
     )
     executor = model.executor
-    return Replica(load.replica, engine, own_recorder), Loaded(
+    return Replica(load.replica, engine, tape), Loaded(
         load.replica,
         model.name,
         model.fingerprint,
@@ -78,7 +79,7 @@ def open_replica(
         dict(executor.environment),
         hasattr(type(executor), "hidden_states"),
         time.perf_counter() - started_s,
-        TextSide.of(model.tokenizer.parts),
+        TokenizerPayload.of(model.tokenizer.parts),
         model.weights_bytes,
     )
 

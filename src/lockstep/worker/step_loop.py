@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from lockstep.core.step import StepPlan
-from lockstep.engine.clock import Clock
+from lockstep.engine.deadlines import Clock
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import RequestFailedError
 from lockstep.worker.device_scheduler import DeviceScheduler

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lockstep.engine.reasoning import ReasoningSplitter
+from lockstep.engine.output_rules import ReasoningSplitter
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.grammar import Grammar

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.reasoning import MAX_HELD_BLANKS
+from lockstep.engine.output_rules import MAX_HELD_BLANKS
 from lockstep.server.tools.call_reader import HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED, CallFormat
 from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
 

@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.errors import TraceError, UsageError
-from lockstep.replay.live import workload_of
 from lockstep.replay.readers import vllm_bench, workload_json
 from lockstep.replay.readers.arrivals import ReadOptions, shaped
 from lockstep.replay.readers.document import members, read_text
 from lockstep.replay.readers.formats import KNOWN, LineFormat, detect
 from lockstep.replay.readers.source import numbered_lines, open_source
-from lockstep.replay.trace import open_trace
+from lockstep.replay.trace import open_trace, workload_of
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
-from lockstep.worker.flight.entries import HEAD_BYTES as RECORDING_HEAD_BYTES
-from lockstep.worker.flight.entries import SUFFIX, begins_recording
+from lockstep.worker.flight.format import SUFFIX, Kind
 
 AS_RECORDED = ReadOptions()
 HEAD_BYTES = 64 << 10
@@ -56,7 +54,7 @@ def is_recording(path: Path) -> bool:
     if path.is_dir() or path.suffix == SUFFIX:
         return True
     with open_source(path) as stream:
-        return begins_recording(stream.read(RECORDING_HEAD_BYTES))
+        return stream.read(1) == bytes([Kind.HEADER])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from lockstep.engine.chat_messages import MAX_CONTENT_PARTS, MAX_MESSAGES
+from lockstep.engine.request import MAX_CONTENT_PARTS, MAX_MESSAGES
 from lockstep.server.chat_request import (
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.engine.reasoning import Reasoning
+from lockstep.engine.output_rules import Reasoning
 from lockstep.executors.constraint import COMPACT, Constraint, schema_text
 from lockstep.server.tools.call_reader import CallFormat
 from lockstep.server.tools.definitions import Tool

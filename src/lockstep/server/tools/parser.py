@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from lockstep.engine.reasoning import MAX_HELD_BLANKS
+from lockstep.engine.output_rules import MAX_HELD_BLANKS
 from lockstep.server.tools.call_reader import CallFormat, CallReader, reader_of
 
 

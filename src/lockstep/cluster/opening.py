@@ -1,0 +1,263 @@
+"""From a manifest to what can be loaded: sources opened and checked, artifacts told apart by content, bytes counted.
+
+Reads files and may fetch them from the hub, so it runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.hub.source import SCHEME as HUB
+from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub_source
+from lockstep.artifacts.model import TokenizerParts
+from lockstep.artifacts.source import open_artifact
+from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
+from lockstep.cluster.held import ReplicaSpec
+from lockstep.cluster.manifest import Entry, Manifest, Resources, Tier
+from lockstep.engine.chat_template import ChatTemplate
+from lockstep.engine.loading import Progress, default_cache_dir, download_stage
+from lockstep.engine.options import EngineOptions, LoadOptions, check_limits, check_sizes
+from lockstep.engine.sizing import available_memory_bytes, machine_memory_bytes
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import ChatTemplateError, ConfigError
+from lockstep.executors.stub import DECLARED_BYTES, StubOptions, stub_tokenizer_parts
+from lockstep.executors.stub import SCHEME as STUB
+from lockstep.worker.messages import Loaded
+
+DEFAULT_KV_BYTES = 512 * 1024**2
+"""Of a replica's KV pool, where nobody says anything; no pool is larger than it can use."""
+STUB_BLOCKS = 8192
+"""Of a stub, whose blocks hold nothing: enough for 16 whole contexts."""
+KEY_DIGITS = 12
+LoadProgress = Callable[[str, str, float], None]
+"""Called with a model's id, the stage to which its loading has come, and how much of that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A manifest whose models can be loaded."""
+
+    manifest: Manifest
+    """As the backend serves it."""
+    specs: Mapping[str, ReplicaSpec]
+    """By model id; none of remote ones."""
+    needs: tuple[Need, ...]
+    """Of every model, in order of definition."""
+    table: BudgetTable
+
+
+def open_manifest(
+    manifest: Manifest,
+    base: LoadOptions,
+    held_bytes: int = 0,
+    progress: LoadProgress | None = None,
+    *,
+    is_alone: bool | None = None,
+) -> Opened:
+    """Open every source that is not remote.
+
+    Args:
+        manifest: as the backend serves it.
+        base: how models are loaded, where their own ``engine`` does not say otherwise.
+        held_bytes: what loaded models take already, and a manifest that replaces theirs may take anew.
+        progress: told about each source, under the first of its models, and while it comes from the hub.
+        is_alone: as `has_device_alone` of a manifest of which this is a part; None: it is whole.
+
+    Raises:
+        ArtifactError: a source cannot be served; the message names the model.
+        ConfigError: a remote model says not where it is, or an ``engine`` cannot work with its model or this machine.
+        ChatTemplateError: a ``chat_template`` is not Jinja.
+    """
+    local = [entry for entry in manifest.entries if entry.tier is not Tier.REMOTE]
+    for entry in manifest.entries:
+        if entry.tier is Tier.REMOTE and entry.remote is None:
+            raise ConfigError(
+                f"{entry.id}: a remote model needs remote.base_url under the backend auto; "
+                "give it, or serve with --backend stub or pocket"
+            )
+    sources = {entry.source: entry.id for entry in reversed(local)}  # the first of those who share it
+    is_alone = has_device_alone(manifest) if is_alone is None else is_alone
+    base = replace(base, engine=replace(base.engine, order=base.engine.order or "priority"))
+    if not is_alone:
+        kv_bytes = _share(manifest.resources.kv_budget_bytes, len(sources), DEFAULT_KV_BYTES)
+        host_bytes = _share(manifest.resources.host_kv_budget_bytes, len(sources), 0)
+        base = replace(base, engine=_with_pool(base.engine, kv_bytes, host_bytes))
+    sources_of = {source: _Source.open(source, sources[source], base, progress) for source in sorted(sources)}
+    specs: dict[str, ReplicaSpec] = {}
+    footprints: dict[str, Footprint] = {}
+    for entry in local:
+        source = sources_of[entry.source]
+        engine = base.engine if is_alone else source.adapted(base.engine)
+        template = base.chat_template if entry.chat_template is None else entry.chat_template
+        options = replace(base, engine=replace(engine, **entry.engine), chat_template=template)
+        source.check(entry, options)
+        footprint = source.footprint(entry, options.engine)
+        spec = _spec(entry, source, options, footprint)
+        footprints.setdefault(spec.key, footprint)
+        specs[entry.id] = spec
+    needs = tuple(
+        Need(e.id, e.tier, specs[e.id].key, footprints[specs[e.id].key]) if e.id in specs else Need(e.id, e.tier)
+        for e in manifest.entries
+    )
+    budgets = effective_budgets(manifest.resources, machine_of(manifest, held_bytes))
+    return Opened(manifest, specs, needs, check(needs, budgets))
+
+
+def here(manifest: Manifest) -> Manifest:
+    """The part of a manifest whose sources are on this machine, or should be; what is left out must be fetched.
+
+    Args:
+        manifest: as the backend serves it.
+    """
+    from lockstep.artifacts.hub.cache import find_cached
+
+    def must_be_fetched(entry: Entry) -> bool:
+        named = None if entry.tier is Tier.REMOTE else on_hub(entry.source)
+        return named is not None and find_cached(named) is None
+
+    return replace(manifest, entries=tuple(entry for entry in manifest.entries if not must_be_fetched(entry)))
+
+
+def on_hub(source: str) -> HubSource | None:
+    """The repository that a source names, decided as opening it does; None: it is a path, embedded or a stub."""
+    if source.startswith(HUB):
+        return parse_hub_source(source)
+    if "://" in source or source.endswith((".gguf", ".safetensors")):
+        return None
+    try:
+        path = Path(source).expanduser()
+        is_path = path.exists() or path.parent.exists()
+    except (OSError, RuntimeError):  # RuntimeError: "~user" of no user
+        return None
+    return None if is_path else match_hub_source(source)
+
+
+def has_device_alone(manifest: Manifest) -> bool:
+    """Whether there is one replica, and no budget: it shares with nobody, so its pool has the size that its load finds
+    room for, and nothing bounds it but what loading itself refuses."""
+    replicas = {(entry.source, entry.variant) for entry in manifest.entries if entry.tier is not Tier.REMOTE}
+    return len(replicas) == 1 and manifest.resources == Resources()
+
+
+def machine_of(manifest: Manifest, held_bytes: int = 0) -> Machine | None:
+    """What budgets are cut to; None: nothing is, as sizes are fictitious, or nobody shares.
+
+    Args:
+        manifest: as the backend serves it.
+    """
+    is_real = any(not entry.source.startswith(STUB) for entry in manifest.entries if entry.tier is not Tier.REMOTE)
+    is_shared = is_real and not has_device_alone(manifest)
+    return Machine(available_memory_bytes() + held_bytes) if is_shared else None
+
+
+def corrected(opened: Opened, loaded: Mapping[str, Loaded]) -> Opened:
+    """The same, weighed by what loads have told.
+
+    Args:
+        loaded: what the last loads of replicas measured, by key.
+    """
+
+    def weighed(need: Need) -> Need:
+        known = None if need.replica is None else loaded.get(need.replica)
+        if known is None or need.footprint is None:
+            return need
+        measured = opened.specs[need.model].measure(known)
+        return replace(need, footprint=replace(need.footprint, resident_bytes=measured, origin=Origin.MEASURED))
+
+    needs = tuple(weighed(need) for need in opened.needs)
+    return replace(opened, needs=needs, table=check(needs, opened.table.budgets))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One opened source."""
+
+    source: str
+    fingerprint: str
+    file_bytes: int
+    parts: Any
+    """Reads the text side."""
+    max_model_len: int
+    is_stub: bool
+
+    @classmethod
+    def open(cls, source: str, model: str, base: LoadOptions, progress: LoadProgress | None) -> _Source:
+        if source.startswith(STUB):
+            stub = StubOptions.parse(source)
+            parts = partial(stub_tokenizer_parts, stub.name)
+            return cls(source, source, DECLARED_BYTES, parts, stub.max_model_len, is_stub=True)
+        told: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
+        told("open", 0.0)
+        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(told))
+        told("open", 1.0)
+        return cls(
+            source,
+            artifact.fingerprint,
+            artifact.num_bytes,
+            artifact.load_tokenizer,
+            artifact.config.max_model_len,
+            is_stub=False,
+        )
+
+    def check(self, entry: Entry, options: LoadOptions) -> None:
+        """Refuse what its load would refuse in the end, as far as it is known now."""
+        try:
+            check_limits(options.engine, self.max_model_len)
+            if not self.is_stub:  # its pool is a fiction
+                check_sizes(options.engine, machine_memory_bytes())
+        except ConfigError as error:
+            raise ConfigError(f"{entry.id}: {error}") from None
+        if options.chat_template is not None:
+            try:
+                ChatTemplate(options.chat_template, None, None)
+            except ChatTemplateError as error:
+                raise ChatTemplateError(f"{entry.id}: {error}") from None
+
+    def adapted(self, engine: EngineOptions) -> EngineOptions:
+        """A stub's blocks take no memory, so its pool is counted in blocks."""
+        is_free = self.is_stub and engine.num_blocks is None
+        return replace(engine, num_blocks=STUB_BLOCKS) if is_free else engine
+
+    def footprint(self, entry: Entry, engine: EngineOptions) -> Footprint:
+        if self.is_stub:
+            return predict(entry.size_bytes or DECLARED_BYTES, 0, 0)
+        return predict(
+            entry.size_bytes, self.file_bytes, engine.kv_cache_memory_bytes or 0, engine.host_kv_memory_bytes or 0
+        )
+
+
+def _share(budget_bytes: int | None, num_replicas: int, default_bytes: int) -> int:
+    return default_bytes if budget_bytes is None else budget_bytes // max(1, num_replicas)
+
+
+def _with_pool(engine: EngineOptions, kv_bytes: int, host_bytes: int) -> EngineOptions:
+    """Pools of a size that is known beforehand; what the operator said stands."""
+    return replace(
+        engine,
+        kv_cache_memory_bytes=kv_bytes if engine.kv_cache_memory_bytes is None else engine.kv_cache_memory_bytes,
+        host_kv_memory_bytes=host_bytes if engine.host_kv_memory_bytes is None else engine.host_kv_memory_bytes,
+    )
+
+
+def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:
+    digest = hashlib.blake2b(repr((source.fingerprint, entry.variant)).encode()).hexdigest()[:KEY_DIGITS]
+
+    def measure(loaded: Loaded) -> int:
+        if source.is_stub:  # its weights are a fiction
+            return footprint.resident_bytes
+        weights = predict(None, source.file_bytes, 0).resident_bytes
+        if loaded.weights_bytes is not None:
+            weights = max(source.file_bytes, loaded.weights_bytes)  # what stays mapped from its file is there as well
+        return weights + loaded.config.num_blocks * loaded.geometry.bytes_per_block
+
+    def tokenizer() -> Tokenizer:
+        parts: TokenizerParts = source.parts()
+        template = options.chat_template
+        return Tokenizer(parts if template is None else replace(parts, chat_template=template))
+
+    return ReplicaSpec(digest, source.source, options, footprint.resident_bytes, tokenizer, measure)

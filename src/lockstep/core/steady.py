@@ -1,0 +1,117 @@
+"""Steps that only repeat: the same sequences decode one token each again.
+
+Nothing is decided in such a step but which blocks the growing tables get, so it is counted instead of being planned
+row by row; what it means for the sequences is written back when somebody asks, or when the run ends. The plans are the
+same, byte by byte, as those that planning would give.
+"""
+
+from __future__ import annotations
+
+from lockstep.core.kv import KVCache
+from lockstep.core.request import FinishReason
+from lockstep.core.sequence import Sequence
+from lockstep.core.step import Finish, StepPlan, StepResult
+
+
+class SteadyRun:
+    """A run of repeating steps.
+
+    Args:
+        seqs: all that run, by rank, each with one known token to compute.
+    """
+
+    def __init__(self, seqs: list[Sequence], kv: KVCache, block_size: int) -> None:
+        self.seqs = seqs
+        self._kv = kv
+        self._block_size = block_size
+        count = len(seqs)
+        self._ids = tuple([seq.seq_id for seq in seqs])
+        self._starts = tuple([seq.num_computed for seq in seqs])
+        self._tables = [seq.table for seq in seqs]
+        self._frozen_tables = tuple(self._tables)
+        self._ones = (1,) * count
+        self._trues = (True,) * count
+        self._nones = (None,) * count
+        self._due: dict[int, list[int]] = {}
+        """Step of the run to the rows that need a block in it, by rank. Who grows together once does so ever after."""
+        for row, seq in enumerate(seqs):
+            self._due.setdefault(len(seq.table) * block_size - seq.num_computed, []).append(row)
+        self._num_steps = 0
+        self._num_unwritten = 0
+        """Committed steps, and those of them that the sequences do not know of yet."""
+        self._is_plain = False
+        """Whether the last step was one of this run that moved nothing, so that the next may be its repeat."""
+        self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
+        """Step of the run in which somebody reaches its limit: the last one."""
+        self._quiet_until = min(self._last, *self._due)
+        """Step of the run in which somebody reaches its limit or needs a block."""
+
+    @property
+    def num_unwritten_tokens(self) -> int:
+        """Generated tokens that the sequences do not know of yet."""
+        return self._num_unwritten * len(self.seqs)
+
+    @property
+    def num_quiet_steps(self) -> int:
+        """Steps ahead in which not even a block is needed."""
+        return max(0, self._quiet_until - self._num_steps) if self._is_plain else 0
+
+    def plan(self, step: int) -> StepPlan | None:
+        """The next step, or None when there are too few blocks for it."""
+        due = self._due.get(self._num_steps, ())
+        if len(due) > self._kv.pool.num_available:
+            return None
+        if due:
+            self._grow(self._due.pop(self._num_steps))
+        moves = self._kv.take_moves()
+        self._is_plain = not moves.evicted
+        return StepPlan(
+            step, moves.evicted, (), (), (), self._ids, self._starts, self._ones, self._frozen_tables, self._trues
+        )
+
+    def commit(self, result: StepResult) -> bool:
+        """Count a step; False, with nothing touched, when it brought more than one token each."""
+        if result.num_tokens != self._ones:
+            return False
+        self.advance(1)
+        return True
+
+    def is_over(self, result: StepResult) -> bool:
+        """Whether somebody ends with the step that was counted last."""
+        return self._num_steps > self._last or result.finishes != self._nones
+
+    def finishes(self, result: StepResult) -> tuple[Finish, ...]:
+        """Who ends with it, by rank; everything is written back."""
+        reasons = [
+            FinishReason.LENGTH if reason is None and seq.num_known == seq.max_known else reason
+            for seq, reason in zip(self.seqs, result.finishes, strict=True)
+        ]
+        pairs = zip(self._ids, reasons, strict=True)
+        return tuple([Finish(seq_id, reason) for seq_id, reason in pairs if reason is not None])
+
+    def advance(self, num_steps: int) -> None:
+        """Count steps."""
+        self._num_steps += num_steps
+        self._num_unwritten += num_steps
+        self._starts = tuple([start + num_steps for start in self._starts])
+
+    def write_back(self) -> int:
+        """Let the sequences know; returns how many tokens were new to each."""
+        count, self._num_unwritten = self._num_unwritten, 0
+        if count:
+            for seq in self.seqs:
+                seq.num_computed += count
+                seq.num_known += count
+                seq.last_sampled_step += count
+        return count
+
+    def _grow(self, rows: list[int]) -> None:
+        for row in rows:
+            seq = self.seqs[row]
+            positions = (len(seq.table) + 1) * self._block_size
+            held = self._kv.hold(seq, (), positions)
+            assert held, "plan has asked how many are available"
+            self._tables[row] = seq.table
+        self._due[self._num_steps + self._block_size] = rows
+        self._quiet_until = min(self._last, *self._due)
+        self._frozen_tables = tuple(self._tables)

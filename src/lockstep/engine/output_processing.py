@@ -1,0 +1,245 @@
+"""Output processing of a step: from a plan to sampled tokens, and from tokens to text, metrics and sinks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.core.request import FinishReason
+from lockstep.core.step import StepPlan, StepResult
+from lockstep.engine.generation import Generation, LiveRequest
+from lockstep.engine.loading import LoadedModel
+from lockstep.engine.metrics import EngineMetrics
+from lockstep.engine.output_rules import Pooler
+from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.tokenizer import Detokenizer
+from lockstep.errors import NumericsError
+from lockstep.executors.base import HiddenStates, Logits, SequenceObserver, StepBatch
+from lockstep.executors.grammar import TokenBits
+from lockstep.executors.sampling import SamplerState, Samples, likeliest, sample
+
+log = logging.getLogger(__name__)
+
+
+class OutputProcessor:
+    """Owns the live sequences of an engine. Engine thread only."""
+
+    def __init__(self, model: LoadedModel, metrics: EngineMetrics) -> None:
+        self._executor = model.executor
+        self._observer = model.executor if isinstance(model.executor, SequenceObserver) else None
+        self._model = model
+        self._metrics = metrics
+        self.generations: dict[int, Generation] = {}
+        self._pooled: list[tuple[Pooler, int, range]] = []
+        """Who gets the step's hidden states: whose, from which position, which offsets of the chunk."""
+        self._judged: list[tuple[Generation, int]] = []
+        """Whose prompt is judged by the rows that follow the sampled ones, and by how many of them."""
+        self._sampling: list[Generation] = []
+        """Who samples in the step under way, in plan order."""
+        self.interrupt: BaseException | None = None
+        """What is to come out of the step when it is over."""
+        self.outputs: list[TokenOutput] = []
+        """What was told since the step under way began, or the last one; the engine puts a new list here for each."""
+
+    def open(self, live: LiveRequest, index: int, seq_id: int, max_step_tokens: int) -> Generation:
+        """One of a request's sequences has its place in the queue."""
+        prepared, model = live.prepared, self._model
+        sampler = SamplerState(prepared.sampling, prepared.seed + index, prepared.prompt_ids, model.vocab_size)
+        detokenizer = Detokenizer(
+            model.tokenizer,
+            after=prepared.prompt_ids[-1],
+            verbatim=bool(prepared.grammars),
+            shown=prepared.shown_ids,
+        )
+        generation = Generation(live, index, seq_id, sampler, detokenizer, max_step_tokens)
+        live.generations.append(generation)
+        self.generations[seq_id] = generation
+        if self._observer is not None:
+            self._observer.begin(seq_id, prepared.prompt_ids, prepared.max_output_tokens)
+        return generation
+
+    def retire(self, seq_id: int) -> None:
+        del self.generations[seq_id]
+        if self._observer is not None:
+            self._observer.end(seq_id)
+
+    def batch(self, plan: StepPlan, now_s: float) -> StepBatch:
+        """The plan with its token ids."""
+        generations = self.generations
+        ids: list[int] = []
+        rows: list[int] = []
+        sampling: list[Generation] = []
+        for seq_id, start, length, samples in zip(plan.seq_ids, plan.starts, plan.lengths, plan.samples, strict=True):
+            generation = generations[seq_id]
+            if length == 1:
+                ids.append(generation.tokens[start])
+            else:
+                ids += generation.tokens[start : start + length]
+            if samples:
+                sampling.append(generation)
+                rows.append(len(ids) - 1)
+        self._sampling = sampling
+        self._pooled, self._judged = [], []
+        hidden = self._look_at_prompts(plan, rows, now_s) if plan.num_prompt_tokens else None
+        return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden)
+
+    def _look_at_prompts(self, plan: StepPlan, rows: list[int], now_s: float) -> npt.NDArray[np.int64] | None:
+        """Take note of prompts that move on, and add the rows that judge them; returns those whose hidden states are
+        wanted, if any."""
+        hidden_rows: list[int] = []
+        at = 0
+        for seq_id, start, length in zip(plan.seq_ids, plan.starts, plan.lengths, strict=True):
+            generation = self.generations[seq_id]
+            if start < generation.prompt_len:
+                generation.began_at(start, now_s)
+                if generation.pooler is not None:
+                    offsets = generation.pooler.rows_of(start, length)
+                    self._pooled.append((generation.pooler, start, offsets))
+                    hidden_rows.extend(at + offset for offset in offsets)
+                if generation.prompt_logprobs is not None:
+                    offsets = generation.prompt_logprobs.rows_of(start, length)
+                    self._judged.append((generation, len(offsets)))
+                    rows.extend(at + offset for offset in offsets)
+            at += length
+        return np.array(hidden_rows, np.int64) if hidden_rows else None
+
+    def compute(self, plan: StepPlan, now_s: float) -> Samples:
+        """Execute and sample; raises what the executor raises."""
+        logits = self._executor.execute(self.batch(plan, now_s))
+        if self._pooled:
+            self._pool()
+        if self._judged:
+            logits = self._judge(plan.num_samples, logits)
+        sampling = self._sampling
+        if all(generation.takes_likeliest for generation in sampling):
+            return likeliest(logits)
+        states = [generation.sampler for generation in sampling]
+        positions = [len(generation.tokens) for generation in sampling]
+        suppressed = [generation.avoided() for generation in sampling]
+        allowed: dict[int, TokenBits] = {}
+        for row, generation in enumerate(sampling):
+            if generation.grammar is not None and (bits := generation.allowed()) is not None:
+                allowed[row] = bits
+        return sample(logits, states, positions, suppressed if any(suppressed) else None, allowed or None)
+
+    def accept(self, plan: StepPlan, samples: Samples, now_s: float) -> tuple[StepResult, list[Generation]]:
+        """Append what was sampled; returns the result for the scheduler and the sequences that it touched."""
+        touched = self._sampling
+        counts: list[int] = []
+        finishes: list[FinishReason | None] = []
+        num_after: dict[float, int] = {}
+        """Tokens by the time of the one before; those of a batch mostly came together."""
+        num_tokens = 0
+        for generation, token, logprobs, finite in zip(
+            touched, samples.token_ids, samples.logprobs, samples.finite, strict=True
+        ):
+            if not finite or generation.fault is not None or generation.pooler is not None:
+                counts.append(1)
+                finishes.append(self._end_without_token(generation, finite, now_s))
+                continue
+            got = generation.accept(token, logprobs)
+            counts.append(got)
+            finishes.append(generation.finish_reason)
+            num_tokens += got
+            if generation.first_token_s is None:
+                self._first_token(generation, now_s)
+            else:
+                last_s = generation.last_token_s
+                num_after[last_s] = num_after.get(last_s, 0) + 1
+            if got > 1:
+                num_after[now_s] = num_after.get(now_s, 0) + got - 1  # forced tokens come with the sampled one
+            generation.last_token_s = now_s
+        metrics = self._metrics
+        for last_s, count in num_after.items():
+            metrics.observe_itl_s(now_s - last_s, count)
+        metrics.num_steps += 1
+        metrics.generation_tokens += num_tokens
+        metrics.observe_step_tokens(num_tokens + plan.num_prompt_tokens)
+        return StepResult(tuple(counts), tuple(finishes)), touched
+
+    def _end_without_token(self, generation: Generation, finite: bool, now_s: float) -> FinishReason:
+        """End one whose logits are faulty, whose grammar cannot go on, or who only wanted a vector; returns why."""
+        if finite and generation.fault is None:
+            generation.end(FinishReason.STOP)
+            self._first_token(generation, now_s)
+            return FinishReason.STOP
+        self._metrics.corrupted_requests += not finite or isinstance(generation.fault, NumericsError)
+        generation.live.error = generation.fault or self._not_finite(len(generation.tokens))
+        generation.end(FinishReason.ERROR)
+        return FinishReason.ERROR
+
+    def take_back(self, plan: StepPlan, error: BaseException) -> list[int]:
+        """The step failed before its commit, so nobody ended with it; returns the requests that it was for."""
+        if not isinstance(error, Exception):
+            self.interrupt = error
+        generations = [self.generations[seq_id] for seq_id in plan.seq_ids]
+        for generation in generations:
+            generation.finish_reason = generation.stop_reason = None
+        return list(dict.fromkeys(generation.live.request_id for generation in generations))
+
+    def raise_interrupt(self) -> None:
+        """Let out what waited for the end of the step."""
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+    def tell(self, live: LiveRequest, output: TokenOutput) -> bool:
+        """Put an output among the step's and call the request's sink, if it has one; False when that raised, which is
+        its request's fault and never the engine's."""
+        self.outputs.append(output)
+        sink = live.sink
+        if sink is None:
+            return True
+        try:
+            sink(output)
+        except BaseException as error:  # a caller's code may raise anything
+            log.exception("the callback of request %d raised; the request is aborted", output.request_id)
+            if not isinstance(error, Exception):
+                self.interrupt = error
+            return False
+        return True
+
+    def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
+        """Tell what each got; returns the requests whose sink raised."""
+        return [
+            generation.live.request_id
+            for generation in touched
+            if not self.tell(generation.live, generation.take_output(now_s))
+        ]
+
+    def _pool(self) -> None:
+        executor = self._executor
+        assert isinstance(executor, HiddenStates), "a request for hidden states is refused when it is submitted"
+        states, at = executor.hidden_states, 0
+        for pooler, start, offsets in self._pooled:
+            pooler.add(start, offsets, states[at : at + len(offsets)])
+            at += len(offsets)
+
+    def _judge(self, num_sampled: int, logits: Logits) -> Logits:
+        """Give every prompt its rows; returns the sampled ones."""
+        at = num_sampled
+        for generation, count in self._judged:
+            assert generation.prompt_logprobs is not None, "only who wants rows is asked for their number"
+            faulty = generation.prompt_logprobs.add(logits[at : at + count])
+            if faulty is not None:
+                generation.fault = self._not_finite(faulty + 1)
+            at += count
+        return logits[:num_sampled]
+
+    def _not_finite(self, position: int) -> NumericsError:
+        return NumericsError(
+            f"model {self._model.name!r} produced NaN or infinity at position {position}; "
+            "its weights or its precision are at fault"
+        )
+
+    def _first_token(self, generation: Generation, now_s: float) -> None:
+        live = generation.live
+        generation.first_token_s = now_s
+        self._metrics.prompt_tokens += generation.prompt_len
+        self._metrics.cached_prompt_tokens += generation.num_cached_tokens or 0
+        self._metrics.observe_ttft_s(now_s - live.arrival_s)
+        if live.first_token_s is None:
+            live.first_token_s = now_s

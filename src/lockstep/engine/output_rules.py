@@ -1,0 +1,354 @@
+"""Rules on an answer as it comes: where it stops, which tokens must not follow, which part of it is thoughts, and what
+is collected of its prompt. Each sequence has its own; all of them depend on tokens and text alone, and not on how these
+were cut into steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.executors.logits import TokenLogprobs, token_logprobs
+
+_ROOT = 0
+
+
+class StopStrings:
+    """Stop strings in a text that arrives in pieces: found across borders, and shown only where that is wanted.
+
+    One Aho-Corasick automaton (A. Aho, M. Corasick, "Efficient string matching", CACM 1975) over all stop strings: a
+    step per character, however many strings there are. The depth of its state is the length of the longest end of the
+    text that may yet become a stop string, and exactly that much is held back.
+
+    The first one to be complete wins; of two that end together, the longer. That depends on the text alone and not on
+    where it was cut, so a streamed answer is the answer.
+    """
+
+    __slots__ = ("_depth", "_fail", "_goto", "_held", "_hit", "_shows_stop", "_state")
+
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
+        self._shows_stop = shows_stop
+        """Whether the stop string is let through as well."""
+        assert all(stops), "an empty stop string would stop at once; validation refuses it"
+        self._goto: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._fail = [_ROOT]
+        self._hit: list[str | None] = [None]
+        """Per state: the longest stop string that ends here."""
+        self._state = _ROOT
+        self._held = ""
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
+    def append(self, text: str) -> tuple[str, str | None]:
+        """What may be shown now, and the stop string that was completed (nothing after it counts), or None."""
+        goto, fail = self._goto, self._fail
+        state = self._state
+        for index, char in enumerate(text):
+            while char not in goto[state] and state != _ROOT:
+                state = fail[state]
+            state = goto[state].get(char, _ROOT)
+            stop = self._hit[state]
+            if stop is not None:
+                shown = self._held + text[: index + 1]
+                self._state, self._held = _ROOT, ""
+                return shown if self._shows_stop else shown[: -len(stop)], stop
+        self._state = state
+        whole = self._held + text
+        cut = len(whole) - self._depth[state]
+        self._held = whole[cut:]
+        return whole[:cut], None
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held, self._state = self._held, "", _ROOT
+        return held
+
+    def _insert(self, stop: str) -> None:
+        state = _ROOT
+        for char in stop:
+            following = self._goto[state].get(char)
+            if following is None:
+                following = len(self._goto)
+                self._goto[state][char] = following
+                self._goto.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._fail.append(_ROOT)
+                self._hit.append(None)
+            state = following
+        self._hit[state] = stop
+
+    def _link(self) -> None:
+        """Breadth first: where to go on when a character does not fit, and which shorter stop ends there as well."""
+        queue = deque(self._goto[_ROOT].values())
+        while queue:
+            state = queue.popleft()
+            for char, following in self._goto[state].items():
+                back = self._fail[state]
+                while char not in self._goto[back] and back != _ROOT:
+                    back = self._fail[back]
+                self._fail[following] = self._goto[back].get(char, _ROOT)
+                if self._hit[following] is None:
+                    self._hit[following] = self._hit[self._fail[following]]
+                queue.append(following)
+
+
+Runs = tuple[tuple[int, ...], ...]
+
+
+class BadWords:
+    """Runs of tokens that one sequence must not complete.
+
+    A run's last token may not come where the output ends with all others of it. So it is runs that are banned, not
+    spellings: a word whose tokens are cut otherwise still comes.
+    """
+
+    __slots__ = ("_longer", "_single")
+
+    def __init__(self, runs: Runs) -> None:
+        self._single = tuple(run[0] for run in runs if len(run) == 1)
+        self._longer: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        """By the token before the last: the run without its last token, and that."""
+        for run in runs:
+            if len(run) > 1:
+                self._longer.setdefault(run[-2], []).append((run[:-1], run[-1]))
+
+    def after(self, tokens: Sequence[int], begin: int) -> tuple[int, ...]:
+        """The tokens that may not follow.
+
+        Args:
+            tokens: of the sequence so far.
+            begin: where its output begins; what stands before is nobody's fault.
+        """
+        if len(tokens) <= begin:
+            return self._single
+        completing = [
+            last
+            for head, last in self._longer.get(tokens[-1], ())
+            if len(tokens) - begin >= len(head) and tuple(tokens[-len(head) :]) == head
+        ]
+        return (*self._single, *completing)
+
+
+MAX_HELD_BLANKS = 256
+"""White space before a closing tag that may be waited for; more of it is no formatting, and is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkTags:
+    """How a family of models writes that it thinks."""
+
+    begin: str
+    end: str
+
+
+THINK_TAGS = (
+    ThinkTags("<think>", "</think>"),
+    ThinkTags("<thinking>", "</thinking>"),
+    ThinkTags("<thought>", "</thought>"),
+    ThinkTags("<reasoning>", "</reasoning>"),
+    ThinkTags("<seed:think>", "</seed:think>"),
+    ThinkTags("[THINK]", "[/THINK]"),
+    ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThinkTags("◁think▷", "◁/think▷"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What to look for in one answer."""
+
+    tags: ThinkTags
+    is_open: bool = False
+    """The prompt ends inside the tags: the answer begins with thoughts."""
+
+
+def tags_of_template(source: str) -> ThinkTags | None:
+    """The tags that a chat template writes or cuts at; None: its model does not think, as far as one can tell."""
+    return next((tags for tags in THINK_TAGS if tags.end in source), None)
+
+
+class _Part(Enum):
+    BEFORE = auto()
+    """Blanks, or what may become the opening tag."""
+    OPENED = auto()
+    """Blanks after the opening tag."""
+    THOUGHTS = auto()
+    CLOSED = auto()
+    """Blanks after the closing tag."""
+    CONTENT = auto()
+
+
+class ReasoningSplitter:
+    """Splits one answer into thoughts and content. `append` and `flush` return what may be shown now of each.
+
+    Thoughts stand between tags at the beginning of an answer, or the template has opened them already at the end of the
+    prompt. Only the beginning counts: a tag that a model writes later, say in an explanation of tags, is content. White
+    space that touches a tag belongs to the tag. Nothing is shown that may yet become a tag.
+    """
+
+    __slots__ = ("_held", "_is_open", "_part", "_tags")
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        self._tags = reasoning.tags
+        self._is_open = reasoning.is_open
+        self._part = _Part.BEFORE
+        self._held = ""
+
+    def tag(self, special: str) -> str:
+        """The text of a special token if it is one of the tags: of the others, none is text."""
+        return special if special in (self._tags.begin, self._tags.end) else ""
+
+    def append(self, text: str) -> tuple[str, str]:
+        if self._part is _Part.CONTENT:
+            return "", text
+        text, self._held = self._held + text, ""
+        thoughts = ""
+        if self._part is _Part.BEFORE:
+            text = self._begin(text)
+        if self._part is _Part.OPENED:
+            text = text.lstrip()
+            self._part = _Part.THOUGHTS if text else _Part.OPENED
+        if self._part is _Part.THOUGHTS:
+            thoughts, text = self._think(text)
+        if self._part is _Part.CLOSED:
+            text = text.lstrip()
+            self._part = _Part.CONTENT if text else _Part.CLOSED
+        return thoughts, text
+
+    def flush(self) -> tuple[str, str]:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        if self._part is _Part.BEFORE and not self._is_open:
+            return "", held
+        return (held.lstrip() if self._part is _Part.BEFORE else held), ""
+
+    def _begin(self, text: str) -> str:
+        """Decide whether the answer begins with thoughts, as soon as its text allows."""
+        begin, seen = self._tags.begin, text.lstrip()
+        if seen.startswith(begin):
+            self._part = _Part.OPENED
+            return seen[len(begin) :]
+        if begin.startswith(seen):
+            self._held = text
+            return ""
+        self._part = _Part.OPENED if self._is_open else _Part.CONTENT
+        return text
+
+    def _think(self, text: str) -> tuple[str, str]:
+        """Thoughts up to the closing tag, and what follows it; without one, what cannot belong to it."""
+        end = self._tags.end
+        at = text.find(end)
+        if at >= 0:
+            self._part = _Part.CLOSED
+            return text[: _shown(text, at)], text[at + len(end) :]
+        cut = len(text) - next((n for n in range(min(len(end) - 1, len(text)), 0, -1) if text.endswith(end[:n])), 0)
+        shown = _shown(text, cut)
+        self._held = text[shown:]
+        return text[:shown], ""
+
+
+def _shown(text: str, cut: int) -> int:
+    """How much of the text up to `cut` is shown whatever follows: all but its last blanks."""
+    return max(len(text[:cut].rstrip()), cut - MAX_HELD_BLANKS)
+
+
+Pooling = Literal["mean", "last"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "last")
+
+
+class Pooler:
+    """One vector from the hidden states of a prompt: the mean over its positions, or the last one.
+
+    States come in position order, chunk by chunk, and again where a preempted prompt is recomputed; each position
+    counts once. Sums are float64 in position order, so a vector does not depend on how its prompt was cut into chunks.
+
+    Args:
+        num_prompt_tokens: positions that the vector is made of.
+    """
+
+    __slots__ = ("_num_positions", "_pooling", "_seen", "_sum")
+
+    def __init__(self, pooling: Pooling, num_prompt_tokens: int) -> None:
+        self._pooling = pooling
+        self._num_positions = num_prompt_tokens
+        self._seen = 0
+        self._sum: npt.NDArray[np.float64] | None = None
+
+    def rows_of(self, start: int, length: int) -> range:
+        """Offsets in a chunk whose hidden states are still wanted."""
+        end = min(start + length, self._num_positions)
+        first = self._seen if self._pooling == "mean" else max(self._seen, self._num_positions - 1)
+        return range(max(first, start) - start, max(end, start) - start)
+
+    def add(self, start: int, offsets: range, states: npt.NDArray[np.float32]) -> None:
+        """Take the states [len(offsets), hidden_size] that ``rows_of`` asked for."""
+        for state in states.astype(np.float64):
+            self._sum = state if self._sum is None else self._sum + state
+        if len(offsets):
+            self._seen = start + offsets.stop
+
+    def vector(self) -> npt.NDArray[np.float32]:
+        """[hidden_size].
+
+        A pooler that has not seen the whole prompt has no vector; asking is a programming error.
+        """
+        assert self._sum is not None, "no hidden state was collected"
+        assert self._seen == self._num_positions, f"{self._seen} of {self._num_positions} positions were collected"
+        vector = self._sum / self._num_positions if self._pooling == "mean" else self._sum
+        return vector.astype(np.float32)
+
+
+def unit_vectors(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Each row [count, size] divided by its length; a row of zeros stays."""
+    wide = vectors.astype(np.float64)
+    lengths = np.sqrt((wide * wide).sum(axis=1, keepdims=True))
+    return (wide / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
+
+
+class PromptLogprobs:
+    """Log-probabilities of a prompt's own tokens, collected while the prompt is computed.
+
+    The logits of a position judge the token after it; the first token has none before it. Rows come in position order,
+    chunk by chunk, and where a preempted prompt is recomputed they are not asked for again.
+
+    Args:
+        prompt_ids: the whole prompt.
+        count: how many of the most likely tokens are wanted beside each; 0: none.
+    """
+
+    __slots__ = ("_count", "_entries", "_prompt_ids")
+
+    def __init__(self, prompt_ids: Sequence[int], count: int) -> None:
+        self._prompt_ids = prompt_ids
+        self._count = count
+        self._entries: list[TokenLogprobs | None] = [None]
+
+    def rows_of(self, start: int, length: int) -> range:
+        """Offsets in a chunk whose logits are still wanted."""
+        end = min(start + length, len(self._prompt_ids) - 1)
+        return range(max(len(self._entries) - 1, start) - start, max(end, start) - start)
+
+    def add(self, rows: npt.NDArray[np.float32]) -> int | None:
+        """Take the logits [len(offsets), vocab] that ``rows_of`` asked for last.
+
+        Returns:
+            The position whose logits are not finite, where one is: nothing is known of what follows it. Else None.
+        """
+        for row in rows:
+            position = len(self._entries) - 1
+            if not np.isfinite(np.maximum.reduce(row)):
+                return position
+            self._entries.append(token_logprobs(row, self._prompt_ids[position + 1], self._count))
+        return None
+
+    def entries(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """One per prompt token; None while the prompt is not computed to its end."""
+        return tuple(self._entries) if len(self._entries) == len(self._prompt_ids) else None

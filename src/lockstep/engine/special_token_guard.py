@@ -1,0 +1,222 @@
+"""Guard of special tokens: in a prompt they come from the template, never from a message, which could forge a role.
+
+The idea: a private character (of Unicode's private use area, the first that occurs nowhere in the request or template)
+is put inside every special token that a caller wrote, after its first character. The template sees the rest unchanged,
+so its trims, splits and tests work; what is still whole after rendering is the template's own. The text is then cut at
+those tokens, the private character is taken out, and the sections between are tokenised with special tokens disabled.
+
+A template may also join harmless pieces to a token. So a second rendering puts the character after *every* character
+that could begin a token (and first of all, where the template writes beginnings of tokens); its tokens are the
+template's for certain. If both renderings agree on the tokens, the first is used, else the second. Ordinary messages
+hold no such token, and their prompt is tokenised as one text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lockstep.engine.chat_template import ChatTemplate
+from lockstep.errors import ChatTemplateError, InvalidParameterError
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+MAX_NESTING = 100
+
+_PRIVATE = range(0xE000, 0xF900)
+_MORE_PRIVATE = range(0xF0000, 0xFFFFE)
+
+Transform = Callable[[str, bool], str]
+"""(text, whether the assistant said it) to text."""
+
+
+class GuardedPrompt(msgspec.Struct, frozen=True):
+    """A rendered conversation."""
+
+    text: str
+    """With the private character where a caller wrote a special token."""
+    private: str
+    is_plain: bool
+    """Every special token in it is the template's: it may be tokenised as it is."""
+
+    def until(self, end: str) -> GuardedPrompt:
+        """The part before the last mark of `SpecialTokenGuard.mark_end`; ChatTemplateError where there is none."""
+        text, mark, _ = self.text.rpartition(end)
+        if not mark:
+            raise ChatTemplateError(
+                "the chat template does not show the last message's content, so that nothing can go on with it",
+                param="continue_final_message",
+            )
+        return msgspec.structs.replace(self, text=text.replace(end, ""))
+
+
+class SpecialTokenGuard:
+    """Knows which tokens are borders and how to keep callers from writing them.
+
+    Guarded in every message: special tokens, the tokens that end a sequence, and added tokens that occur in the
+    template (e.g. ``<tool_response>``). What the assistant said may hold the latter, and words that the template
+    itself looks for, e.g. ``</think>``: they are the model's own, and no borders. A token of one character cannot be
+    guarded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, end_token_ids: Sequence[int]) -> None:
+        added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if len(token.content) > 1}
+        strong = {i: token for i, token in added.items() if token.special or i in end_token_ids}
+        weak = {i: token for i, token in added.items() if i not in strong and token.content in template.source}
+        self._ids: dict[str, int] = {token.content: i for i, token in chain(strong.items(), weak.items())}
+        self._tokens: dict[str, AddedToken] = {t.content: t for t in chain(strong.values(), weak.values())}
+        self._literal = frozenset(token.content for token in chain(strong.values(), weak.values()) if not token.special)
+        """Disabling special tokens does not disable these."""
+        ends = {token.content for i, token in strong.items() if i in end_token_ids}
+        spoken = {token.content for token in weak.values()} | (template.cut_words - ends)
+        self._anyone = _pattern(self._tokens)
+        self._assistant = _pattern(text for text in self._tokens if text not in spoken)
+        self._begins = _pattern({text[0] for text in self._tokens})
+        heads = tuple({text[:length] for text in self._tokens for length in range(1, len(text))})
+        self._may_be_completed = any(literal.endswith(heads) for literal in template.literals)
+        """The template writes beginnings of tokens, as in ``'<|' + message.role``: no message may go on one."""
+        self._used = frozenset(template.source)
+        self._normalizer = tokenizer.normalizer if any(token.normalized for token in strong.values()) else None
+
+    def mark_end(self, context: dict[str, object]) -> str:
+        """Put a private character behind the content of the last message of a template's variables; returns it."""
+        end = self._private(_strings(context))
+        messages = context["messages"]
+        assert isinstance(messages, list), "checked messages are one at least"
+        context["messages"] = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{end}"}]
+        return end
+
+    def render(self, context: Mapping[str, object], render: Callable[[Mapping[str, object]], str]) -> GuardedPrompt:
+        """Render so that the callers' special tokens can be told from the template's."""
+        texts = _strings(context)
+        hazardous = self._begins.search("".join(self._as_seen(texts))) is not None
+        if not hazardous and not self._may_be_completed:
+            return GuardedPrompt(render(context), "", is_plain=True)
+        private = self._private(texts)
+
+        def breaking(pattern: re.Pattern[str]) -> Callable[[str], str]:
+            return lambda text: pattern.sub(lambda match: f"{match[0][0]}{private}{match[0][1:]}", text)
+
+        by_anyone, by_assistant, after_begins = map(breaking, (self._anyone, self._assistant, self._begins))
+        first = private if self._may_be_completed else ""
+        text = render(
+            _mapped(context, lambda text, own: by_assistant(text) if own else by_anyone(text)) if hazardous else context
+        )
+        certain = render(_mapped(context, lambda text, own: first + after_begins(text) if text else text))
+        agree = self._assistant.findall(text) == self._assistant.findall(certain)
+        text = text if agree else certain
+        hidden = self._normalizer is not None and any(self._anyone.search(seen) for seen in self._as_seen(texts))
+        return GuardedPrompt(text, private, is_plain=private not in text and not hidden)
+
+    def encode(self, prompt: GuardedPrompt, encode_plain: Callable[[Sequence[str]], list[list[int]]]) -> list[int]:
+        """Tokens of a prompt that holds special tokens of both kinds.
+
+        Raises:
+            ChatTemplateError: the vocabulary makes a special token of plain text, whatever is done.
+        """
+        ids: list[int] = []
+        cut = 0
+        skip_space = False
+        for match in self._anyone.finditer(prompt.text):
+            token = self._tokens[match[0]]
+            section = prompt.text[cut : match.start()]
+            ids += self._section(_trimmed(section, skip_space, token.lstrip), prompt.private, encode_plain)
+            ids.append(self._ids[match[0]])
+            cut, skip_space = match.end(), token.rstrip
+        return ids + self._section(_trimmed(prompt.text[cut:], skip_space, False), prompt.private, encode_plain)
+
+    def _section(
+        self, section: str, private: str, encode_plain: Callable[[Sequence[str]], list[list[int]]]
+    ) -> list[int]:
+        """Tokens of a text without borders; where the whole gives one all the same, of its pieces."""
+        whole = section.replace(private, "") if private else section
+        if not whole:
+            return []
+        cuts = [0, *(match.start() + 1 for match in self._anyone.finditer(whole)), len(whole)]
+        halves = [whole[begin:end] for begin, end in pairwise(cuts)]
+        attempts = [[whole], halves, list(whole)]
+        for pieces in attempts[any(text in whole for text in self._literal) :]:
+            ids = list(chain.from_iterable(encode_plain(pieces)))
+            if not self._forged(ids):
+                return ids
+        raise ChatTemplateError("a message writes a special token that this vocabulary cannot write as plain text")
+
+    def _forged(self, ids: Sequence[int]) -> bool:
+        return not set(self._ids.values()).isdisjoint(ids)
+
+    def _as_seen(self, texts: Sequence[str]) -> Sequence[str]:
+        """The texts as token matching sees them."""
+        if self._normalizer is None:
+            return texts
+        return [seen for text in texts for seen in (text, self._normalizer.normalize_str(text))]
+
+    def _private(self, texts: Sequence[str]) -> str:
+        for code in chain(_PRIVATE, _MORE_PRIVATE):
+            char = chr(code)
+            if char not in self._used and not any(char in text for text in texts):
+                return char
+        raise ChatTemplateError("the messages use every character of Unicode's private use areas", param="messages")
+
+
+def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of the texts, the longest first; with none, what never matches."""
+    ordered = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def _trimmed(section: str, left: bool, right: bool) -> str:
+    """A token may absorb the white space beside it."""
+    section = section.lstrip() if left else section
+    return section.rstrip() if right else section
+
+
+def _strings(value: object) -> list[str]:
+    """Every string of a context, names of roles and keys included."""
+    found: list[str] = []
+    level = [value]
+    for _ in range(MAX_NESTING + 2):
+        deeper: list[object] = []
+        for item in level:
+            if isinstance(item, str):
+                found.append(item)
+            elif isinstance(item, (dict, list, tuple, Mapping)):
+                deeper += item
+                if isinstance(item, (dict, Mapping)):
+                    deeper += item.values()
+        if not deeper:
+            return found
+        level = deeper
+    raise InvalidParameterError(
+        f"messages, tools or chat_template_kwargs are nested more than {MAX_NESTING} levels deep", param="messages"
+    )
+
+
+def _mapped(value: Mapping[str, object], transform: Transform) -> dict[str, object]:
+    """A copy of a context with its strings transformed; roles and names of variables are ours and stay."""
+    copy: dict[str, object] = {}
+    for name, item in value.items():
+        if name == "messages" and isinstance(item, list):
+            copy[name] = [_mapped_message(message, transform) for message in item]
+        else:
+            copy[name] = _walk(item, transform, False)
+    return copy
+
+
+def _mapped_message(message: Mapping[str, object], transform: Transform) -> dict[str, object]:
+    own = message.get("role") == "assistant"
+    return {key: item if key == "role" else _walk(item, transform, own) for key, item in message.items()}
+
+
+def _walk(value: object, transform: Transform, own: bool) -> object:
+    if isinstance(value, str):
+        return transform(value, own)
+    if isinstance(value, (dict, Mapping)):
+        return {_walk(key, transform, own): _walk(item, transform, own) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_walk(item, transform, own) for item in value]
+    return value

@@ -1,0 +1,73 @@
+"""Vectors of prompts through the real engine: right, and the same alone, batched, chunked and preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lockstep import LLM, AsyncEngine, EngineOptions, GenerationRequest, LoadOptions, SamplingParams
+from lockstep.engine.engine import Engine
+from lockstep.engine.output_rules import POOLINGS, Pooling
+from lockstep.errors import InvalidParameterError
+
+TEXTS = ["I was charged twice", "My login page shows an error " * 12, "Is a clause enforceable", "hi"]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    cache_dir: Path = tmp_path_factory.mktemp("cache")
+    options = LoadOptions(EngineOptions(num_blocks=200), cache_dir=cache_dir, probe=False)
+    with LLM("pocket://", options) as loaded:
+        yield loaded
+
+
+def vector_of(llm: LLM, pooling: Pooling, **config: object) -> npt.NDArray[np.float32]:
+    """The second text's vector, in company, under a configuration."""
+    engine = Engine(llm.model, replace(llm.engine.config, **config))  # type: ignore[arg-type]  # fields by name
+    others = [GenerationRequest(text * 3, SamplingParams(max_tokens=40, ignore_eos=True, seed=1)) for text in TEXTS]
+    for other in others[:2]:
+        engine.submit(other)
+    request_id = engine.submit(GenerationRequest(TEXTS[1], priority=1, pooling=pooling))
+    for other in others[2:]:
+        engine.submit(other)
+    engine.run_until_idle()
+    engine.scheduler.check()
+    output = engine.result(request_id)
+    assert output is not None
+    assert output.embedding is not None
+    assert (output.num_output_tokens, output.num_cached_tokens, output.text) == (0, 0, "")
+    return output.embedding
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_a_vector_is_the_same_in_every_circumstance(llm: LLM, pooling: Pooling) -> None:
+    alone = llm.embed(TEXTS[1], pooling=pooling, normalize=False)[0]
+    batched = llm.embed(TEXTS, pooling=pooling, normalize=False)[1]
+    assert np.array_equal(alone, batched)
+    for config in ({"max_chunk_tokens": 7}, {"max_num_batched_tokens": 80}, {"num_blocks": 10, "max_num_seqs": 6}):
+        assert np.array_equal(alone, vector_of(llm, pooling, **config))
+
+
+def test_vectors_tell_texts_apart(llm: LLM) -> None:
+    vectors = llm.embed(TEXTS)
+    assert vectors.shape == (4, 256)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, rtol=1e-6)
+    assert (vectors @ vectors.T)[0, 1] < 0.99
+
+
+async def test_an_async_program_gets_the_same(llm: LLM, tmp_path: Path) -> None:
+    options = LoadOptions(EngineOptions(num_blocks=64), cache_dir=tmp_path, probe=False)
+    async with AsyncEngine("pocket://", options) as engine:
+        assert np.array_equal(await engine.embed(TEXTS[0]), llm.embed(TEXTS[0])[0])
+
+
+def test_a_wrong_pooling_and_a_model_without_hidden_states_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match="it is mean or last"):
+        llm.embed("x", pooling="max")  # type: ignore[arg-type]  # the wrong value is the point
+    with LLM("stub://x") as stub, pytest.raises(InvalidParameterError, match="no hidden states"):
+        stub.embed("x")

@@ -1,0 +1,91 @@
+"""Words that must not come: their runs of tokens, by vLLM's rules, in any sequence and under any constraint."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.engine.input_processing import banned_runs
+from lockstep.engine.output_rules import BadWords, Runs
+from lockstep.engine.outputs import RequestOutput
+from lockstep.engine.request import GenerationRequest
+from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import RequestFailedError
+from lockstep.executors.constraint import Constraint
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.executors.stub import stub_tokenizer_parts
+from tests.engine import text_models
+from tests.engine.chat_templates import CHATML
+from tests.engine.conftest import MakeEngine
+
+REPLY = "[stub:alpha] ok len=5 max=100"
+RUN = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
+
+
+def output_of(make_engine: MakeEngine, **params: object) -> RequestOutput:
+    engine = make_engine()
+    values = {"max_tokens": 100, "temperature": 0.0, **params}
+    request_id = engine.submit(GenerationRequest("hello", SamplingParams(**values)))  # type: ignore[arg-type]  # by name
+    engine.run_until_idle()
+    engine.scheduler.check()
+    output = engine.result(request_id)
+    assert output is not None
+    return output
+
+
+@settings(max_examples=150)
+@given(st.lists(RUN, max_size=6), st.lists(st.integers(0, 3), max_size=8), st.integers(0, 4))
+def test_what_would_complete_a_run_is_banned_and_nothing_else(
+    runs: list[tuple[int, ...]], tokens: list[int], begin: int
+) -> None:
+    output = tokens[begin:]
+    by_definition = {
+        run[-1] for run in runs if len(run) <= len(output) + 1 and [*output, run[-1]][-len(run) :] == list(run)
+    }
+    assert set(BadWords(tuple(runs)).after(tokens, min(begin, len(tokens)))) == by_definition
+
+
+def test_a_word_is_banned_with_a_space_before_it_where_that_is_another_token() -> None:
+    tokenizer = Tokenizer(text_models.parts(text_models.byte_level(), CHATML))
+
+    def runs(*texts: str) -> Runs:
+        return tuple(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
+    for word in ("hello", " hello", "Berlin", "xyzzy"):
+        bare, spaced = runs(word.strip(), f" {word.strip()}")
+        is_both = spaced[0] != bare[0] and len(spaced) == len(bare)
+        assert banned_runs(tokenizer, [word]) == ((bare, spaced) if is_both else (bare,))
+    assert banned_runs(Tokenizer(stub_tokenizer_parts()), ["ok", "ok"]) == ((*b"ok",),)
+
+
+@pytest.mark.parametrize("word", ["ok", "o", "stub:alpha", "max=100"])
+def test_a_word_that_a_model_wants_does_not_come(make_engine: MakeEngine, word: str) -> None:
+    assert output_of(make_engine).text == REPLY
+    text = output_of(make_engine, bad_words=(word,)).text
+    assert word not in text
+    assert text.startswith(REPLY[: REPLY.index(word) + len(word) - 1])
+
+
+def test_words_of_the_prompt_are_nobodys_fault(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=3, temperature=0.0, bad_words=("o[",))
+    request_id = engine.submit(GenerationRequest("hello", params))
+    engine.run_until_idle()
+    output = engine.result(request_id)
+    assert output is not None
+    assert output.text == REPLY[:3]
+
+
+def test_a_constraint_goes_round_them_while_it_can(make_engine: MakeEngine) -> None:
+    """Also past tokens that it forces, which are then chosen one by one."""
+    choice = Constraint.choice(["billing", "technical"])
+    assert output_of(make_engine, constraint=choice, bad_words=("bil",)).error is not None
+    assert output_of(make_engine, constraint=choice, bad_words=("b",)).text == "technical"
+    assert output_of(make_engine, constraint=Constraint.regex("(ab|ac)c"), bad_words=("ab",)).text == "acc"
+
+
+def test_what_a_constraint_leaves_no_way_round_fails_by_name(make_engine: MakeEngine) -> None:
+    output = output_of(make_engine, constraint=Constraint.choice(["yes"]), bad_words=("es",))
+    assert isinstance(output.error, RequestFailedError)
+    assert "bad_words" in str(output.error)

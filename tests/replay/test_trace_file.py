@@ -1,0 +1,151 @@
+"""Recordings that are none, no more, or not yet: a sentence each, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import zstandard
+
+from lockstep.cli.main import invoke
+from lockstep.errors import TraceError
+from lockstep.replay import trace_file
+from lockstep.replay.trace import open_trace, workload_of
+from lockstep.replay.trace_file import Cut, read_entries
+from lockstep.replay.verify import verify
+from lockstep.worker.flight.entries import Turn
+from lockstep.worker.flight.format import Kind, put_bytes, put_ids, put_ints, signed, unsigned
+from tests.replay.recordings import files_of, record, rewrite
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    [path] = files_of(record(tmp_path_factory.mktemp("recorded"), 12))
+    return path.read_bytes()
+
+
+@pytest.fixture
+def path(whole: bytes, tmp_path: Path) -> Path:
+    path = tmp_path / "one.lstrace"
+    path.write_bytes(whole)
+    return path
+
+
+def faulty(path: Path) -> str:
+    with pytest.raises(TraceError) as raised:
+        verify(open_trace(path))
+    assert str(path) in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_newer_version_is_refused(path: Path) -> None:
+    def newer(held: bytearray) -> None:
+        at = held.index(b"\xa6schema") + 7
+        held[at] = 3
+
+    rewrite(path, newer)
+    assert "its schema is 3, and this version reads 1 to 2" in faulty(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x28\xb5\x2f\xfd", b"x" * 100])
+def test_what_is_no_recording_is_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    assert faulty(path)
+
+
+def test_other_bytes_in_a_frame_are_no_recording(path: Path) -> None:
+    path.write_bytes(zstandard.compress(b"[1, 2, 3]"))
+    assert "no entry of a recording" in faulty(path)
+
+
+def test_a_directory_without_recordings_says_what_it_looks_for(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"\.lstrace"):
+        open_trace(tmp_path)
+    assert invoke(["replay", "--verify", str(tmp_path)]) == 2
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert "cannot be read" in faulty(tmp_path / "none.lstrace")
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_a_cut_file_is_read_as_far_as_it_goes(path: Path, whole: bytes, share: float) -> None:
+    path.write_bytes(whole[: int(share * len(whole))])
+    entries = list(read_entries(path))
+    assert isinstance(entries[-1], Cut)
+    found = verify(open_trace(path)) if len(entries) > 1 else None
+    assert found is None or found.is_identical
+
+
+def test_a_damaged_frame_is_told_with_its_offset(path: Path, whole: bytes) -> None:
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 0x10
+    path.write_bytes(damaged)
+    message = faulty(path)
+    assert "the frame at byte 0 is damaged" in message
+
+
+def test_what_never_was_a_recording_is_told_so(path: Path) -> None:
+    path.write_text('{"requests": []}')
+    assert "it is no recording" in faulty(path)
+
+
+def test_a_frame_that_holds_too_much_is_refused_in_bounded_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "MAX_FRAME_BYTES", 1 << 20)
+    path.write_bytes(zstandard.compress(bytes(64 << 20)))
+    assert "holds more than" in faulty(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda held: held.extend(b"\xff"),
+        lambda held: held.extend(bytes([Kind.TURN, 8, 0, 0])),
+        lambda held: held.extend(bytes([Kind.RESET, 9, 0])),
+        lambda held: held.extend(bytes([Kind.ABORTED, 0, 0, 0, 200, 1])),
+        lambda held: held.extend(bytes([Kind.ADDED, *[255] * 40])),
+        lambda held: held.extend(bytes([Kind.ENGINE, 1, 0x80])),
+        lambda held: held.extend(bytes([Kind.PINNED, 0, 0, 1, 0, 255, 255, 255, 255, 255, 1])),
+    ],
+)
+def test_entries_that_cannot_be_are_refused(path: Path, damage: Callable[[bytearray], None]) -> None:
+    rewrite(path, damage)
+    with pytest.raises(TraceError):
+        verify(open_trace(path))
+
+
+def test_an_unknown_engine_is_told_with_those_that_are_there(path: Path) -> None:
+    with pytest.raises(TraceError, match="no engine 7; it has 0, 1"):
+        workload_of(open_trace(path), 7)
+
+
+def test_execution_needs_content(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["replay", "--execute", str(path), "--model", "stub://alpha"]) == 2
+    assert "record with --trace-content" in capsys.readouterr().err
+    assert invoke(["replay", "--execute", str(path)]) == 2
+    assert "--model SOURCE" in capsys.readouterr().err
+    assert invoke(["replay", "--execute", str(path), "--verify", str(path)]) == 2
+    assert invoke(["replay", "--verify", str(path), "--model", "stub://alpha"]) == 2
+
+
+@pytest.mark.parametrize("value", [0, 1, -1, 63, -64, 2**63, -(2**63)])
+def test_signed_numbers_are_ints(value: int) -> None:
+    assert unsigned(signed(value)) == value
+    assert signed(value) >= 0
+
+
+def test_numbers_byte_by_byte() -> None:
+    out = bytearray()
+    put_ints(out, 0, 127, 128, 300)
+    put_bytes(out, b"ab")
+    put_ids(out, [5, 6, 7, 2, 3])
+    assert out == bytes([0, 127, 0x80, 1, 0xAC, 2, 2, 97, 98, 2, 10, 3, signed(2 - 8), 2])
+
+
+def test_a_recording_is_read_entry_by_entry_and_not_at_once(path: Path) -> None:
+    entries = read_entries(path)
+    first = next(entries)
+    assert msgspec.msgpack.encode(first)
+    assert any(isinstance(entry, Turn) for entry in entries)
