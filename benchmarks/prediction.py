@@ -42,7 +42,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -52,13 +51,12 @@ from lockstep.bench.samples import RandomLengths
 from lockstep.bench.serve import Dataset, ServeOptions, ServeResult, run_serve
 from lockstep.replay.calibrate import calibrate
 from lockstep.replay.configs import changed_fields, config_for
-from lockstep.replay.cost_file import CostFile, MadeOn
+from lockstep.replay.cost_file import CostFile, MadeOn, cost_document
 from lockstep.replay.latencies import e2e_ps, ttft_ps
-from lockstep.replay.render.cost import show_cost
-from lockstep.replay.render.tables import Table
-from lockstep.replay.render.terminal import to_markdown
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.trace import Trace, live_requests, live_steps, open_trace, workload_of
+from lockstep.report.document import Document, Section, Table, numbers, words
+from lockstep.report.text import to_markdown
 from lockstep.version import __version__
 
 T = TypeVar("T")
@@ -239,8 +237,7 @@ def table_of(
     Args:
         alike: predictions with prices of the identical run.
     """
-    columns = (
-        "figure",
+    columns = numbers(
         "live 1",
         "live 2",
         "spread",
@@ -252,7 +249,7 @@ def table_of(
         "client 1",
         "client 2",
     )
-    table = Table(name, columns)
+    table = Table(name, (*words("figure"), *columns))
     for name, goal in GOALS.items():
         live, predicted = [figures[name] for figures in lives], [figures[name] for figures in predictions]
         mean = statistics.mean(live)
@@ -300,7 +297,7 @@ def study(model: str, scale: float, folder: Path) -> str:
             ],
             [run.client for run in identical],
         )
-        parts.append(to_markdown(f"{_words(scenario)}:", [table]))
+        parts.append(to_markdown(Document(f"{_words(scenario)}:", [Section("", (table,))])))
     return "\n".join(parts)
 
 
@@ -322,9 +319,7 @@ def _words(scenario: Scenario) -> str:
 
 
 def _cost_text(cost: CostFile) -> str:
-    out = StringIO()
-    show_cost(cost, out)
-    return out.getvalue()
+    return to_markdown(cost_document(cost))
 
 
 def main() -> None:

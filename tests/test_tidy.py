@@ -15,7 +15,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # A room may import rooms of a strictly lower floor, and itself. Rooms on one floor do not know each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "vendored", "version"),
-    ("core", "pocket"),
+    ("core", "pocket", "report"),
     ("artifacts",),
     ("executors",),
     ("engine",),

@@ -10,7 +10,7 @@ import pytest
 from lockstep.cli.main import invoke
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.configs import config_for
-from lockstep.replay.cost_file import read_cost
+from lockstep.replay.cost_file import read_priced
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.trace import open_trace, workload_of
 from lockstep.worker.flight.options import TraceOptions
@@ -47,7 +47,7 @@ def test_a_recording_becomes_prices_that_a_simulation_takes(
     assert file["made_on"]["model"] == "alpha"
     assert file["constant_ps"] > 5e8, "a step sleeps a millisecond"
     assert file["ranges"]["decoding sequences"][1] >= 2
-    workload, cost = workload_of(open_trace(recording)), read_cost(output)
+    workload, cost = workload_of(open_trace(recording)), read_priced(output).model
     replay = Simulation(workload, config_for(workload), cost).run()
     assert len(replay.outcomes) == NUM_REQUESTS
     assert replay.cost.constant_ps == file["constant_ps"]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lockstep.errors import LockstepError, TraceError, UsageError
 from lockstep.replay.calibrate import MIN_STEPS, calibrate, non_negative
 from lockstep.replay.cost import CostModel
-from lockstep.replay.cost_file import CostFile, MadeOn, read_cost, to_bytes
-from lockstep.replay.render.cost import cost_tables
+from lockstep.replay.cost_file import CostFile, MadeOn, cost_document, read_priced, to_bytes
+from lockstep.report.document import Number, Tables, cell_text
 
 MADE_ON = MadeOn("0.1.0", "a machine", "pocket", "f" * 16, {"max_num_seqs": 8})
 PRICES = b'{"constant_ps": 1, "prefill_token_ps": 1, "decode_seq_ps": 1, "context_token_ps": %b}'
@@ -138,7 +138,7 @@ def test_a_file_is_read_as_the_model_that_replays_use(tmp_path: Path) -> None:
     file = calibrate(synthetic(500), MADE_ON)
     path = tmp_path / "cost.json"
     path.write_bytes(to_bytes(file))
-    assert read_cost(path) == CostModel(
+    assert read_priced(path).model == CostModel(
         file.constant_ps, file.prefill_token_ps, file.decode_seq_ps, file.context_token_ps, file.prefill_step_ps
     )
 
@@ -164,18 +164,21 @@ def test_broken_files_are_refused_in_one_sentence(content: bytes, message: str, 
     path = tmp_path / "cost.json"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=message):
-        read_cost(path)
+        read_priced(path)
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="the cost model cannot be read: No such file"):
-        read_cost(tmp_path / "absent.json")
+        read_priced(tmp_path / "absent.json")
 
 
 def test_the_tables_say_prices_and_trust() -> None:
-    prices, trust = cost_tables(calibrate(synthetic(1000), MADE_ON))
-    assert prices.rows[0] == ("each step", "900")
-    assert ("steps held out", "200") in trust.rows
+    [section] = cost_document(calibrate(synthetic(1000), MADE_ON)).sections
+    [block] = section.blocks
+    assert isinstance(block, Tables)
+    prices, trust = block.tables
+    assert list(map(cell_text, prices.rows[0])) == ["each step", "900"]
+    assert ("steps held out", Number(200)) in trust.rows
 
 
 @settings(max_examples=60)

@@ -37,9 +37,9 @@ def calibrate(
     """Fit a step-time model to a recording, and say how far it can be trusted."""
     from lockstep.replay import calibrate as fitting
     from lockstep.replay.configs import changed_fields
-    from lockstep.replay.cost_file import MadeOn, to_bytes
-    from lockstep.replay.render.cost import show_cost
+    from lockstep.replay.cost_file import MadeOn, cost_document, to_bytes
     from lockstep.replay.trace import live_steps
+    from lockstep.report.text import show
 
     check_places([(output, "the cost model")], [trace])
     recording = open_and_tell(trace.expanduser())
@@ -56,7 +56,7 @@ def calibrate(
     data = to_bytes(file)
     write_file(output, data, "the cost model")
     print(f"cost model written to {output}", file=sys.stderr)
-    print(data.decode(), end="") if as_json else show_cost(file)
+    print(data.decode(), end="") if as_json else show(cost_document(file))
 
 
 def _engine(recording: Trace, number: int | None, trace: Path) -> TracedEngine:

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from lockstep.replay.bisect import Bisection
     from lockstep.replay.cost import CostModel
     from lockstep.replay.diff import Diff
-    from lockstep.replay.render.difference import Told
     from lockstep.replay.render.side import Side
-    from lockstep.replay.render.tables import Table
     from lockstep.replay.workload import Workload
+    from lockstep.report.document import Cell, Finding, Table
 
 
 EXIT_DIVERGED = 1
@@ -84,8 +83,9 @@ def diff(
 ) -> None:
     """Tell the first step that A and B decide differently, and why; exit code 1 if there is one."""
     from lockstep.replay.diff import diff_configs, diff_workloads
-    from lockstep.replay.render.difference import configs_line, facts, told
+    from lockstep.replay.render.difference import configs_line, facts, finding_of
     from lockstep.replay.workload import ArrivalUnit
+    from lockstep.report.text import show_block
 
     check_places(((reproducer, "the reproducer"), (html, "the page")), (a, b, workload, costs.cost))
     if b is not None and workload is None and _are_recordings(Path(a), Path(b)):
@@ -102,35 +102,19 @@ def diff(
     else:
         found = diff_workloads(sides.workload, sides.a, sides.other, sides.b, cost)
     is_timed = cost is not None or sides.workload.unit is ArrivalUnit.PS
-    words = told(found, sides.a, sides.b, is_timed=is_timed)
+    finding = finding_of(found, sides.a, sides.b, is_timed=is_timed)
     if as_json:
         print(json.dumps(facts(found, sides.a, sides.b), indent=2))
     else:
         print(f"{sides.workload.name}: {found.num_requests:,} request{'s' * (found.num_requests != 1)}")
         print(configs_line(found, sides.a, sides.b))
-        _print_told(words)
+        show_block(finding)
     if html is not None:
-        _write_page(html, sides, cost, found, words)
+        _write_page(html, sides, cost, found, finding)
     if reproducer is not None:
         _write_reproducer(reproducer, found, sides, costs)
     if found.divergence is not None:
         raise typer.Exit(EXIT_DIVERGED)
-
-
-def _print_told(told: Told) -> None:
-    from lockstep.replay.render.terminal import show_table
-
-    print(told.verdict)
-    for reason in told.reasons:
-        print(f"  {reason}")
-    for line in told.states:
-        print(line)
-    if told.plans is not None:
-        print()
-        show_table(told.plans)
-        print()
-    for line in told.rest:
-        print(line)
 
 
 def _set_b(fields: Iterable[str], b: SchedulerConfig) -> Iterator[str]:
@@ -148,17 +132,18 @@ def _are_recordings(a: Path, b: Path) -> bool:
 
 
 def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as_json: bool) -> None:
-    from lockstep.replay.render.comparison_page import recordings_page
-    from lockstep.replay.render.difference import VERSION, engine_facts, told_of_engine
+    from lockstep.replay.render.difference import VERSION, engine_facts, finding_of_engine
+    from lockstep.replay.render.pages import recordings_page
     from lockstep.replay.trace_diff import diff_traces
+    from lockstep.report.text import show_block
 
     found = diff_traces(open_and_tell(a.expanduser()), open_and_tell(b.expanduser()), engine)
-    engines = [told_of_engine(each) for each in found]
+    engines = [finding_of_engine(each) for each in found]
     if as_json:
         print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in found]}, indent=2))
     else:
-        for each, told in zip(found, engines, strict=True):
-            _print_told(told)
+        for each, finding in zip(found, engines, strict=True):
+            show_block(finding)
             if each.fields and each.b is not None:
                 words = ["lockstep", "diff", str(a), "--engine", str(each.engine), *_set_b(each.fields, each.b.config)]
                 print(f"what decides, and on how few requests: {shlex.join(words)}")
@@ -197,16 +182,16 @@ def _sides(
     return Sides(file, config_a, config_b, other)
 
 
-def _write_page(path: Path, sides: Sides, cost: CostModel | None, found: Diff, told: Told) -> None:
+def _write_page(path: Path, sides: Sides, cost: CostModel | None, found: Diff, finding: Finding) -> None:
     """Both sides to their end, since finding a difference stops there."""
     from lockstep.replay.render.charts import Mark
-    from lockstep.replay.render.comparison_page import comparison_page
+    from lockstep.replay.render.pages import comparison_page
 
     divergence = found.divergence
     mark = None if divergence is None else Mark("first difference", divergence.a.tick, divergence.a.start_ps)
     a = _side(sides.workload, sides.a, cost)
     b = _side(sides.other or sides.workload, sides.b, cost)
-    write_file(path, comparison_page(a, b, told, mark).encode(), "the page")
+    write_file(path, comparison_page(a, b, finding, mark).encode(), "the page")
     print(f"page written to {path}", file=sys.stderr)
 
 
@@ -259,9 +244,9 @@ def bisect(
     """Take over each differing field alone, and all but each, and tell which of them makes the metric."""
     from lockstep.replay.bisect import bisect_fields
     from lockstep.replay.metrics import check_metric, metric_named, numbers_of
-    from lockstep.replay.render.terminal import show_table
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
+    from lockstep.report.text import show_block
 
     check_metric(metric)
     workload = reading.read(file)
@@ -282,29 +267,24 @@ def bisect(
         print(f"{workload.name}: {metric} is {found.metric_a:,g} with A and {found.metric_b:,g} with B")
         if found.effects:
             print()
-            show_table(_table(found))
+            show_block(_table(found))
             print()
         print(_conclusion(found, metric))
 
 
 def _table(found: Bisection) -> Table:
-    from lockstep.replay.render.tables import Table
+    from lockstep.report.document import Number, Style, Table, numbers, words
 
-    table = Table("Effects", ("field", "A", "B", "A with it", "of the way", "B without it", "of the way"), num_words=3)
-    table.rows.extend(_rows(found))
-    return table
-
-
-def _rows(found: Bisection) -> Iterator[tuple[str, ...]]:
+    shares = numbers("A with it", "of the way", "B without it", "of the way")
+    table = Table("Effects", (*words("field", "A", "B"), *shares))
     for effect in found.effects:
-        cells = [effect.name, str(effect.value_a), str(effect.value_b)]
+        cells: list[Cell] = [effect.name, str(effect.value_a), str(effect.value_b)]
         for metric in (effect.alone, effect.all_but):
             share = found.share(metric)
-            cells += [
-                "cannot work" if metric is None else f"{metric:,g}",
-                "" if share is None else f"{round(100 * share)}%",
-            ]
-        yield tuple(cells)
+            cells.append("cannot work" if metric is None else Number(metric, Style.GENERAL))
+            cells.append("" if share is None else f"{round(100 * share)}%")
+        table.rows.append(tuple(cells))
+    return table
 
 
 def _conclusion(found: Bisection, metric: str) -> str:

@@ -186,8 +186,7 @@ def _tell_speed(num_requests: int, passed_s: float) -> None:
 
 
 def _write_page(path: Path, sides: Sequence[Side]) -> None:
-    from lockstep.replay.render.comparison_page import comparison_page
-    from lockstep.replay.render.replay_page import replay_page
+    from lockstep.replay.render.pages import comparison_page, replay_page
 
     text = replay_page(sides[0]) if len(sides) == 1 else comparison_page(sides[0], sides[1])
     write_file(path, text.encode(), "the page")
@@ -202,9 +201,10 @@ def _as_bytes(reports: Sequence[Report]) -> bytes:
 
 
 def _show(reports: Sequence[Report]) -> None:
-    from lockstep.replay.render.terminal import show_comparison, show_report
+    from lockstep.replay.render.tables import comparison_document, report_document
+    from lockstep.report.text import show
 
-    show_report(reports[0]) if len(reports) == 1 else show_comparison(reports[0], reports[1])
+    show(report_document(reports[0]) if len(reports) == 1 else comparison_document(reports[0], reports[1]))
 
 
 VERSION = 2

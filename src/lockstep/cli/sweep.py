@@ -147,21 +147,11 @@ def _judged(job: Job, outcomes: tuple[Outcome, ...], wanted: Sequence[str] | Non
 
 
 def _show(swept: Swept) -> None:
-    from lockstep.cli.scatter import Point, scatter
-    from lockstep.replay.metrics import short_name
-    from lockstep.replay.render.sweep import sweep_notes, sweep_table, verdict
-    from lockstep.replay.render.terminal import show_table
+    from lockstep.replay.render.sweep import sweep_blocks, sweep_notes, verdict
+    from lockstep.report.text import show_block
 
-    show_table(sweep_table(swept))
-    if len(swept.objectives) > 1:
-        x, y = swept.objectives[:2]
-        marked = sorted(zip(swept.is_on_front, swept.outcomes, strict=True), key=lambda pair: not pair[0])
-        points = [
-            Point(outcome.figures[x], outcome.figures[y], "*" if is_best else "o")
-            for is_best, outcome in marked
-            if x in outcome.figures and y in outcome.figures
-        ]
-        print("\n".join(["", *scatter(points, short_name(x), short_name(y)), ""]) if len(points) > 1 else "")
+    for block in sweep_blocks(swept):
+        show_block(block)
     for note in sweep_notes(swept):
         print(note)
     if swept.goals_ms:
@@ -169,7 +159,7 @@ def _show(swept: Swept) -> None:
 
 
 def _write_page(path: Path, swept: Swept) -> None:
-    from lockstep.replay.render.sweep_page import sweep_page
+    from lockstep.replay.render.sweep import sweep_page
 
     write_file(path, sweep_page(swept).encode(), "the page")
     print(f"page written to {path}", file=sys.stderr)

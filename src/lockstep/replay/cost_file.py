@@ -1,4 +1,4 @@
-"""A cost model on disk: prices, how far they can be trusted, and what they were measured on."""
+"""Cost models on disk and in words: prices, how far they can be trusted, and what they were measured on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from lockstep.errors import UsageError
 from lockstep.replay.cost import CostModel, Ranges
 from lockstep.replay.workload import PS_PER_MS
+from lockstep.report.document import Document, Number, Section, Style, Table, Tables, numbers, words
 
 KIND = "lockstep-cost"
 VERSION = 1
@@ -22,6 +23,14 @@ MAX_TICK_MS = 1e9
 """Eleven days a step."""
 MAX_PRICE_PS = 10**18
 """Likewise for one token: what is above is no measurement."""
+_PS_PER_US = 1e6
+_LABELS = {
+    "constant_ps": "each step",
+    "prefill_step_ps": "each step with prompt tokens",
+    "prefill_token_ps": "each prompt token",
+    "decode_seq_ps": "each decoding sequence",
+    "context_token_ps": "each context token",
+}
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -120,11 +129,6 @@ def to_bytes(file: CostFile) -> bytes:
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 
-def read_cost(path: str | Path) -> CostModel:
-    """The prices of a file alone; see `read_priced`."""
-    return read_priced(path).model
-
-
 def read_priced(path: str | Path) -> Priced:
     """The prices of a file, and what they were measured on; what else it says is for readers.
 
@@ -164,3 +168,24 @@ def constant_cost(tick_ms: float) -> CostModel:
     if not 0 <= tick_ms <= MAX_TICK_MS or math.isnan(tick_ms):
         raise UsageError(f"a step of {tick_ms} ms cannot be; write milliseconds from 0 to {MAX_TICK_MS:,.0f}")
     return CostModel(constant_ps=round(tick_ms * PS_PER_MS))
+
+
+def cost_document(file: CostFile) -> Document:
+    """Prices, and how well they hold, for people."""
+    prices = Table("Prices", (*words("price"), *numbers("microseconds")))
+    prices.rows += [(label, Number(getattr(file, name) / _PS_PER_US, Style.SHORT)) for name, label in _LABELS.items()]
+    residuals, interval, held_out = file.residuals, file.interval, file.held_out
+    trust = Table("Trust", (*words("measured against predicted"), *numbers("value")))
+    trust.rows += [
+        ("steps of the fit", Number(residuals.steps)),
+        ("residual: median", f"{residuals.median:+.2%}"),
+        ("residual: 5 % to 95 %", f"{residuals.p5:+.2%} to {residuals.p95:+.2%}"),
+        ("residual: mean of absolute", f"{residuals.mean_absolute:.2%}"),
+        ("variance explained", f"{residuals.r_squared:.2%}"),
+        (f"{interval.level:.0%} interval of a step", f"{interval.low:.3f} to {interval.high:.3f} times"),
+        ("steps held out", Number(held_out.steps)),
+        ("of them within the interval", f"{held_out.coverage:.2%}"),
+        ("error of their total time", f"{held_out.total_error:+.2%}"),
+    ]
+    title = f"What a step costs: {file.made_on.model} on {file.made_on.machine}"
+    return Document(title, [Section("", (Tables([prices, trust]),))], notes=file.notes)

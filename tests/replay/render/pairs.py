@@ -9,8 +9,8 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.replay.cost import CostModel
 from lockstep.replay.diff import diff_configs
 from lockstep.replay.render.charts import Mark
-from lockstep.replay.render.comparison_page import comparison_page
-from lockstep.replay.render.difference import told
+from lockstep.replay.render.difference import finding_of
+from lockstep.replay.render.pages import comparison_page
 from lockstep.replay.render.side import Side
 from lockstep.replay.report import report_of
 from lockstep.replay.simulator import Simulation
@@ -49,5 +49,5 @@ def write_diff(path: Path, workload: Workload, **of_b: object) -> None:
     assert found.divergence is not None
     place = found.divergence.a
     mark = Mark("first difference", place.tick, place.start_ps)
-    words = told(found, LIMITS, b, is_timed=True)
-    path.write_text(comparison_page(side_of(workload, LIMITS), side_of(workload, b), words, mark))
+    finding = finding_of(found, LIMITS, b, is_timed=True)
+    path.write_text(comparison_page(side_of(workload, LIMITS), side_of(workload, b), finding, mark))

@@ -8,9 +8,9 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from lockstep.replay.render.charts import MAX_LANES, chart_data
-from lockstep.replay.render.comparison_page import MAX_CHANGED, changed_requests, comparison_page, recordings_page
-from lockstep.replay.render.difference import Told
+from lockstep.replay.render.pages import MAX_CHANGED, changed_requests, comparison_page, recordings_page
 from lockstep.replay.workload import ArrivalUnit, Workload
+from lockstep.report.document import Finding
 from tests.replay.render.pairs import LIMITS, load, side_of, write_diff
 from tests.replay.render.visits import PAINTED, Visit, contrasts
 from tests.replay.shows import HOSTILE_NAMES
@@ -38,7 +38,7 @@ def test_both_sides_are_drawn_in_every_chart_and_nothing_is_asked_for(visit: Vis
 
 def test_it_tells_where_they_part_why_and_on_how_few_requests(visit: Visit, diffed: Path) -> None:
     page = visit.open(diffed)
-    told = page.locator(".difference")
+    told = page.locator(".finding")
     expect(told).to_contain_text("then another admission:")
     expect(told).to_contain_text("waits: 3 of 3 sequences run")
     expect(told).to_contain_text("decided by max_num_seqs: with max_num_seqs = 3 in the place of 16")
@@ -55,7 +55,7 @@ def test_figures_stand_beside_each_other_with_what_changed(visit: Visit, diffed:
     assert (int(a), int(b), int(change)) == (int(a), 3, 3 - int(a))
     assert percent == f"{100 * (3 - int(a)) / int(a):+.1f} %"
     assert page.locator("#latencies tbody").count() == 5
-    assert page.locator("#latencies .changes").first.inner_text().startswith("change\t")
+    assert page.locator("#latencies tbody tr:last-child").first.inner_text().startswith("change\t")
     tiles = page.locator(".tile.twin").all_inner_texts()
     assert any(tile.startswith("End to end\n") for tile in tiles)
 
@@ -133,10 +133,10 @@ def test_a_request_that_only_one_side_completes_comes_first() -> None:
 
 def test_recordings_have_a_page_of_their_differences(visit: Visit, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    engines = [Told("engine 0 (alpha): identical, 12 steps"), Told("engine 1: only A has it")]
+    engines = [Finding("engine 0 (alpha): identical, 12 steps"), Finding("engine 1: only A has it")]
     path.write_text(recordings_page("one", HOSTILE_NAMES[1], engines))
     page = visit.open(path)
-    assert page.locator(".difference .verdict").all_inner_texts() == [engine.verdict for engine in engines]
+    assert page.locator(".finding .verdict").all_inner_texts() == [engine.verdict for engine in engines]
     assert page.locator("img, canvas").count() == 0
 
 

@@ -1,32 +1,31 @@
-"""What the script of a page draws of one replay, or of two in one picture. Values only."""
+"""Timelines: what the script of a page draws of one replay, or of two in one picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lockstep.replay.render.figures import printable
-from lockstep.replay.render.sampler import QUANTITIES
-from lockstep.replay.render.side import Side
+from lockstep.replay.render.side import QUANTITIES, Side
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit
+from lockstep.report.document import Chart, Timeline, printable
 
 MAX_LANES = 60
 """Requests that a page draws one below the other; those of a longer workload cannot be told apart. In a comparison
 each has two lanes."""
 _LETTERS = ("A", "B")
 _CHARTS = (
-    ("chart-queue", "Queue", "Requests that wait after admission."),
-    ("chart-running", "Running", "Requests that run after admission."),
-    ("chart-blocks", "KV blocks", "Blocks that sequences hold; red marks are preemptions."),
-    ("chart-batch", "Batch", "Tokens that a step computes: prompts on top of decoded ones."),
-    ("chart-lanes", "Requests", "Each from its arrival to its last token; red is preempted."),
+    Chart("chart-queue", "Queue", "Requests that wait after admission."),
+    Chart("chart-running", "Running", "Requests that run after admission."),
+    Chart("chart-blocks", "KV blocks", "Blocks that sequences hold; red marks are preemptions."),
+    Chart("chart-batch", "Batch", "Tokens that a step computes: prompts on top of decoded ones."),
+    Chart("chart-lanes", "Requests", "Each from its arrival to its last token; red is preempted."),
 )
 _CHARTS_OF_TWO = (
     *_CHARTS[:2],
-    ("chart-blocks", "KV blocks", "Blocks that sequences hold; marks above are preemptions."),
-    ("chart-batch", "Batch", "Tokens that a step computes, prompts and decoded ones together."),
-    ("chart-lanes", "Requests", "Each from its arrival to its last token, A above B; red is preempted."),
+    Chart("chart-blocks", "KV blocks", "Blocks that sequences hold; marks above are preemptions."),
+    Chart("chart-batch", "Batch", "Tokens that a step computes, prompts and decoded ones together."),
+    Chart("chart-lanes", "Requests", "Each from its arrival to its last token, A above B; red is preempted."),
 )
 
 
@@ -38,11 +37,19 @@ class Mark(NamedTuple):
     start_ps: int
 
 
-def charts_of(sides: Sequence[Side]) -> list[dict[str, str]]:
-    """Those that there are: id, title and summary."""
+def timeline_of(sides: Sequence[Side], mark: Mark | None = None) -> Timeline:
+    """One replay, or two in one picture.
+
+    Args:
+        mark: a moment that all charts show.
+    """
     charts = _CHARTS if len(sides) == 1 else _CHARTS_OF_TWO
-    shown = charts if _has_lanes(sides) else charts[:-1]
-    return [dict(zip(("id", "title", "summary"), chart, strict=True)) for chart in shown]
+    return Timeline(
+        charts if _has_lanes(sides) else charts[:-1],
+        chart_data(sides, mark),
+        has_times=all(side.report.latency_ms is not None for side in sides),
+        sampling=_sampling_of(sides),
+    )
 
 
 def chart_data(sides: Sequence[Side], mark: Mark | None = None) -> dict[str, Any]:
@@ -58,7 +65,7 @@ def chart_data(sides: Sequence[Side], mark: Mark | None = None) -> dict[str, Any
     }
 
 
-def sampling_words(sides: Sequence[Side]) -> str:
+def _sampling_of(sides: Sequence[Side]) -> str:
     """What the charts leave out."""
     if len(sides) > 1 and all(side.timeline.width == 1 for side in sides):
         words = ["Every tick of both is drawn."]

@@ -1,9 +1,8 @@
-"""What `lockstep diff` found: in words and a table for people, as an object for programs."""
+"""Differences that `lockstep diff` found: as findings for people, as objects for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from lockstep.core.policy import SchedulerConfig
@@ -11,10 +10,10 @@ from lockstep.core.step import Chunk
 from lockstep.replay.causes import Cause
 from lockstep.replay.diff import Diff
 from lockstep.replay.reasons import names_of, sentences, state_line
-from lockstep.replay.render.tables import ABSENT, Table
 from lockstep.replay.situation import Situation
 from lockstep.replay.trace_diff import EngineDiff
 from lockstep.replay.workload import PS_PER_MS
+from lockstep.report.document import ABSENT, Finding, Table, words
 
 MAX_ROWS = 24
 """Rows of the two plans that are shown; those that differ come first."""
@@ -22,25 +21,13 @@ MAX_BLOCKS = 4
 """Block ids that are shown of a table: its last ones."""
 VERSION = 1
 """Of the JSON form."""
+_HINT = (
+    "A row reads `67+1 samples in 3 4 5`: from position 67 on one token, sampling, in a table that ends with these"
+    " blocks."
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A difference as one tells it, in this order."""
-
-    verdict: str
-    """Whether, and where."""
-    reasons: tuple[str, ...] = ()
-    """Why, a sentence each."""
-    states: tuple[str, ...] = ()
-    """What either side had before and after the step."""
-    plans: Table | None = None
-    """What either side planned; None: there was no plan."""
-    rest: tuple[str, ...] = ()
-    """What decided it, and how few requests show it."""
-
-
-def told(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed: bool) -> Told:
+def finding_of(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed: bool) -> Finding:
     """Of two configs or workloads.
 
     Args:
@@ -48,7 +35,7 @@ def told(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed: bool)
     """
     divergence = found.divergence
     if divergence is None or found.a is None or found.b is None:
-        return Told(f"identical: all {found.num_equal_steps:,} steps are decided the same")
+        return Finding(f"identical: all {found.num_equal_steps:,} steps are decided the same")
     place = f"tick {divergence.a.tick:,}"
     if is_timed:
         place += f" at {divergence.a.start_ps / PS_PER_MS:,.3f} ms"
@@ -56,22 +43,22 @@ def told(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed: bool)
     reasons = tuple(sentences(divergence.difference, found.a, found.b))
     states = state_line(found.a), state_line(found.b)
     rest = (found.input,) if found.input else ()
-    return Told(verdict, reasons, states, _plans(found.a, found.b), (*rest, *_rest(found, a, b)))
+    return Finding(verdict, reasons, states, _plans(found.a, found.b), _HINT, (*rest, *_rest(found, a, b)))
 
 
-def told_of_engine(found: EngineDiff) -> Told:
+def finding_of_engine(found: EngineDiff) -> Finding:
     """Of one engine of two recordings."""
     head = f"engine {found.engine} ({found.name_a or found.name_b})"
     if found.difference is None:
-        return Told(f"{head}: identical, {found.num_equal_steps:,} steps")
+        return Finding(f"{head}: identical, {found.num_equal_steps:,} steps")
     if found.a is None or found.b is None:
-        return Told(f"{head}: only {'B' if found.a is None else 'A'} has it")
+        return Finding(f"{head}: only {'B' if found.a is None else 'A'} has it")
     fields = f"; the configs differ in {', '.join(found.fields)}" if found.fields else ""
     change = found.difference.change.value
     verdict = f"{head}: equal for {found.num_equal_steps:,} steps{fields}; then another {change}:"
     reasons = tuple(sentences(found.difference, found.a, found.b))
     states = state_line(found.a), state_line(found.b)
-    return Told(verdict, reasons, states, _plans(found.a, found.b), (_input_line(found),))
+    return Finding(verdict, reasons, states, _plans(found.a, found.b), _HINT, (_input_line(found),))
 
 
 def _input_line(found: EngineDiff) -> str:
@@ -114,7 +101,7 @@ def _cause_line(cause: Cause, a: SchedulerConfig, b: SchedulerConfig) -> str:
 
 def _plans(a: Situation, b: Situation) -> Table:
     rows = list(_pairs(a, b))
-    table = Table("Plans of this step", ("", "request", "A", "B"), num_words=4)
+    table = Table("Plans of this step", words("", "request", "A", "B"), id="plans")
     for name, cell_a, cell_b in sorted(rows, key=lambda row: row[1] == row[2])[:MAX_ROWS]:
         table.rows.append(("" if cell_a == cell_b else "*", name, cell_a or ABSENT, cell_b or ABSENT))
     if len(rows) > MAX_ROWS:

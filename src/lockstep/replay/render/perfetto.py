@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from lockstep.errors import UsageError
-from lockstep.replay.render.stalls import Stalls
+from lockstep.replay.render.side import Stalls
 from lockstep.replay.timeline import RequestOutcome, Tick
 
 _PS_PER_US = 1_000_000

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from lockstep.replay.records import TickRecorder
-from lockstep.replay.render.sampler import TimelineSampler
-from lockstep.replay.render.stalls import Stalls
 from lockstep.replay.report import Report
 from lockstep.replay.timeline import RequestOutcome, Tick
 
@@ -42,3 +42,167 @@ class Side:
     def outcomes(self) -> Sequence[RequestOutcome]:
         assert self._ended is not None, "the replay has ended"
         return self._ended[1]
+
+
+MAX_BUCKETS = 2048
+"""A plot shows about two thousand columns; this also bounds the memory of a sampler and the size of a page."""
+
+QUANTITIES = ("queued", "running", "blocks", "prefill", "decode")
+"""What is kept of a tick: requests that wait and that run, blocks held, prompt tokens and other tokens computed."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A span of ticks. Lists are aligned with ``QUANTITIES``."""
+
+    tick: int
+    num_ticks: int
+    start_ps: int
+    end_ps: int
+    lows: list[int]
+    highs: list[int]
+    sums: list[int]
+    """Over ticks; the mean is this over ``num_ticks``."""
+    num_preempted: int = 0
+
+    @property
+    def means(self) -> list[float]:
+        """Means over ticks, however long they took; 6 decimals."""
+        return [round(total / self.num_ticks, 6) for total in self.sums]
+
+    def add(self, later: Bucket) -> None:
+        """Take in what happened after it."""
+        self.num_ticks += later.num_ticks
+        self.end_ps = later.end_ps
+        self.lows = list(map(min, self.lows, later.lows))
+        self.highs = list(map(max, self.highs, later.highs))
+        self.sums = [own + other for own, other in zip(self.sums, later.sums, strict=True)]
+        self.num_preempted += later.num_preempted
+
+    def take(self, tick: Tick) -> None:
+        """Take in a run of ticks after it, in place: what ``add`` does, for the many."""
+        num_ticks, lows, highs, sums = tick.num_ticks, self.lows, self.highs, self.sums
+        for index, value in enumerate(_values(tick)):
+            if value < lows[index]:
+                lows[index] = value
+            elif value > highs[index]:
+                highs[index] = value
+            sums[index] += value * num_ticks
+        self.num_ticks += num_ticks
+        self.end_ps = tick.start_ps + tick.duration_ps
+        if tick.plan is not None and tick.plan.preempted:
+            self.num_preempted += len(tick.plan.preempted)
+
+
+class TimelineSampler:
+    """A watcher that keeps at most ``max_buckets`` spans of ``width`` ticks, a power of two that doubles when needed.
+
+    A function of the ticks alone: a run of ticks gives what its ticks one by one give, but that times within it are
+    interpolated between its begin and its end.
+    """
+
+    def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
+        self._max_buckets = max_buckets
+        self.width = 1
+        """Ticks of a whole bucket."""
+        self.buckets: list[Bucket] = []
+        """In order; spans that nothing happened in are absent."""
+
+    def __call__(self, tick: Tick) -> None:
+        """Take in what the replay did next."""
+        last = tick.tick + tick.num_ticks - 1
+        while last // self.width >= self._max_buckets:
+            self._halve()
+        bucket = self.buckets[-1] if self.buckets else None
+        if bucket is not None and bucket.tick // self.width == tick.tick // self.width == last // self.width:
+            bucket.take(tick)
+        else:
+            for piece in _cut(tick, self.width):
+                self._append(piece)
+
+    @property
+    def num_ticks(self) -> int:
+        return self.buckets[-1].tick + self.buckets[-1].num_ticks if self.buckets else 0
+
+    def _halve(self) -> None:
+        self.width *= 2
+        whole, self.buckets = self.buckets, []
+        for bucket in whole:
+            self._append(bucket)
+
+    def _append(self, bucket: Bucket) -> None:
+        if self.buckets and self.buckets[-1].tick // self.width == bucket.tick // self.width:
+            self.buckets[-1].add(bucket)
+        else:
+            self.buckets.append(bucket)
+
+
+def _cut(tick: Tick, width: int) -> Iterator[Bucket]:
+    """The pieces of a run of ticks that lie in one span each."""
+    values = _values(tick)
+    num_preempted = len(tick.plan.preempted) if tick.plan is not None else 0
+    done = 0
+    while done < tick.num_ticks:
+        first = tick.tick + done
+        count = min(tick.num_ticks - done, width - first % width)
+        yield Bucket(
+            tick=first,
+            num_ticks=count,
+            start_ps=tick.start_ps + tick.duration_ps * done // tick.num_ticks,
+            end_ps=tick.start_ps + tick.duration_ps * (done + count) // tick.num_ticks,
+            lows=list(values),
+            highs=list(values),
+            sums=[value * count for value in values],
+            num_preempted=0 if done else num_preempted,
+        )
+        done += count
+
+
+def _values(tick: Tick) -> tuple[int, ...]:
+    """Of each of the ticks; see ``QUANTITIES``."""
+    num_decode = sum(tick.plan.lengths) - tick.num_prefill_tokens if tick.plan is not None else 0
+    return tick.num_queued, tick.num_active, tick.num_used_blocks, tick.num_prefill_tokens, num_decode
+
+
+MAX_STALLS = 200_000
+"""That are kept; of a run that preempts more often, the first."""
+
+
+class Stall(NamedTuple):
+    """One sequence, for one time."""
+
+    tick: int
+    end_tick: int
+    start_ps: int
+    end_ps: int
+
+
+class Stalls:
+    """A watcher that keeps them by sequence."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, list[Stall]] = {}
+        self._open: dict[int, tuple[int, int]] = {}
+        """Tick and picosecond since when."""
+        self.num_left_out = 0
+        self._count = 0
+
+    def __call__(self, tick: Tick) -> None:
+        """Take in what the replay did next."""
+        plan = tick.plan
+        if plan is None or not (plan.preempted or plan.resumed):
+            return
+        for seq_id in plan.resumed:
+            since = self._open.pop(seq_id, None)
+            if since is not None:
+                self._by_id.setdefault(seq_id, []).append(Stall(since[0], tick.tick, since[1], tick.start_ps))
+        for seq_id in plan.preempted:
+            if self._count < MAX_STALLS:
+                self._count += 1
+                self._open[seq_id] = tick.tick, tick.start_ps
+            else:
+                self.num_left_out += 1
+
+    def of(self, seq_id: int) -> tuple[Stall, ...]:
+        """Of one sequence, in order."""
+        return tuple(self._by_id.get(seq_id, ()))

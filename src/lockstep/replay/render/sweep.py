@@ -1,14 +1,35 @@
-"""What a sweep came to: as a table and a sentence for people, as an object for programs."""
+"""Sweeps: as a table, a plot and a sentence for people, as a page, as an object for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from lockstep.replay.metrics import MORE_IS_BETTER, SHORT_FORMS, short_name
-from lockstep.replay.render.tables import Table
+from lockstep.replay.metrics import MORE_IS_BETTER, SHORT_FORMS, as_less_is_better, short_name
 from lockstep.replay.sweep import Outcome
+from lockstep.report.document import (
+    Axis,
+    Block,
+    Cell,
+    Document,
+    Flag,
+    Lead,
+    Number,
+    Paragraph,
+    Point,
+    Remark,
+    Scatter,
+    Section,
+    Style,
+    Table,
+    Tile,
+    Tiles,
+    format_number,
+    numbers,
+    words,
+)
+from lockstep.report.page import to_html
 
 VERSION = 1
 """Of the JSON form."""
@@ -16,6 +37,7 @@ _SHOWN = ("kv_occupancy", "preemptions", "requests_refused", "goodput.ratio")
 """Figures that a table has beside times, speed and objectives."""
 _SPEED = {"latency_ms": "output_tokens_per_s", "latency_ticks": "total_ticks"}
 """By what times count: where nobody said how long a tick is, nothing is per second."""
+_CHEAPEST = "cheapest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,65 +57,79 @@ class Swept:
     best: int | None
     """The cheapest outcome that meets the goals; None: none does, or there are no goals."""
     common: Mapping[str, str]
-    """What was set for all."""
+    """Settings that all have."""
 
 
-def metrics_shown(swept: Swept) -> list[str]:
-    """Paths of the figures that tables have: objectives first."""
-    figures = next((outcome.figures for outcome in swept.outcomes if outcome.figures), {})
-    form = next((form for form in SHORT_FORMS if f"{form}.ttft.p50" in figures), SHORT_FORMS[0])
-    times = [f"{form}.{measure}.{kind}" for measure in ("ttft", "tpot") for kind in ("p50", "p99")]
-    others = [name for name in (_SPEED[form], *times, *_SHOWN) if name in figures]
-    return list(dict.fromkeys((*swept.objectives, *others)))
+def sweep_page(swept: Swept) -> str:
+    """The page of a sweep; the same sweep gives the same."""
+    names, objectives = metrics_shown(swept), _objectives_text(swept) or "nothing"
+    unit = _unit_of_times(names)
+    hint = f"★ is on the Pareto front of {objectives}: no other is as good in everything and better in something."
+    table = sweep_table(swept, Style.SHORT)
+    sections = [
+        Section("", (Tiles(list(_tiles(swept))),)),
+        Section("What is best", (scatter_of(swept),)),
+        Section("All configs", (table, Paragraph(hint + (f" Times are in {unit}." if unit else ""), "hint"))),
+        Section("What all have in common", (_common(swept),)),
+    ]
+    said = verdict(swept)
+    return to_html(
+        Document(
+            title=f"Sweep of {swept.name}",
+            sections=sections,
+            leads=[Lead(_grid_text(swept))],
+            verdict=said[:1].upper() + said[1:],
+            notes=list(_extrapolation_notes(swept)),
+        )
+    )
 
 
-def unit_of_times(names: Sequence[str]) -> str:
-    """What the times among some figures count; empty: there are none."""
-    forms = [name.split(".")[0] for name in names]
-    return "ms" if SHORT_FORMS[0] in forms else "ticks" if SHORT_FORMS[1] in forms else ""
+def sweep_blocks(swept: Swept) -> tuple[Block, ...]:
+    """The sweep for a terminal, beside its notes and verdict."""
+    table = sweep_table(swept)
+    return (table, scatter_of(swept)) if len(swept.objectives) > 1 else (table,)
 
 
-def sweep_table(swept: Swept) -> Table:
-    """A row for each config; ``*`` is on the front."""
-    names = metrics_shown(swept)
-    settings = tuple(swept.outcomes[0].settings)
-    table = Table("Configs", ("", *settings, *map(short_name, names)), num_words=1 + len(settings))
-    for outcome, is_best in zip(swept.outcomes, swept.is_on_front, strict=True):
-        figures = [f"{outcome.figures[name]:,g}" if name in outcome.figures else "" for name in names]
-        table.rows.append(("*" if is_best else "", *outcome.settings.values(), *figures))
+def sweep_table(swept: Swept, style: Style = Style.GENERAL) -> Table:
+    """A row for each config, those on the front marked."""
+    names, settings = metrics_shown(swept), tuple(swept.outcomes[0].settings)
+    columns = (*words("", *settings), *numbers(*map(short_name, names)))
+    table = Table("Configs", columns, id="configs", can_sort=True)
+    for index, (outcome, is_best) in enumerate(zip(swept.outcomes, swept.is_on_front, strict=True)):
+        badge = _CHEAPEST if index == swept.best else ""
+        figures: list[Cell] = [
+            Number(outcome.figures[name], style) if name in outcome.figures else "" for name in names
+        ]
+        if outcome.refusal:
+            figures = [Remark(f"cannot work: {outcome.refusal}")]
+        meaning = f"on the Pareto front of {_objectives_text(swept)}"
+        table.rows.append((Flag(is_best, meaning, badge), *outcome.settings.values(), *figures))
     return table
+
+
+def scatter_of(swept: Swept) -> Scatter:
+    """The configs as points of objectives, and of all figures that are not the same everywhere."""
+    names = _plotted(swept)
+    axes = [Axis(name, _label(name), short_name(name), better(name)) for name in names]
+    points = [
+        Point(_settings_text(outcome), outcome.figures, is_best, index == swept.best)
+        for index, (outcome, is_best) in enumerate(zip(swept.outcomes, swept.is_on_front, strict=True))
+    ]
+    return Scatter(axes, points, "" if swept.best is None else "cheapest that meets the goals")
 
 
 def sweep_notes(swept: Swept) -> Iterator[str]:
     """What a reader of the table must know."""
-    unit = unit_of_times(metrics_shown(swept))
+    unit = _unit_of_times(metrics_shown(swept))
     if unit:
         yield f"times in {unit}"
     if swept.objectives:
-        front = f"* is on the Pareto front of {objectives_text(swept)}"
+        front = f"* is on the Pareto front of {_objectives_text(swept)}"
         yield f"{front}: no other is as good in everything and better in something"
     for outcome in swept.outcomes:
         if outcome.refusal:
-            yield f"{settings_text(outcome)} cannot work: {outcome.refusal}"
-    yield from extrapolation_notes(swept)
-
-
-def extrapolation_notes(swept: Swept) -> Iterator[str]:
-    """Which configs' times are of steps larger than any that was measured."""
-    noted = [outcome for outcome in swept.outcomes if outcome.note]
-    if noted:
-        number = "1 config has" if len(noted) == 1 else f"{len(noted):,} configs have"
-        yield f"{number} steps larger than any that was measured, as {settings_text(noted[-1])}: {noted[-1].note}"
-
-
-def objectives_text(swept: Swept) -> str:
-    """The objectives by their short names."""
-    return " and ".join(map(short_name, swept.objectives))
-
-
-def settings_text(outcome: Outcome) -> str:
-    """What the grid set."""
-    return ", ".join(f"{name}={value}" for name, value in outcome.settings.items())
+            yield f"{_settings_text(outcome)} cannot work: {outcome.refusal}"
+    yield from _extrapolation_notes(swept)
 
 
 def verdict(swept: Swept) -> str:
@@ -105,7 +141,7 @@ def verdict(swept: Swept) -> str:
         return f"no config meets {what} for {swept.percent:g} % of the requests"
     best = swept.outcomes[swept.best]
     share = 100 * (best.good_share or 0.0)
-    return f"cheapest that meets {what}: {settings_text(best)} ({share:.6g} % of the requests meet it)"
+    return f"cheapest that meets {what}: {_settings_text(best)} ({share:.6g} % of the requests meet it)"
 
 
 def facts(swept: Swept) -> dict[str, Any]:
@@ -131,6 +167,79 @@ def facts(swept: Swept) -> dict[str, Any]:
     }
 
 
-def better(metric: str) -> str:
-    """``more`` or ``less``."""
+def metrics_shown(swept: Swept) -> list[str]:
+    """Paths of the figures that tables have: objectives first."""
+    figures = next((outcome.figures for outcome in swept.outcomes if outcome.figures), {})
+    form = next((form for form in SHORT_FORMS if f"{form}.ttft.p50" in figures), SHORT_FORMS[0])
+    times = [f"{form}.{measure}.{kind}" for measure in ("ttft", "tpot") for kind in ("p50", "p99")]
+    others = [name for name in (_SPEED[form], *times, *_SHOWN) if name in figures]
+    return list(dict.fromkeys((*swept.objectives, *others)))
+
+
+def better(metric: str) -> Literal["more", "less"]:
+    """In which direction a figure is better."""
     return "more" if metric in MORE_IS_BETTER else "less"
+
+
+def _plotted(swept: Swept) -> list[str]:
+    outcomes = [outcome.figures for outcome in swept.outcomes if outcome.figures]
+    names = dict.fromkeys(name for figures in outcomes for name in figures)
+    varying = (name for name in names if len({figures.get(name) for figures in outcomes}) > 1)
+    return list(dict.fromkeys((*swept.objectives, *varying)))
+
+
+def _extrapolation_notes(swept: Swept) -> Iterator[str]:
+    """Which configs' times are of steps larger than any that was measured."""
+    noted = [outcome for outcome in swept.outcomes if outcome.note]
+    if noted:
+        number = "1 config has" if len(noted) == 1 else f"{len(noted):,} configs have"
+        yield f"{number} steps larger than any that was measured, as {_settings_text(noted[-1])}: {noted[-1].note}"
+
+
+def _unit_of_times(names: Sequence[str]) -> str:
+    """What the times among some figures count; empty: there are none."""
+    forms = [name.split(".")[0] for name in names]
+    return "ms" if SHORT_FORMS[0] in forms else "ticks" if SHORT_FORMS[1] in forms else ""
+
+
+def _objectives_text(swept: Swept) -> str:
+    return " and ".join(map(short_name, swept.objectives))
+
+
+def _settings_text(outcome: Outcome) -> str:
+    """What the grid set."""
+    return ", ".join(f"{name}={value}" for name, value in outcome.settings.items())
+
+
+def _label(name: str) -> str:
+    """With the unit of a time, and the whole path where the short name is that of two."""
+    if name.startswith("latency_ticks."):
+        return f"{short_name(name)}, ticks"
+    return f"{short_name(name)}, ms" if name.startswith("latency_ms.") else name
+
+
+def _grid_text(swept: Swept) -> str:
+    axes = {name: len({outcome.settings[name] for outcome in swept.outcomes}) for name in swept.outcomes[0].settings}
+    grid = ", ".join(f"{count} of {name}" for name, count in axes.items())
+    return f"{len(swept.outcomes):,} configs ({grid}), each replayed on the real scheduler."
+
+
+def _common(swept: Swept) -> Table:
+    return Table("Settings", (*words("setting"), *numbers("value")), list(swept.common.items()), id="common")
+
+
+def _tiles(swept: Swept) -> Iterator[Tile]:
+    works = [outcome for outcome in swept.outcomes if outcome.figures]
+    refused = len(swept.outcomes) - len(works)
+    yield Tile("Configs", f"{len(swept.outcomes):,}", f"{refused:,} cannot work" if refused else "all work")
+    yield Tile("Pareto front", f"{sum(swept.is_on_front):,}", _objectives_text(swept))
+    for name in swept.objectives:
+        having = [outcome for outcome in works if name in outcome.figures]
+        if having:
+            best = min(having, key=lambda outcome: as_less_is_better(outcome.figures, name))
+            title = "Most" if better(name) == "more" else "Least"
+            value = format_number(best.figures[name], Style.SHORT)
+            yield Tile(f"{title} {_label(name)}", value, _settings_text(best))
+    if swept.goals_ms:
+        meeting = sum((outcome.good_share or 0.0) >= swept.percent / 100 for outcome in works)
+        yield Tile("Meet the goals", f"{meeting:,}", f"for {swept.percent:g} % of the requests")

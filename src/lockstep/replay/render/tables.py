@@ -1,149 +1,332 @@
-"""Reports and comparisons as tables, before it is known who draws them."""
+"""Figures of one report, or of two beside each other, as tables and tiles; the same for terminals and pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from functools import partial
 
-from lockstep.replay.render.figures import (
-    LATENCY_COLUMNS,
-    Figure,
-    columns_of,
-    groups_of,
-    latencies_of,
-    latency_rows,
-    printable,
-    short_text,
-    value_text,
-)
+from lockstep.replay.latencies import Distribution, Latencies
 from lockstep.replay.report import Report
+from lockstep.report.document import (
+    ABSENT,
+    Cell,
+    Column,
+    Document,
+    Number,
+    Section,
+    Strip,
+    Style,
+    Table,
+    Tables,
+    Tile,
+    Tiles,
+    changes,
+    format_number,
+    numbers,
+    words,
+)
 
-ABSENT = "-"
-"""In the place of a value that there is not."""
-_DIFFERENCES = ("B - A", "change")
+LATENCY_COLUMNS = ("mean", "p50", "p90", "p95", "p99")
+_LATENCY_LABELS = {
+    "queue": "queue",
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between tokens",
+    "e2e": "end to end",
+}
+_SIDE_COLUMNS = (*numbers("A", "B"), *changes("B - A", "change"))
+_measure = partial(Number, style=Style.SHORT)
+_short = partial(format_number, style=Style.SHORT)
+
+Rows = Iterable[tuple[str, Cell]]
 
 
-@dataclass(slots=True)
-class Table:
-    """Rows of text under their columns' names."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    num_words: int = 1
-    """Leading columns of words; those behind them are figures."""
-    num_differences: int = 0
-    """Last columns that say by how much two of the others differ."""
+def report_document(report: Report) -> Document:
+    """All figures of a report, for a terminal."""
+    blocks = (Tables([*figure_tables(report), *latency_tables(report)]),)
+    return Document(f"{report.name}: fingerprint {report.fingerprint}", [Section("", blocks)], notes=report.notes)
 
 
-def report_tables(report: Report) -> list[Table]:
-    """All figures of a report."""
-    tables = []
-    for group in groups_of(report):
-        table = Table(group.title, (group.title.lower(), "value"))
-        table.rows.extend((figure.label, figure.text) for figure in group.figures)
-        tables.append(table)
-    latencies, unit = latencies_of(report)
-    table = Table("Latencies", (f"latencies, {unit}", *LATENCY_COLUMNS))
-    table.rows.extend(
-        (label, *map(short_text, columns_of(distribution))) for label, distribution in latency_rows(latencies)
-    )
-    return [*tables, table] if table.rows else tables
-
-
-def comparison_head(one: Report, other: Report) -> str:
-    """Whether the same was decided."""
-    names = f"A: {printable(one.name)}, B: {printable(other.name)}"
-    return f"{names}; {same_or_not(one, other)}"
+def comparison_document(one: Report, other: Report) -> Document:
+    """What was set differently, and all figures of both with the difference that B makes; for a terminal."""
+    settings = settings_table(one, other)
+    tables = [settings] if settings.rows else []
+    tables += [*figure_comparison(one, other), *latency_comparison(one, other)]
+    title = f"A: {one.name}, B: {other.name}; {same_or_not(one, other)}"
+    return Document(title, [Section("", (Tables(tables),))], notes=comparison_notes(one, other))
 
 
 def same_or_not(one: Report, other: Report) -> str:
-    """Whether the same was decided, without the names."""
+    """Whether the same was decided."""
     if one.fingerprint == other.fingerprint:
         return f"identical decisions, fingerprint {one.fingerprint}"
     return f"decisions differ, fingerprints {one.fingerprint} and {other.fingerprint}"
 
 
 def comparison_notes(one: Report, other: Report) -> list[str]:
-    """Those of both, each once; what only one of them has says whose it is."""
+    """Notes of both, each once; what only one of them has says whose it is."""
     return [
         *(note if note in other.notes else f"A: {note}" for note in one.notes),
         *(f"B: {note}" for note in other.notes if note not in one.notes),
     ]
 
 
-def comparison_tables(one: Report, other: Report) -> list[Table]:
-    """What was set differently, and all figures of both with the difference that B makes."""
-    settings = settings_table(one, other)
-    first = [settings] if settings.rows else []
-    return [*first, *figure_comparison(one, other), *latency_comparison(one, other)]
+# ---- figures
+
+
+def figure_tables(report: Report) -> list[Table]:
+    """All figures but latencies; tables of what did not happen are left out."""
+    groups: list[tuple[str, Rows]] = [
+        ("Requests", _requests(report)),
+        ("Tokens", _tokens(report)),
+        ("Load", _load(report)),
+        ("KV cache", _blocks(report)),
+        ("Prefix cache", _prefix(report) if report.prefix_queried_tokens else ()),
+        ("Preemption", _preemption(report) if report.preemptions else ()),
+        ("Tenants", _tenants(report) if report.tenants > 1 else ()),
+        ("Goals", _goals(report)),
+    ]
+    tables = [Table(title, (*words(title.lower()), *numbers("value")), list(rows)) for title, rows in groups]
+    return [table for table in tables if table.rows]
 
 
 def figure_comparison(one: Report, other: Report) -> list[Table]:
     """All figures of both but latencies."""
-    columns = ("A", "B", *_DIFFERENCES)
+    there = {(table.title, row[0]): row[1] for table in figure_tables(other) for row in table.rows}
     tables = []
-    others = {(group.title, figure.label): figure for group in groups_of(other) for figure in group.figures}
-    for group in groups_of(one):
-        table = Table(group.title, (group.title.lower(), *columns), num_differences=len(_DIFFERENCES))
-        for figure in group.figures:
-            table.rows.append(_beside(figure, others.pop((group.title, figure.label), None)))
-        tables.append(table)
-    if others:
-        rest = Table("Only in B", ("only in B", *columns), num_differences=len(_DIFFERENCES))
-        rest.rows.extend((figure.label, ABSENT, figure.text, ABSENT, ABSENT) for figure in others.values())
-        tables.append(rest)
+    for table in figure_tables(one):
+        rows = [_beside(str(label), value, there.pop((table.title, label), None)) for label, value in table.rows]
+        tables.append(Table(table.title, (*words(table.title.lower()), *_SIDE_COLUMNS), rows))
+    if there:
+        rest: list[tuple[Cell, ...]] = [(label, ABSENT, value, ABSENT, ABSENT) for (_, label), value in there.items()]
+        tables.append(Table("Only in B", (*words("only in B"), *_SIDE_COLUMNS), rest))
     return tables
 
 
-def settings_table(one: Report, other: Report) -> Table:
-    """What was set differently."""
-    settings = Table("Settings", ("settings that differ", "A", "B"))
-    for name in sorted({*one.config, *other.config}):
-        values = one.config.get(name), other.config.get(name)
-        if values[0] != values[1]:
-            settings.rows.append((name, *(_setting_text(value) for value in values)))
-    for name in sorted({*one.cost_ps, *other.cost_ps}):
-        costs = one.cost_ps.get(name, 0), other.cost_ps.get(name, 0)
-        if costs[0] != costs[1]:
-            settings.rows.append((f"cost: {name}", *map(value_text, costs)))
-    return settings
-
-
-def latency_comparison(one: Report, other: Report) -> list[Table]:
-    """The latencies of both, where both have some: one table, or none."""
-    (latencies, unit), (others, other_unit) = latencies_of(one), latencies_of(other)
-    if unit != other_unit:
-        latencies, others, unit = one.latency_ticks, other.latency_ticks, "ticks"
-    there = dict(latency_rows(others))
-    columns = (f"latencies, {unit}", "A", "B", *_DIFFERENCES)
-    table = Table("Latencies", columns, num_differences=len(_DIFFERENCES))
-    for label, distribution in latency_rows(latencies):
-        if label not in there:
-            continue
-        pairs = zip(LATENCY_COLUMNS, columns_of(distribution), columns_of(there[label]), strict=True)
-        for name, before, after in pairs:
-            table.rows.append(
-                (f"{label}, {name}", short_text(before), short_text(after), *difference(before, after, short=True))
-            )
-    return [table] if table.rows else []
-
-
-def _beside(figure: Figure, other: Figure | None) -> tuple[str, ...]:
+def _beside(label: str, value: Cell, other: Cell | None) -> tuple[Cell, ...]:
     if other is None:
-        return figure.label, figure.text, ABSENT, ABSENT, ABSENT
-    if isinstance(figure.value, str) or isinstance(other.value, str):
-        return figure.label, figure.text, other.text, "" if figure.value == other.value else "differs", ""
-    return figure.label, figure.text, other.text, *difference(figure.value, other.value, short=figure.is_measure)
+        return label, value, ABSENT, ABSENT, ABSENT
+    if not isinstance(value, Number) or not isinstance(other, Number):
+        return label, value, other, "" if value == other else "differs", ""
+    return label, value, other, *difference(value.value, other.value, value.style)
 
 
-def difference(before: float, after: float, *, short: bool = False) -> tuple[str, str]:
+def difference(before: float, after: float, style: Style = Style.EXACT) -> tuple[str, str]:
     """B - A with its sign, and in percent of A; nothing where they are equal."""
     if before == after:
         return "", ""
     change = round(after - before, 6)
-    text = short_text(abs(change)) if short else value_text(abs(change))
-    return ("+" if change > 0 else "-") + text, f"{100 * change / before:+.1f} %" if before else ABSENT
+    text = ("+" if change > 0 else "-") + format_number(abs(change), style)
+    return text, f"{100 * change / before:+.1f} %" if before else ABSENT
 
 
-def _setting_text(value: object) -> str:
-    return ABSENT if value is None else printable(str(value))
+def settings_table(one: Report, other: Report) -> Table:
+    """What was set differently."""
+    settings = Table("Settings that differ", (*words("settings that differ"), *numbers("A", "B")), id="settings")
+    for name in sorted({*one.config, *other.config}):
+        values = one.config.get(name), other.config.get(name)
+        if values[0] != values[1]:
+            settings.rows.append((name, *(ABSENT if value is None else str(value) for value in values)))
+    for name in sorted({*one.cost_ps, *other.cost_ps}):
+        costs = one.cost_ps.get(name, 0), other.cost_ps.get(name, 0)
+        if costs[0] != costs[1]:
+            settings.rows.append((f"cost: {name}", *map(Number, costs)))
+    return settings
+
+
+def _requests(report: Report) -> Iterator[tuple[str, Cell]]:
+    yield "requests", Number(report.requests)
+    yield "completed", Number(report.requests_completed)
+    yield "refused", Number(report.requests_refused)
+    yield "ticks", Number(report.total_ticks)
+    if report.busy_ticks != report.total_ticks:
+        yield "ticks with work", Number(report.busy_ticks)
+    if report.latency_ms is not None:
+        yield "duration", _measure(report.duration_ms, unit="ms")
+        yield "completed per second", _measure(report.requests_per_s)
+
+
+def _tokens(report: Report) -> Iterator[tuple[str, Cell]]:
+    yield "prompt tokens", Number(report.prompt_tokens)
+    yield "prompt tokens computed", Number(report.prefill_tokens)
+    yield "decode tokens", Number(report.decode_tokens)
+    if report.latency_ms is not None:
+        yield "output tokens per second", _measure(report.output_tokens_per_s)
+
+
+def _load(report: Report) -> Iterator[tuple[str, Cell]]:
+    yield "greatest queue", Number(report.max_queued)
+    yield "most running", Number(report.max_active)
+    yield "ticks with a queue", Number(report.queue_pressure_ticks)
+    yield "ticks with all places taken", Number(report.active_capacity_ticks)
+    yield "prefill capacity", Number(report.prefill_capacity, unit="tokens per tick")
+    yield "prefill utilisation", Number(report.prefill_utilization)
+    yield "decode capacity", Number(report.decode_capacity, unit="sequences per tick")
+    yield "decode utilisation", Number(report.decode_utilization)
+
+
+def _blocks(report: Report) -> Iterator[tuple[str, Cell]]:
+    yield "capacity", Number(report.kv_capacity, unit="blocks")
+    yield "reserved", Number(report.reserved_blocks, unit="blocks")
+    yield "peak", Number(report.peak_blocks, unit="blocks")
+    yield "peak of capacity", Number(report.peak_blocks_percent, unit="%")
+    yield "occupancy", Number(report.kv_occupancy)
+    yield "evicted", Number(report.evicted_blocks, unit="blocks")
+    yield "all returned", "yes" if report.all_blocks_returned else "no"
+
+
+def _prefix(report: Report) -> Iterator[tuple[str, Cell]]:
+    yield "looked up", Number(report.prefix_queried_tokens, unit="tokens")
+    yield "hit", Number(report.prefix_hit_tokens, unit="tokens")
+    yield "hit rate", Number(report.prefix_hit_rate)
+    if report.prefix_unbounded_hit_tokens is not None and report.prefix_unbounded_hit_rate is not None:
+        yield "hit by a cache without bounds", Number(report.prefix_unbounded_hit_tokens, unit="tokens")
+        yield "hit rate without bounds", Number(report.prefix_unbounded_hit_rate)
+
+
+def _preemption(report: Report) -> Iterator[tuple[str, Cell]]:
+    yield "preemptions", Number(report.preemptions)
+    yield "computed again", Number(report.recomputed_tokens, unit="tokens")
+    yield "swapped out", Number(report.swapped_out_blocks, unit="blocks")
+    yield "swapped in", Number(report.swapped_in_blocks, unit="blocks")
+
+
+def _tenants(report: Report) -> Iterator[tuple[str, Cell]]:
+    yield "tenants", Number(report.tenants)
+    yield "fairness between tenants (Jain)", Number(report.fairness)
+
+
+def _goals(report: Report) -> Iterator[tuple[str, Cell]]:
+    goodput = report.goodput
+    if goodput is not None:
+        yield "goals", ", ".join(f"{name} {format_number(limit)} ms" for name, limit in goodput.goals_ms.items())
+        yield "requests that met them", Number(goodput.requests)
+        yield "of all", Number(goodput.ratio)
+        yield "goodput", _measure(goodput.requests_per_s, unit="requests per second")
+
+
+# ---- latencies
+
+
+def latencies_of(report: Report) -> tuple[Latencies, str]:
+    """The distributions in milliseconds, or in ticks where nothing said how long one is; and their unit."""
+    if report.latency_ms is not None:
+        return report.latency_ms, "ms"
+    return report.latency_ticks, "ticks"
+
+
+def latency_tables(report: Report) -> list[Table]:
+    """The distributions that somebody has: one table, or none. Pages have each as a strip, too."""
+    latencies, unit = latencies_of(report)
+    columns = (*words(f"latencies, {unit}"), *numbers(*LATENCY_COLUMNS), Column("0 to p99: median, p90, mean", "strip"))
+    table = Table("Latencies", columns, id="latencies")
+    for label, distribution in _distributions(latencies):
+        whole = max(distribution.p99, distribution.mean, 1e-12)
+        table.rows.append((label, *map(_measure, _values(distribution)), _strip(distribution, whole)))
+    return [table] if table.rows else []
+
+
+def latency_comparison(one: Report, other: Report) -> list[Table]:
+    """The latencies of both, a figure a row, where both have some: one table, or none."""
+    pairs, unit = _pairs(one, other)
+    rows: list[tuple[Cell, ...]] = [
+        (f"{label}, {name}", _measure(before), _measure(after), *difference(before, after, Style.SHORT))
+        for label, a, b in pairs
+        for name, before, after in zip(LATENCY_COLUMNS, _values(a), _values(b), strict=True)
+    ]
+    return [Table("Latencies", (*words(f"latencies, {unit}"), *_SIDE_COLUMNS), rows)] if rows else []
+
+
+def latency_strips(one: Report, other: Report) -> Table:
+    """The latencies of both, for pages: three rows for each distribution, strips up to the greater p99."""
+    pairs, unit = _pairs(one, other)
+    strip = Column("0 to the greater p99: median, p90, mean", "strip")
+    columns = (*words(unit, "side"), *numbers(*LATENCY_COLUMNS), strip)
+    table = Table("Latencies", columns, id="latencies", rows_per_head=3)
+    for label, a, b in pairs:
+        whole = max(a.p99, a.mean, b.p99, b.mean, 1e-12)
+        for letter, each in (("A", a), ("B", b)):
+            table.rows.append((label, letter, *map(_measure, _values(each)), _strip(each, whole, letter.lower())))
+        changed = (difference(x, y)[1] for x, y in zip(_values(a), _values(b), strict=True))
+        table.rows.append((label, "change", *changed, ""))
+    return table
+
+
+def _pairs(one: Report, other: Report) -> tuple[list[tuple[str, Distribution, Distribution]], str]:
+    """Distributions that both have, and their unit: ticks, unless both know their times."""
+    if one.latency_ms is not None and other.latency_ms is not None:
+        a, b, unit = one.latency_ms, other.latency_ms, "ms"
+    else:
+        a, b, unit = one.latency_ticks, other.latency_ticks, "ticks"
+    there = dict(_distributions(b))
+    return [(label, each, there[label]) for label, each in _distributions(a) if label in there], unit
+
+
+def _distributions(latencies: Latencies) -> Iterator[tuple[str, Distribution]]:
+    for name, label in _LATENCY_LABELS.items():
+        distribution: Distribution | None = getattr(latencies, name)
+        if distribution is not None:
+            yield label, distribution
+
+
+def _values(distribution: Distribution) -> tuple[float, ...]:
+    return tuple(getattr(distribution, name) for name in LATENCY_COLUMNS)
+
+
+def _strip(each: Distribution, whole: float, side: str = "") -> Strip:
+    return Strip(each.p50, each.p90, each.p99, each.mean, whole, side)
+
+
+# ---- tiles
+
+
+def tiles_of(report: Report) -> Tiles:
+    """The figures that one asks for first."""
+    return Tiles(list(_tiles(report)))
+
+
+def twin_tiles(one: Report, other: Report) -> Tiles:
+    """Those that both have."""
+    there = {tile.label: (tile.value, tile.more) for tile in _tiles(other)}
+    return Tiles([tile._replace(other=there[tile.label]) for tile in _tiles(one) if tile.label in there])
+
+
+def _tiles(report: Report) -> Iterator[Tile]:
+    refused = f"{report.requests_refused:,} refused" if report.requests_refused else "none refused"
+    yield Tile("Completed", f"{report.requests_completed:,} of {report.requests:,}", refused)
+    if report.latency_ms is None:
+        yield Tile("Ticks", f"{report.total_ticks:,}", f"{report.busy_ticks:,} with work")
+    else:
+        yield Tile("Duration", _time_text(report.duration_ms, "ms"), f"{report.total_ticks:,} ticks")
+        yield Tile("Output", f"{_short(report.output_tokens_per_s)} tokens/s", f"{report.decode_tokens:,} tokens")
+    yield Tile("Prompts", f"{report.prompt_tokens:,} tokens", f"{report.prefill_tokens:,} computed")
+    if report.latency_ms is None:
+        used = f"{_percent(report.decode_utilization)} of decode capacity"
+        yield Tile("Output", f"{report.decode_tokens:,} tokens", used)
+    peak = f"peak {_percent(report.peak_blocks / report.kv_capacity)}, mean {_percent(report.kv_occupancy)}"
+    yield Tile("KV blocks", f"{report.peak_blocks:,} of {report.kv_capacity:,}", peak)
+    latencies, unit = latencies_of(report)
+    for label, distribution in (("First token", latencies.ttft), ("End to end", latencies.e2e)):
+        if distribution is not None:
+            median, tail = (_time_text(value, unit) for value in (distribution.p50, distribution.p99))
+            yield Tile(label, median, f"median; p99 {tail}")
+    yield Tile("Greatest queue", f"{report.max_queued:,}", f"{report.queue_pressure_ticks:,} ticks with a queue")
+    if report.prefix_queried_tokens:
+        most = report.prefix_unbounded_hit_rate
+        note = "" if most is None else f"; {_percent(most)} without bounds"
+        yield Tile("Prefix hits", _percent(report.prefix_hit_rate), f"{report.prefix_hit_tokens:,} tokens{note}")
+    if report.preemptions:
+        yield Tile("Preemptions", f"{report.preemptions:,}", f"{report.recomputed_tokens:,} tokens computed again")
+    if report.goodput is not None:
+        met = f"{_percent(report.goodput.ratio)} met the goals"
+        yield Tile("Goodput", f"{_short(report.goodput.requests_per_s)} requests/s", met)
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.1f} %"
+
+
+def _time_text(value: float, unit: str) -> str:
+    if unit == "ms" and value >= 10_000:
+        return f"{_short(value / 1000)} s"
+    return f"{_short(value)} {unit}"

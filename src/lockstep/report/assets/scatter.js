@@ -1,8 +1,8 @@
 "use strict";
-// Draws the configs of a sweep as points of two figures, and sorts their table. Text from outside enters by textContent.
+// Draws candidates as points of two figures, and sorts their table. Text from outside enters by textContent.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const table = document.getElementById("configs");
+  const data = JSON.parse(document.getElementById("data").textContent).scatter;
+  const table = document.querySelector("button.sort").closest("table");
   const host = document.getElementById("plot");
   const SVG = "http://www.w3.org/2000/svg";
   const HEIGHT = 380, LEFT = 84, RIGHT = 18, TOP = 16, BOTTOM = 52, RADIUS = 5;
@@ -90,7 +90,7 @@
     make(svg, "path", { class: "front-line", d: path.join("") });
     for (const point of points) {
       const at = { cx: toX(point.x), cy: toY(point.y) };
-      if (point.row.is_cheapest) make(svg, "circle", { class: "ring", ...at, r: RADIUS + 5 });
+      if (point.row.is_chosen) make(svg, "circle", { class: "ring", ...at, r: RADIUS + 5 });
       point.mark = make(svg, "circle", { class: isBest.has(point) ? "point front" : "point", ...at, r: RADIUS });
       make(point.mark, "title", {}, `${point.row.label}\n${told(point)}`);
       point.mark.addEventListener("mouseenter", () => choose(point));

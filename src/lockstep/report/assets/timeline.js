@@ -2,7 +2,7 @@
 // Draws the timeline of one replay, or of two in one picture, from the data of this page. Text from outside enters by
 // textContent and fillText only.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  const data = JSON.parse(document.getElementById("data").textContent).timeline;
   const section = document.getElementById("timeline");
   if (!section || !data.sides.some((side) => side.buckets.tick.length)) return;
 

@@ -1,0 +1,298 @@
+"""Documents of figures: sections of tables, tiles, charts and findings, before it is known who writes them.
+
+A document says what there is to say and never how it looks: numbers keep their value and say by their style how many
+digits mean something; writers align, escape and draw. What only a page can show (tiles, charts, folded tables) is left
+out by writers of text. Programs read none of this: their JSON is of the values that documents are made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+ABSENT = "-"
+"""In the place of a value that there is not."""
+
+
+class Style(Enum):
+    """How a number is written."""
+
+    EXACT = "exact"
+    """Thousands apart; a fraction with six decimals, without zeros at the end."""
+    SHORT = "short"
+    """Four significant digits, or all of a whole number: for speeds and times."""
+    GENERAL = "general"
+    """Six significant digits."""
+
+
+class Number(NamedTuple):
+    """A number as it is read."""
+
+    value: float
+    style: Style = Style.EXACT
+    unit: str = ""
+    """Written behind it: ``%`` or a word."""
+
+
+class Flag(NamedTuple):
+    """The mark of a row that is better than others."""
+
+    is_set: bool
+    meaning: str
+    """What a page says of the mark."""
+    badge: str = ""
+    """A distinction beside it; only on pages."""
+
+
+class Remark(NamedTuple):
+    """Words in the place of all further cells of a row. Text has them among its notes."""
+
+    text: str
+
+
+class Strip(NamedTuple):
+    """A distribution as a strip from 0 to ``whole``; only on pages."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+    whole: float
+    side: str = ""
+    """``a`` or ``b`` where two are compared."""
+
+    def place(self, value: float) -> float:
+        """Percent of the strip's width."""
+        return round(100 * value / self.whole, 2)
+
+
+Cell = str | Number | Flag | Remark | Strip
+
+
+class Column(NamedTuple):
+    """What the cells below each other are."""
+
+    name: str
+    kind: Literal["word", "number", "change", "alarm", "strip"] = "number"
+    """``change``: by how much two of the others differ; ``alarm``: words that tell of a loss."""
+
+    @property
+    def is_word(self) -> bool:
+        """Whether it stands to the left."""
+        return self.kind in ("word", "alarm")
+
+
+def words(*names: str) -> tuple[Column, ...]:
+    """Columns of words."""
+    return tuple(Column(name, "word") for name in names)
+
+
+def numbers(*names: str) -> tuple[Column, ...]:
+    """Columns of numbers."""
+    return tuple(Column(name) for name in names)
+
+
+def changes(*names: str) -> tuple[Column, ...]:
+    """Columns of differences."""
+    return tuple(Column(name, "change") for name in names)
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows under their columns' names."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: list[tuple[Cell, ...]] = field(default_factory=list)
+    id: str = ""
+    """Of its element in a page."""
+    rows_per_head: int = 1
+    """Rows that share the first cell of the first of them."""
+    can_sort: bool = False
+    """Whether a page sorts it by a head that is clicked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Tables that belong together. Those of two columns stand beside each other, wider ones below each other."""
+
+    tables: Sequence[Table]
+    id: str = ""
+
+
+class Tile(NamedTuple):
+    """A figure that one asks for first, large."""
+
+    label: str
+    value: str
+    more: str = ""
+    """What else is said of it, small."""
+    other: tuple[str, str] | None = None
+    """Value and more of the other side of a comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The figures at the head of a page."""
+
+    tiles: Sequence[Tile]
+
+    @property
+    def num_columns(self) -> int:
+        """Those that leave the fewest gaps."""
+        return min(4, 5, 3, key=lambda columns: -len(self.tiles) % columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """A few sentences. Text in backquotes is something to type."""
+
+    text: str
+    kind: Literal["plain", "hint"] = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was looked for and found, told in this order."""
+
+    verdict: str
+    """Whether, and where."""
+    reasons: tuple[str, ...] = ()
+    """Why, a sentence each."""
+    states: tuple[str, ...] = ()
+    """What it was found in."""
+    table: Table | None = None
+    hint: str = ""
+    """How the table is read; only on pages."""
+    rest: tuple[str, ...] = ()
+    """What decided it, and how to see it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A table that opens when it is asked for; only on pages."""
+
+    summary: str
+    table: Table
+    is_open: bool = False
+
+
+class Chart(NamedTuple):
+    """One of the pictures of a timeline."""
+
+    id: str
+    title: str
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Charts over one axis of time; only on pages."""
+
+    charts: Sequence[Chart]
+    data: Mapping[str, Any]
+    """What the page's script draws, columns by name (assets/timeline.js)."""
+    has_times: bool
+    """Whether the axis may count time, beside ticks."""
+    sampling: str
+    """What the charts leave out."""
+
+
+class Axis(NamedTuple):
+    """A figure that a scatter can show."""
+
+    name: str
+    label: str
+    short: str
+    """Its label in text."""
+    better: Literal["more", "less"]
+
+
+class Point(NamedTuple):
+    """One of several candidates, by its figures."""
+
+    label: str
+    figures: Mapping[str, float]
+    is_best: bool = False
+    """Whether no other beats it in what was asked for."""
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Candidates as points of any two figures; in text of the first two."""
+
+    axes: Sequence[Axis]
+    points: Sequence[Point]
+    chosen: str = ""
+    """What being chosen means; empty: none is."""
+
+    @property
+    def first(self) -> tuple[Axis, Axis]:
+        """Across, and up."""
+        return self.axes[0], self.axes[min(1, len(self.axes) - 1)]
+
+
+Block = Table | Tables | Tiles | Paragraph | Finding | Folded | Timeline | Scatter
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Blocks under a title."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    id: str = ""
+    """Of its element in a page."""
+
+
+class Lead(NamedTuple):
+    """What a document is about, in a sentence."""
+
+    text: str
+    code: str = ""
+    """What follows it, to be copied."""
+    side: str = ""
+    """A letter where two are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A report."""
+
+    title: str
+    sections: Sequence[Section]
+    leads: Sequence[Lead] = ()
+    verdict: str = ""
+    notes: Sequence[str] = ()
+    """What a reader must know beside the figures."""
+
+
+def format_number(value: float, style: Style = Style.EXACT) -> str:
+    """A number in its style."""
+    if style is Style.GENERAL:
+        return f"{value:,g}"
+    is_whole = value == int(value)
+    if style is Style.SHORT:
+        return f"{value:,.0f}" if is_whole or abs(value) >= 1000 else f"{value:.4g}"
+    return f"{int(value):,}" if is_whole else f"{value:,.6f}".rstrip("0")
+
+
+def printable(text: str) -> str:
+    """Text without what could steer a terminal or break a line of a table."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
+def cell_text(cell: Cell) -> str:
+    """A cell in words; empty for what only a page can show."""
+    match cell:
+        case str():
+            return printable(cell)
+        case Number():
+            return " ".join(filter(None, (format_number(cell.value, cell.style), cell.unit)))
+        case Flag():
+            return "*" if cell.is_set else ""
+        case Remark() | Strip():
+            return ""

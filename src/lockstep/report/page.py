@@ -1,0 +1,127 @@
+"""Documents as HTML files that need nothing but themselves: a template, its data, the scripts and the style within.
+
+What comes from outside is escaped: text by the template, data by `_json_for_script`. A page's policy forbids it the
+network and every script but its own, which are named by their digests.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from typing import Any
+
+from lockstep.report.document import (
+    Column,
+    Document,
+    Number,
+    Scatter,
+    Section,
+    Table,
+    Tables,
+    Timeline,
+    cell_text,
+    printable,
+)
+from lockstep.vendored import read_vendored
+from lockstep.version import __version__
+
+_PLOTS, _PLOT_STYLE = "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css"
+"""Others' code that pages with a timeline carry."""
+
+
+def to_html(document: Document) -> str:
+    """A whole page; equal documents give the same."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
+    from markupsafe import Markup
+
+    data = {type(block).__name__.lower(): chart for block, chart in _charts(document)}
+    has_plots = "timeline" in data
+    style = (read_vendored(_PLOT_STYLE) if has_plots else "") + _asset("page.css")
+    sources = [read_vendored(_PLOTS)] if has_plots else []
+    sources += [_asset(f"{name}.js") for name in data]
+    policy = (
+        f"default-src 'none'; script-src {' '.join(map(_digest, sources))}; style-src {_digest(style)};"
+        " img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    environment = Environment(
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        loader=FunctionLoader(_asset),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"printable": printable, "text": cell_text, "css_class": _css_class, "kind": _kind}
+    # Only files of this package and escaped JSON are markup.
+    return environment.get_template("page.html.jinja").render(
+        page=document,
+        sections=list(filter(_has_content, document.sections)),
+        policy=policy,
+        style=Markup(style),
+        scripts=[Markup(source) for source in sources],
+        data=Markup(_json_for_script(data)),
+        has_plots=has_plots,
+        version=__version__,
+    )
+
+
+def _charts(document: Document) -> Iterator[tuple[Timeline | Scatter, Mapping[str, Any]]]:
+    """What scripts draw, at most one of each kind."""
+    for section in document.sections:
+        for block in section.blocks:
+            if isinstance(block, Timeline):
+                yield block, block.data
+            elif isinstance(block, Scatter):
+                yield block, _scatter_data(block)
+
+
+def _scatter_data(block: Scatter) -> dict[str, Any]:
+    names = [axis.name for axis in block.axes]
+    return {
+        "metrics": {axis.name: {"label": axis.label, "better": axis.better} for axis in block.axes},
+        "rows": [
+            {
+                "label": printable(point.label),
+                "is_chosen": point.is_chosen,
+                "figures": {name: point.figures[name] for name in names if name in point.figures},
+            }
+            for point in block.points
+        ],
+    }
+
+
+def _has_content(section: Section) -> bool:
+    """Whether there is more to show than empty tables."""
+    return any(not isinstance(block, Table | Tables) or not _is_empty(block) for block in section.blocks)
+
+
+def _is_empty(block: Table | Tables) -> bool:
+    return not block.rows if isinstance(block, Table) else not any(table.rows for table in block.tables)
+
+
+def _kind(value: object) -> str:
+    """By which the template chooses: the type of a block or of a cell."""
+    return type(value).__name__
+
+
+def _css_class(cell: object, column: Column) -> str:
+    if isinstance(cell, Number) and cell.value == 0:
+        return "zero"
+    return {"alarm": "word alarm", "number": ""}.get(column.kind, column.kind)
+
+
+def _asset(name: str) -> str:
+    return files("lockstep.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json_for_script(data: Mapping[str, Any]) -> str:
+    """JSON in which no sequence of characters ends a script element or begins a comment."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

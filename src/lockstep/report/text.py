@@ -1,0 +1,230 @@
+"""Documents as text: drawn by rich where somebody looks, plain Markdown anywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from lockstep.report.document import (
+    ABSENT,
+    Axis,
+    Block,
+    Cell,
+    Column,
+    Document,
+    Finding,
+    Paragraph,
+    Point,
+    Scatter,
+    Table,
+    Tables,
+    cell_text,
+    printable,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+PLOT_WIDTH = 60
+PLOT_HEIGHT = 15
+
+
+def show(document: Document, out: TextIO | None = None) -> None:
+    """Write a document: its headline, its blocks, its notes.
+
+    Args:
+        out: default: standard output.
+    """
+    out = sys.stdout if out is None else out
+    if not out.isatty():
+        out.write(to_markdown(document))
+        return
+    from rich.text import Text
+
+    console = _console(out)
+    console.print(Text(printable(document.title), style="bold"))
+    for block in _blocks(document):
+        _draw(block, console)
+    for note in document.notes:
+        console.print(Text(f"note: {printable(note)}", style="yellow"))
+
+
+def show_block(block: Block, out: TextIO | None = None) -> None:
+    """Write one block by itself."""
+    out = sys.stdout if out is None else out
+    if out.isatty():
+        _draw(block, _console(out))
+    else:
+        out.write(_markdown(block) + "\n")
+
+
+def to_markdown(document: Document) -> str:
+    """A document in Markdown, with a newline at its end."""
+    parts = [_escaped(document.title), *filter(None, map(_markdown, _blocks(document)))]
+    return "\n\n".join([*parts, *(f"Note: {_escaped(note)}" for note in document.notes)]) + "\n"
+
+
+def scatter_lines(
+    points: Sequence[Point], x: Axis, y: Axis, width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT
+) -> list[str]:
+    """Points as lines of text, with the least and the greatest value at each axis.
+
+    Where several fall on one place, the best is seen, then the first. Empty: no point has both figures.
+    """
+    there = [point for point in points if x.name in point.figures and y.name in point.figures]
+    if not there:
+        return []
+    xs, ys = ([point.figures[axis.name] for point in there] for axis in (x, y))
+    cells = [[" "] * width for _ in range(height)]
+    marks = sorted(zip(there, xs, ys, strict=True), key=lambda mark: not mark[0].is_best)
+    for point, across, up in reversed(marks):
+        row = height - 1 - _place(up, min(ys), max(ys), height)
+        cells[row][_place(across, min(xs), max(xs), width)] = "*" if point.is_best else "o"
+    labels = [f"{max(ys):,g}", *[""] * (height - 2), f"{min(ys):,g}"]
+    margin = max(map(len, labels))
+    lines = [f"{label:>{margin}} |{''.join(cell)}".rstrip() for label, cell in zip(labels, cells, strict=True)]
+    left, right = f"{min(xs):,g}", f"{max(xs):,g}"
+    return [
+        y.short,
+        *lines,
+        f"{'':>{margin}} +{'-' * width}",
+        f"{'':>{margin}}  {left}{right:>{max(1, width - len(left))}}",
+        f"{'':>{margin}}  {x.short:^{width}}".rstrip(),
+    ]
+
+
+def _place(value: float, least: float, most: float, count: int) -> int:
+    return 0 if most == least else round((value - least) / (most - least) * (count - 1))
+
+
+def _blocks(document: Document) -> Iterator[Block]:
+    return (block for section in document.sections for block in section.blocks)
+
+
+def _finding_lines(finding: Finding) -> tuple[list[str], list[str]]:
+    """What stands above and below its table."""
+    above = [finding.verdict, *(f"  {reason}" for reason in finding.reasons), *finding.states]
+    return [printable(line) for line in above], [printable(line) for line in finding.rest]
+
+
+def _scatter_text(block: Scatter) -> str:
+    """With an empty line on either side; nothing where there are no two points to compare."""
+    there = [point for point in block.points if all(axis.name in point.figures for axis in block.first)]
+    return "\n".join(["", *scatter_lines(there, *block.first), ""]) if len(there) > 1 else ""
+
+
+# ---- terminal
+
+
+def _console(out: TextIO) -> Console:
+    from rich.console import Console
+
+    return Console(file=out, highlight=False)
+
+
+def _draw(block: Block, console: Console) -> None:
+    from rich.columns import Columns
+    from rich.text import Text
+
+    match block:
+        case Table():
+            console.print(_drawn(block))
+        case Tables():
+            narrow = [_drawn(table) for table in block.tables if len(table.columns) == 2]
+            if narrow:
+                console.print(Columns(narrow, padding=(0, 3)))
+            for table in block.tables:
+                if len(table.columns) != 2:
+                    console.print(_drawn(table))
+        case Finding():
+            above, below = _finding_lines(block)
+            console.print(Text("\n".join(above)), soft_wrap=True)
+            if block.table is not None:
+                console.print()
+                console.print(_drawn(block.table))
+                console.print()
+            if below:
+                console.print(Text("\n".join(below)), soft_wrap=True)
+        case Scatter():
+            console.print(Text(_scatter_text(block)), soft_wrap=True)
+        case Paragraph():
+            console.print(Text(printable(block.text)), soft_wrap=True)
+
+
+def _drawn(table: Table) -> RichTable:
+    """Cells that are too long for the terminal are folded, never cut."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    columns, rows = _without_pictures(table)
+    for column in columns:
+        drawn.add_column(Text(column.name), justify="left" if column.is_word else "right", overflow="fold")
+    for row in rows:
+        cells = zip(columns, row, strict=True)
+        drawn.add_row(*(Text(cell, _style(cell) if column.kind == "change" else "") for column, cell in cells))
+    return drawn
+
+
+def _style(cell: str) -> str:
+    """Of a difference: neither sign is better as such, so both are only made visible."""
+    return "cyan" if cell != ABSENT and cell.startswith(("+", "-", "differs")) else ""
+
+
+# ---- Markdown
+
+
+def _markdown(block: Block) -> str:
+    match block:
+        case Table():
+            return _table_markdown(block)
+        case Tables():
+            return "\n\n".join(map(_table_markdown, block.tables))
+        case Finding():
+            above, below = _finding_lines(block)
+            table = [] if block.table is None else ["", _table_markdown(block.table), ""]
+            return "\n".join([*above, *table, *below])
+        case Scatter():
+            return _scatter_text(block)
+        case Paragraph():
+            return printable(block.text)
+        case _:
+            return ""
+
+
+def _table_markdown(table: Table) -> str:
+    """Columns are aligned for readers of the source."""
+    columns, rows = _without_pictures(table)
+    lines = [[_escaped(cell) for cell in row] for row in ([column.name for column in columns], *rows)]
+    widths = [max(3, *map(len, cells)) for cells in zip(*lines, strict=True)]
+    rules = [
+        "-" * (width + 2) if column.is_word else "-" * (width + 1) + ":"
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    head, *body = (_line(line, columns, widths) for line in lines)
+    return "\n".join([head, f"|{'|'.join(rules)}|", *body])
+
+
+def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
+    aligned = [
+        cell.ljust(width) if column.is_word else cell.rjust(width)
+        for cell, column, width in zip(cells, columns, widths, strict=True)
+    ]
+    return f"| {' | '.join(aligned)} |"
+
+
+def _escaped(text: str) -> str:
+    return printable(text).replace("\\", "\\\\").replace("|", "\\|")
+
+
+def _without_pictures(table: Table) -> tuple[list[Column], list[list[str]]]:
+    """Columns and cells that text can show, each row as long as the head."""
+    kept = [index for index, column in enumerate(table.columns) if column.kind != "strip"]
+
+    def text_of(row: Sequence[Cell], index: int) -> str:
+        return cell_text(row[index]) if index < len(row) else ""
+
+    return [table.columns[index] for index in kept], [[text_of(row, index) for index in kept] for row in table.rows]
