@@ -44,6 +44,7 @@ PURE = (
     "replay.simulator",
     "replay.timeline",
     "replay.workload",
+    "report.document",
 )
 PURE_MAY_IMPORT = {
     "__future__",
