@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lockstep.replay.configs import config_for
 from lockstep.replay.readers import read_workload
+from lockstep.replay.readers.workload_json import workload_document
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import ArrivalUnit
-from lockstep.replay.writing import workload_document
 from tests.replay.workloads import config, request, workload
 
 rows = st.fixed_dictionaries(

@@ -207,7 +207,7 @@ def _side(workload: Workload, config: SchedulerConfig, cost: CostModel | None) -
 
 
 def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: asked.CostFlags) -> None:
-    from lockstep.replay.writing import workload_document
+    from lockstep.replay.readers.workload_json import workload_document
 
     if found.reproducer is None:
         print(f"no reproducer is written to {path}: A and B decide the same", file=sys.stderr)

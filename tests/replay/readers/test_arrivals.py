@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import TraceError, UsageError
-from lockstep.replay.readers.arrivals import MAX_SAME_STAMP, ReadOptions, shaped
+from lockstep.replay.readers.reading import MAX_SAME_STAMP, ReadOptions, shaped
 from lockstep.replay.workload import WorkloadRequest
 
 STAMPS = st.lists(st.integers(0, 1 << 60).map(lambda stamp: stamp // 3000 * 3000), max_size=40).map(sorted)

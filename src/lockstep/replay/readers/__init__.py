@@ -1,6 +1,5 @@
-"""Files as workloads: what format one has is read from its content, and each format has a module of its own."""
+"""Readers: files of any known format as workloads."""
 
-from lockstep.replay.readers.arrivals import ReadOptions
-from lockstep.replay.readers.reading import read_workload
+from lockstep.replay.readers.reading import ReadOptions, read_workload
 
 __all__ = ["ReadOptions", "read_workload"]

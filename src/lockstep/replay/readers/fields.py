@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NoReturn, cast
 
@@ -92,6 +92,14 @@ def json_object(line: str, place: str) -> dict[str, Any]:
         raise TraceError(f"{place}: not JSON ({json_fault(error)})") from None
     if not isinstance(value, dict):
         raise TraceError(f"{place}: a JSON object expected, not {shown(value)}")
+    return value
+
+
+def json_object_at(fields: Mapping[str, object], key: str, place: str) -> Mapping[str, Any]:
+    """A member that is an object."""
+    value = fields.get(key)
+    if not isinstance(value, dict):
+        raise TraceError(f"{place}: {key} is {shown(value)}; it must be an object")
     return value
 
 

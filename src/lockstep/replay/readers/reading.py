@@ -1,26 +1,82 @@
-"""`read_workload`: opens a file, and hands it to the reader of its format. The shell of this room."""
+"""Workloads from files: a format is seen by its content, and arrivals become what the options ask for."""
 
 from __future__ import annotations
 
+import codecs
+import json
+import math
+import random
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 
 from lockstep.errors import TraceError, UsageError
-from lockstep.replay.readers import vllm_bench, workload_json
-from lockstep.replay.readers.arrivals import ReadOptions, shaped
+from lockstep.replay.readers import workload_json
 from lockstep.replay.readers.document import members, read_text
-from lockstep.replay.readers.formats import KNOWN, LineFormat, detect
+from lockstep.replay.readers.formats import (
+    AIPERF,
+    AIPERF_KEYS,
+    AZURE,
+    AZURE_COLUMNS,
+    MOONCAKE,
+    MOONCAKE_COLUMNS,
+    VLLM_ARRAYS,
+    VLLM_RUN_KEYS,
+    LineFormat,
+    vllm_bench_rows,
+)
 from lockstep.replay.readers.source import numbered_lines, open_source
 from lockstep.replay.trace import open_trace, workload_of
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
 from lockstep.worker.flight.format import SUFFIX, Kind
 
-AS_RECORDED = ReadOptions()
+MAX_SAME_STAMP = 100_000
+"""Requests that share a stamp are held together while they are spread."""
+_RANDOM_BITS = 64
+
+Timed = tuple[int, WorkloadRequest]
+"""A request with the arrival that it is given."""
 HEAD_BYTES = 64 << 10
 """What is looked at to tell formats apart."""
+_FIRST_KEY = re.compile(r'\{\s*"([^"\\]{1,64})"')
+KNOWN = (
+    'a recording of lockstep serve --trace, a workload ({"config": ..., "requests": [...]}), a Mooncake trace '
+    f"(JSON lines), an Azure trace ({','.join(AZURE_COLUMNS)}), a detailed result of vllm bench serve, or AIPerf's "
+    "profile_export.jsonl"
+)
 MAX_UNSORTED = 1_000_000
 """Requests of a file whose lines have another order than arrivals: they are held together to be sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What is made of a file's arrivals."""
+
+    speed: float = 1.0
+    """All gaps are divided by it."""
+    limit: int | None = None
+    """Requests at most, the first ones to arrive; None: all."""
+    dequantize_seed: int | None = None
+    """Requests that share a stamp are spread uniformly up to the next one, in their order, at random from this seed;
+    None: they stay together."""
+    engine: int | None = None
+    """Of a recording: whose requests, by the engine's number; None: those of the only one."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.speed < math.inf:
+            raise UsageError(f"the speed is {self.speed}; it must be above 0 and finite")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"the limit is {self.limit}; at least one request is needed")
+        if self.dequantize_seed is not None and self.dequantize_seed < 0:
+            raise UsageError(f"the seed is {self.dequantize_seed}; it must not be negative")
+        if self.engine is not None and self.engine < 0:
+            raise UsageError(f"the engine is {self.engine}; engines are counted from 0")
+
+
+AS_RECORDED = ReadOptions()
 
 
 def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workload:
@@ -40,7 +96,7 @@ def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workl
         head = stream.read(HEAD_BYTES)
     if options.engine is not None:
         raise UsageError(f"{path.name} is no recording: it has no engines to choose from")
-    line_format = detect(head, path.name)
+    line_format = _detect(head, path.name)
     if line_format is None:
         return _read_document(path, options)
     requests: Iterable[WorkloadRequest] = _FileRequests(path, line_format, options)
@@ -109,13 +165,105 @@ def _read_document(path: Path, options: ReadOptions) -> Workload:
     name = path.name
     with open_source(path) as stream:
         text = read_text(stream, name)
-    document = members(text, name, exact=(*workload_json.KEYS, *vllm_bench.ARRAYS), itemised="requests")
+    document = members(text, name, exact=(*workload_json.KEYS, *VLLM_ARRAYS), itemised="requests")
     if any(key in document for key in workload_json.KEYS):
         content = workload_json.content_of(document, name)
         requests = tuple(_some(shaped(content.requests, options, from_first=False), name))
         return Workload(name, requests, content.unit, content.block_size, content.config)
-    if any(key in document for key in (*vllm_bench.ARRAYS, *vllm_bench.RUN_KEYS)):
-        return Workload(
-            name, tuple(_some(shaped(vllm_bench.requests_of(document, name), options), name)), ArrivalUnit.PS
-        )
+    if any(key in document for key in (*VLLM_ARRAYS, *VLLM_RUN_KEYS)):
+        return Workload(name, tuple(_some(shaped(vllm_bench_rows(document, name), options), name)), ArrivalUnit.PS)
     raise TraceError(f"{name}:1: unknown format; it may be {KNOWN}")
+
+
+def _detect(head: bytes, name: str) -> LineFormat | None:
+    """The format of lines that a file begins with; None: a JSON document.
+
+    Raises:
+        TraceError: neither.
+    """
+    text = _beginning(head).removeprefix("\ufeff").lstrip()
+    if not text and head.strip(b"\xef\xbb\xbf \t\r\n"):
+        raise TraceError(f"{name} is neither UTF-8 text nor zstd; it may be {KNOWN}")
+    if not text:
+        raise TraceError(f"{name} is empty; it may be {KNOWN}")
+    if text.startswith("{"):
+        keys = _first_keys(text)
+        if any(key in MOONCAKE_COLUMNS for key in keys):
+            return MOONCAKE
+        return AIPERF if any(key in AIPERF_KEYS for key in keys) else None
+    if text.split("\n", 1)[0].casefold().startswith(AZURE_COLUMNS[0].casefold()):
+        return AZURE
+    raise TraceError(f"{name}:1: unknown format; it may be {KNOWN}")
+
+
+def _beginning(head: bytes) -> str:
+    """As much as is text; a byte further on that is none is named with its line by whoever reads it."""
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError as error:
+        return head[: error.start].decode()
+
+
+def _first_keys(text: str) -> list[str]:
+    """The keys of the object in the first line, or its first key if that line is not whole."""
+    try:
+        first = json.loads(text.split("\n", 1)[0])
+    except (ValueError, RecursionError):
+        match = _FIRST_KEY.match(text)
+        return [match[1]] if match else []
+    return list(first) if isinstance(first, dict) else []
+
+
+def shaped(
+    requests: Iterable[WorkloadRequest], options: ReadOptions, *, from_first: bool = True
+) -> Iterator[WorkloadRequest]:
+    """The same requests with the arrivals that the options make of theirs.
+
+    Args:
+        requests: in order of arrival.
+        from_first: whether times count from the first arrival; else from 0.
+
+    Raises:
+        TraceError: one arrives before the one in front of it.
+    """
+    # As it is written: a tenth, not the binary fraction next to it.
+    speed = Fraction(repr(options.speed))
+    timed = _in_order(requests)
+    if options.dequantize_seed is not None:
+        timed = _spread(timed, options.dequantize_seed)
+    origin = None if from_first else 0
+    for arrival, request in islice(timed, options.limit):
+        origin = arrival if origin is None else origin
+        given = (arrival - origin) * speed.denominator // speed.numerator
+        yield request if given == request.arrival else replace(request, arrival=given)
+
+
+def _in_order(requests: Iterable[WorkloadRequest]) -> Iterator[Timed]:
+    last = 0
+    for request in requests:
+        if request.arrival < last:
+            raise TraceError(f"{request.place}: it arrives before the request above it; sort the trace by time")
+        last = request.arrival
+        yield last, request
+
+
+def _spread(timed: Iterable[Timed], seed: int) -> Iterator[Timed]:
+    """Uniform between a stamp and the next; the last gap is as long as the one before it."""
+    draw = random.Random(seed).getrandbits
+    together: list[Timed] = []
+    gap = 0
+
+    def apart() -> Iterator[Timed]:
+        offsets = sorted([draw(_RANDOM_BITS) * gap >> _RANDOM_BITS for _ in together])
+        for (stamp, request), offset in zip(together, offsets, strict=True):
+            yield stamp + offset, request
+
+    for arrival, request in timed:
+        if together and arrival != together[0][0]:
+            gap = arrival - together[0][0]
+            yield from apart()
+            together.clear()
+        if len(together) == MAX_SAME_STAMP:
+            raise TraceError(f"{request.place}: over {MAX_SAME_STAMP} requests share a stamp; they cannot be spread")
+        together.append((arrival, request))
+    yield from apart()
