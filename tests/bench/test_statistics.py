@@ -7,14 +7,7 @@ import math
 import pytest
 
 from lockstep.bench.client import Outcome
-from lockstep.bench.statistics import (
-    METRICS,
-    failures,
-    figures,
-    parse_metrics,
-    parse_percentiles,
-    per_request,
-)
+from lockstep.bench.statistics import METRICS, failures, figures, parse_metrics, parse_percentiles, per_request
 from lockstep.errors import UsageError
 
 FIRST = Outcome(True, 0.0, ttft_s=0.1, itl_s=(0.1, 0.3), e2el_s=0.5, prompt_tokens=10, output_tokens=3)

@@ -1,4 +1,4 @@
-"""`lockstep bench cluster` as functions: what the orchestration of many models costs when the models cost nothing.
+"""Cluster bench: the cost of orchestrating many models when the models cost nothing.
 
 Two figures, apart: the decision path alone, and whole calls of two hops through real engines on stub executors. Beside
 them stands what was published of NRT, the router and specialists in Rust whose manifests the suites are.
@@ -29,6 +29,8 @@ from lockstep.cluster.stage import ClusterOptions
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.report.document import Table, numbers, words
+from lockstep.report.text import to_lines
 from lockstep.worker.link import WorkerOptions
 
 OUTPUT_TOKENS = 8
@@ -43,8 +45,8 @@ STREAM_INTERVAL_S = 0.02
 """As `lockstep serve` has it where nobody says otherwise."""
 PERCENTILES = (50, 95, 99)
 MS, US, MB = 1e3, 1e6, 1e6
-Cell = Callable[[Mapping[str, Any]], str]
-"""A result's cell in one row of the table."""
+Figure = str
+"""A figure of a result as a format string over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ suites. Its counts are those of `SUITES`. Its machine was not published."""
 
 @dataclass(frozen=True, slots=True)
 class ClusterBenchOptions:
-    """What is measured, and with how much."""
+    """Size of a measurement."""
 
     examples: Path
     """The directory of the manifests."""
@@ -158,14 +160,14 @@ async def _boot(manifest: Manifest, kind: Literal["process", "thread"]) -> tuple
 
 
 def asked_of(manifest: Manifest) -> tuple[str, ...]:
-    """Whom calls are routed to: those that are resident; where none is, all that routing knows."""
+    """Models that calls are routed to: those that are resident; where none is, all that routing knows."""
     ids = targets_of(manifest)
     resident = tuple(id_ for id_ in ids if manifest.entry(id_).tier is Tier.RESIDENT)
     return resident or ids
 
 
 def counts_of(booted: ClusterSnapshot, after: ClusterSnapshot) -> dict[str, int]:
-    """What was there after booting, and what the calls have warmed."""
+    """Counts after booting, and models that the calls have warmed."""
     tiers = [model.tier for model in booted.models]
     [used_bytes] = [budget.used_bytes for budget in booted.budgets if budget.name == "gpu_budget"]
     return {
@@ -257,40 +259,25 @@ def _percentiles(values_s: Sequence[float], scale: float) -> dict[str, float]:
 def text_of(results: Sequence[Mapping[str, Any]]) -> str:
     """The results as a table, a suite a column, and NRT's published figures in the last."""
     single, rate = NRT["call_ms"], NRT["sequential_request_throughput"]
-    rows = [
-        _row("", results, lambda result: result["suite"], "NRT, published"),
-        _row(
-            "calls, alone and together", results, lambda result: f"{result['num_calls']}", f"{NRT['num_calls']} alone"
-        ),
-        _row("bootstrap, ms", results, lambda result: f"{result['bootstrap_ms']:.0f}", _range(NRT["bootstrap_ms"])),
-        _row("the same, worker in a thread", results, lambda result: f"{result['thread_bootstrap_ms']:.0f}", ""),
-        _row("models", results, lambda result: f"{result['num_models']}"),
-        _row("resident / standby", results, lambda result: f"{result['num_resident']} / {result['num_standby']}"),
-        _row("VRAM, MB", results, lambda result: f"{result['resident_mb']:,}"),
-        _row("bytes of gpu_budget", results, lambda result: f"{result['used_bytes']['gpu_budget']:,}", ""),
-        _row("bytes of ram_budget", results, lambda result: f"{result['used_bytes']['ram_budget']:,}", ""),
-        _row(
-            "co-activation warms, declared / done",
-            results,
-            lambda result: f"{result['num_declared_warms']} / {result['num_warms']}",
-            "",
-        ),
-        _row("requests/s, one at a time", results, _rate("sequential_request_throughput"), _range(rate)),
-        _row("a request, ms: p50 p95 p99", results, _trio("call_ms", 2), f"p50 {single['p50']}"),
-        _row(f"requests/s, {CONCURRENCY} in flight", results, _rate("request_throughput"), ""),
-        _row(f"of {CONCURRENCY} in flight one, ms: p50 p95 p99", results, _trio("loaded_call_ms", 2), ""),
-        _row("decision path, us: p50 p95 p99", results, _trio("decision_us", 1), ""),
+    rows: list[tuple[str, Figure, str]] = [
+        ("calls, alone and together", "{num_calls}", f"{NRT['num_calls']} alone"),
+        ("bootstrap, ms", "{bootstrap_ms:.0f}", _range(NRT["bootstrap_ms"])),
+        ("the same, worker in a thread", "{thread_bootstrap_ms:.0f}", ""),
+        ("models", "{num_models}", "the same"),
+        ("resident / standby", "{num_resident} / {num_standby}", "the same"),
+        ("VRAM, MB", "{resident_mb:,}", "the same"),
+        ("bytes of gpu_budget", "{used_bytes[gpu_budget]:,}", ""),
+        ("bytes of ram_budget", "{used_bytes[ram_budget]:,}", ""),
+        ("co-activation warms, declared / done", "{num_declared_warms} / {num_warms}", ""),
+        ("requests/s, one at a time", "{sequential_request_throughput:,.0f}", _range(rate)),
+        ("a request, ms: p50 p95 p99", _trio("call_ms", 2), f"p50 {single['p50']}"),
+        (f"requests/s, {CONCURRENCY} in flight", "{request_throughput:,.0f}", ""),
+        (f"of {CONCURRENCY} in flight one, ms: p50 p95 p99", _trio("loaded_call_ms", 2), ""),
+        ("decision path, us: p50 p95 p99", _trio("decision_us", 1), ""),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        row[0].ljust(widths[0])
-        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)).rstrip()
-        for row in rows
-    )
-
-
-def _row(name: str, results: Sequence[Mapping[str, Any]], cell: Cell, nrt: str = "the same") -> list[str]:
-    return [name, *map(cell, results), nrt]
+    table = Table("", (*words(""), *numbers(*(result["suite"] for result in results), "NRT, published")))
+    table.rows += [(name, *(figure.format_map(result) for result in results), nrt) for name, figure, nrt in rows]
+    return to_lines(table)
 
 
 def _range(least_and_greatest: tuple[float, float]) -> str:
@@ -298,9 +285,5 @@ def _range(least_and_greatest: tuple[float, float]) -> str:
     return f"{least:g}..{greatest:g}"
 
 
-def _rate(key: str) -> Cell:
-    return lambda result: f"{result[key]:,.0f}"
-
-
-def _trio(key: str, digits: int) -> Cell:
-    return lambda result: " ".join(f"{value:.{digits}f}" for value in result[key].values())
+def _trio(key: str, digits: int) -> Figure:
+    return " ".join(f"{{{key}[p{rank}]:.{digits}f}}" for rank in PERCENTILES)

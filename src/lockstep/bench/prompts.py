@@ -28,7 +28,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What segments are filled with."""
+    """Content of segments: token ids or words."""
 
     ids: tuple[int, ...] = ()
     """Ordinary token ids; prompts are lists of them where these are known."""
@@ -61,7 +61,7 @@ def _draw(segment: Segment, num_units: int, count: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How every request of a run is asked, beside its prompt and length."""
+    """Body of every request of a run, beside its prompt and length."""
 
     model: str
     is_chat: bool
@@ -109,7 +109,7 @@ _PROBE_WORDS = (48, 144)
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How the prompts of a run are made."""
+    """Units of a run's prompts, and corrections of their lengths."""
 
     units: Units
     corrections: dict[tuple[int, ...], int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as we talk to it outside of measurements, and what is said when it does not answer."""
+"""Client of an OpenAI-compatible server outside of measurements; its failures in sentences."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class Remote:
 
     def get(self, path: str) -> Any:
         """The JSON that a GET answers; RemoteError says why there is none."""
-        with self._spoken():
+        with self._translated():
             return _checked(self._client.get(path))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON that a POST answers; RemoteError says why there is none."""
-        with self._spoken():
+        with self._translated():
             return _checked(self._client.post(path, json=body))
 
     def try_post(self, path: str, body: Mapping[str, Any]) -> Any | None:
         """The JSON that a POST answers; None where the server refuses it."""
-        with self._spoken():
+        with self._translated():
             response = self._client.post(path, json=body)
         try:
             return response.json() if response.status_code == httpx2.codes.OK else None
@@ -81,7 +81,7 @@ class Remote:
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk]:
         reader = ChunkReader()
-        with self._spoken(), self._client.stream("POST", path, json=body) as response:
+        with self._translated(), self._client.stream("POST", path, json=body) as response:
             if response.status_code != httpx2.codes.OK:
                 response.read()
                 _checked(response)
@@ -106,8 +106,8 @@ class Remote:
         self.close()
 
     @contextmanager
-    def _spoken(self) -> Iterator[None]:
-        """Whatever the transport raises, in a sentence."""
+    def _translated(self) -> Iterator[None]:
+        """Translate whatever the transport raises into a sentence."""
         url = self.target.url
         try:
             yield

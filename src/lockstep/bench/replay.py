@@ -1,5 +1,4 @@
-"""How fast a workload replays: requests per second with steps counted and with each step planned, and that both decide
-the same."""
+"""Replay bench: requests per second with steps counted and with each step planned, and that both decide the same."""
 
 from __future__ import annotations
 
@@ -12,9 +11,13 @@ from typing import Any
 from lockstep.replay.configs import config_for
 from lockstep.replay.readers import ReadOptions, read_workload
 from lockstep.replay.simulator import Simulation
+from lockstep.report.document import Number, Table, numbers, words
+from lockstep.report.text import to_lines
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes that `ru_maxrss` counts."""
+_WAYS = {"run_lengths": True, "single_steps": False}
+"""Steps that repeat are counted, or each is planned."""
 
 
 def run_replay_bench(
@@ -31,16 +34,16 @@ def run_replay_bench(
     """
     result: dict[str, Any] = {"file": path, "num_rounds": num_rounds, "faults": []}
     prints = []
-    for name, run_lengths in (("run_lengths", True), ("single_steps", False)):
+    for name, run_lengths in _WAYS.items():
         times_s = []
         for number in range(num_rounds):
             report(f"{name}, round {number + 1} of {num_rounds}")
             workload = read_workload(path, reading)
             begin_s = time.thread_time()
             simulation = Simulation(workload, config_for(workload, overrides), run_lengths=run_lengths)
-            num_told = 0
+            num_decided = 0
             while simulation.step() is not None:
-                num_told += 1
+                num_decided += 1
             replay = simulation.replay()
             times_s.append(time.thread_time() - begin_s)
         num_requests = len(replay.outcomes)
@@ -48,10 +51,10 @@ def run_replay_bench(
         result[name] = {
             "requests": num_requests,
             "steps": replay.totals.num_steps,
-            "decided_steps": num_told,
+            "decided_steps": num_decided,
             "best_s": round(min(times_s), 3),
             "requests_per_s": round(num_requests / min(times_s), 1),
-            "us_per_decided_step": round(min(times_s) * 1e6 / max(1, num_told), 1),
+            "us_per_decided_step": round(min(times_s) * 1e6 / max(1, num_decided), 1),
             "fingerprint": replay.fingerprint,
         }
     result["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
@@ -62,12 +65,12 @@ def run_replay_bench(
 
 def text_of(result: Mapping[str, Any]) -> str:
     """The figures as lines."""
-    lines = [f"{'':<14}{'requests/s':>12}{'best s':>10}{'steps':>12}{'decided':>12}{'us each':>10}  fingerprint"]
-    for name in ("run_lengths", "single_steps"):
+    columns = numbers("requests/s", "best s", "steps", "decided", "us each")
+    table = Table("", (*words(""), *columns, *words("fingerprint")))
+    for name in _WAYS:
         row = result[name]
-        lines.append(
-            f"{name.replace('_', ' '):<14}{row['requests_per_s']:>12,.0f}{row['best_s']:>10.2f}{row['steps']:>12,}"
-            f"{row['decided_steps']:>12,}{row['us_per_decided_step']:>10.1f}  {row['fingerprint']}"
-        )
-    lines.append(f"peak memory {result['peak_memory_bytes'] / 1e6:,.0f} MB")
-    return "\n".join(lines)
+        speed, best = f"{row['requests_per_s']:,.0f}", f"{row['best_s']:.2f}"
+        steps, decided, each = row["steps"], row["decided_steps"], f"{row['us_per_decided_step']:.1f}"
+        figures = (speed, best, Number(steps), Number(decided), each, row["fingerprint"])
+        table.rows.append((name.replace("_", " "), *figures))
+    return f"{to_lines(table)}\npeak memory {result['peak_memory_bytes'] / 1e6:,.0f} MB"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +23,7 @@ _REPORT_INTERVAL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to come."""
+    """A request to come."""
 
     due_s: float | None
     """After the start of the run; None: at once, as soon as concurrency allows, and measured from when it is sent."""
@@ -33,7 +34,7 @@ class Job:
 
 @dataclass(slots=True)
 class Run:
-    """What came of a run, also of one that was interrupted."""
+    """Outcomes of a run, also of one that was interrupted."""
 
     outcomes: list[Outcome | None]
     """By job; None: interrupted before its end."""
@@ -49,7 +50,7 @@ class Run:
 
 @dataclass(slots=True)
 class Watch:
-    """How far a run is, for whoever shows it."""
+    """Progress of a run, for whoever shows it."""
 
     num_jobs: int
     num_done: int = 0
@@ -186,3 +187,26 @@ def arrival_times(count: int, rate_per_s: float, burstiness: float, seed: int) -
     gaps = np.random.default_rng([seed, 0]).gamma(burstiness, 1.0, count)
     times = np.cumsum(gaps)
     return tuple((times * (count / rate_per_s / times[-1])).tolist())
+
+
+@contextmanager
+def progress(num_jobs: int, is_wanted: bool) -> Iterator[Watch]:
+    """A bar on the terminal's standard error, drawn when the run says so: a thread of its own would cost the run."""
+    watch = Watch(num_jobs)
+    if not is_wanted or not sys.stderr.isatty():
+        yield watch
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bars:
+        task = bars.add_task("requests", total=num_jobs)
+
+        def draw(watch: Watch) -> None:
+            failed = f" ({watch.num_failed} failed)" if watch.num_failed else ""
+            bars.update(task, completed=watch.num_done, description=f"requests{failed}")
+            bars.refresh()
+
+        watch.on_report = draw
+        yield watch

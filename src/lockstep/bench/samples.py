@@ -34,7 +34,7 @@ Recipe = str | Messages | tuple[Segment, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request to come."""
+    """A request to come."""
 
     recipe: Recipe
     """Text or messages as they are, or segments to be filled with words or tokens."""

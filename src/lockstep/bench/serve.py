@@ -1,4 +1,4 @@
-"""`lockstep bench serve` as a function: options in, result out. The one place where the parts of a run meet."""
+"""Server bench: options in, result out. The one place where the parts of a run meet."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from lockstep.bench.client import Client, Outcome
 from lockstep.bench.prompts import Asking, Calibration, calibrate, prompt_of
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
-from lockstep.bench.report import progress
-from lockstep.bench.runner import Job, Run, Watch, arrival_times, run_load
+from lockstep.bench.runner import Job, Run, Watch, arrival_times, progress, run_load
 from lockstep.bench.samples import MAX_SAMPLES, RandomLengths, Sample, jsonl_samples, random_samples, trace_samples
 from lockstep.bench.statistics import figures, per_request
 from lockstep.errors import UsageError
@@ -29,7 +28,7 @@ _CHAT = "/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Where requests come from."""
+    """Source of requests."""
 
     kind: Literal["random", "trace", "jsonl"]
     path: Path | None = None
@@ -49,7 +48,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What is to be measured, and how."""
+    """The load of a measurement, and which figures are wanted."""
 
     target: Target
     dataset: Dataset
@@ -107,7 +106,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeResult:
-    """The figures, and what is behind them."""
+    """Figures, and the outcomes behind them."""
 
     figures: dict[str, Any]
     outcomes: list[Outcome]

@@ -1,4 +1,4 @@
-"""From outcomes to the figures of a run. Pure; names and definitions are those of `vllm bench serve`."""
+"""Figures of a run from its outcomes, and their text; names, definitions and order are those of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -136,3 +136,53 @@ def _peaks(done: Sequence[Outcome]) -> tuple[float, int]:
         openings[int(outcome.start_s - origin_s)] += 1
         openings[int(outcome.start_s - origin_s + outcome.e2el_s) + 1] -= 1
     return float(chunks.max()), int(np.cumsum(openings).max())
+
+
+SHOWN_REASONS = 5
+_WIDTH = 56
+_LABEL = 42
+_HEAD: Mapping[str, tuple[str, str]] = {
+    "completed": ("Successful requests:", "d"),
+    "failed": ("Failed requests:", "d"),
+    "interrupted": ("Interrupted requests:", "d"),
+    "max_concurrency": ("Maximum request concurrency:", "d"),
+    "request_rate": ("Request rate configured (RPS):", ".2f"),
+    "duration": ("Benchmark duration (s):", ".2f"),
+    "total_input_tokens": ("Total input tokens:", "d"),
+    "total_output_tokens": ("Total generated tokens:", "d"),
+    "request_throughput": ("Request throughput (req/s):", ".2f"),
+    "request_goodput": ("Request goodput (req/s):", ".2f"),
+    "output_throughput": ("Output token throughput (tok/s):", ".2f"),
+    "max_output_tokens_per_s": ("Peak output chunks in a second:", ".2f"),
+    "max_concurrent_requests": ("Peak concurrent requests:", "d"),
+    "total_token_throughput": ("Total token throughput (tok/s):", ".2f"),
+    "client_cpu_us_per_token": ("Client CPU per output token (us):", ".1f"),
+    "p99_send_delay_ms": ("P99 delay of sending (ms):", ".2f"),
+}
+_SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
+
+
+def text_of(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
+    """The figures of a result, one a line."""
+    lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
+    for key, (label, form) in _HEAD.items():
+        value = result.get(key)
+        if value is None or value == "inf" or (key == "interrupted" and not value):
+            continue
+        lines.append(f"{label:<{_LABEL}}{value:{form}}")
+    for name in metrics:
+        lines.append(f"{METRICS[name]:-^{_WIDTH}}")
+        kinds = [("Mean", "mean"), ("Median", "median")] + [
+            (percentile_name(p).upper(), percentile_name(p)) for p in percentiles
+        ]
+        for label, kind in kinds:
+            lines.append(f"{f'{label} {_SHORT[name]} (ms):':<{_LABEL}}{result[f'{kind}_{name}_ms']:.2f}")
+    lines.append("=" * _WIDTH)
+    return "\n".join(lines)
+
+
+def text_of_failures(reasons: Sequence[tuple[str, int]]) -> str:
+    """The first reasons of failure and how often each came."""
+    lines = [f"  {count} x {reason}" for reason, count in reasons[:SHOWN_REASONS]]
+    more = len(reasons) - SHOWN_REASONS
+    return "\n".join(["Failed requests:", *lines, *([f"  and {more} other reasons"] if more > 0 else [])])

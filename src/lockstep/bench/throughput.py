@@ -1,4 +1,4 @@
-"""`lockstep bench throughput` as a function: what the engine in this process does without a server around it."""
+"""Throughput bench: the engine in this process, without a server around it."""
 
 from __future__ import annotations
 

@@ -110,8 +110,7 @@ def serve(
 
 def _tell(result: Any, options: Any, as_json: bool) -> None:
     """Print the figures and say by the exit code what they are worth."""
-    from lockstep.bench.report import text_of, text_of_failures
-    from lockstep.bench.statistics import failures
+    from lockstep.bench.statistics import failures, text_of, text_of_failures
 
     if as_json:
         print(json.dumps(result.figures))

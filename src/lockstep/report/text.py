@@ -66,6 +66,14 @@ def to_markdown(document: Document) -> str:
     return "\n\n".join([*parts, *(f"Note: {_escaped(note)}" for note in document.notes)]) + "\n"
 
 
+def to_lines(table: Table) -> str:
+    """A table as plain lines with its columns two spaces apart: for figures of this machine, read once."""
+    columns, rows = _without_pictures(table)
+    lines = [[printable(column.name) for column in columns], *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join("  ".join(_aligned(line, columns, widths)).rstrip() for line in lines)
+
+
 def scatter_lines(
     points: Sequence[Point], x: Axis, y: Axis, width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT
 ) -> list[str]:
@@ -209,11 +217,12 @@ def _table_markdown(table: Table) -> str:
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
-    aligned = [
-        cell.ljust(width) if column.is_word else cell.rjust(width)
-        for cell, column, width in zip(cells, columns, widths, strict=True)
-    ]
-    return f"| {' | '.join(aligned)} |"
+    return f"| {' | '.join(_aligned(cells, columns, widths))} |"
+
+
+def _aligned(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> Iterator[str]:
+    for cell, column, width in zip(cells, columns, widths, strict=True):
+        yield cell.ljust(width) if column.is_word else cell.rjust(width)
 
 
 def _escaped(text: str) -> str:
