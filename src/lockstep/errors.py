@@ -23,7 +23,8 @@
     │   │   └── QueueDeadlineError         time was up before anything was computed
     │   ├── ChatTemplateError          no template, or it failed on these messages
     │   └── RequestFailedError         the request was accepted and then ended with an error
-    │       └── RemoteFailedError          the other server that answers a remote model failed
+    │       ├── RemoteFailedError          the other server that answers a remote model failed
+    │       └── SlowReaderError            the client did not read its answer as fast as it came
     ├── ArtifactError              something on disk cannot be served (`path` names it)
     │   ├── ArtifactNotFoundError      nothing is there, or not what a model looks like
     │   ├── CorruptArtifactError       truncated, inconsistent or not finite
@@ -197,6 +198,10 @@ class ChatTemplateError(RequestError):
 
 class RequestFailedError(RequestError):
     """The request was accepted and then ended with an error."""
+
+
+class SlowReaderError(RequestFailedError):
+    """The client did not read its answer as fast as it came, and too much of it waited."""
 
 
 class RemoteFailedError(RequestFailedError):

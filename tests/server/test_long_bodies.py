@@ -18,12 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import PromptTooLongError
+from lockstep.errors import PromptTooLongError, QueueFullError
 from lockstep.server.answer_response import all_of
+from lockstep.server.app import create_app
 from lockstep.server.body import _WINDOW, MAX_CONTAINERS, MAX_MEMBERS, parsed, skeleton_of, structure_fault
 from lockstep.server.fields import MAX_VALUES
 from lockstep.server.options import ServerOptions
 from lockstep.server.serving import MAX_INLINE_BYTES, MAX_LONG_BODIES
+from tests.cluster.support import one_model
 from tests.server.living import Living, living
 from tests.server.support import error_of
 from tests.waiting import HANG_S, until
@@ -262,6 +264,32 @@ def test_the_bytes_of_long_bodies_are_bounded_and_given_back() -> None:
                 for _ in range(MAX_LONG_BODIES + 1)
             ]
         assert set(answers) == {200}
+
+
+async def test_a_long_body_that_finds_no_place_to_be_parsed_is_told_to_come_again() -> None:
+    """It was checked already, and nothing is wrong with it."""
+
+    class FullAfterOne:
+        """Where long work is done, once."""
+
+        num_done = 0
+
+        async def do(self, work: Callable[[], Any], num_bytes: int) -> Any:
+            self.num_done += 1
+            if self.num_done > 1:
+                raise QueueFullError("too much long work waits; try again later")
+            return work()
+
+    cluster = one_model("stub://alpha", ("alpha",))
+    await cluster.start()
+    try:
+        app = create_app(cluster)
+        object.__setattr__(app.state.serving, "bench", FullAfterOne())
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
+            refused = await client.post("/v1/completions", json={"prompt": "a" * (2 * MAX_INLINE_BYTES)})
+    finally:
+        await cluster.close()
+    assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
 
 
 def test_others_are_answered_while_a_long_text_is_tokenised() -> None:

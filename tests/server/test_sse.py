@@ -159,6 +159,9 @@ def test_a_reader_that_is_too_slow_is_told_so_and_its_request_aborted() -> None:
             until(lambda: server.cluster.num_open == 0, "the call is closed while nobody reads")
             *events, last = events_of(unchunked(beginning + read_all(client)))
         assert "too slow" in last["error"]["message"]
+        assert last["error"]["code"] == "slow_reader"
+        counted = server.get("/metrics").text
+        assert 'path="/v1/completions",status="408"} 1.0' in counted, "a slow client is no fault of the server"
         assert len(texts_of(events)[0]) < 8000
 
 

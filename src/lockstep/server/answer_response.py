@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from lockstep.cluster.base import Accepted, Cluster, Event, EventStream, Routed
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.errors import RequestError, RequestFailedError
+from lockstep.errors import RequestError, RequestFailedError, SlowReaderError
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.generation import in_the_requests_words
 from lockstep.server.options import ServerOptions
@@ -324,7 +324,7 @@ class AnswerStream:
             answer.feed(call, events)
             news.set()
             if answer.num_pending_bytes > limit:
-                raise RequestFailedError(
+                raise SlowReaderError(
                     f"the client is too slow: more than {limit} bytes of its answer wait to be read; "
                     "the stream was ended"
                 )

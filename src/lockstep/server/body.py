@@ -324,7 +324,10 @@ class _LongRequest(Request):
         def read() -> tuple[Any, list[dict[str, Any]]]:
             return self._check(parsed(body))
 
-        value, errors = await translated(self, read)
+        try:
+            value, errors = await translated(self, read)
+        except QueueFullError as error:  # of which FastAPI would make a body that is no JSON
+            raise RefusedBodyError(http_error(error)) from None
         if errors:
             raise RefusedBodyError(of_validation(errors))
         return value

@@ -31,6 +31,7 @@ from lockstep.errors import (
     RequestError,
     ResponseNotFoundError,
     SessionNotFoundError,
+    SlowReaderError,
     UnavailableError,
     WorkerLostError,
 )
@@ -122,6 +123,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (NotLoadableError, 422, "invalid_request_error", "not_loadable"),
     (ManifestError, 400, "invalid_request_error", "invalid_manifest"),
     (QueueDeadlineError, 408, "timeout_error", "queue_deadline"),
+    (SlowReaderError, 408, "timeout_error", "slow_reader"),
     (DeadlineError, 504, "timeout_error", "deadline"),
     (QueueFullError, 429, "rate_limit_error", "queue_full"),
     (RemoteFailedError, 502, "server_error", "remote_failed"),
