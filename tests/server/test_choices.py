@@ -154,7 +154,7 @@ def test_an_ending_that_is_none_of_openais_is_a_failure() -> None:
 
 
 def test_a_failure_is_an_error_frame_and_the_end() -> None:
-    [event] = events_of(answer_of(chat_encoder()).failed(HttpError(500, "server_error", "boom")))
+    [event] = events_of(answer_of(chat_encoder()).failed(HttpError(500, "boom")))
     assert event == {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
 
 

@@ -146,7 +146,7 @@ def test_every_hop_of_a_routed_request_is_a_child_of_its_span() -> None:
 
 def test_a_failed_request_says_why() -> None:
     record = RequestRecord("r", "/v1/completions", 0.0, method="POST", status=503)
-    record.error = HttpError(503, "server_error", "gone", code="worker_lost")
+    record.error = HttpError(503, "gone", code="worker_lost")
     assert span_name(record) == "text_completion"
     assert span_attributes(record)["error.type"] == "worker_lost"
     with receiver() as (url, spans):

@@ -124,7 +124,6 @@ def _forbidden() -> HttpError:
     """What is said to a caller's key where an operator's is needed."""
     return HttpError(
         403,
-        "permission_error",
         "This needs an admin key, since it shows or changes what belongs to all callers; this key is not one.",
         code="admin_key_needed",
     )
@@ -134,7 +133,6 @@ def _unauthenticated() -> HttpError:
     """What is said to a request without a valid key; not whether it had one."""
     return HttpError(
         401,
-        "authentication_error",
         "A valid API key is needed: send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`.",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
@@ -160,7 +158,6 @@ def host_fault(allowed: Collection[str], headers: Iterable[tuple[bytes, bytes]])
                 return None
     return HttpError(
         403,
-        "permission_error",
         "This server does not answer to that Host; it can be told to by --allowed-host, or be given an --api-key.",
         code="unknown_host",
     )
@@ -182,7 +179,6 @@ def origin_fault(
         return None
     return HttpError(
         403,
-        "permission_error",
         "Pages of this origin may change nothing here; --cors-origin ORIGIN lets them, or an --api-key for the server.",
         code="unknown_origin",
     )

@@ -78,7 +78,6 @@ class AdmissionMiddleware:
         if serving.traffic.num_open >= most:
             return HttpError(
                 429,
-                "rate_limit_error",
                 f"{most} requests are being answered, which is all that this server takes at once; try again later",
                 code="too_many_requests",
                 headers={"Retry-After": str(BUSY_RETRY_S)},
@@ -169,7 +168,6 @@ def _too_many(what: str, wait_s: float) -> HttpError:
     retry_s = math.ceil(wait_s)
     return HttpError(
         429,
-        "rate_limit_error",
         f"This key may spend {what} a minute; try again in {retry_s} s.",
         code="rate_limit_exceeded",
         headers={"Retry-After": str(retry_s)},

@@ -143,7 +143,6 @@ class BodyMiddleware:
     def _too_large(self, *, closes: bool) -> HttpError:
         return HttpError(
             413,
-            "invalid_request_error",
             f"The body is larger than {self._max_bytes} bytes, which is this server's limit.",
             code="body_too_large",
             headers={"Connection": "close"} if closes else {},
@@ -173,7 +172,6 @@ def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> H
         right = f"JSON with `Content-Type: {JSON_TYPE}`" + (f" or YAML with `{YAML_TYPE}`" if takes_yaml else "")
         return HttpError(
             415,
-            "invalid_request_error",
             f"The content type is {kind or 'missing'}; send {right}.",
             code="unsupported_media_type",
         )
@@ -257,13 +255,12 @@ def has_lone_surrogate(body: bytes) -> bool:
 
 
 def _invalid(message: str, *, is_yaml: bool = False) -> HttpError:
-    return HttpError(400, "invalid_request_error", message, code="invalid_yaml" if is_yaml else "invalid_json")
+    return HttpError(400, message, code="invalid_yaml" if is_yaml else "invalid_json")
 
 
 def _too_slow() -> HttpError:
     return HttpError(
         408,
-        "timeout_error",
         f"The body did not arrive within {BODY_TIMEOUT_S:g} s.",
         code="body_timeout",
         headers={"Connection": "close"},
@@ -273,7 +270,6 @@ def _too_slow() -> HttpError:
 def _too_much() -> HttpError:
     return HttpError(
         429,
-        "rate_limit_error",
         "As many bytes of long requests are being read or answered as this server holds at once; try again later.",
         code="too_many_bytes",
         headers={"Retry-After": "1"},

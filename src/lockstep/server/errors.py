@@ -36,7 +36,15 @@ from lockstep.errors import (
     WorkerLostError,
 )
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+"""By status; other refusals are of invalid requests, other failures the server's."""
 _SHOWN_CHARS = 64
 """A value that is repeated to its sender is cut after so many characters."""
 _OF_BODY = ("body", "query", "path", "header")
@@ -51,13 +59,16 @@ class HttpError:
     """One refused or failed request, as its client sees it."""
 
     status: int
-    type: str
     message: str
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     """Of a manifest that is refused, all of them."""
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
         error: dict[str, Any] = {
@@ -111,37 +122,37 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 """For the OpenAPI document: what any route may answer."""
 
 
-_KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
-    (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
-    (InvalidJsonError, 400, "invalid_request_error", "invalid_json"),
-    (InvalidParameterError, 400, "invalid_request_error", "invalid_parameter"),
-    (ChatTemplateError, 400, "invalid_request_error", "chat_template"),
-    (ModelNotFoundError, 404, "not_found_error", "model_not_found"),
-    (ResponseNotFoundError, 404, "not_found_error", "response_not_found"),
-    (SessionNotFoundError, 404, "not_found_error", "session_not_found"),
-    (NoManifestError, 404, "not_found_error", "no_manifest"),
-    (NotLoadableError, 422, "invalid_request_error", "not_loadable"),
-    (ManifestError, 400, "invalid_request_error", "invalid_manifest"),
-    (QueueDeadlineError, 408, "timeout_error", "queue_deadline"),
-    (SlowReaderError, 408, "timeout_error", "slow_reader"),
-    (DeadlineError, 504, "timeout_error", "deadline"),
-    (QueueFullError, 429, "rate_limit_error", "queue_full"),
-    (RemoteFailedError, 502, "server_error", "remote_failed"),
-    (WorkerLostError, 503, "server_error", "worker_lost"),
-    (UnavailableError, 503, "server_error", "unavailable"),
+_KINDS: tuple[tuple[type[Exception], int, str], ...] = (
+    (PromptTooLongError, 400, "context_length_exceeded"),
+    (InvalidJsonError, 400, "invalid_json"),
+    (InvalidParameterError, 400, "invalid_parameter"),
+    (ChatTemplateError, 400, "chat_template"),
+    (ModelNotFoundError, 404, "model_not_found"),
+    (ResponseNotFoundError, 404, "response_not_found"),
+    (SessionNotFoundError, 404, "session_not_found"),
+    (NoManifestError, 404, "no_manifest"),
+    (NotLoadableError, 422, "not_loadable"),
+    (ManifestError, 400, "invalid_manifest"),
+    (QueueDeadlineError, 408, "queue_deadline"),
+    (SlowReaderError, 408, "slow_reader"),
+    (DeadlineError, 504, "deadline"),
+    (QueueFullError, 429, "queue_full"),
+    (RemoteFailedError, 502, "remote_failed"),
+    (WorkerLostError, 503, "worker_lost"),
+    (UnavailableError, 503, "unavailable"),
 )
-"""The first class that fits decides: status, type, code."""
+"""The first class that fits decides: status and code."""
 
 
 def http_error(error: BaseException) -> HttpError:
     """What a client is told of an exception. What is not ours is told without its details."""
     param = error.param if isinstance(error, RequestError) else None
-    for kind, status, type_, code in _KINDS:
+    for kind, status, code in _KINDS:
         if isinstance(error, kind):
             problems = error.problems if isinstance(error, ManifestError) else ()
-            return HttpError(status, type_, str(error), param, code, _headers(error), problems)
+            return HttpError(status, str(error), param, code, _headers(error), problems)
     message = str(error) if isinstance(error, RequestError) else f"internal error: {type(error).__name__}"
-    return HttpError(500, "server_error", message, param, "internal_error")
+    return HttpError(500, message, param, "internal_error")
 
 
 def _headers(error: BaseException) -> Mapping[str, str]:
@@ -173,8 +184,7 @@ def of_http_exception(error: HTTPException, method: str, path: str, allowed: Ite
         code = "method_not_allowed"
     elif status == 400:
         message, code = "The body could not be read as JSON.", "invalid_json"
-    type_ = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return HttpError(status, type_, message, code=code, headers=headers)
+    return HttpError(status, message, code=code, headers=headers)
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> HttpError:
@@ -183,9 +193,9 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> HttpError:
     if error["type"] == "json_invalid":
         place = error["loc"][-1]
         message = f"The body is not valid JSON at character {place}: {error['ctx']['error']}."
-        return HttpError(400, "invalid_request_error", message, code="invalid_json")
+        return HttpError(400, message, code="invalid_json")
     param = field_path(error["loc"])
-    return HttpError(400, "invalid_request_error", _fault(param, error), param, "invalid_parameter")
+    return HttpError(400, _fault(param, error), param, "invalid_parameter")
 
 
 def field_path(loc: Sequence[int | str]) -> str | None:

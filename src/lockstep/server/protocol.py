@@ -80,7 +80,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._stop_timer()
         if fault := name_fault(self.url, self.headers, self.parser.get_http_version()):
-            self._refusal = HttpError(400, "invalid_request_error", fault, code="invalid_host")
+            self._refusal = HttpError(400, fault, code="invalid_host")
             raise ValueError(fault)  # as for too many headers
         super().on_headers_complete()
 
@@ -90,7 +90,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or too much of it, and close the connection."""
-        error = self._refusal or HttpError(400, "invalid_request_error", f"{msg or 'Not HTTP.'}", code="invalid_http")
+        error = self._refusal or HttpError(400, f"{msg or 'Not HTTP.'}", code="invalid_http")
         body = json.dumps(error.body()).encode()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self._stop_timer()
@@ -104,7 +104,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _too_large(self) -> HttpError:
         return HttpError(
             431,
-            "invalid_request_error",
             f"The headers are larger than {self._max_header_bytes} bytes or more than {MAX_HEADERS}.",
             code="headers_too_large",
         )
@@ -130,7 +129,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._refusal = HttpError(
             408,
-            "timeout_error",
             f"The headers did not arrive within {self._header_timeout_s:g} s.",
             code="header_timeout",
         )

@@ -93,7 +93,7 @@ def test_a_stream_begins_before_its_first_token() -> None:
 def test_a_failure_says_why(status: int, code: str) -> None:
     made = answer()
     made.feed(0, outputs()[:3])
-    final = check_events(events_of(made.failed(HttpError(status, "x", "it broke"))))
+    final = check_events(events_of(made.failed(HttpError(status, "it broke"))))
     assert final["error"] == {"code": code, "message": "it broke"}
     assert [item["status"] for item in final["output"]] == ["completed", "incomplete"]
 
