@@ -15,7 +15,7 @@ import uvloop
 from lockstep.cluster.base import Cluster
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from tests.cluster.support import one_model
 from tests.server.process import plain_client
 from tests.waiting import HANG_S
@@ -28,7 +28,7 @@ class Living:
     url: str
     """Without ``/v1``."""
     cluster: Cluster
-    records: list[RequestRecord]
+    records: list[RequestContext]
     """Of requests that have ended."""
 
     def client(self) -> httpx2.Client:
@@ -58,7 +58,7 @@ def living(source: str, options: ServerOptions | None = None, *, name: str = "m"
 @contextlib.contextmanager
 def living_cluster(cluster: Cluster, options: ServerOptions | None = None) -> Iterator[Living]:
     """Start a cluster and serve it until the block ends."""
-    records: list[RequestRecord] = []
+    records: list[RequestContext] = []
     app = create_app(cluster, options, observers=[lambda record, _: records.append(record)])
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
     ready = threading.Event()

@@ -9,7 +9,7 @@ from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.stub import END_ID, stub_tokenizer_parts
-from lockstep.server.answer import Answer, Encoder, Heading
+from lockstep.server.answer import Answer, Encoder, ResponseMetadata
 from lockstep.server.chat import ChatEncoder
 from lockstep.server.choices import Choice
 from lockstep.server.completions import CompletionEncoder
@@ -17,8 +17,8 @@ from lockstep.server.completions import CompletionEncoder
 TOKENIZER = Tokenizer(stub_tokenizer_parts())
 
 
-def heading(*, include_usage: bool = False) -> Heading:
-    return Heading("chatcmpl-1", 7, "m", "fp_1", "r", 0.0, include_usage=include_usage)
+def heading(*, include_usage: bool = False) -> ResponseMetadata:
+    return ResponseMetadata("chatcmpl-1", 7, "m", "fp_1", "r", 0.0, include_usage=include_usage)
 
 
 def chat_encoder(*, include_usage: bool = False) -> ChatEncoder:

@@ -12,7 +12,7 @@ import httpx2
 
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import RecordObserver
+from lockstep.server.request_context import RequestObserver
 from tests.cluster.support import one_model
 from tests.waiting import HANG_S
 
@@ -24,7 +24,7 @@ NAME = "org/alpha"
 async def client_of(
     source: str = "stub://alpha",
     options: ServerOptions | None = None,
-    observers: tuple[RecordObserver, ...] = (),
+    observers: tuple[RequestObserver, ...] = (),
     headers: dict[str, str] | None = None,
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of an application that serves a model as `NAME` (alias ``alpha``), in this process."""

@@ -17,7 +17,7 @@ from lockstep.server.access_log import hashed_by
 from lockstep.server.body import body_fault, has_lone_surrogate, structure_fault
 from lockstep.server.errors import field_path
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from lockstep.server.tracing import span_attributes
 from lockstep.worker.logs import JsonFormatter, TextFormatter
 from tests.server.process import ServerProcess
@@ -241,7 +241,7 @@ async def test_lines_tell_one_user_from_another_and_not_who_that_is(
     caplog: pytest.LogCaptureFixture, logs_user: bool
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    seen: list[RequestRecord] = []
+    seen: list[RequestContext] = []
     options = ServerOptions(log_user=logs_user)
     async with client_of(options=options, observers=(lambda record, _: seen.append(record),)) as client:
         for user in ("ada@example.com", "ada@example.com", "bob@example.com"):
@@ -280,7 +280,7 @@ async def test_no_line_where_switched_off(caplog: pytest.LogCaptureFixture) -> N
 
 async def test_observers_see_routes_not_paths() -> None:
     """Else every path that a client invents would be a metric of its own."""
-    seen: list[RequestRecord] = []
+    seen: list[RequestContext] = []
     async with client_of(observers=(lambda record, _: seen.append(record),)) as client:
         for path in ("/v1/models/org/alpha", "/v1/models/nobody", "/made/up"):
             await client.get(path)

@@ -17,7 +17,7 @@ from lockstep.cluster.manifest import Manifest
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from tests.server.frames import events_of, texts_of
 from tests.server.support import client_of
 
@@ -47,10 +47,10 @@ class Routing(ManifestCluster):
 @contextlib.asynccontextmanager
 async def routed(
     hop: Hop = ROUTER, options: ServerOptions | None = None
-) -> AsyncIterator[tuple[httpx2.AsyncClient, Routing, list[RequestRecord]]]:
+) -> AsyncIterator[tuple[httpx2.AsyncClient, Routing, list[RequestContext]]]:
     cluster = Routing(Manifest.of_model("stub://alpha", ("billing",)))
     cluster.hop, cluster.calls = hop, []
-    records: list[RequestRecord] = []
+    records: list[RequestContext] = []
     await cluster.start()
     try:
         app = create_app(cluster, options, [lambda record, _: records.append(record)])

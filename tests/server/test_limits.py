@@ -20,7 +20,7 @@ from lockstep.server.admission import RateLimits, TokenBucket
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import MAX_HEADERS, bounded_protocol
-from lockstep.server.request_context import record_of
+from lockstep.server.request_context import context_of
 from tests.cluster.support import one_model
 from tests.server.process import IN_THREAD, ServerProcess, serve
 from tests.server.support import JSON, client_of, connect, error_of, exchange, received
@@ -88,7 +88,7 @@ async def test_answers_are_charged_to_their_key(monkeypatch: pytest.MonkeyPatch)
 
     @router.post("/cost")
     async def cost(request: Request) -> None:
-        record_of(request).outputs.append(RequestOutput(1, (1,) * 50, (), 0, 0, Timings(0.0, None, 0.0)))
+        context_of(request).outputs.append(RequestOutput(1, (1,) * 50, (), 0, 0, Timings(0.0, None, 0.0)))
 
     monkeypatch.setattr(app_module, "ROUTERS", (router,))
     async with client_of(options=ServerOptions(tokens_per_minute=40)) as client:

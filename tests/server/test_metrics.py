@@ -15,7 +15,7 @@ from lockstep.engine.metrics import HISTOGRAMS, HistogramSnapshot
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.metrics import HttpCounts, cumulative, model_families
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from tests.cluster.support import one_model
 from tests.server.process import ServerProcess
 from tests.server.support import NAME, client_of
@@ -104,7 +104,7 @@ async def test_requests_are_counted_by_route() -> None:
 def test_counts_do_not_grow_with_what_clients_invent() -> None:
     counts = HttpCounts()
     for number in range(1_000):
-        counts(RequestRecord("id", "unrouted", 0.0, method=f"M{number}", status=405), 0.0)
+        counts(RequestContext("id", "unrouted", 0.0, method=f"M{number}", status=405), 0.0)
     assert len(counts.family().samples) == 1
 
 

@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from tests.server.frames import events_of
 from tests.server.living import Living, living
 from tests.server.process import IN_THREAD, ServerProcess, serve
@@ -146,7 +146,7 @@ def test_who_closes_the_connection_has_left_whatever_was_asked(logged: ServerPro
         assert line_of(logged, id_)["status"] == 499
 
 
-def ended(server: Living) -> RequestRecord:
+def ended(server: Living) -> RequestContext:
     until(lambda: bool(server.records), "the request has ended")
     return server.records.pop()
 

@@ -17,7 +17,7 @@ from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings
 from lockstep.errors import UsageError
 from lockstep.server.errors import HttpError
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from lockstep.server.tracing import RequestTracer, span_attributes, span_name
 from tests.server.process import IN_THREAD, serve
 from tests.waiting import HANG_S
@@ -58,10 +58,10 @@ def attributes_of(span: Span) -> dict[str, Any]:
     return {pair.key: getattr(pair.value, str(pair.value.WhichOneof("value"))) for pair in span.attributes}
 
 
-def record_of_a_chat() -> RequestRecord:
+def record_of_a_chat() -> RequestContext:
     completion = Completion(0, "text", (1, 2, 3), FinishReason.STOP, None, None)
     output = RequestOutput(1, (1,) * 10, (completion,), 4, 0, Timings(0.5, 0.75, 2.0))
-    return RequestRecord(
+    return RequestContext(
         "r-1",
         "/v1/chat/completions",
         0.0,
@@ -145,7 +145,7 @@ def test_every_hop_of_a_routed_request_is_a_child_of_its_span() -> None:
 
 
 def test_a_failed_request_says_why() -> None:
-    record = RequestRecord("r", "/v1/completions", 0.0, method="POST", status=503)
+    record = RequestContext("r", "/v1/completions", 0.0, method="POST", status=503)
     record.error = HttpError(503, "gone", code="worker_lost")
     assert span_name(record) == "text_completion"
     assert span_attributes(record)["error.type"] == "worker_lost"

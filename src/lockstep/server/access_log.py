@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.server.access import OPEN_PATHS
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import PEOPLE, RequestRecord
+from lockstep.server.request_context import PEOPLE, RequestContext
 from lockstep.worker.logs import FIELDS
 
 PROBES = OPEN_PATHS | {"/load"}
@@ -33,10 +33,10 @@ class AccessLog:
         self._shows_prompts = options.log_prompts
         self._called = str if options.log_user else hashed_by(secrets.token_bytes(16))
 
-    def __call__(self, record: RequestRecord, duration_s: float) -> None:
-        level = logging.DEBUG if record.endpoint in PROBES else logging.INFO
+    def __call__(self, context: RequestContext, duration_s: float) -> None:
+        level = logging.DEBUG if context.endpoint in PROBES else logging.INFO
         if log.isEnabledFor(level):
-            fields = request_fields(record, duration_s, shows_prompts=self._shows_prompts, called=self._called)
+            fields = request_fields(context, duration_s, shows_prompts=self._shows_prompts, called=self._called)
             log.log(level, "ended", extra={FIELDS: fields})
 
 
@@ -47,7 +47,7 @@ def hashed_by(key: bytes) -> Callable[[str], str]:
 
 
 def request_fields(
-    record: RequestRecord, duration_s: float, *, shows_prompts: bool, called: Callable[[str], str]
+    context: RequestContext, duration_s: float, *, shows_prompts: bool, called: Callable[[str], str]
 ) -> dict[str, Any]:
     """What is said of a request; what does not apply to it is left out. Times in milliseconds.
 
@@ -55,37 +55,37 @@ def request_fields(
         called: what somebody is called here whom a request was sent for.
     """
     fields: dict[str, Any] = {
-        "id": record.request_id,
-        "method": record.method,
-        "endpoint": record.endpoint,
-        "status": record.status,
-        "model": record.model,
-        "tenant": record.tenant,
-        "stream": record.is_stream or None,
+        "id": context.request_id,
+        "method": context.method,
+        "endpoint": context.endpoint,
+        "status": context.status,
+        "model": context.model,
+        "tenant": context.tenant,
+        "stream": context.is_stream or None,
         "total_ms": _ms(duration_s),
     }
-    usage = record.usage()
-    if record.outputs or usage.num_output_tokens:
+    usage = context.usage()
+    if context.outputs or usage.num_output_tokens:
         fields["prompt_tokens"] = usage.num_prompt_tokens
-        fields["cached_tokens"] = None if record.unfinished else usage.num_cached_tokens
+        fields["cached_tokens"] = None if context.unfinished else usage.num_cached_tokens
         fields["output_tokens"] = usage.num_output_tokens
-    if record.outputs:
-        timings = [output.timings for output in record.outputs]
+    if context.outputs:
+        timings = [output.timings for output in context.outputs]
         ttfts = [timing.ttft_s for timing in timings if timing.ttft_s is not None]
-        fields["preemptions"] = sum(output.num_preemptions for output in record.outputs) or None
+        fields["preemptions"] = sum(output.num_preemptions for output in context.outputs) or None
         fields["queue_ms"] = _ms(max(timing.queue_s for timing in timings))
         fields["ttft_ms"] = _ms(min(ttfts)) if ttfts else None
-    fields["hops"] = [f"{hop.model}:{hop.intent or 'none'}" for hop in record.hops]
-    fields["finish_reasons"] = record.finish_reasons
-    fields["metadata"] = {name: called(text) if name in PEOPLE else text for name, text in record.metadata.items()}
-    error = record.error
+    fields["hops"] = [f"{hop.model}:{hop.intent or 'none'}" for hop in context.hops]
+    fields["finish_reasons"] = context.finish_reasons
+    fields["metadata"] = {name: called(text) if name in PEOPLE else text for name, text in context.labels.items()}
+    error = context.error
     if error is not None:
         fields["error"] = error.code or error.type
         fields["param"] = error.param
         fields["message"] = error.message if error.status >= 500 or shows_prompts else None
     if shows_prompts:
-        fields["body"] = record.body
-        fields["answers"] = [completion.text for output in record.outputs for completion in output.completions]
+        fields["body"] = context.body
+        fields["answers"] = [completion.text for output in context.outputs for completion in output.completions]
     return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
 
 

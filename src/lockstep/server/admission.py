@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lockstep.errors import UnavailableError
 from lockstep.server.access import OPEN_PATHS, AccessKeys, host_fault, origin_fault
 from lockstep.server.errors import HttpError, http_error
-from lockstep.server.request_context import RequestRecord, refuse
+from lockstep.server.request_context import RequestContext, refuse
 from lockstep.server.serving import Serving
 
 DRAINING_RETRY_S = 5.0
@@ -37,18 +37,18 @@ class AdmissionMiddleware:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        record: RequestRecord = scope["state"]["record"]
+        context: RequestContext = scope["state"]["context"]
         is_work = scope["method"] in WORK
         refusal = (
             self._known_host(scope)
             or self._known_origin(scope)
-            or self._authenticate(scope, record)
-            or (self._admit(record) if is_work else None)
+            or self._authenticate(scope, context)
+            or (self._admit(context) if is_work else None)
         )
         if refusal is not None:
             await refuse(refusal, scope, receive, send)
         elif is_work:
-            await self._serve(record, scope, receive, send)
+            await self._serve(context, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -61,14 +61,14 @@ class AdmissionMiddleware:
             return None
         return origin_fault(self._serving.options.cors_origins, scope["method"], scope["path"], scope["headers"])
 
-    def _authenticate(self, scope: Scope, record: RequestRecord) -> HttpError | None:
+    def _authenticate(self, scope: Scope, context: RequestContext) -> HttpError | None:
         if not self._keys:
             return None
         tenant = self._keys.tenant(scope["headers"])
-        record.tenant = tenant or ""
+        context.tenant = tenant or ""
         return self._keys.refusal(tenant, scope["path"])
 
-    def _admit(self, record: RequestRecord) -> HttpError | None:
+    def _admit(self, context: RequestContext) -> HttpError | None:
         serving = self._serving
         if not serving.lifecycle.is_admitting:
             return http_error(
@@ -82,16 +82,16 @@ class AdmissionMiddleware:
                 code="too_many_requests",
                 headers={"Retry-After": str(BUSY_RETRY_S)},
             )
-        return self._limits.admit(record.tenant, self._now_s())
+        return self._limits.admit(context.tenant, self._now_s())
 
-    async def _serve(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         traffic = self._serving.traffic
         traffic.enter()
         try:
             await self._app(scope, receive, send)
         finally:
             traffic.leave()
-            self._limits.spend(record.tenant, record.num_tokens, self._now_s())
+            self._limits.spend(context.tenant, context.num_tokens, self._now_s())
 
 
 MINUTE_S = 60.0

@@ -16,7 +16,7 @@ from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.generation import GenerationBody
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from lockstep.version import __version__
 
 encode = msgspec.json.Encoder().encode
@@ -29,7 +29,7 @@ def frame(data: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class ResponseMetadata:
     """What all chunks of an answer have in common."""
 
     id: str
@@ -75,7 +75,7 @@ class Encoder(Protocol):
     """One endpoint's shapes."""
 
     @property
-    def heading(self) -> Heading: ...
+    def metadata(self) -> ResponseMetadata: ...
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """Frames that are shown before there is any token."""
@@ -123,9 +123,9 @@ class Answer:
 
     @property
     def extension(self) -> dict[str, Any]:
-        heading, outputs = self._encoder.heading, self.outputs
-        route = Route(self.accepted, heading.started_s)
-        told = extension_of(heading.request_id, heading.session_id, outputs, heading.warnings)
+        metadata, outputs = self._encoder.metadata, self.outputs
+        route = Route(self.accepted, metadata.started_s)
+        told = extension_of(metadata.request_id, metadata.session_id, outputs, metadata.warnings)
         return told | route.told(outputs)
 
     def feed(self, call: int, events: Sequence[Event]) -> None:
@@ -164,7 +164,7 @@ class Answer:
         self.num_pending_bytes = 0
         if len(changed) == 1 and self._num_open:
             return self._show(changed[0], None)
-        last = changed[-1] if self.is_complete and not self._encoder.heading.include_usage else None
+        last = changed[-1] if self.is_complete and not self._encoder.metadata.include_usage else None
         return b"".join([self._show(choice, self.extension if choice is last else None) for choice in changed])
 
     def _show(self, choice: Choice, extension: dict[str, Any] | None) -> bytes:
@@ -175,7 +175,7 @@ class Answer:
 
     def end(self) -> bytes:
         """The last frames of a stream that came to its end."""
-        if not self._encoder.heading.include_usage:
+        if not self._encoder.metadata.include_usage:
             return DONE
         return self._encoder.usage_chunk(self.usage, self.extension) + DONE
 
@@ -187,23 +187,23 @@ class Answer:
         return self._encoder.whole(self)
 
 
-def heading_of(prefix: str, card: ModelCard, body: GenerationBody, record: RequestRecord) -> Heading:
-    """A new heading; ``prefix`` is the kind of its id."""
+def metadata_of(prefix: str, card: ModelCard, body: GenerationBody, context: RequestContext) -> ResponseMetadata:
+    """A new metadata; ``prefix`` is the kind of its id."""
     options = body.stream_options
     is_continuous = options is not None and bool(options.continuous_usage_stats)
     has_last = None if options is None else options.include_usage
-    return Heading(
+    return ResponseMetadata(
         id=f"{prefix}-{secrets.token_hex(12)}",
         created_s=int(time.time()),
         model=card.name,
         fingerprint=system_fingerprint(card),
-        request_id=record.request_id,
-        started_s=record.started_s,
+        request_id=context.request_id,
+        started_s=context.started_s,
         session_id=body.session_id,
         include_usage=is_continuous if has_last is None else has_last,
         continuous_usage=is_continuous,
         service_tier=None if body.service_tier is None else "default",
-        warnings=record.warnings,
+        warnings=context.warnings,
     )
 
 

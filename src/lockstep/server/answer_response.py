@@ -26,7 +26,7 @@ from lockstep.errors import RequestError, RequestFailedError, SlowReaderError
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.generation import in_the_requests_words
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import CLIENT_LEFT_STATUS, RequestRecord, Usage, record_of
+from lockstep.server.request_context import CLIENT_LEFT_STATUS, RequestContext, Usage, context_of
 from lockstep.server.serving import serving_of
 
 A = TypeVar("A")
@@ -107,35 +107,35 @@ class AnswerResponse(Response):
     def __init__(self, request: Request, job: Job) -> None:
         super().__init__()
         self._serving = serving_of(request)
-        self._record = record_of(request)
+        self._record = context_of(request)
         self._job = job
         self._record.is_stream = job.is_stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = self._record
+        context = self._record
         try:
-            await while_connected(receive, self._respond(send), record)
+            await while_connected(receive, self._respond(send), context)
         except ClientLeft:
-            record.status = CLIENT_LEFT_STATUS
+            context.status = CLIENT_LEFT_STATUS
         except RuntimeError as error:
             if CONNECTION_RESET not in str(error):
                 raise
-            record.status = CLIENT_LEFT_STATUS
+            context.status = CLIENT_LEFT_STATUS
 
     async def _respond(self, send: Send) -> None:
-        job, record = self._job, self._record
+        job, context = self._job, self._record
         answer: PendingAnswer | None = None
         opened: Sequence[OpenCall] = ()
         try:
             opened = await open_calls(
                 self._serving.cluster, job.calls, job.param_names, when_routed=job.is_stream and job.shows_route
             )
-            record.model = opened[0].accepted.model
-            record.hops = [hop for call in opened for hop in call.accepted.hops]
+            context.model = opened[0].accepted.model
+            context.hops = [hop for call in opened for hop in call.accepted.hops]
             answer = job.make_answer([call.accepted for call in opened])
             if job.is_stream:
                 stream = AnswerStream(opened, answer, self._serving.options, job.before_end)
-                record.error = await stream.run(send)
+                context.error = await stream.run(send)
                 return
             await _collect(opened, answer)
             if job.before_end is not None:
@@ -147,9 +147,9 @@ class AnswerResponse(Response):
         finally:
             await _close([call.stream for call in opened])
             for output in () if answer is None else answer.outputs:
-                record.outputs.append(output)
-                record.finish_reasons += [completion.finish_reason.value for completion in output.completions]
-            record.unfinished += [call.usage for call in opened if not call.is_answered]
+                context.outputs.append(output)
+                context.finish_reasons += [completion.finish_reason.value for completion in output.completions]
+            context.unfinished += [call.usage for call in opened if not call.is_answered]
 
 
 async def _collect(opened: Sequence[OpenCall], answer: PendingAnswer) -> None:
@@ -412,13 +412,13 @@ class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is g
     """The client closed the connection before its answer was complete."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], record: RequestRecord) -> T:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], context: RequestContext) -> T:
     """The result of some work, which is cancelled when the client leaves.
 
     Raises:
         ClientLeft: it did, before the whole answer was sent. After that a server says of every client that it is gone.
     """
-    return await unless_gone(disconnected(receive), work, lambda: record.is_sent)
+    return await unless_gone(disconnected(receive), work, lambda: context.is_sent)
 
 
 async def unless_gone(

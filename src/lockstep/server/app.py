@@ -28,7 +28,7 @@ from lockstep.server.errors import (
     of_validation,
 )
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import RecordMiddleware, RecordObserver, record_of
+from lockstep.server.request_context import ContextMiddleware, RequestObserver, context_of
 from lockstep.server.serving import Serving, Traffic
 from lockstep.version import __version__
 
@@ -51,12 +51,12 @@ ROUTERS: tuple[APIRouter, ...] = (
 def create_app(
     cluster: Cluster,
     options: ServerOptions | None = None,
-    observers: Sequence[RecordObserver] = (),
+    observers: Sequence[RequestObserver] = (),
     response_store: responses.ResponseStore | None = None,
 ) -> FastAPI:
     """The ASGI application that answers with a cluster. Starting and closing the cluster is its owner's.
 
-    From the outside in: record, CORS, gate, body, routes.
+    From the outside in: context, CORS, gate, body, routes.
 
     Args:
         observers: told of every request that has ended, beside the log and the counters.
@@ -86,7 +86,7 @@ def create_app(
     app.add_middleware(OriginMiddleware, origins=options.cors_origins, allows_loopback=options.allows_loopback_origins)
     counts = app.state.http_counts
     log = (AccessLog(options),) if options.log_requests else ()
-    app.add_middleware(RecordMiddleware, observers=(counts, *log, *observers), paths=app.state.methods)
+    app.add_middleware(ContextMiddleware, observers=(counts, *log, *observers), paths=app.state.methods)
     return app
 
 
@@ -126,5 +126,5 @@ async def _on_validation(request: Request, error: Exception) -> JSONResponse:
 
 
 def _answer(request: Request, error: HttpError) -> JSONResponse:
-    record_of(request).error = error
+    context_of(request).error = error
     return error_response(error)

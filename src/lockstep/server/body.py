@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lockstep.errors import QueueFullError
 from lockstep.server.errors import HttpError, RefusedBodyError, http_error, of_validation
 from lockstep.server.fields import MAX_VALUES
-from lockstep.server.request_context import record_of, refuse
+from lockstep.server.request_context import context_of, refuse
 from lockstep.server.serving import MAX_INLINE_BYTES, Serving, translated
 
 JSON_TYPE = "application/json"
@@ -63,7 +63,7 @@ class BodyMiddleware:
         self._app = app
         self._bench = serving.bench
         self._keeps_bodies = serving.options.log_prompts
-        """Whether the record gets the body as well."""
+        """Whether the context gets the body as well."""
         self._max_bytes = serving.options.max_body_bytes
         self._num_free_bytes = serving.max_held_bytes
 
@@ -83,7 +83,7 @@ class BodyMiddleware:
 
     async def _checked(self, scope: Scope, receive: Receive, held: _Held) -> Receive | None:
         """What gives the body of a request, which a parser may see; None: its client left before."""
-        headers, record = Headers(scope=scope), scope["state"]["record"]
+        headers, context = Headers(scope=scope), scope["state"]["context"]
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 chunks = await self._read(headers, receive, held)
@@ -105,9 +105,9 @@ class BodyMiddleware:
         chunks.clear()
         if fault is not None:
             raise _RefusedError(fault)
-        record.num_body_bytes = len(body)
+        context.num_body_bytes = len(body)
         if self._keeps_bodies:
-            record.body = body.decode()
+            context.body = body.decode()
         return _replay(body, receive)
 
     def _hold(self, num_bytes: int, held: _Held) -> None:
@@ -294,7 +294,7 @@ class LongBodyRoute(APIRoute):
         handle, field = super().get_route_handler(), self.body_field
 
         async def handler(request: Request) -> Response:
-            if field is None or record_of(request).num_body_bytes <= MAX_INLINE_BYTES:
+            if field is None or context_of(request).num_body_bytes <= MAX_INLINE_BYTES:
                 return await handle(request)
             return await handle(_LongRequest(request, lambda value: field.validate(value, loc=("body",))))
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lockstep.cluster.base import Accepted, Cluster, Hop
 from lockstep.engine.request import Conversation, checked_messages
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.server.answer import Answer, Heading, dispatch_calls, encode, frame, heading_of
+from lockstep.server.answer import Answer, ResponseMetadata, dispatch_calls, encode, frame, metadata_of
 from lockstep.server.answer_response import AnswerResponse, Job
 from lockstep.server.answer_schema import ChatCompletion, documented
 from lockstep.server.body import LongBodyRoute
@@ -21,7 +21,7 @@ from lockstep.server.chat_request import ChatBody, ChatCall, chat_call
 from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.generation import Caller, check_tokens_known, labels_of, not_stored
 from lockstep.server.logprobs import Tracer, chat_logprobs, prompt_logprobs
-from lockstep.server.request_context import RequestRecord, record_of
+from lockstep.server.request_context import RequestContext, context_of
 from lockstep.server.serving import serving_of, translated
 from lockstep.server.tools.parser import CallDelta
 
@@ -31,34 +31,36 @@ router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion))
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    serving, record = serving_of(request), record_of(request)
-    record.model = serving.cluster.card(body.model).name
-    record.metadata = labels_of(body)
-    caller, tokenizer = Caller(record.tenant, serving.options), serving.cluster.tokenizer(body.model)
+    serving, context = serving_of(request), context_of(request)
+    context.model = serving.cluster.card(body.model).name
+    context.labels = labels_of(body)
+    caller, tokenizer = Caller(context.tenant, serving.options), serving.cluster.tokenizer(body.model)
     asked = await translated(request, lambda: chat_call(body, caller, tokenizer))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        return chat_answer(serving.cluster, body, asked, accepted[0], record)
+        return chat_answer(serving.cluster, body, asked, accepted[0], context)
 
     job = Job((asked.call,), make_answer, asked.names, bool(body.stream), shows_route=_shows_route(body))
     return AnswerResponse(request, job)
 
 
-def chat_answer(cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Accepted, record: RequestRecord) -> Answer:
+def chat_answer(
+    cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Accepted, context: RequestContext
+) -> Answer:
     """The answer to an accepted call, still empty."""
     params, plan = asked.call.params, asked.plan
     tokenizer = cluster.tokenizer(accepted.model)
-    record.warnings = [*not_stored(body), *asked.unheeded(tokenizer)]
-    heading = heading_of("chatcmpl", cluster.card(accepted.model), body, record)
+    context.warnings = [*not_stored(body), *asked.unheeded(tokenizer)]
+    metadata = metadata_of("chatcmpl", cluster.card(accepted.model), body, context)
     check_tokens_known(
         tokenizer,
         {
             "return_token_ids": bool(body.return_token_ids),
-            "stream_options.continuous_usage_stats": heading.continuous_usage,
+            "stream_options.continuous_usage_stats": metadata.continuous_usage,
         },
     )
     encoder = ChatEncoder(
-        heading,
+        metadata,
         tokenizer,
         echo=_echo(body, asked),
         has_functions=body.functions is not None,
@@ -125,7 +127,7 @@ class ChatEncoder:
 
     def __init__(
         self,
-        heading: Heading,
+        metadata: ResponseMetadata,
         tokenizer: Tokenizer,
         *,
         num_choices: int,
@@ -135,19 +137,19 @@ class ChatEncoder:
         has_functions: bool = False,
         hops: Sequence[Hop] = (),
     ) -> None:
-        self.heading = heading
-        self._dispatched = dispatch_calls(heading.id, hops)
+        self.metadata = metadata
+        self._dispatched = dispatch_calls(metadata.id, hops)
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
         self._echo = echo
         self._has_functions = has_functions
         self._tells_ids = tells_ids
-        self._head = heading.chunk_head("chat.completion.chunk")
+        self._head = metadata.chunk_head("chat.completion.chunk")
         self._text_heads = [
             b"data: " + self._head + b',"choices":[{"index":%d,"delta":{"content":' % index
             for index in range(num_choices)
         ]
-        self._text_tail = _TEXT_TAIL + heading.chunk_usage() + b"}\n\n"
+        self._text_tail = _TEXT_TAIL + metadata.chunk_usage() + b"}\n\n"
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         if not self._dispatched:
@@ -165,8 +167,8 @@ class ChatEncoder:
             opening = self._frame(choice, {"role": "assistant", "content": self._echo})
         if choice.is_plain:
             tail = self._text_tail
-            if self.heading.continuous_usage:
-                tail = _TEXT_TAIL + self.heading.chunk_usage(choice.usage) + b"}\n\n"
+            if self.metadata.continuous_usage:
+                tail = _TEXT_TAIL + self.metadata.chunk_usage(choice.usage) + b"}\n\n"
             return opening + self._text_heads[choice.index] + encode(choice.text) + tail
         frames = [opening]
         if choice.reasoning:
@@ -184,16 +186,16 @@ class ChatEncoder:
         return frame(self._head + b',"choices":[],' + encode({"usage": usage, "lockstep": extension})[1:])
 
     def whole(self, answer: Answer) -> bytes:
-        heading = self.heading
+        metadata = self.metadata
         body: dict[str, Any] = {
-            "id": heading.id,
+            "id": metadata.id,
             "object": "chat.completion",
-            "created": heading.created_s,
-            "model": heading.model,
+            "created": metadata.created_s,
+            "model": metadata.model,
             "choices": [self._whole_choice(choice) for choice in answer.choices],
             "usage": answer.usage,
-            "system_fingerprint": heading.fingerprint,
-            **heading.told_tier,
+            "system_fingerprint": metadata.fingerprint,
+            **metadata.told_tier,
             "lockstep": answer.extension,
         }
         [output] = answer.outputs
@@ -262,7 +264,9 @@ class ChatEncoder:
             told["finish_reason"] = self._finish_reason(finish)
             told["stop_reason"] = finish.stop_reason
         more = b"" if extension is None else b',"lockstep":' + encode(extension)
-        return frame(self._head + b',"choices":[' + encode(told) + b"]" + self.heading.chunk_usage(usage) + more + b"}")
+        return frame(
+            self._head + b',"choices":[' + encode(told) + b"]" + self.metadata.chunk_usage(usage) + more + b"}"
+        )
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

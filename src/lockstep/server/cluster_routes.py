@@ -25,7 +25,7 @@ from lockstep.errors import (
 )
 from lockstep.server.access import powers_of
 from lockstep.server.body import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
-from lockstep.server.request_context import record_of
+from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of
 
 router = APIRouter(prefix="/v1", tags=["cluster"])
@@ -137,7 +137,7 @@ async def replace_manifest(request: Request) -> Response:
     wrong. Models that are in both go on as they are, those that are gone answer what they have begun."""
     cluster = _manifested(request)
     text = manifest_text(await request.body(), request.headers.get("content-type", ""))
-    powers = powers_of(record_of(request).tenant, serving_of(request).options)
+    powers = powers_of(context_of(request).tenant, serving_of(request).options)
     async with _loading("the manifest is not brought in"):
         return _json(await cluster.replace(text, powers=powers))
 

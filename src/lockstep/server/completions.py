@@ -17,7 +17,7 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_LOGPROBS
-from lockstep.server.answer import Answer, Heading, encode, frame, heading_of
+from lockstep.server.answer import Answer, ResponseMetadata, encode, frame, metadata_of
 from lockstep.server.answer_response import AnswerResponse, Job
 from lockstep.server.answer_schema import Completion, documented
 from lockstep.server.body import LongBodyRoute
@@ -36,7 +36,7 @@ from lockstep.server.generation import (
     sampling_params,
 )
 from lockstep.server.logprobs import Tracer, completion_logprobs, prompt_entries, prompt_logprobs
-from lockstep.server.request_context import RequestRecord, record_of
+from lockstep.server.request_context import RequestContext, context_of
 from lockstep.server.serving import serving_of, translated
 
 MAX_PROMPTS = 1_024
@@ -81,32 +81,36 @@ router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
 @router.post("/v1/completions", responses=documented(Completion))
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Go on with one text or several."""
-    serving, record = serving_of(request), record_of(request)
-    record.model = serving.cluster.card(body.model).name
-    record.metadata = labels_of(body)
-    asked = await translated(request, lambda: completion_calls(body, Caller(record.tenant, serving.options)))
+    serving, context = serving_of(request), context_of(request)
+    context.model = serving.cluster.card(body.model).name
+    context.labels = labels_of(body)
+    asked = await translated(request, lambda: completion_calls(body, Caller(context.tenant, serving.options)))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        return completion_answer(serving.cluster, body, asked, accepted, record)
+        return completion_answer(serving.cluster, body, asked, accepted, context)
 
     return AnswerResponse(request, Job(asked.calls, make_answer, asked.names, bool(body.stream)))
 
 
 def completion_answer(
-    cluster: Cluster, body: CompletionBody, asked: CompletionCalls, accepted: Sequence[Accepted], record: RequestRecord
+    cluster: Cluster,
+    body: CompletionBody,
+    asked: CompletionCalls,
+    accepted: Sequence[Accepted],
+    context: RequestContext,
 ) -> Answer:
     """The answer to accepted calls, still empty."""
     params = asked.calls[0].params
     tokenizer = cluster.tokenizer(accepted[0].model)
     cut_echo = bool(body.echo) and body.truncate_prompt_tokens is not None
-    record.warnings = not_stored(body)
-    heading = heading_of("cmpl", cluster.card(accepted[0].model), body, record)
+    context.warnings = not_stored(body)
+    metadata = metadata_of("cmpl", cluster.card(accepted[0].model), body, context)
     check_tokens_known(
         tokenizer,
         {
             "return_token_ids": bool(body.return_token_ids),
             "echo": cut_echo,
-            "stream_options.continuous_usage_stats": heading.continuous_usage,
+            "stream_options.continuous_usage_stats": metadata.continuous_usage,
         },
     )
     echoes = [""] * len(accepted)
@@ -117,7 +121,7 @@ def completion_answer(
             for prompt, call in zip(asked.prompts, accepted, strict=True)
         ]
     encoder = CompletionEncoder(
-        heading,
+        metadata,
         tokenizer,
         num_choices=params.n,
         echoes=echoes,
@@ -208,7 +212,7 @@ class CompletionEncoder:
 
     def __init__(
         self,
-        heading: Heading,
+        metadata: ResponseMetadata,
         tokenizer: Tokenizer,
         *,
         num_choices: int,
@@ -218,7 +222,7 @@ class CompletionEncoder:
         tells_ids: bool,
         tells_prompt_logprobs: bool,
     ) -> None:
-        self.heading = heading
+        self.metadata = metadata
         self._tokenizer = tokenizer
         self._num_choices = num_choices
         self._echoes = echoes
@@ -226,12 +230,12 @@ class CompletionEncoder:
         self._has_logprobs = has_logprobs
         self._tells_ids = tells_ids
         self._tells_prompt_logprobs = tells_prompt_logprobs
-        self._head = heading.chunk_head("text_completion")
+        self._head = metadata.chunk_head("text_completion")
         self._text_heads = [
             b"data: " + self._head + b',"choices":[{"index":%d,"text":' % index
             for index in range(num_choices * len(echoes))
         ]
-        self._text_tail = _TEXT_TAIL + heading.chunk_usage() + b"}\n\n"
+        self._text_tail = _TEXT_TAIL + metadata.chunk_usage() + b"}\n\n"
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         return b""
@@ -244,8 +248,8 @@ class CompletionEncoder:
             opening = self._frame(choice, {"text": echo}, is_echo=True) if echo else b""
         if choice.is_plain:
             tail = self._text_tail
-            if self.heading.continuous_usage:
-                tail = _TEXT_TAIL + self.heading.chunk_usage(choice.usage) + b"}\n\n"
+            if self.metadata.continuous_usage:
+                tail = _TEXT_TAIL + self.metadata.chunk_usage(choice.usage) + b"}\n\n"
             return opening + self._text_heads[choice.index] + encode(choice.text) + tail
         frames = [opening]
         if choice.text or choice.entries or choice.token_ids:
@@ -264,19 +268,19 @@ class CompletionEncoder:
         return frame(self._head + b',"choices":[],' + encode({"usage": usage, "lockstep": extension})[1:])
 
     def whole(self, answer: Answer) -> bytes:
-        heading = self.heading
+        metadata = self.metadata
         outputs = answer.outputs
         body: dict[str, Any] = {
-            "id": heading.id,
+            "id": metadata.id,
             "object": "text_completion",
-            "created": heading.created_s,
-            "model": heading.model,
+            "created": metadata.created_s,
+            "model": metadata.model,
             "choices": [
                 self._whole_choice(choice, outputs[choice.index // self._num_choices]) for choice in answer.choices
             ],
             "usage": answer.usage,
-            "system_fingerprint": heading.fingerprint,
-            **heading.told_tier,
+            "system_fingerprint": metadata.fingerprint,
+            **metadata.told_tier,
             "lockstep": answer.extension,
         }
         return encode(body)
@@ -311,4 +315,6 @@ class CompletionEncoder:
         usage = choice.usage_before if is_echo else choice.usage
         told = {"index": choice.index, "logprobs": None, "finish_reason": None, **told}
         more = b"" if extension is None else b',"lockstep":' + encode(extension)
-        return frame(self._head + b',"choices":[' + encode(told) + b"]" + self.heading.chunk_usage(usage) + more + b"}")
+        return frame(
+            self._head + b',"choices":[' + encode(told) + b"]" + self.metadata.chunk_usage(usage) + more + b"}"
+        )

@@ -26,7 +26,7 @@ from lockstep.server.answer_schema import Shape
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import CLIENT_LEFT_STATUS, record_of
+from lockstep.server.request_context import CLIENT_LEFT_STATUS, context_of
 from lockstep.server.serving import serving_of, translated
 
 MAX_INPUTS = 2_048
@@ -88,16 +88,16 @@ class Embeddings(Shape):
 @router.post("/v1/embeddings", response_model=Embeddings)
 async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     """Turn texts into vectors."""
-    serving, record = serving_of(request), record_of(request)
-    record.model = model = serving.cluster.card(body.model).name
-    record.metadata = {} if body.user is None else {"user": body.user}
-    calls = await translated(request, lambda: calls_of(body, record.tenant, serving.options))
+    serving, context = serving_of(request), context_of(request)
+    context.model = model = serving.cluster.card(body.model).name
+    context.labels = {} if body.user is None else {"user": body.user}
+    calls = await translated(request, lambda: calls_of(body, context.tenant, serving.options))
     try:
-        outputs = await while_connected(request.receive, _answer_all(serving.cluster, body, calls), record)
+        outputs = await while_connected(request.receive, _answer_all(serving.cluster, body, calls), context)
     except ClientLeft:
-        record.status = CLIENT_LEFT_STATUS
+        context.status = CLIENT_LEFT_STATUS
         return Response(status_code=CLIENT_LEFT_STATUS)
-    record.outputs.extend(outputs)
+    context.outputs.extend(outputs)
     content = await asyncio.to_thread(lambda: msgspec.json.encode(embeddings_object(body, model, outputs)))
     return Response(content, media_type="application/json")
 

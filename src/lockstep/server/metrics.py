@@ -24,7 +24,7 @@ from lockstep.cluster.remote_counts import RemoteSnapshot
 from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.errors import UnavailableError
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from lockstep.server.serving import serving_of
 
 T = TypeVar("T")
@@ -84,9 +84,9 @@ class HttpCounts:
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, str], int] = {}
 
-    def __call__(self, record: RequestRecord, duration_s: float) -> None:
-        method = record.method if record.method in METHODS else "OTHER"
-        key = (method, record.endpoint, str(record.status))
+    def __call__(self, context: RequestContext, duration_s: float) -> None:
+        method = context.method if context.method in METHODS else "OTHER"
+        key = (method, context.endpoint, str(context.status))
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def family(self) -> Metric:

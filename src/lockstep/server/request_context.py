@@ -1,4 +1,9 @@
-"""What is known of one HTTP request while it is served: filled by its handler, logged and traced when it ends."""
+"""Contexts of HTTP requests: what is known of one while it is served, from the outermost middleware to its observers.
+
+The middleware makes each request's context, gives it its id, and tells observers when it has ended; handlers fill it in
+between. Whatever breaks inside becomes an answer here, so that errors carry the request's id as well. Per streamed
+chunk it costs two comparisons.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,14 @@ from lockstep.cluster.base import Hop
 from lockstep.engine.outputs import RequestOutput
 from lockstep.server.errors import HttpError, error_response, http_error
 
+log = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = b"x-request-id"
+WARNING_HEADER = b"x-lockstep-warning"
+UNROUTED = "unrouted"
+"""The endpoint of requests that no route takes; their paths are the client's and without number."""
+_SANE_ID = re.compile(rb"[!-~]{1,128}")
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 CLIENT_LEFT_STATUS = 499
 """In logs and metrics, of a request whose client left; nobody is there to be told."""
 
@@ -33,8 +46,8 @@ class Usage:
 
 
 @dataclass(slots=True)
-class RequestRecord:
-    """Made by the outermost middleware, found by handlers with `record_of`."""
+class RequestContext:
+    """Made by the outermost middleware, found by handlers with `context_of`."""
 
     request_id: str
     """The client's ``x-request-id``, or ours."""
@@ -55,7 +68,7 @@ class RequestRecord:
     hops: list[Hop] = field(default_factory=list)
     """Of models that were asked before those who answered; their tokens are not in `outputs`."""
     finish_reasons: list[str] = field(default_factory=list)
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     """The client's own labels."""
     num_body_bytes: int = 0
     """Of the request, once it has been read."""
@@ -89,29 +102,20 @@ class RequestRecord:
         return usage.num_prompt_tokens + usage.num_output_tokens + hops
 
 
-def record_of(request: Request) -> RequestRecord:
-    """The record of a request that came through the server's middleware."""
-    record: RequestRecord = request.state.record
-    return record
+def context_of(request: Request) -> RequestContext:
+    """The context of a request that came through the server's middleware."""
+    context: RequestContext = request.state.context
+    return context
 
 
-log = logging.getLogger(__name__)
-
-REQUEST_ID_HEADER = b"x-request-id"
-WARNING_HEADER = b"x-lockstep-warning"
-UNROUTED = "unrouted"
-"""The endpoint of requests that no route takes; their paths are the client's and without number."""
-_SANE_ID = re.compile(rb"[!-~]{1,128}")
-_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-
-RecordObserver = Callable[[RequestRecord, float], None]
-"""Called with a record whose request has ended and the seconds that it took."""
+RequestObserver = Callable[[RequestContext, float], None]
+"""Called with the context of a request that has ended and the seconds that it took."""
 
 
-class RecordMiddleware:
-    """Pure ASGI. ``scope["state"]["record"]`` holds the record from here on."""
+class ContextMiddleware:
+    """Pure ASGI. ``scope["state"]["context"]`` holds the context from here on."""
 
-    def __init__(self, app: ASGIApp, observers: Sequence[RecordObserver], paths: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, observers: Sequence[RequestObserver], paths: Collection[str] = ()) -> None:
         self._app = app
         self._paths = frozenset(paths)
         """Of routes without parameters: a request that was refused before it was routed is told by them."""
@@ -121,33 +125,33 @@ class RecordMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = _new_record(scope, time.monotonic())
-        scope.setdefault("state", {})["record"] = record
-        exchange = _Exchange(record, receive, send)
+        context = _new_context(scope, time.monotonic())
+        scope.setdefault("state", {})["context"] = context
+        exchange = _Exchange(context, receive, send)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except Exception as error:  # a defect of ours: told without details, logged with them
-            log.exception("request %s failed", record.request_id)
-            record.error = http_error(error)
+            log.exception("request %s failed", context.request_id)
+            context.error = http_error(error)
             if exchange.status is None:
-                await refuse(record.error, scope, receive, exchange.send)
+                await refuse(context.error, scope, receive, exchange.send)
         finally:
             route = scope.get("route")
             if route is not None:
-                record.endpoint = getattr(route, "path", UNROUTED)
-            elif record.endpoint not in self._paths:
-                record.endpoint = UNROUTED
-            record.status = _final_status(record, exchange)
-            duration_s = time.monotonic() - record.started_s
+                context.endpoint = getattr(route, "path", UNROUTED)
+            elif context.endpoint not in self._paths:
+                context.endpoint = UNROUTED
+            context.status = _final_status(context, exchange)
+            duration_s = time.monotonic() - context.started_s
             for observe in self._observers:
-                observe(record, duration_s)
+                observe(context, duration_s)
 
 
 class _Exchange:
     """The two channels of a request, watched for how it ends."""
 
-    def __init__(self, record: RequestRecord, receive: Receive, send: Send) -> None:
-        self._record = record
+    def __init__(self, context: RequestContext, receive: Receive, send: Send) -> None:
+        self._record = context
         self._receive = receive
         self._send = send
         self.status: int | None = None
@@ -173,14 +177,14 @@ class _Exchange:
             self._record.is_sent = True
 
 
-def _new_record(scope: Scope, now_s: float) -> RequestRecord:
+def _new_context(scope: Scope, now_s: float) -> RequestContext:
     request_id, traceparent = None, None
     for name, value in scope["headers"]:
         if name == REQUEST_ID_HEADER and _SANE_ID.fullmatch(value):
             request_id = value.decode()
         elif name == b"traceparent" and _TRACEPARENT.fullmatch(value):
             traceparent = value.decode()
-    return RequestRecord(
+    return RequestContext(
         request_id or f"req-{uuid.uuid4().hex}",
         scope["path"],
         now_s,
@@ -189,16 +193,16 @@ def _new_record(scope: Scope, now_s: float) -> RequestRecord:
     )
 
 
-def _final_status(record: RequestRecord, exchange: _Exchange) -> int:
+def _final_status(context: RequestContext, exchange: _Exchange) -> int:
     if exchange.has_left or exchange.status is None:
         return CLIENT_LEFT_STATUS
-    if record.status is not None:  # a handler that noticed it first
-        return record.status
-    return exchange.status if record.error is None else record.error.status
+    if context.status is not None:  # a handler that noticed it first
+        return context.status
+    return exchange.status if context.error is None else context.error.status
 
 
 async def refuse(error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request with an error from inside a middleware; the request's record knows of it."""
-    record: RequestRecord = scope["state"]["record"]
-    record.error = error
+    """Answer a request with an error from inside a middleware; the request's context knows of it."""
+    context: RequestContext = scope["state"]["context"]
+    context.error = error
     await error_response(error)(scope, receive, send)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from lockstep.cluster.aside import Workbench
 from lockstep.cluster.base import Cluster
 from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import record_of
+from lockstep.server.request_context import context_of
 
 
 class Phase(Enum):
@@ -141,5 +141,5 @@ async def translated(request: Request, work: Callable[[], T], max_inline_bytes: 
     Raises:
         QueueFullError: too much long work waits.
     """
-    num_bytes = record_of(request).num_body_bytes
+    num_bytes = context_of(request).num_body_bytes
     return work() if num_bytes <= max_inline_bytes else await serving_of(request).bench.do(work, num_bytes)

@@ -12,7 +12,7 @@ from lockstep.errors import InvalidParameterError
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.fields import Body, in_pieces
 from lockstep.server.generation import check_tokens_known
-from lockstep.server.request_context import record_of
+from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of, translated
 
 MAX_TOKEN_IDS = 1 << 20
@@ -71,7 +71,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokens as a request would have them. What no context can hold is refused, as a request with it would be."""
     cluster = serving_of(request).cluster
     card = cluster.card(body.model)
-    record_of(request).model = card.name
+    context_of(request).model = card.name
     tokenizer = cluster.tokenizer(body.model)
     check_tokens_known(tokenizer, {"model": True})
     template_kwargs = serving_of(request).options.chat_template_kwargs
@@ -100,7 +100,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
 
 def _detokenized(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
     cluster = serving_of(request).cluster
-    record_of(request).model = cluster.card(body.model).name
+    context_of(request).model = cluster.card(body.model).name
     tokenizer = cluster.tokenizer(body.model)
     check_tokens_known(tokenizer, {"model": True})
     for index, token in enumerate(body.tokens):

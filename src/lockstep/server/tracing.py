@@ -1,7 +1,7 @@
 """OpenTelemetry, an extra: a span per request and per hop, with the attributes of the GenAI conventions (1.41).
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. A span is made when its request has ended, from the
-request's record, so a request that is being served costs nothing; `traceparent` makes it a child of the caller's span.
+request's context, so a request that is being served costs nothing; `traceparent` makes it a child of the caller's span.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import UsageError
 from lockstep.server.access_log import PROBES
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
@@ -59,27 +59,27 @@ class RequestTracer:
         self._provider = _provider(endpoint)
         self._tracer = self._provider.get_tracer("lockstep.server", __version__)
 
-    def __call__(self, record: RequestRecord, duration_s: float) -> None:
+    def __call__(self, context: RequestContext, duration_s: float) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        if record.endpoint in PROBES:
+        if context.endpoint in PROBES:
             return
         end_ns = time.time_ns()
-        carrier = {} if record.traceparent is None else {"traceparent": record.traceparent}
+        carrier = {} if context.traceparent is None else {"traceparent": context.traceparent}
         span = self._tracer.start_span(
-            span_name(record),
+            span_name(context),
             context=TraceContextTextMapPropagator().extract(carrier),
             kind=SpanKind.SERVER,
-            attributes=span_attributes(record),
+            attributes=span_attributes(context),
             start_time=end_ns - int(duration_s * 1e9),
         )
-        if record.status is not None and record.status >= 500:
+        if context.status is not None and context.status >= 500:
             span.set_status(Status(StatusCode.ERROR))
-        context = set_span_in_context(span)
-        for hop in hop_spans(record, duration_s):
+        parent = set_span_in_context(span)
+        for hop in hop_spans(context, duration_s):
             child = self._tracer.start_span(
-                hop.name, context, attributes=hop.attributes, start_time=end_ns - int(hop.began_s * 1e9)
+                hop.name, parent, attributes=hop.attributes, start_time=end_ns - int(hop.began_s * 1e9)
             )
             child.end(end_ns - int(hop.ended_s * 1e9))
         span.end(end_ns)
@@ -100,21 +100,21 @@ class HopSpan:
     attributes: Mapping[str, AttributeValue]
 
 
-def hop_spans(record: RequestRecord, duration_s: float) -> Iterator[HopSpan]:
+def hop_spans(context: RequestContext, duration_s: float) -> Iterator[HopSpan]:
     """Those who routed, one after the other from the request's beginning, and who answered, up to its end. Of a request
     with several prompts, whose hops overlap, there are none."""
-    if not record.hops or len(record.outputs) != 1:
+    if not context.hops or len(context.outputs) != 1:
         return
     left_s = duration_s
-    for hop in record.hops:
+    for hop in context.hops:
         began_s, left_s = left_s, max(0.0, left_s - hop.latency_s)
         usage = hop.num_prompt_tokens, hop.num_cached_tokens, hop.num_output_tokens
         told = {"lockstep.intent": hop.intent or "", "lockstep.target": hop.target or ""}
         yield HopSpan(f"hop {hop.model}", began_s, left_s, {**_hop_attributes(hop.model, *usage), **told})
-    [output] = record.outputs
-    if record.hops[-1].target is not None:
+    [output] = context.outputs
+    if context.hops[-1].target is not None:
         usage = output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens
-        model = record.model or ""
+        model = context.model or ""
         yield HopSpan(f"hop {model}", min(left_s, output.timings.total_s), 0.0, _hop_attributes(model, *usage))
 
 
@@ -128,51 +128,53 @@ def _hop_attributes(model: str, num_prompt: int, num_cached: int, num_output: in
     }
 
 
-def span_name(record: RequestRecord) -> str:
+def span_name(context: RequestContext) -> str:
     """The operation and its model; for other routes, and models that are not known, method and route."""
-    operation = OPERATIONS.get(record.endpoint)
+    operation = OPERATIONS.get(context.endpoint)
     return (
-        f"{record.method} {record.endpoint}" if operation is None else " ".join(filter(None, (operation, record.model)))
+        f"{context.method} {context.endpoint}"
+        if operation is None
+        else " ".join(filter(None, (operation, context.model)))
     )
 
 
-def span_attributes(record: RequestRecord) -> dict[str, AttributeValue]:
+def span_attributes(context: RequestContext) -> dict[str, AttributeValue]:
     """What is known of a request, under the conventions' names; no prompts, no answers."""
     attributes: dict[str, AttributeValue] = {
-        "http.request.method": record.method,
-        "http.route": record.endpoint,
-        "lockstep.request_id": record.request_id,
+        "http.request.method": context.method,
+        "http.route": context.endpoint,
+        "lockstep.request_id": context.request_id,
     }
-    if record.status is not None:
-        attributes["http.response.status_code"] = record.status
-    if record.tenant:
-        attributes["lockstep.tenant"] = record.tenant
-    if record.error is not None:
-        attributes["error.type"] = record.error.code or record.error.type
-    operation = OPERATIONS.get(record.endpoint)
+    if context.status is not None:
+        attributes["http.response.status_code"] = context.status
+    if context.tenant:
+        attributes["lockstep.tenant"] = context.tenant
+    if context.error is not None:
+        attributes["error.type"] = context.error.code or context.error.type
+    operation = OPERATIONS.get(context.endpoint)
     if operation is None:
         return attributes
     attributes["gen_ai.operation.name"] = operation
     attributes["gen_ai.provider.name"] = PROVIDER
-    attributes["gen_ai.request.stream"] = record.is_stream
-    if record.model is not None:
-        attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = record.model
-    return attributes | _answer_attributes(record)
+    attributes["gen_ai.request.stream"] = context.is_stream
+    if context.model is not None:
+        attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = context.model
+    return attributes | _answer_attributes(context)
 
 
-def _answer_attributes(record: RequestRecord) -> dict[str, AttributeValue]:
-    usage = record.usage()
+def _answer_attributes(context: RequestContext) -> dict[str, AttributeValue]:
+    usage = context.usage()
     attributes: dict[str, AttributeValue] = {}
-    if record.outputs or usage.num_output_tokens:
+    if context.outputs or usage.num_output_tokens:
         attributes["gen_ai.usage.input_tokens"] = usage.num_prompt_tokens
         attributes["gen_ai.usage.output_tokens"] = usage.num_output_tokens
-    if not record.outputs:
+    if not context.outputs:
         return attributes
-    if not record.unfinished:
+    if not context.unfinished:
         attributes["gen_ai.usage.cache_read.input_tokens"] = usage.num_cached_tokens
-    attributes["gen_ai.response.finish_reasons"] = tuple(record.finish_reasons)
-    attributes["lockstep.queue_s"] = max(output.timings.queue_s for output in record.outputs)
-    ttfts_s = [output.timings.ttft_s for output in record.outputs if output.timings.ttft_s is not None]
+    attributes["gen_ai.response.finish_reasons"] = tuple(context.finish_reasons)
+    attributes["lockstep.queue_s"] = max(output.timings.queue_s for output in context.outputs)
+    ttfts_s = [output.timings.ttft_s for output in context.outputs if output.timings.ttft_s is not None]
     if ttfts_s:
         attributes["gen_ai.response.time_to_first_chunk"] = min(ttfts_s)
     return attributes

@@ -16,7 +16,7 @@ from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOut
 from lockstep.server.app import create_app
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from lockstep.server.responses.answer import ResponseAnswer, ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
 from lockstep.server.responses.store import SqliteStore, StoreLimits
@@ -36,7 +36,7 @@ def outputs(reason: FinishReason = FinishReason.STOP) -> list[TokenOutput]:
     return [*made, last]
 
 
-RECORD = RequestRecord("req-1", "/v1/responses", 0.0)
+RECORD = RequestContext("req-1", "/v1/responses", 0.0)
 
 
 def answer() -> ResponseAnswer:

@@ -18,7 +18,7 @@ from lockstep.server.answer import Route, encode, extension_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.logprobs import Entry, chat_logprobs
-from lockstep.server.request_context import RequestRecord
+from lockstep.server.request_context import RequestContext
 from lockstep.server.responses.translation import CALL_PREFIX, MESSAGE_PREFIX, REASONING_PREFIX, JsonObject, NewId
 
 
@@ -216,7 +216,7 @@ class ResponseAnswer:
     Args:
         writer: a new one.
         choice: what the call's outputs are read into.
-        record: of the HTTP request.
+        context: of the HTTP request.
         session_id: of the call.
         route: how the request came to who answers it.
     """
@@ -225,13 +225,13 @@ class ResponseAnswer:
         self,
         writer: ResponseWriter,
         choice: Choice,
-        record: RequestRecord,
+        context: RequestContext,
         session_id: str | None = None,
         route: Route | None = None,
     ) -> None:
         self._writer = writer
         self._choice = choice
-        self._record = record
+        self._record = context
         self._session_id = session_id
         self._route = route
         self._output: RequestOutput | None = None

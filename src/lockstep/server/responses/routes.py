@@ -21,7 +21,7 @@ from lockstep.server.chat_request import ChatCall, chat_call
 from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.generation import Caller, labels_of
 from lockstep.server.logprobs import Tracer
-from lockstep.server.request_context import record_of
+from lockstep.server.request_context import context_of
 from lockstep.server.responses.answer import ResponseAnswer, ResponseWriter
 from lockstep.server.responses.answer_schema import DeletedResponse, ItemList, ResponseObject, documented_events
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
@@ -45,9 +45,9 @@ def store_of(request: Request) -> ResponseStore:
 @router.post("/v1/responses", responses=documented_events())
 async def create_response(body: ResponseBody, request: Request) -> Response:
     """Answer, and keep the answer so that it can be continued."""
-    serving, record, store = serving_of(request), record_of(request), store_of(request)
-    cluster, tenant = serving.cluster, record.tenant
-    record.model = cluster.card(body.model).name
+    serving, context, store = serving_of(request), context_of(request), store_of(request)
+    cluster, tenant = serving.cluster, context.tenant
+    context.model = cluster.card(body.model).name
     earlier = () if body.previous_response_id is None else await chain_to(store, body.previous_response_id, tenant)
     tokenizer = cluster.tokenizer(body.model)
 
@@ -62,10 +62,10 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
 
     def make_answer(accepted: Sequence[Accepted]) -> ResponseAnswer:
         base = response_base(body, response_id, accepted[0].model, int(time.time()))
-        record.warnings = asked.unheeded(cluster.tokenizer(accepted[0].model))
+        context.warnings = asked.unheeded(cluster.tokenizer(accepted[0].model))
         choice = _choice(asked, tokenizer, accepted[0])
-        writer, route = ResponseWriter(base, _new_id), Route(accepted, record.started_s)
-        answers.append(ResponseAnswer(writer, choice, record, body.session_id, route))
+        writer, route = ResponseWriter(base, _new_id), Route(accepted, context.started_s)
+        answers.append(ResponseAnswer(writer, choice, context, body.session_id, route))
         return answers[0]
 
     async def keep() -> None:
@@ -89,7 +89,7 @@ async def retrieve_response(
 async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a stored response. Those that continued it cannot be continued any more."""
     await _stored(request, response_id)
-    await store_of(request).delete(response_id, record_of(request).tenant)
+    await store_of(request).delete(response_id, context_of(request).tenant)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -113,17 +113,17 @@ async def list_input_items(
 ) -> Response:
     """What a stored response answered: the conversation before it and its own input."""
     _only(request, "after", "limit", "order")
-    chain = await chain_to(store_of(request), response_id, record_of(request).tenant, param="response_id")
+    chain = await chain_to(store_of(request), response_id, context_of(request).tenant, param="response_id")
     items = [*_said(chain[:-1]), *chain[-1].input_items]
     return JSONResponse(item_list(items, after=after, limit=limit, is_descending=order == "desc"))
 
 
 def _chat_call(body: ResponseBody, messages: Sequence[JsonObject], caller: Caller, request: Request) -> ChatCall:
     """The call of the same question in chat; errors name this request's parameters."""
-    record, tokenizer = record_of(request), serving_of(request).cluster.tokenizer(body.model)
+    context, tokenizer = context_of(request), serving_of(request).cluster.tokenizer(body.model)
     try:
         chat = chat_body(body, messages)
-        record.metadata = labels_of(chat)
+        context.labels = labels_of(chat)
         return chat_call(chat, caller, tokenizer)
     except RequestError as error:
         raise in_our_words(error) from None
@@ -149,7 +149,7 @@ def _said(chain: Sequence[StoredResponse]) -> list[JsonObject]:
 
 
 async def _stored(request: Request, response_id: str) -> StoredResponse:
-    return await get_stored(store_of(request), response_id, record_of(request).tenant, "response_id")
+    return await get_stored(store_of(request), response_id, context_of(request).tenant, "response_id")
 
 
 def _only(request: Request, *known: str) -> None:
