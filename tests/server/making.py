@@ -11,33 +11,24 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.stub import END_ID, stub_tokenizer_parts
 from lockstep.server.answer import Answer, Encoder, ResponseMetadata
 from lockstep.server.chat import ChatEncoder
+from lockstep.server.chat_request import ChatBody, Message
 from lockstep.server.choices import Choice
-from lockstep.server.completions import CompletionEncoder
+from lockstep.server.completions import CompletionBody, CompletionEncoder
 
 TOKENIZER = Tokenizer(stub_tokenizer_parts())
 
 
-def heading(*, include_usage: bool = False) -> ResponseMetadata:
+def metadata(*, include_usage: bool = False) -> ResponseMetadata:
     return ResponseMetadata("chatcmpl-1", 7, "m", "fp_1", "r", 0.0, include_usage=include_usage)
 
 
 def chat_encoder(*, include_usage: bool = False) -> ChatEncoder:
-    return ChatEncoder(
-        heading(include_usage=include_usage), TOKENIZER, num_choices=2, has_logprobs=False, tells_ids=False
-    )
+    body = ChatBody(messages=[Message(role="user", content="Hi")])
+    return ChatEncoder(metadata(include_usage=include_usage), TOKENIZER, body, 2)
 
 
 def completion_encoder(*, include_usage: bool = False) -> CompletionEncoder:
-    return CompletionEncoder(
-        heading(include_usage=include_usage),
-        TOKENIZER,
-        num_choices=2,
-        echoes=[""],
-        has_echo=False,
-        has_logprobs=False,
-        tells_ids=False,
-        tells_prompt_logprobs=False,
-    )
+    return CompletionEncoder(metadata(include_usage=include_usage), TOKENIZER, CompletionBody(prompt=""), 2, [""])
 
 
 def outputs_of(texts: Sequence[Sequence[str]], thoughts: str = "") -> list[TokenOutput]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from lockstep.cluster.base import Hop
 from lockstep.server.chat import ChatEncoder
-from lockstep.server.chat_request import ChatBody, template_messages
+from lockstep.server.chat_request import ChatBody, Function, Message, template_messages
 from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.completions import CompletionBody
 from lockstep.server.embeddings import EmbeddingBody
@@ -25,7 +25,7 @@ from lockstep.server.responses.schema import ResponseBody, response_base
 from lockstep.server.responses.translation import items_of, messages_of
 from lockstep.server.tokenize import DetokenizeRequest, TokenizeRequest
 from lockstep.server.tools.tool_use import plan_tools
-from tests.server.making import TOKENIZER, answer_of, heading, outputs_of
+from tests.server.making import TOKENIZER, answer_of, metadata, outputs_of
 
 DUMPS: Mapping[str, Callable[[Any], Any]] = {
     "as it came": lambda made: made.model_dump(exclude_unset=True),
@@ -39,8 +39,9 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 HOP = Hop("entry", "billing", "billing", "specialists.billing", 0.1, 3, 0, 1)
 
 
-def encoder(**more: Any) -> ChatEncoder:
-    return ChatEncoder(heading(), TOKENIZER, num_choices=1, has_logprobs=False, tells_ids=False, **more)
+def encoder(functions: list[Function] | None = None, **more: Any) -> ChatEncoder:
+    body = ChatBody(messages=[Message(role="user", content="hello")], functions=functions)
+    return ChatEncoder(metadata(), TOKENIZER, body, 1, **more)
 
 
 def answered(made: ChatEncoder, *pieces: str, thoughts: str = "") -> Any:
@@ -59,7 +60,7 @@ ANSWERS: Mapping[str, Callable[[], Any]] = {
     "a call": lambda: answered(encoder(), CALL),
     "thoughts and a call": lambda: answered(encoder(), CALL, thoughts="hm"),
     "a route": lambda: answered(encoder(hops=[HOP]), "Hi"),
-    "a deprecated call": lambda: answered(encoder(has_functions=True), CALL),
+    "a deprecated call": lambda: answered(encoder([Function(name="f")]), CALL),
     "an echo": lambda: answered(encoder(echo="Oh. "), "Hi"),
 }
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,19 +12,71 @@ from starlette.responses import Response
 from lockstep.cluster.base import Accepted, Cluster, Hop
 from lockstep.engine.request import Conversation, checked_messages
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.server.answer import Answer, ResponseMetadata, dispatch_calls, encode, frame, metadata_of
+from lockstep.server.answer import (
+    Answer,
+    AnswerFunction,
+    AnswerToolCall,
+    Chunks,
+    Extension,
+    ResponseMetadata,
+    Usage,
+    dispatch_calls,
+    documented,
+    encode,
+    metadata_of,
+)
 from lockstep.server.answer_response import AnswerResponse, Job
-from lockstep.server.answer_schema import ChatCompletion, documented
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_request import ChatBody, ChatCall, chat_call
-from lockstep.server.choices import CallsReader, Choice
+from lockstep.server.choices import Choice, open_choices
+from lockstep.server.fields import FinishReasonName, Shape
 from lockstep.server.generation import Caller, check_tokens_known, labels_of, not_stored
-from lockstep.server.logprobs import Tracer, chat_logprobs, prompt_logprobs
+from lockstep.server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from lockstep.server.request_context import RequestContext, context_of
 from lockstep.server.serving import serving_of, translated
 from lockstep.server.tools.parser import CallDelta
 
 router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
+
+
+class AnswerMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str | None]
+    """Thoughts before the content."""
+    reasoning: NotRequired[str | None]
+    """The same under the name that newer clients read."""
+    tool_calls: NotRequired[list[AnswerToolCall] | None]
+    function_call: NotRequired[AnswerFunction | None]
+    """In place of `tool_calls` where the request had `functions`."""
+
+
+class ChatChoice(Shape):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName
+    stop_reason: int | str | None
+    """The stop string or stop token that ended it; null for the model's own."""
+    token_ids: NotRequired[Sequence[int] | None]
+
+
+class ChatCompletion(Shape):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None
+    service_tier: NotRequired[Literal["default"] | None]
+    """Where the request named one."""
+    lockstep: Extension
+    prompt_token_ids: NotRequired[Sequence[int] | None]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
 
 
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion))
@@ -48,51 +99,18 @@ def chat_answer(
     cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Accepted, context: RequestContext
 ) -> Answer:
     """The answer to an accepted call, still empty."""
-    params, plan = asked.call.params, asked.plan
-    tokenizer = cluster.tokenizer(accepted.model)
+    tokenizer, tells_ids = cluster.tokenizer(accepted.model), bool(body.return_token_ids)
     context.warnings = [*not_stored(body), *asked.unheeded(tokenizer)]
     metadata = metadata_of("chatcmpl", cluster.card(accepted.model), body, context)
     check_tokens_known(
         tokenizer,
-        {
-            "return_token_ids": bool(body.return_token_ids),
-            "stream_options.continuous_usage_stats": metadata.continuous_usage,
-        },
+        {"return_token_ids": tells_ids, "stream_options.continuous_usage_stats": metadata.continuous_usage},
     )
-    encoder = ChatEncoder(
-        metadata,
-        tokenizer,
-        echo=_echo(body, asked),
-        has_functions=body.functions is not None,
-        num_choices=params.n,
-        has_logprobs=bool(body.logprobs),
-        tells_ids=bool(body.return_token_ids),
-        hops=accepted.hops if _shows_route(body) else (),
+    choices = open_choices(asked.call.params, tokenizer, accepted, plan=asked.plan, tells_ids=tells_ids)
+    hops = accepted.hops if _shows_route(body) else ()
+    return Answer(
+        [accepted], choices, ChatEncoder(metadata, tokenizer, body, len(choices), echo=_echo(body, asked), hops=hops)
     )
-    end_ids = frozenset(tokenizer.end_token_ids)
-    after = accepted.prompt_token_ids[-1] if accepted.prompt_token_ids else None
-
-    def tracer() -> Tracer:
-        return Tracer(
-            tokenizer,
-            after,
-            verbatim=params.constraint is not None,
-            shown_specials=plan.shown_specials if params.skip_special_tokens else None,
-        )
-
-    choices = [
-        Choice(
-            index,
-            tracer=tracer() if body.logprobs else None,
-            reader=CallsReader(plan, plan.parser(_new_call_id)) if plan.names else None,
-            end_ids=end_ids,
-            tells_ids=bool(body.return_token_ids),
-            shows_end=params.include_stop_str_in_output,
-            num_prompt_tokens=len(accepted.prompt_token_ids),
-        )
-        for index in range(params.n)
-    ]
-    return Answer([accepted], choices, encoder)
 
 
 def _shows_route(body: ChatBody) -> bool:
@@ -109,19 +127,11 @@ def _echo(body: ChatBody, asked: ChatCall) -> str:
     return str(last["content"])
 
 
-def _new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-_TEXT_TAIL = b'},"logprobs":null,"finish_reason":null}]'
-
-
 class ChatEncoder:
-    """Implements `lockstep.server.answer.Encoder`.
+    """Chat completions as bytes: the chunks of a stream, and the whole answer. Implements `Encoder`.
 
     Args:
         echo: what every choice begins with.
-        has_functions: a call is told in its deprecated form, `function_call`.
         hops: what is shown of who was asked before, as calls of a function.
     """
 
@@ -129,27 +139,21 @@ class ChatEncoder:
         self,
         metadata: ResponseMetadata,
         tokenizer: Tokenizer,
-        *,
+        body: ChatBody,
         num_choices: int,
-        has_logprobs: bool,
-        tells_ids: bool,
+        *,
         echo: str = "",
-        has_functions: bool = False,
         hops: Sequence[Hop] = (),
     ) -> None:
-        self.metadata = metadata
-        self._dispatched = dispatch_calls(metadata.id, hops)
+        text = b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]'
+        self.chunks = Chunks(metadata, "chat.completion.chunk", text, num_choices)
         self._tokenizer = tokenizer
-        self._has_logprobs = has_logprobs
         self._echo = echo
-        self._has_functions = has_functions
-        self._tells_ids = tells_ids
-        self._head = metadata.chunk_head("chat.completion.chunk")
-        self._text_heads = [
-            b"data: " + self._head + b',"choices":[{"index":%d,"delta":{"content":' % index
-            for index in range(num_choices)
-        ]
-        self._text_tail = _TEXT_TAIL + metadata.chunk_usage() + b"}\n\n"
+        self._dispatched = dispatch_calls(metadata.id, hops)
+        self._has_logprobs = bool(body.logprobs)
+        self._tells_ids = bool(body.return_token_ids)
+        self._has_functions = body.functions is not None
+        """Calls are told in their deprecated form, `function_call`."""
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         if not self._dispatched:
@@ -160,16 +164,13 @@ class ChatEncoder:
             choice.has_begun = True
         return b"".join([self._frame(choice, delta) for choice in choices])
 
-    def chunk(self, choice: Choice, extension: dict[str, Any] | None) -> bytes:
+    def chunk(self, choice: Choice, extension: Extension | None) -> bytes:
         opening = b""
         if not choice.has_begun:
             choice.has_begun = True
             opening = self._frame(choice, {"role": "assistant", "content": self._echo})
         if choice.is_plain:
-            tail = self._text_tail
-            if self.metadata.continuous_usage:
-                tail = _TEXT_TAIL + self.metadata.chunk_usage(choice.usage) + b"}\n\n"
-            return opening + self._text_heads[choice.index] + encode(choice.text) + tail
+            return opening + self.chunks.text(choice)
         frames = [opening]
         if choice.reasoning:
             frames.append(self._frame(choice, {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}))
@@ -182,12 +183,9 @@ class ChatEncoder:
             frames.append(self._frame(choice, {}, finish=choice, extension=extension))
         return b"".join(frames)
 
-    def usage_chunk(self, usage: dict[str, Any], extension: dict[str, Any]) -> bytes:
-        return frame(self._head + b',"choices":[],' + encode({"usage": usage, "lockstep": extension})[1:])
-
     def whole(self, answer: Answer) -> bytes:
-        metadata = self.metadata
-        body: dict[str, Any] = {
+        metadata, [output] = self.chunks.metadata, answer.outputs
+        completion: ChatCompletion = {
             "id": metadata.id,
             "object": "chat.completion",
             "created": metadata.created_s,
@@ -195,26 +193,26 @@ class ChatEncoder:
             "choices": [self._whole_choice(choice) for choice in answer.choices],
             "usage": answer.usage,
             "system_fingerprint": metadata.fingerprint,
-            **metadata.told_tier,
+            **metadata.tier,  # type: ignore[typeddict-item]  # a final `Tier` has no other members
             "lockstep": answer.extension,
         }
-        [output] = answer.outputs
         if self._tells_ids:
-            body["prompt_token_ids"] = output.prompt_token_ids
+            completion["prompt_token_ids"] = output.prompt_token_ids
         if output.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self._tokenizer, output.prompt_token_ids, output.prompt_logprobs)
-        return encode(body)
+            logprobs = prompt_logprobs(self._tokenizer, output.prompt_token_ids, output.prompt_logprobs)
+            completion["prompt_logprobs"] = logprobs
+        return encode(completion)
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: Choice) -> ChatChoice:
         calls = choice.whole_calls
         content = self._echo + choice.text
-        message: dict[str, Any] = {
+        message: AnswerMessage = {
             "role": "assistant",
             "content": content or None if calls else content,
             "refusal": None,
         }
         if choice.reasoning:
-            message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+            message["reasoning_content"] = message["reasoning"] = choice.reasoning
         if calls and self._has_functions:
             message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
         elif calls or self._dispatched:
@@ -222,7 +220,7 @@ class ChatEncoder:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
             ]
-        told: dict[str, Any] = {
+        whole: ChatChoice = {
             "index": choice.index,
             "message": message,
             "logprobs": chat_logprobs(choice.entries) if self._has_logprobs else None,
@@ -230,12 +228,12 @@ class ChatEncoder:
             "stop_reason": choice.stop_reason,
         }
         if self._tells_ids:
-            told["token_ids"] = choice.token_ids
-        return told
+            whole["token_ids"] = choice.token_ids
+        return whole
 
-    def _finish_reason(self, choice: Choice) -> str | None:
+    def _finish_reason(self, choice: Choice) -> FinishReasonName:
         is_old = self._has_functions and choice.finish_reason == "tool_calls"
-        return "function_call" if is_old else choice.finish_reason
+        return "function_call" if is_old else choice.ended_by
 
     def _call_deltas(self, calls: Sequence[CallDelta]) -> list[dict[str, Any]]:
         """News of calls as deltas, each by itself, as OpenAI tells them."""
@@ -251,22 +249,19 @@ class ChatEncoder:
         shown: Choice | None = None,
         *,
         finish: Choice | None = None,
-        extension: dict[str, Any] | None = None,
+        extension: Extension | None = None,
     ) -> bytes:
         usage = choice.usage if delta.get("role") is None else choice.usage_before
-        told: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        members: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if shown is not None:
             if shown.entries:
-                told["logprobs"] = chat_logprobs(shown.entries)
+                members["logprobs"] = chat_logprobs(shown.entries)
             if shown.token_ids:
-                told["token_ids"] = shown.token_ids
+                members["token_ids"] = shown.token_ids
         if finish is not None:
-            told["finish_reason"] = self._finish_reason(finish)
-            told["stop_reason"] = finish.stop_reason
-        more = b"" if extension is None else b',"lockstep":' + encode(extension)
-        return frame(
-            self._head + b',"choices":[' + encode(told) + b"]" + self.metadata.chunk_usage(usage) + more + b"}"
-        )
+            members["finish_reason"] = self._finish_reason(finish)
+            members["stop_reason"] = finish.stop_reason
+        return self.chunks.choice(members, usage, extension)
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

@@ -5,13 +5,18 @@ A stream shows it piece by piece, a whole answer takes everything at its end, so
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.cluster.base import Accepted
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import CallPart, TokenOutput
+from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import RequestFailedError
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.server.fields import FinishReasonName
 from lockstep.server.logprobs import Entry, Tracer
 from lockstep.server.tools.parser import CallDelta, Delta, ToolCall, ToolParser
 from lockstep.server.tools.tool_use import ToolPlan
@@ -97,7 +102,7 @@ class Choice:
         self.calls: list[CallDelta] = []
         self.entries: list[Entry] = []
         self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReasonName | None = None
         self.stop_reason: int | str | None = None
         self.num_reasoning_tokens = 0
         """Tokens up to the first of the content, where there were thoughts."""
@@ -124,6 +129,12 @@ class Choice:
         """All calls that came to their end."""
         read = [] if self._reader is None else self._reader.parser.calls
         return [*read, *map(_joined, self._told_calls.values())] if self._told_calls else read
+
+    @property
+    def ended_by(self) -> FinishReasonName:
+        """Its `finish_reason`, where it has come to its end."""
+        assert self.finish_reason is not None, "a whole answer's choices have ended"
+        return self.finish_reason
 
     @property
     def has_news(self) -> bool:
@@ -261,6 +272,42 @@ class Choice:
     def _is_text(self, end: Entry) -> bool:
         """Whether the token that ended the answer is part of its text."""
         return self._shows_end and self._tracer is not None and end.offset < self._tracer.num_chars
+
+
+def open_choices(
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    accepted: Accepted,
+    *,
+    first_index: int = 0,
+    plan: ToolPlan | None = None,
+    new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
+    tells_ids: bool = False,
+) -> list[Choice]:
+    """The choices of an accepted call, which nothing has been generated of."""
+    prompt_ids, end_ids = accepted.prompt_token_ids, frozenset(tokenizer.end_token_ids)
+    specials = () if plan is None else plan.shown_specials
+
+    def tracer() -> Tracer:
+        return Tracer(
+            tokenizer,
+            prompt_ids[-1] if prompt_ids else None,
+            verbatim=params.constraint is not None,
+            shown_specials=specials if params.skip_special_tokens else None,
+        )
+
+    return [
+        Choice(
+            first_index + index,
+            tracer=None if params.logprobs is None else tracer(),
+            reader=CallsReader(plan, plan.parser(new_call_id)) if plan is not None and plan.names else None,
+            end_ids=end_ids,
+            tells_ids=tells_ids,
+            shows_end=params.include_stop_str_in_output,
+            num_prompt_tokens=len(prompt_ids),
+        )
+        for index in range(params.n)
+    ]
 
 
 def _joined(parts: Sequence[CallPart]) -> ToolCall:

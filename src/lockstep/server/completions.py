@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -17,12 +17,28 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_LOGPROBS
-from lockstep.server.answer import Answer, ResponseMetadata, encode, frame, metadata_of
+from lockstep.server.answer import (
+    Answer,
+    Chunks,
+    Extension,
+    ResponseMetadata,
+    Usage,
+    documented,
+    encode,
+    metadata_of,
+)
 from lockstep.server.answer_response import AnswerResponse, Job
-from lockstep.server.answer_schema import Completion, documented
 from lockstep.server.body import LongBodyRoute
-from lockstep.server.choices import Choice
-from lockstep.server.fields import MAX_SEQUENCE_TOKENS, TextOrTokens, Tokens, absent, tokens_or_list
+from lockstep.server.choices import Choice, open_choices
+from lockstep.server.fields import (
+    MAX_SEQUENCE_TOKENS,
+    FinishReasonName,
+    Shape,
+    TextOrTokens,
+    Tokens,
+    absent,
+    tokens_or_list,
+)
 from lockstep.server.generation import (
     Caller,
     GenerationBody,
@@ -35,7 +51,7 @@ from lockstep.server.generation import (
     param_names,
     sampling_params,
 )
-from lockstep.server.logprobs import Tracer, completion_logprobs, prompt_entries, prompt_logprobs
+from lockstep.server.logprobs import CompletionLogprobs, completion_logprobs, prompt_entries, prompt_logprobs
 from lockstep.server.request_context import RequestContext, context_of
 from lockstep.server.serving import serving_of, translated
 
@@ -78,6 +94,32 @@ class CompletionBody(GenerationBody):
 router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
 
 
+class CompletionChoice(Shape):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName
+    stop_reason: int | str | None
+    token_ids: NotRequired[Sequence[int] | None]
+    prompt_token_ids: NotRequired[Sequence[int] | None]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
+
+
+class Completion(Shape):
+    """Whole texts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
+    usage: Usage
+    system_fingerprint: str | None
+    service_tier: NotRequired[Literal["default"] | None]
+    """Where the request named one."""
+    lockstep: Extension
+
+
 @router.post("/v1/completions", responses=documented(Completion))
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Go on with one text or several."""
@@ -100,59 +142,30 @@ def completion_answer(
     context: RequestContext,
 ) -> Answer:
     """The answer to accepted calls, still empty."""
-    params = asked.calls[0].params
-    tokenizer = cluster.tokenizer(accepted[0].model)
-    cut_echo = bool(body.echo) and body.truncate_prompt_tokens is not None
+    params, tells_ids = asked.calls[0].params, bool(body.return_token_ids)
+    tokenizer, cuts_prompt = cluster.tokenizer(accepted[0].model), body.truncate_prompt_tokens is not None
     context.warnings = not_stored(body)
     metadata = metadata_of("cmpl", cluster.card(accepted[0].model), body, context)
     check_tokens_known(
         tokenizer,
         {
-            "return_token_ids": bool(body.return_token_ids),
-            "echo": cut_echo,
+            "return_token_ids": tells_ids,
+            "echo": bool(body.echo) and cuts_prompt,
             "stream_options.continuous_usage_stats": metadata.continuous_usage,
         },
     )
     echoes = [""] * len(accepted)
     if body.echo:
-        whole = body.truncate_prompt_tokens is None
         echoes = [
-            prompt if isinstance(prompt, str) and whole else tokenizer.decode(call.prompt_token_ids)
+            prompt if isinstance(prompt, str) and not cuts_prompt else tokenizer.decode(call.prompt_token_ids)
             for prompt, call in zip(asked.prompts, accepted, strict=True)
         ]
-    encoder = CompletionEncoder(
-        metadata,
-        tokenizer,
-        num_choices=params.n,
-        echoes=echoes,
-        has_echo=bool(body.echo),
-        has_logprobs=body.logprobs is not None,
-        tells_ids=bool(body.return_token_ids),
-        tells_prompt_logprobs=body.prompt_logprobs is not None,
-    )
-    end_ids = frozenset(tokenizer.end_token_ids)
-
-    def tracer(one: Accepted) -> Tracer:
-        return Tracer(
-            tokenizer,
-            one.prompt_token_ids[-1],
-            verbatim=params.constraint is not None,
-            shown_specials=() if params.skip_special_tokens else None,
-        )
-
     choices = [
-        Choice(
-            call * params.n + index,
-            tracer=None if body.logprobs is None else tracer(one),
-            end_ids=end_ids,
-            tells_ids=bool(body.return_token_ids),
-            shows_end=params.include_stop_str_in_output,
-            num_prompt_tokens=len(one.prompt_token_ids),
-        )
-        for call, one in enumerate(accepted)
-        for index in range(params.n)
+        choice
+        for index, call in enumerate(accepted)
+        for choice in open_choices(params, tokenizer, call, first_index=index * params.n, tells_ids=tells_ids)
     ]
-    return Answer(accepted, choices, encoder)
+    return Answer(accepted, choices, CompletionEncoder(metadata, tokenizer, body, params.n, echoes))
 
 
 Prompt = str | tuple[int, ...]
@@ -199,11 +212,8 @@ def prompts_of(given: str | Sequence[int] | Sequence[str | Sequence[int]]) -> tu
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in given)  # type: ignore[arg-type]  # as above
 
 
-_TEXT_TAIL = b',"logprobs":null,"finish_reason":null}]'
-
-
 class CompletionEncoder:
-    """Implements `lockstep.server.answer.Encoder`.
+    """Completions as bytes: the chunks of a stream, and the whole answer. Implements `Encoder`.
 
     Args:
         num_choices: of each prompt.
@@ -214,43 +224,28 @@ class CompletionEncoder:
         self,
         metadata: ResponseMetadata,
         tokenizer: Tokenizer,
-        *,
+        body: CompletionBody,
         num_choices: int,
         echoes: Sequence[str],
-        has_echo: bool,
-        has_logprobs: bool,
-        tells_ids: bool,
-        tells_prompt_logprobs: bool,
     ) -> None:
-        self.metadata = metadata
+        text = b'"text":', b',"logprobs":null,"finish_reason":null}]'
+        self.chunks = Chunks(metadata, "text_completion", text, num_choices * len(echoes))
         self._tokenizer = tokenizer
+        self._body = body
         self._num_choices = num_choices
         self._echoes = echoes
-        self._has_echo = has_echo
-        self._has_logprobs = has_logprobs
-        self._tells_ids = tells_ids
-        self._tells_prompt_logprobs = tells_prompt_logprobs
-        self._head = metadata.chunk_head("text_completion")
-        self._text_heads = [
-            b"data: " + self._head + b',"choices":[{"index":%d,"text":' % index
-            for index in range(num_choices * len(echoes))
-        ]
-        self._text_tail = _TEXT_TAIL + metadata.chunk_usage() + b"}\n\n"
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         return b""
 
-    def chunk(self, choice: Choice, extension: dict[str, Any] | None) -> bytes:
+    def chunk(self, choice: Choice, extension: Extension | None) -> bytes:
         opening = b""
         if not choice.has_begun:
             choice.has_begun = True
             echo = self._echo(choice)
             opening = self._frame(choice, {"text": echo}, is_echo=True) if echo else b""
         if choice.is_plain:
-            tail = self._text_tail
-            if self.metadata.continuous_usage:
-                tail = _TEXT_TAIL + self.metadata.chunk_usage(choice.usage) + b"}\n\n"
-            return opening + self._text_heads[choice.index] + encode(choice.text) + tail
+            return opening + self.chunks.text(choice)
         frames = [opening]
         if choice.text or choice.entries or choice.token_ids:
             told: dict[str, Any] = {"text": choice.text}
@@ -264,13 +259,9 @@ class CompletionEncoder:
             frames.append(self._frame(choice, ending, extension))
         return b"".join(frames)
 
-    def usage_chunk(self, usage: dict[str, Any], extension: dict[str, Any]) -> bytes:
-        return frame(self._head + b',"choices":[],' + encode({"usage": usage, "lockstep": extension})[1:])
-
     def whole(self, answer: Answer) -> bytes:
-        metadata = self.metadata
-        outputs = answer.outputs
-        body: dict[str, Any] = {
+        metadata, outputs = self.chunks.metadata, answer.outputs
+        completion: Completion = {
             "id": metadata.id,
             "object": "text_completion",
             "created": metadata.created_s,
@@ -280,41 +271,42 @@ class CompletionEncoder:
             ],
             "usage": answer.usage,
             "system_fingerprint": metadata.fingerprint,
-            **metadata.told_tier,
+            **metadata.tier,
             "lockstep": answer.extension,
         }
-        return encode(body)
+        return encode(completion)
 
-    def _whole_choice(self, choice: Choice, output: RequestOutput) -> dict[str, Any]:
-        echo, prompt_ids, of_prompt = self._echo(choice), output.prompt_token_ids, output.prompt_logprobs
-        logprobs = None
-        if self._has_logprobs:
-            logprobs = completion_logprobs(choice.entries, len(echo))
-            if self._has_echo and of_prompt is not None:
-                before = completion_logprobs(prompt_entries(self._tokenizer, prompt_ids, of_prompt))
-                logprobs = {key: before[key] + logprobs[key] for key in logprobs}
-        told: dict[str, Any] = {
+    def _whole_choice(self, choice: Choice, output: RequestOutput) -> CompletionChoice:
+        body, echo = self._body, self._echo(choice)
+        prompt_ids, of_prompt = output.prompt_token_ids, output.prompt_logprobs
+        logprobs = None if body.logprobs is None else completion_logprobs(choice.entries, len(echo))
+        if logprobs is not None and body.echo and of_prompt is not None:
+            before = completion_logprobs(prompt_entries(self._tokenizer, prompt_ids, of_prompt))
+            logprobs = {
+                "tokens": before["tokens"] + logprobs["tokens"],
+                "token_logprobs": before["token_logprobs"] + logprobs["token_logprobs"],
+                "top_logprobs": before["top_logprobs"] + logprobs["top_logprobs"],
+                "text_offset": before["text_offset"] + logprobs["text_offset"],
+            }
+        whole: CompletionChoice = {
             "index": choice.index,
             "text": echo + choice.text,
             "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": choice.ended_by,
             "stop_reason": choice.stop_reason,
         }
-        if self._tells_ids:
-            told |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt_ids}
-        if self._tells_prompt_logprobs and of_prompt is not None:
-            told["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt_ids, of_prompt)
-        return told
+        if body.return_token_ids:
+            whole["token_ids"], whole["prompt_token_ids"] = choice.token_ids, prompt_ids
+        if body.prompt_logprobs is not None and of_prompt is not None:
+            whole["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt_ids, of_prompt)
+        return whole
 
     def _echo(self, choice: Choice) -> str:
         return self._echoes[choice.index // self._num_choices]
 
     def _frame(
-        self, choice: Choice, told: dict[str, Any], extension: dict[str, Any] | None = None, *, is_echo: bool = False
+        self, choice: Choice, told: dict[str, Any], extension: Extension | None = None, *, is_echo: bool = False
     ) -> bytes:
         usage = choice.usage_before if is_echo else choice.usage
-        told = {"index": choice.index, "logprobs": None, "finish_reason": None, **told}
-        more = b"" if extension is None else b',"lockstep":' + encode(extension)
-        return frame(
-            self._head + b',"choices":[' + encode(told) + b"]" + self.metadata.chunk_usage(usage) + more + b"}"
-        )
+        members = {"index": choice.index, "logprobs": None, "finish_reason": None, **told}
+        return self.chunks.choice(members, usage, extension)

@@ -22,9 +22,8 @@ from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
 from lockstep.server.answer_response import ClientLeft, all_of, while_connected
-from lockstep.server.answer_schema import Shape
 from lockstep.server.body import LongBodyRoute
-from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, TextOrTokens, Tokens, tokens_or_list
+from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, Shape, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, context_of
 from lockstep.server.serving import serving_of, translated
@@ -163,7 +162,7 @@ def check_dimensions(body: EmbeddingBody, vector: npt.NDArray[np.float32]) -> No
         )
 
 
-def embeddings_object(body: EmbeddingBody, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def embeddings_object(body: EmbeddingBody, model: str, outputs: Sequence[RequestOutput]) -> Embeddings:
     """The answer in OpenAI's shape."""
     vectors = np.stack([_vector(output) for output in outputs])
     if body.normalize is not False:

@@ -8,7 +8,7 @@ all that is unset.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from pydantic import (
@@ -21,8 +21,10 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    with_config,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
+from typing_extensions import TypedDict
 
 MAX_LABEL_CHARS = 64
 """Of labels and their values: OpenAI's bounds."""
@@ -130,3 +132,15 @@ class Body(BaseModel):
         extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True
     )
     __pydantic_extra__: dict[str, Annotated[None, BeforeValidator(_unknown)]] = Field(init=False)
+
+
+FinishReasonName = Literal["stop", "length", "tool_calls", "function_call"]
+"""Why a choice ended."""
+
+
+@with_config(extra="forbid", use_attribute_docstrings=True)
+class Shape(TypedDict):
+    """A JSON object in an answer: encoders write it, type checking holds them to it, and the OpenAPI document shows it.
+
+    Every member is told; a sentence under one is its description.
+    """

@@ -13,6 +13,7 @@ import msgspec
 
 from lockstep.engine.tokenizer import Detokenizer, Tokenizer
 from lockstep.executors.logits import TokenLogprobs
+from lockstep.server.fields import Shape
 
 LEAST_LOGPROB = -9_999.0
 """JSON has no infinity; vLLM's floor."""
@@ -35,6 +36,28 @@ class Entry(msgspec.Struct, frozen=True):
     """Characters of the text before it."""
     is_known: bool = True
     """False for the first token of a prompt: nothing says how likely it was."""
+
+
+class Logprob(Shape):
+    token: str
+    logprob: float
+    bytes: Sequence[int]
+
+
+class TokenLogprob(Logprob):
+    top_logprobs: list[Logprob]
+
+
+class ChatLogprobs(Shape):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(Shape):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[Mapping[str, float] | None]
+    text_offset: list[int]
 
 
 class TokenTexts:
@@ -97,22 +120,20 @@ class Tracer:
         return entry
 
 
-def chat_logprobs(entries: Sequence[Entry]) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[Entry]) -> ChatLogprobs:
     """`choices[].logprobs` of chat completions."""
-    return {
-        "content": [
-            {**_told(entry.chosen), "top_logprobs": [_told(alternative) for alternative in entry.top]}
-            for entry in entries
-        ],
-        "refusal": None,
-    }
+    content: list[TokenLogprob] = [
+        {**_logprob(entry.chosen), "top_logprobs": [_logprob(alternative) for alternative in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
 
 
-def _told(alternative: Alternative) -> dict[str, Any]:
+def _logprob(alternative: Alternative) -> Logprob:
     return {"token": alternative.token, "logprob": alternative.logprob, "bytes": alternative.bytes}
 
 
-def completion_logprobs(entries: Sequence[Entry], shift: int = 0) -> dict[str, Any]:
+def completion_logprobs(entries: Sequence[Entry], shift: int = 0) -> CompletionLogprobs:
     """`choices[].logprobs` of completions; ``shift`` characters of prompt stand before the text."""
     return {
         "tokens": [entry.chosen.token for entry in entries],
@@ -124,10 +145,10 @@ def completion_logprobs(entries: Sequence[Entry], shift: int = 0) -> dict[str, A
 
 def _map(entry: Entry) -> Mapping[str, float]:
     """The most likely tokens, and the chosen one; of tokens that read the same, the likelier counts."""
-    told: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for alternative in (*entry.top, entry.chosen):
-        told.setdefault(alternative.token, alternative.logprob)
-    return told
+        logprobs.setdefault(alternative.token, alternative.logprob)
+    return logprobs
 
 
 def prompt_entries(

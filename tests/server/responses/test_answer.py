@@ -11,12 +11,13 @@ from typing import Any
 import httpx2
 import pytest
 
+from lockstep.cluster.base import Accepted
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
+from lockstep.server.answer import ResponseMetadata
 from lockstep.server.app import create_app
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
-from lockstep.server.request_context import RequestContext
 from lockstep.server.responses.answer import ResponseAnswer, ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
 from lockstep.server.responses.store import SqliteStore, StoreLimits
@@ -36,13 +37,14 @@ def outputs(reason: FinishReason = FinishReason.STOP) -> list[TokenOutput]:
     return [*made, last]
 
 
-RECORD = RequestContext("req-1", "/v1/responses", 0.0)
+METADATA = ResponseMetadata("resp_1", 1_800_000_000, "m", None, "req-1", 0.0)
 
 
 def answer() -> ResponseAnswer:
     numbers = itertools.count()
     base = response_base(ResponseBody(input="Hi"), "resp_1", "m", 1_800_000_000)
-    return ResponseAnswer(ResponseWriter(base, lambda prefix: f"{prefix}_{next(numbers)}"), Choice(0), RECORD)
+    writer = ResponseWriter(base, lambda prefix: f"{prefix}_{next(numbers)}")
+    return ResponseAnswer(writer, Choice(0), METADATA, Accepted("m", (1, 2, 3)))
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:

@@ -10,16 +10,126 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, NotRequired
 
-from lockstep.cluster.base import Event
+from lockstep.cluster.base import Accepted, Event
 from lockstep.engine.outputs import RequestOutput, TokenOutput
-from lockstep.server.answer import Route, encode, extension_of
+from lockstep.server.answer import Extension, ResponseMetadata, encode, extension_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
-from lockstep.server.logprobs import Entry, chat_logprobs
-from lockstep.server.request_context import RequestContext
+from lockstep.server.fields import Shape
+from lockstep.server.logprobs import Entry, TokenLogprob, chat_logprobs
 from lockstep.server.responses.translation import CALL_PREFIX, MESSAGE_PREFIX, REASONING_PREFIX, JsonObject, NewId
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Shape):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(Shape):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class ReasoningText(Shape):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningOutput(Shape):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningText]
+    status: Status
+
+
+class FunctionCall(Shape):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+class InputTokensDetails(Shape):
+    cached_tokens: int
+    """Came from the prefix cache."""
+    cache_write_tokens: int
+    """None is charged for."""
+
+
+class OutputTokensDetails(Shape):
+    reasoning_tokens: int
+    """Before the content, where there were thoughts."""
+
+
+class ResponseUsage(Shape):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Shape):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFault(Shape):
+    code: str
+    message: str
+
+
+class ResponseObject(Shape):
+    """A response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[OutputMessage | ReasoningOutput | FunctionCall]
+    usage: ResponseUsage | None
+    error: ResponseFault | None
+    incomplete_details: IncompleteDetails | None
+    previous_response_id: str | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int | None
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    user: str | None
+    lockstep: NotRequired[Extension | None]
+
+
+def documented_events() -> dict[int | str, dict[str, Any]]:
+    """What creating a response says of its success: a whole response, or a stream of events."""
+    events = {"example": "event: response.created\ndata: {...}\n\n"}
+    return {200: {"model": ResponseObject, "description": "The response.", "content": {"text/event-stream": events}}}
 
 
 class Kind(Enum):
@@ -216,24 +326,15 @@ class ResponseAnswer:
     Args:
         writer: a new one.
         choice: what the call's outputs are read into.
-        context: of the HTTP request.
-        session_id: of the call.
-        route: how the request came to who answers it.
+        metadata: of the answer.
+        accepted: the call; says how it came to who answers it.
     """
 
-    def __init__(
-        self,
-        writer: ResponseWriter,
-        choice: Choice,
-        context: RequestContext,
-        session_id: str | None = None,
-        route: Route | None = None,
-    ) -> None:
+    def __init__(self, writer: ResponseWriter, choice: Choice, metadata: ResponseMetadata, accepted: Accepted) -> None:
         self._writer = writer
         self._choice = choice
-        self._record = context
-        self._session_id = session_id
-        self._route = route
+        self._metadata = metadata
+        self._accepted = accepted
         self._output: RequestOutput | None = None
         self._final: JsonObject | None = None
         self._entries: list[Entry] = []
@@ -272,9 +373,7 @@ class ResponseAnswer:
             self._end_text(is_cut)
             for call in self._choice.whole_calls:
                 self._writer.write_call(call.id, call.name, call.arguments)
-            extension = extension_of(self._record.request_id, self._session_id, self.outputs, self._record.warnings)
-            if self._route is not None:
-                extension |= self._route.told(self.outputs)
+            extension = extension_of(self._metadata, [self._accepted], self.outputs)
             usage = {"usage": self._usage(), "lockstep": extension}
             if is_cut:
                 self._final = self._writer.cut(**usage)
@@ -320,7 +419,7 @@ class ResponseAnswer:
         events = self._writer.take_events()
         return b"".join([b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event)) for event in events])
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> ResponseUsage:
         output, choice = self._output, self._choice
         assert output is not None, "an answer has its usage when it is complete"
         num_input, num_output = output.num_prompt_tokens, output.num_output_tokens

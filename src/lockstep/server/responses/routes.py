@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lockstep.cluster.base import Accepted
-from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, RequestError
-from lockstep.server.answer import Route
+from lockstep.server.answer import ResponseMetadata
 from lockstep.server.answer_response import AnswerResponse, Job
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat_request import ChatCall, chat_call
-from lockstep.server.choices import CallsReader, Choice
+from lockstep.server.choices import open_choices
+from lockstep.server.fields import Shape
 from lockstep.server.generation import Caller, labels_of
-from lockstep.server.logprobs import Tracer
 from lockstep.server.request_context import context_of
-from lockstep.server.responses.answer import ResponseAnswer, ResponseWriter
-from lockstep.server.responses.answer_schema import DeletedResponse, ItemList, ResponseObject, documented_events
+from lockstep.server.responses.answer import ResponseAnswer, ResponseObject, ResponseWriter, documented_events
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
 from lockstep.server.responses.store import ResponseStore, StoredResponse, chain_to, get_stored
 from lockstep.server.responses.translation import JsonObject, chat_body, in_our_words, items_of, messages_of, names_here
@@ -40,6 +39,24 @@ def store_of(request: Request) -> ResponseStore:
     """Where the server that a request came to keeps responses; put on the application by `create_app`."""
     store: ResponseStore = request.app.state.response_store
     return store
+
+
+class DeletedResponse(Shape):
+    """What is left of a response."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(Shape):
+    """One page of a conversation."""
+
+    object: Literal["list"]
+    data: Annotated[Sequence[Mapping[str, Any]], Field(max_length=MAX_ITEMS)]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 @router.post("/v1/responses", responses=documented_events())
@@ -61,11 +78,23 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     answers: list[ResponseAnswer] = []
 
     def make_answer(accepted: Sequence[Accepted]) -> ResponseAnswer:
-        base = response_base(body, response_id, accepted[0].model, int(time.time()))
-        context.warnings = asked.unheeded(cluster.tokenizer(accepted[0].model))
-        choice = _choice(asked, tokenizer, accepted[0])
-        writer, route = ResponseWriter(base, _new_id), Route(accepted, context.started_s)
-        answers.append(ResponseAnswer(writer, choice, context, body.session_id, route))
+        called, created_s = accepted[0], int(time.time())
+        context.warnings = asked.unheeded(cluster.tokenizer(called.model))
+        metadata = ResponseMetadata(
+            id=response_id,
+            created_s=created_s,
+            model=called.model,
+            fingerprint=None,
+            request_id=context.request_id,
+            started_s=context.started_s,
+            session_id=body.session_id,
+            warnings=context.warnings,
+        )
+        [choice] = open_choices(
+            asked.call.params, tokenizer, called, plan=asked.plan, new_call_id=lambda: _new_id("call")
+        )
+        writer = ResponseWriter(response_base(body, response_id, called.model, created_s), _new_id)
+        answers.append(ResponseAnswer(writer, choice, metadata, called))
         return answers[0]
 
     async def keep() -> None:
@@ -129,20 +158,6 @@ def _chat_call(body: ResponseBody, messages: Sequence[JsonObject], caller: Calle
         raise in_our_words(error) from None
 
 
-def _choice(asked: ChatCall, tokenizer: Tokenizer, accepted: Accepted) -> Choice:
-    """What the call's outputs are read into."""
-    params, plan, tracer = asked.call.params, asked.plan, None
-    if params.logprobs is not None:
-        tracer = Tracer(
-            tokenizer,
-            accepted.prompt_token_ids[-1],
-            verbatim=params.constraint is not None,
-            shown_specials=plan.shown_specials,
-        )
-    reader = CallsReader(plan, plan.parser(lambda: _new_id("call"))) if plan.names else None
-    return Choice(0, tracer=tracer, reader=reader, end_ids=frozenset(tokenizer.end_token_ids))
-
-
 def _said(chain: Sequence[StoredResponse]) -> list[JsonObject]:
     """The items of a conversation, in order."""
     return [item for stored in chain for item in (*stored.input_items, *stored.response["output"])]
@@ -163,7 +178,7 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
-def item_list(items: Sequence[JsonObject], *, after: str | None, limit: int, is_descending: bool) -> dict[str, Any]:
+def item_list(items: Sequence[JsonObject], *, after: str | None, limit: int, is_descending: bool) -> ItemList:
     """One page of a conversation.
 
     Args:

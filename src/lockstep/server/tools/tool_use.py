@@ -14,6 +14,7 @@ from lockstep.engine.request import checked_messages
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
 from lockstep.executors.constraint import Constraint
+from lockstep.server.fields import FinishReasonName
 from lockstep.server.tools.call_reader import CallFormat, format_of
 from lockstep.server.tools.definitions import Choice, ChoiceMode, Tool, checked_choice, checked_tools
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS, AnswerShape, answer_grammar
@@ -62,7 +63,7 @@ class ToolPlan:
         """What reads one answer; ``new_id`` gives a call its id."""
         return ToolParser(self.call_format, self.names, new_id)
 
-    def finish_reason(self, reason: str, has_calls: bool) -> str:
+    def finish_reason(self, reason: FinishReasonName, has_calls: bool) -> FinishReasonName:
         """``tool_calls`` in place of ``stop`` where there is a whole call.
 
         Not where the request named its function: OpenAI and vLLM say ``stop`` then, since the model chose nothing.
