@@ -53,8 +53,9 @@ from lockstep.replay.calibrate import calibrate
 from lockstep.replay.configs import changed_fields, config_for
 from lockstep.replay.cost_file import CostFile, MadeOn, cost_document
 from lockstep.replay.latencies import e2e_ps, ttft_ps
+from lockstep.replay.live import live_requests, live_steps, workload_of
 from lockstep.replay.simulator import Simulation
-from lockstep.replay.trace import Trace, live_requests, live_steps, open_trace, workload_of
+from lockstep.replay.trace import Trace, open_trace
 from lockstep.report.document import Document, Section, Table, numbers, words
 from lockstep.report.text import to_markdown
 from lockstep.version import __version__

@@ -31,7 +31,7 @@ from lockstep.worker.messages import Event, Load, Loaded, LoadFailed, Outputs, S
 NUM_OUTPUT_TOKENS = 128
 PROMPT_TOKENS = 96
 """Of which a half is common to all requests."""
-TAPE_CALLS = ("added", "aborted", "pinned", "swept", "cache_reset", "came", "committed", "failed")
+HOOK_CALLS = ("added", "aborted", "pinned", "swept", "cache_reset", "came", "committed", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ def run(source: str, num_streams: int, num_requests: int) -> Run:
         recorder = load.worker._recorder
         assert recorder is not None, "it was asked to record"
         watch = Stopwatch()
-        [tape] = recorder._tapes.values()
-        for owner, calls in ((recorder, ("begin_turn", "turn", "idle")), (tape, TAPE_CALLS)):
+        [engine] = recorder._engines.values()
+        for owner, calls in ((recorder, ("begin_turn", "turn", "idle")), (engine, HOOK_CALLS)):
             for call in calls:
                 setattr(owner, call, watch.around(getattr(owner, call)))
         writer = time.pthread_getcpuclockid(recorder._files._thread.ident or 0)

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
-from lockstep.cluster.stage import ClusterOptions
+from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput

@@ -11,8 +11,9 @@ from lockstep.cli.main import invoke
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.configs import config_for
 from lockstep.replay.cost_file import read_priced
+from lockstep.replay.live import workload_of
 from lockstep.replay.simulator import Simulation
-from lockstep.replay.trace import open_trace, workload_of
+from lockstep.replay.trace import open_trace
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Submit
 from tests.worker.support import ask, running

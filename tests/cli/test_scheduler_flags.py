@@ -19,7 +19,8 @@ from lockstep.engine.options import DECIDED_AT_LOAD, EngineOptions
 from lockstep.engine.sizing import plan_config
 from lockstep.errors import ConfigError
 from lockstep.executors.base import Geometry
-from lockstep.replay.trace import open_trace, workload_of
+from lockstep.replay.live import workload_of
+from lockstep.replay.trace import open_trace
 from tests.server.process import IN_THREAD, serve
 
 STUB = "stub://alpha"

@@ -14,7 +14,7 @@ from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.planner import PlanPolicy
 from lockstep.cluster.snapshot import ModelSnapshot
-from lockstep.cluster.stage import ClusterOptions
+from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from lockstep.cluster.base import Accepted, Event
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
-from lockstep.cluster.opening import LoadProgress
-from lockstep.cluster.stage import ClusterOptions
+from lockstep.cluster.resolve import LoadProgress
+from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
@@ -44,7 +44,7 @@ def model_of(source: str, kind: Kind, health: HealthLimits | None = None, **sche
 
 
 def worker_of(model: ManifestCluster) -> SupervisedWorker:
-    return model._stage.worker
+    return model._state.worker
 
 
 @asynccontextmanager

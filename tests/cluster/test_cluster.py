@@ -10,7 +10,7 @@ import pytest
 from lockstep.cluster.base import Accepted, Cluster
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.stage import ClusterOptions
+from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import (
     ArtifactNotFoundError,

@@ -16,11 +16,11 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 
-from lockstep.cluster.aside import LONG_BYTES
 from lockstep.cluster.base import Accepted
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest import Manifest
-from lockstep.cluster.prompting import MAX_INLINE_CHARS
+from lockstep.cluster.requests import MAX_INLINE_CHARS
+from lockstep.cluster.threads import LONG_BYTES
 from lockstep.engine.input_processing import tokenised
 from lockstep.engine.llm import AsyncEngine
 from lockstep.engine.options import EngineOptions, LoadOptions
@@ -199,7 +199,7 @@ async def test_a_deadline_is_an_error_and_not_a_short_answer() -> None:
 @shares_a_model
 async def test_deadlines_count_while_a_prompt_waits_to_be_tokenised(stub: ManifestCluster) -> None:
     may_end, asked = threading.Event(), call("word " * 100_000)
-    other = asyncio.create_task(stub._answering._prompting._bench.do(may_end.wait, LONG_BYTES + 1))
+    other = asyncio.create_task(stub._handler._prompts._bench.do(may_end.wait, LONG_BYTES + 1))
     await asyncio.sleep(0)  # it has the one place
     try:
         async with asyncio.timeout(HANG_S):

@@ -296,7 +296,7 @@ async def test_who_ends_at_the_limit_is_not_cut(caplog: pytest.LogCaptureFixture
 
 
 async def test_what_never_ends_and_had_no_limit_is_cut_at_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.cluster.remote_answer.MAX_ANSWER_CHARS", 24)
+    monkeypatch.setattr("lockstep.cluster.remote_messages.MAX_ANSWER_CHARS", 24)
     async with crooked(endless(chunk({"content": " upon"}))) as server, remote(server.url) as model:
         answer = answer_of(await events_of(model, call(params=SamplingParams(max_tokens=None))))
         await until(lambda: server.num_open == 0)
@@ -304,7 +304,7 @@ async def test_what_never_ends_and_had_no_limit_is_cut_at_ours(monkeypatch: pyte
 
 
 async def test_events_without_end_that_bring_nothing_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.cluster.remote_answer.MAX_EMPTY_EVENTS", 100)
+    monkeypatch.setattr("lockstep.cluster.remote_messages.MAX_EMPTY_EVENTS", 100)
     async with crooked(endless(chunk({}), event({"choices": []}))) as server, remote(server.url) as model:
         with pytest.raises(RemoteFailedError, match="that bring nothing"):
             await events_of(model)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import fields
 
-from lockstep.cluster.remote_request import remote_request
+from lockstep.cluster.remote_messages import remote_request
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint

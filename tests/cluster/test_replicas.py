@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.held import MAX_BACKOFF_S, MAX_LOST_LOADS, WARM_WISH_S, Held, ReplicaSpec
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.opening import open_manifest
 from lockstep.cluster.planner import Phase
+from lockstep.cluster.replica_state import MAX_BACKOFF_S, MAX_LOST_LOADS, WARM_WISH_S, ReplicaSpec, ReplicaState
 from lockstep.cluster.replicas import MAX_WAITING_CALLS, Replicas
+from lockstep.cluster.resolve import open_manifest
 from lockstep.engine.options import LoadOptions
-from lockstep.errors import NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
+from lockstep.errors import ChatTemplateError, NotLoadableError, QueueFullError, UnavailableError, WorkerLostError
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.cluster.clusters import QUICK
@@ -41,7 +41,7 @@ async def shell(
 ) -> AsyncIterator[tuple[Replicas, list[tuple[Phase, Phase, str]]]]:
     moves: list[tuple[Phase, Phase, str]] = []
 
-    def moved(held: Held, before: Phase, reason: str, duration_s: float) -> None:
+    def moved(held: ReplicaState, before: Phase, reason: str, duration_s: float) -> None:
         moves.append((before, held.phase, reason))
         if held.phase is Phase.RESIDENT:
             on_resident()
@@ -59,7 +59,7 @@ async def shell(
 
 async def test_what_takes_more_than_was_predicted_is_unloaded_again_and_its_load_has_failed() -> None:
     async with shell(1_000_000_000) as (replicas, moves):
-        held = replicas.hold(spec_of("b", lambda loaded: 1_200_000_000))
+        held = replicas.of(spec_of("b", lambda loaded: 1_200_000_000))
         with pytest.raises(
             UnavailableError, match="takes 1,200 MB, where 800 MB were expected; of gpu_budget's 1,000 MB"
         ):
@@ -75,7 +75,7 @@ async def test_what_takes_more_than_was_predicted_is_unloaded_again_and_its_load
 
 async def test_what_takes_less_than_was_predicted_leaves_room_for_others() -> None:
     async with shell(1_000_000_000) as (replicas, _):
-        small, other = replicas.hold(spec_of("a", lambda loaded: 100_000_000)), replicas.hold(spec_of("b"))
+        small, other = replicas.of(spec_of("a", lambda loaded: 100_000_000)), replicas.of(spec_of("b"))
         await replicas.acquire(small)
         await replicas.acquire(other)
         assert small.phase is other.phase is Phase.RESIDENT
@@ -89,7 +89,7 @@ async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_mu
 ) -> None:
     now_s = 100.0
     async with shell(1_000_000_000, clock=lambda: now_s) as (replicas, _):
-        busy, warm = replicas.hold(spec_of("b")), replicas.hold(spec_of("a"))
+        busy, warm = replicas.of(spec_of("b")), replicas.of(spec_of("a"))
         await replicas.acquire(busy)
         assert replicas.warm(warm)
         assert not replicas.warm(warm), "it is wanted already"
@@ -104,13 +104,13 @@ async def test_what_is_probable_now_takes_room_that_becomes_free_soon_and_not_mu
 async def test_what_can_never_fit_is_refused_at_once() -> None:
     async with shell(500_000_000) as (replicas, moves):
         with pytest.raises(NotLoadableError, match="cannot be loaded: it needs 800 MB; of the budget of 500 MB"):
-            await replicas.acquire(replicas.hold(spec_of("b")))
+            await replicas.acquire(replicas.of(spec_of("b")))
         assert moves == []
 
 
 async def test_those_who_wait_are_bounded_and_closing_tells_them(gate: Gate) -> None:
     async with shell() as (replicas, _):
-        held = replicas.hold(spec_of("a", load_ms=ENDLESS_MS))
+        held = replicas.of(spec_of("a", load_ms=ENDLESS_MS))
         waiting = [asyncio.create_task(replicas.acquire(held)) for _ in range(MAX_WAITING_CALLS)]
         await until(lambda: len(held.waiting) == MAX_WAITING_CALLS)
         with pytest.raises(QueueFullError):
@@ -126,7 +126,7 @@ async def test_one_who_leaves_in_the_moment_of_admission_leaves_no_count() -> No
     loop = asyncio.get_running_loop()
     # Its turn in the loop comes after the admission, and before the one who waited for it learns of it.
     async with shell(on_resident=lambda: loop.call_soon(leaving[0].cancel)) as (replicas, _):
-        held = replicas.hold(spec_of("a"))
+        held = replicas.of(spec_of("a"))
         leaving.append(asyncio.create_task(replicas.acquire(held)))
         await asyncio.gather(*leaving, return_exceptions=True)
         assert leaving[0].cancelled()
@@ -138,16 +138,32 @@ async def test_a_defect_over_a_load_is_told_to_those_who_wait_and_leaves_nothing
         raise KeyError("a defect")
 
     async with shell() as (replicas, _):
-        held = replicas.hold(spec_of("b", broken))
+        held = replicas.of(spec_of("b", broken))
         with pytest.raises(UnavailableError, match="a defect"):
             await asyncio.wait_for(replicas.acquire(held), HANG_S)
         assert held.phase is Phase.ABSENT
         assert replicas.held_bytes == 0
 
 
+async def test_what_fails_after_a_load_frees_what_was_loaded() -> None:
+    """A text side that cannot be read, say: the error is none of ours, and nobody may keep the memory."""
+
+    def unreadable(loaded: object) -> int:
+        raise ChatTemplateError("the template cannot be read")
+
+    async with shell() as (replicas, _):
+        spec = spec_of("b", unreadable)
+        replica = replicas.of(spec)
+        with pytest.raises(UnavailableError, match="the template cannot be read"):
+            await asyncio.wait_for(replicas.acquire(replica), HANG_S)
+        assert replica.phase is Phase.ABSENT
+        assert replicas._worker.loaded(spec.key) is None
+        assert await replicas._worker.metrics() == {}, "nor does the worker hold it"
+
+
 async def test_a_load_that_was_lost_with_its_worker_is_the_models_own_failure_only_after_many() -> None:
     async with shell() as (replicas, _):
-        held = replicas.hold(spec_of("b"))
+        held = replicas.of(spec_of("b"))
         for _ in range(100):
             assert not held.lost(WorkerLostError("it waited for its turn"))
         for _ in range(MAX_LOST_LOADS):

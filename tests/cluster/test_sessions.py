@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import aclosing
+from unittest.mock import patch
 
 import pytest
 
@@ -308,6 +309,15 @@ async def test_a_lost_worker_loses_the_sessions_and_says_so() -> None:
         assert cluster.snapshot().counters.lru_evictions == 0
         await until(lambda: cluster.health().ready)
         assert (await say(cluster, "hello", session="s")).model == "m"
+
+
+async def test_a_defect_over_one_sweep_does_not_end_those_that_follow(caplog: pytest.LogCaptureFixture) -> None:
+    text = ONE + "sessions: {idle_threshold: 50ms, min_lifetime: 1ms, sweep_interval: 10ms}\n"
+    async with clustered(text) as cluster:
+        with patch.object(cluster._state.sessions, "idle", side_effect=ZeroDivisionError("a defect")):
+            await until(lambda: "a defect over the sweeping of sessions" in caplog.text)
+        await say(cluster, "hello", session="s")
+        await until(lambda: cluster.sessions()[0].state == "dropped")
 
 
 async def test_steps_are_told_while_somebody_watches() -> None:

@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
-from lockstep.cluster.held import MAX_BACKOFF_S, MAX_LOST_LOADS
+from lockstep.cluster.replica_state import MAX_BACKOFF_S, MAX_LOST_LOADS
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import ArtifactNotFoundError, RequestFailedError, UnavailableError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.pocket import pocket_path
 from lockstep.worker.health import HealthLimits
-from lockstep.worker.life import ReplicaState
+from lockstep.worker.life import LoadState
 from lockstep.worker.link import ThreadLink, WorkerOptions
 from lockstep.worker.messages import TrialOptions
 from lockstep.worker.supervised import SupervisedWorker
@@ -148,7 +148,7 @@ async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_al
             await until(partial(is_replaced, cluster, pid))
             await until(lambda: state_of(cluster, "warm").state == "resident")
             assert (await say(cluster, "hello", "warm")).model == "warm", "it comes before what ends workers"
-            await until(lambda: is_loading(cluster._stage.worker))
+            await until(lambda: is_loading(cluster._state.worker))
             pid = pid_of(cluster)
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=r"signal 9 .* while it loaded the model, as 5 times before") as told:
@@ -160,7 +160,7 @@ async def test_a_model_whose_loads_end_worker_after_worker_is_blamed_and_left_al
 
 def is_loading(worker: SupervisedWorker) -> bool:
     """Whether it has begun a load, and was not only told to."""
-    return any(replica.state is ReplicaState.LOADING for replica in worker._life._replicas.values())
+    return any(replica.state is LoadState.LOADING for replica in worker._life._replicas.values())
 
 
 @contextmanager

@@ -15,9 +15,9 @@ import pytest
 
 from lockstep.cluster.base import Accepted, Routed
 from lockstep.cluster.cluster import ManifestCluster
-from lockstep.cluster.held import MAX_BACKOFF_S
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.stage import ClusterOptions
+from lockstep.cluster.replica_state import MAX_BACKOFF_S
+from lockstep.cluster.state import ClusterOptions
 from lockstep.errors import (
     DeadlineError,
     InvalidParameterError,
@@ -129,7 +129,7 @@ models:
 
 
 async def test_a_load_that_fails_tells_all_who_wait_and_backs_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.cluster.held.FIRST_BACKOFF_S", MAX_BACKOFF_S)
+    monkeypatch.setattr("lockstep.cluster.replica_state.FIRST_BACKOFF_S", MAX_BACKOFF_S)
     async with clustered(FAILING) as cluster:
         results = await asyncio.gather(*(say(cluster, "hello", "bad") for _ in range(4)), return_exceptions=True)
         assert all(isinstance(result, UnavailableError) for result in results)
@@ -326,6 +326,8 @@ async def test_what_loading_finds_too_large_for_its_budget_is_unloaded_again() -
             await say(cluster, "hello")
         [replica] = cluster.snapshot().replicas
         assert (replica.phase, cluster.snapshot().budgets[0].used_bytes) == ("absent", 0)
+        counters = cluster.snapshot().counters
+        assert (counters.promotions, counters.demotions) == (0, 0), "what was never there is not demoted"
         assert replica.measured_bytes is not None
         assert replica.measured_bytes > predicted >= replica.predicted_bytes
         assert model_of(cluster, "m").state == "failed"

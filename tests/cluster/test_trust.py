@@ -18,7 +18,7 @@ from lockstep.cluster.manifest import Entry, Manifest, Remote
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.remote import RemoteModel
 from lockstep.cluster.remote_address import NotPublicError, PublicTransport, is_plainly_private, is_public
-from lockstep.cluster.stage import ClusterOptions
+from lockstep.cluster.state import ClusterOptions
 from lockstep.cluster.trust import ADDRESS_REFUSED, NONE, SOURCE_REFUSED, Vouchers
 from lockstep.errors import ArtifactError, ManifestError, RequestFailedError
 from lockstep.pocket import pocket_path

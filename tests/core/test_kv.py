@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.core.kv import KVCache
+from lockstep.core.kv import KVCache, choose_tails
 from lockstep.core.sequence import Sequence
 from tests.core.drive import config, prompt
 
@@ -103,3 +103,41 @@ def test_recompute_has_no_host() -> None:
     seq = holder(kv, 1, 16)
     kv.take_tail(seq, 1)
     assert (seq.table, seq.host_table, seq.num_computed, seq.num_recomputed_tokens) == ((1, 2, 3), (), 12, 4)
+
+
+# -- whose blocks are taken: as little as possible, exclusive ones first ---------------------------------------------
+
+
+def tails(tables: list[tuple[int, ...]], missing: int) -> list[int] | None:
+    refs: dict[int, int] = {}
+    for table in tables:
+        for block in table:
+            refs[block] = refs.get(block, 0) + 1
+    return choose_tails(tables, lambda block: refs[block], missing)
+
+
+def test_blocks_are_taken_from_tails_and_accumulated() -> None:
+    tables: list[tuple[int, ...]] = [(1, 2), (3, 4, 5), (6,)]
+    assert [tails(tables, missing) for missing in range(1, 8)] == [
+        [1, 0, 0],
+        [2, 0, 0],
+        [2, 1, 0],
+        [2, 2, 0],
+        [2, 3, 0],
+        [2, 3, 1],
+        None,
+    ]
+
+
+def test_one_whose_blocks_are_all_shared_is_skipped_if_others_suffice() -> None:
+    assert tails([(1, 2), (1, 2, 3), (4, 5)], 2) == [0, 1, 1]
+
+
+def test_shared_blocks_are_released_when_there_is_no_other_way() -> None:
+    assert tails([(1, 2), (1, 2, 3)], 2) == [2, 2]
+    assert tails([(1, 2), (1, 2, 3)], 3) == [2, 3]
+    assert tails([(1, 2), (1, 2, 3)], 4) is None
+
+
+def test_what_somebody_else_holds_too_frees_nothing() -> None:
+    assert choose_tails([(1, 2)], lambda _: 2, 1) is None

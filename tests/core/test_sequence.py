@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.core.request import FinishReason, Request
-from lockstep.core.sequence import Segment, Sequence, SequenceState, finished_of, view_of
+from lockstep.core.sequence import Segment, Sequence, SequenceState
 
 
 def decoding(num_prompt: int, *segments: int) -> Sequence:
@@ -41,7 +41,7 @@ def test_only_the_documented_transitions_exist(begin: SequenceState, end: Sequen
 
 def test_segments_remember_how_each_token_was_computed() -> None:
     seq = decoding(5, 1, 3, 1, 2)
-    assert view_of(seq).segments == (
+    assert seq.view().segments == (
         Segment(0, 5),
         Segment(5, 1),
         Segment(6, 3),
@@ -68,6 +68,6 @@ def test_what_remains_of_a_sequence_is_a_copy() -> None:
     seq = decoding(4, 1, 1)
     seq.num_preemptions = 2
     seq.cut_to(4)
-    kept = finished_of(seq, FinishReason.STOP, 9)
+    kept = seq.finished(FinishReason.STOP, 9)
     assert (kept.seq_id, kept.reason, kept.num_prompt_tokens, kept.num_output_tokens) == (3, FinishReason.STOP, 4, 2)
     assert (kept.num_preemptions, kept.num_recomputed_tokens, kept.finished_step) == (2, 1, 9)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 
-from lockstep.core.request import FinishReason
+from lockstep.core.request import FinishReason, Request
 from lockstep.replay.playback import Playback, Played
 from lockstep.replay.rerun import Obeyed
 from lockstep.replay.trace import Trace
@@ -113,7 +113,7 @@ def happenings(trace: Trace) -> Counter[str]:
     seen: Counter[str] = Counter()
     for event in Playback(trace.entries()).play():
         match event:
-            case Obeyed(_, Added(priority=priority), _):
+            case Obeyed(_, Added(request=Request(priority=priority)), _):
                 seen.update(["requests", f"priority {priority}"])
             case Obeyed(_, Aborted(reason=reason), _):
                 seen[reason.value] += 1

@@ -11,7 +11,8 @@ from lockstep.core.request import Priority
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.replay.trace_file import read_frames
+from lockstep.replay.trace import read_frames
+from lockstep.worker.flight.entries import ChunkReader, ChunkWriter, Entry
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, ResetPrefixCache, Submit
 from tests.worker.support import Bench, running
@@ -56,6 +57,24 @@ def submit(bench: Bench, num_requests: int, first: int = 0) -> None:
 
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
+
+
+def entries_in(path: Path) -> list[Entry]:
+    """What a file holds."""
+    reader = ChunkReader()
+    return [entry for frame in read_frames(path) for entry in reader.read(frame.data)]
+
+
+def rewrite_entries(path: Path, change: Callable[[list[Entry]], None]) -> None:
+    """Change a file's entries, and write them again: the first in a chunk of its own, as a recorder does."""
+    entries = entries_in(path)
+    change(entries)
+    writer = ChunkWriter()
+    writer.put(entries[0])
+    held = writer.take()
+    for entry in entries[1:]:
+        writer.put(entry)
+    path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(held + writer.take()))
 
 
 def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:

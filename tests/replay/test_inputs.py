@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from lockstep.core.request import FinishReason
+from lockstep.core.request import FinishReason, Request
 from lockstep.replay.inputs import differing_command, differing_request
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, WorkloadRequest
 from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, Swept
@@ -44,7 +45,7 @@ def test_times_are_told_in_milliseconds() -> None:
     assert "at 0.000 ms in A, and at 3.000 ms in B" in differing_request([A], [later], ArrivalUnit.PS)
 
 
-ADDED = Added(0, 3, 7, 40, None, True, False, 0, 0, (), None)
+ADDED = Added(0, 3, 7, Request(40, allows_forced=False), 0, ())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ ADDED = Added(0, 3, 7, 40, None, True, False, 0, 0, (), None)
         ([ADDED], [ADDED], ""),
         (
             [ADDED],
-            [ADDED._replace(step=5)],
+            [replace(ADDED, step=5)],
             "first A of request 7 of 40 prompt tokens and as many output tokens as fit, class 0, before step 3, and B "
             "of request 7 of 40 prompt tokens and as many output tokens as fit, class 0, before step 5",
         ),

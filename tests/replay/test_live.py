@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.replay.trace import Trace, live_requests, live_steps, open_trace, workload_of
+from lockstep.replay.live import live_requests, live_steps, workload_of
+from lockstep.replay.trace import Trace, open_trace
 from lockstep.replay.verify import verify
 from tests.replay.live import happenings, manifest_in, mixed_load
 from tests.server.process import ROOT, ServerProcess, serve

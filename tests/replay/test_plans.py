@@ -12,10 +12,9 @@ from lockstep.cli.replay import verify_trace
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.plan import Action, Drain, Observed, Phase, PlanPolicy, Replica, Unload
-from lockstep.cluster.plan_flight import PLAN_SUFFIX, PlanRecorder
-from lockstep.cluster.planner import plan
-from lockstep.cluster.stage import ClusterOptions
+from lockstep.cluster.plan_recorder import PLAN_SUFFIX, PlanRecorder
+from lockstep.cluster.planner import Action, Drain, Observed, Phase, PlanPolicy, Replica, Unload, plan
+from lockstep.cluster.state import ClusterOptions
 from lockstep.errors import TraceError
 from lockstep.replay.plans import plan_files, verify_plans
 from lockstep.replay.wholeness import Kind

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core import checkpoint
 from lockstep.core.scheduler import Scheduler
+from lockstep.core.state import SchedulerState
 from lockstep.core.step import StepPlan
 from lockstep.errors import TraceError
 from lockstep.replay.trace import open_trace
@@ -57,16 +57,20 @@ def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The defect that was: the rows of the last step are frozen, and only a live scheduler makes empty plans."""
-    decide = Scheduler.schedule
+    decide, plain_state = Scheduler.schedule, Scheduler.state
 
     def schedule(self: Scheduler) -> StepPlan:
         if not self.has_unfinished:
             self._pending_seqs = []
         return decide(self)
 
+    def state(self: Scheduler) -> SchedulerState:
+        kept = plain_state(self)
+        return kept._replace(next_id=kept.next_id << 8 | len(self._pending_seqs))
+
     many_files(monkeypatch)
     monkeypatch.setattr(Scheduler, "schedule", schedule)
-    monkeypatch.setitem(checkpoint.STATE, Scheduler, (*checkpoint.STATE[Scheduler], "_pending_seqs"))
+    monkeypatch.setattr(Scheduler, "state", state)
     _, faulty = rotate(tmp_path / "flight", 1, NUM_ROTATIONS)
     assert faulty
     for _, found in faulty:
@@ -77,7 +81,7 @@ def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
 def test_checkpoints_of_another_version_are_passed_over_and_every_step_is_decided(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as other:
         many_files(other)
-        other.setitem(checkpoint.STATE, Scheduler, (*checkpoint.STATE[Scheduler], "_pending_seqs"))
+        other.setattr("lockstep.worker.flight.recorder.STATE_VERSION", 0)
         fly(tmp_path, 3, num_requests=30, file_bytes=2000)
     trace = open_trace(tmp_path)
     found = verify(trace)

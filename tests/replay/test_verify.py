@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from lockstep.cli.main import invoke
-from lockstep.core import planner, victims
+from lockstep.core import kv, planner
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
+from lockstep.replay.decisions import decode_record
 from lockstep.replay.playback import Playback, Played
 from lockstep.replay.rerun import EngineRerun, Obeyed
 from lockstep.replay.trace import Trace, open_trace
-from lockstep.replay.trace_file import read_frames
 from lockstep.replay.verify import side_by_side, verify
-from lockstep.worker.flight.entries import EntryReader, Record, Turn
+from lockstep.worker.flight.entries import Entry, Record, Turn
 from tests.replay.live import happenings
-from tests.replay.recordings import files_of, record, rewrite
+from tests.replay.recordings import entries_in, files_of, record, rewrite_entries
 
 
 @pytest.fixture(scope="module")
@@ -63,37 +64,36 @@ def test_the_command_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert " steps of 2 engines, " in said
 
 
-def steps_and_places(path: Path) -> list[tuple[int, int, Record, int]]:
-    """(engine, first step, record, place of its bytes in what the file holds) of every record."""
-    held = bytearray().join(frame.data for frame in read_frames(path))
+def records_of(path: Path) -> list[tuple[int, int, int]]:
+    """(place among the entries, engine, first step) of every record."""
     next_step = {0: 0, 1: 0}
     found = []
-    for entry in EntryReader().read(bytes(held)):
+    for place, entry in enumerate(entries_in(path)):
         if isinstance(entry, Record):
-            place = held.find(entry.record + entry.mark)
-            repeats, shift = 0, 0
-            tail = len(entry.record) - 1
-            while tail and entry.record[tail - 1] > 127:
-                tail -= 1
-            for byte in entry.record[tail:]:
-                repeats |= (byte & 127) << shift
-                shift += 7
-            found.append((entry.engine, next_step[entry.engine], entry, place))
-            next_step[entry.engine] += 1 + repeats
+            found.append((place, entry.engine, next_step[entry.engine]))
+            next_step[entry.engine] += 1 + decode_record(entry.record).repeats
     return found
+
+
+def flip(path: Path, place: int, at: int, bit: int = 1) -> None:
+    """Change a bit of a record."""
+
+    def change(entries: list[Entry]) -> None:
+        entry = entries[place]
+        assert isinstance(entry, Record)
+        record = bytearray(entry.record)
+        record[at] ^= bit
+        entries[place] = replace(entry, record=bytes(record))
+
+    rewrite_entries(path, change)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("offset", [0, 3, -1])
 def test_a_flipped_byte_in_a_record_is_found_at_its_step(copy: Path, share: float, offset: int) -> None:
-    records = steps_and_places(copy)
-    engine, step, entry, place = records[int(share * len(records))]
-    at = place + (offset if offset >= 0 else len(entry.record) + offset)
-
-    def flip(held: bytearray) -> None:
-        held[at] ^= 1
-
-    rewrite(copy, flip)
+    records = records_of(copy)
+    place, engine, step = records[int(share * len(records))]
+    flip(copy, place, offset)
     parted = verify(open_trace(copy)).parted
     assert parted is not None
     assert (parted.engine, parted.step) == (engine, step)
@@ -102,13 +102,9 @@ def test_a_flipped_byte_in_a_record_is_found_at_its_step(copy: Path, share: floa
 
 
 def test_the_command_shows_both_plans(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = steps_and_places(copy)
-    engine, step, _, place = records[len(records) // 2]
-
-    def flip(held: bytearray) -> None:
-        held[place + 2] ^= 2
-
-    rewrite(copy, flip)
+    records = records_of(copy)
+    place, engine, step = records[len(records) // 2]
+    flip(copy, place, 2, 2)
     assert invoke(["replay", "--verify", str(copy)]) == 1
     said = capsys.readouterr().out
     assert f"are identical, but step {step} of engine {engine} (" in said
@@ -117,22 +113,14 @@ def test_the_command_shows_both_plans(copy: Path, capsys: pytest.CaptureFixture[
 
 def test_turns_are_taken_again(copy: Path) -> None:
     """Whoever had spent more would have waited: one turn that took a second more is found."""
-    reader = EntryReader()
-    held = b"".join(frame.data for frame in read_frames(copy))
-    turns = []
-    before = 0
-    for entry in reader.read(held):
-        if isinstance(entry, Turn):
-            turns.append((before, entry))
-        before = reader.offset
-    at, _ = turns[len(turns) // 3]
-    head = held[at + 1]
-    assert head > 127, "a turn of at least 16 microseconds has a head of two bytes"
+    turns = [place for place, entry in enumerate(entries_in(copy)) if isinstance(entry, Turn)]
 
-    def lengthen(held: bytearray) -> None:
-        held[at + 2 : at + 3] = bytes([held[at + 2] | 128, 128, 127])
+    def lengthen(entries: list[Entry]) -> None:
+        entry = entries[turns[len(turns) // 3]]
+        assert isinstance(entry, Turn)
+        entries[turns[len(turns) // 3]] = replace(entry, duration_us=entry.duration_us + 1_000_000)
 
-    rewrite(copy, lengthen)
+    rewrite_entries(copy, lengthen)
     parted = verify(open_trace(copy)).parted
     assert parted is not None
     assert parted.engine == -1
@@ -141,14 +129,14 @@ def test_turns_are_taken_again(copy: Path) -> None:
 
 
 MUTATIONS = {
-    "victims from the best": (victims, "refs(table[-1 - count]) == 1", "refs(table[-1 - count]) != 1"),
+    "victims from the best": (kv, "refs(table[-1 - count]) == 1", "refs(table[-1 - count]) != 1"),
     "growth": (planner, "end <= len(seq.table) * block_size", "end > len(seq.table) * block_size"),
-    "admission": (planner, "queue.effective_class(seq, draft.step) < blocked_from", "blocked_from < 0"),
+    "admission": (planner, "queue.effective_class(seq, builder.step) < blocked_from", "blocked_from < 0"),
     "resumption": (planner, "if missing <= 0:", "if missing > 0:"),
     "slots": (
         planner,
-        "draft.is_someone_left_out or roster.num_running >= self._config.max_num_seqs",
-        "draft.is_someone_left_out or roster.num_running < self._config.max_num_seqs",
+        "builder.is_someone_left_out or running.num_running >= self._config.max_num_seqs",
+        "builder.is_someone_left_out or running.num_running < self._config.max_num_seqs",
     ),
 }
 
@@ -164,7 +152,7 @@ def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
     assert source.count(old) == 1, "the mutation has one place"
     namespace: dict[str, Any] = {"__name__": "mutated"}
     exec(source.replace(old, new), namespace)
-    if module is victims:
+    if module is kv:
         changed: dict[str, Any] = {"__name__": "mutated"}
         exec(inspect.getsource(planner), changed)
         changed["choose_tails"] = namespace["choose_tails"]
@@ -183,7 +171,7 @@ def mutated(name: str) -> Callable[[SchedulerConfig], Scheduler]:
     class Mutated(Scheduler):
         def __init__(self, config: SchedulerConfig) -> None:
             super().__init__(config)
-            self._planner = Bounded(config, self._kv, self._queue, self._ledger, self._roster, self._sequences)
+            self._planner = Bounded(config, self._kv, self._queue, self._ledger, self._running, self._sequences)
 
     return Mutated
 

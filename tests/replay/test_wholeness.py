@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from lockstep.cli.main import invoke
 from lockstep.cli.replay import verify_trace
-from lockstep.cluster.plan import Observed, PlanPolicy
-from lockstep.cluster.plan_flight import PlanRecorder
-from lockstep.cluster.planner import plan
+from lockstep.cluster.plan_recorder import PlanRecorder
+from lockstep.cluster.planner import Observed, PlanPolicy, plan
 from lockstep.errors import TraceError
+from lockstep.replay.live import workload_of
 from lockstep.replay.plans import plan_files, verify_plans
 from lockstep.replay.readers import read_workload
-from lockstep.replay.trace import open_trace, workload_of
+from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
 from lockstep.replay.wholeness import Kind, Part, arranged
 from lockstep.worker.flight.options import TraceOptions
@@ -38,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         many_files(monkeypatch)
         folder = tmp_path_factory.mktemp("whole")
-        fly(folder, 3, num_requests=30, file_bytes=2000)
+        fly(folder, 3, num_requests=30, file_bytes=1000)
     assert len(files_of(folder)) >= NUM_FILES
     return {path.name: path.read_bytes() for path in files_of(folder)}
 

@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from lockstep.cluster.cluster import ManifestCluster
-from lockstep.cluster.held import MAX_BACKOFF_S
 from lockstep.cluster.manifest_file import parse
+from lockstep.cluster.replica_state import MAX_BACKOFF_S
 from lockstep.server.metrics import REMOTE_HELP
 from tests.server.living import Living, living_cluster
 from tests.server.process import IN_THREAD, serve
@@ -140,7 +140,7 @@ def test_a_hop_to_a_model_that_cannot_be_loaded_is_shown_and_the_stream_ends_wit
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who asks for a whole answer, or comes while it is known, is told by a status."""
-    monkeypatch.setattr("lockstep.cluster.held.FIRST_BACKOFF_S", MAX_BACKOFF_S)
+    monkeypatch.setattr("lockstep.cluster.replica_state.FIRST_BACKOFF_S", MAX_BACKOFF_S)
     text = MANIFEST.replace("      aliases: [law]", "      engine: {block_size: 7}")
     ask = {**asking("Is this clause legal?"), "stream": True}
     with clustered(text) as server, server.client() as client:

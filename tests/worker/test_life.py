@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import ArtifactNotFoundError, UnavailableError, UsageError, WorkerLostError
-from lockstep.worker.life import REPLICA_MOVES, ReplicaState
+from lockstep.worker.life import LOAD_MOVES, LoadState
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.supervised import SupervisedWorker
 from tests.waiting import ENDLESS_MS, HANG_S, Gate
@@ -38,9 +38,9 @@ async def started(kind: Kind) -> AsyncIterator[SupervisedWorker]:
         await asyncio.wait_for(worker.close(), HANG_S)
 
 
-def state_of(worker: SupervisedWorker, key: str) -> ReplicaState:
+def state_of(worker: SupervisedWorker, key: str) -> LoadState:
     replica = worker._life.replica(key)
-    return ReplicaState.GONE if replica is None else replica.state
+    return LoadState.GONE if replica is None else replica.state
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -54,17 +54,17 @@ async def test_a_replica_is_queued_loading_loaded_unloading_and_gone(kind: Kind)
     async with started(kind) as worker:
         first = asyncio.create_task(worker.load("a", "stub://a?load_ms=100", SMALL))
         second = asyncio.create_task(worker.load("b", "stub://b", SMALL))
-        await until(lambda: state_of(worker, "a") is ReplicaState.LOADING)
-        assert state_of(worker, "b") is ReplicaState.QUEUED, "loads are done one after the other"
+        await until(lambda: state_of(worker, "a") is LoadState.LOADING)
+        assert state_of(worker, "b") is LoadState.QUEUED, "loads are done one after the other"
         assert worker.loaded("a") is None
         assert ((await first).name, (await second).name) == ("a", "b")
-        assert state_of(worker, "a") is state_of(worker, "b") is ReplicaState.LOADED
+        assert state_of(worker, "a") is state_of(worker, "b") is LoadState.LOADED
         freeing = asyncio.create_task(worker.unload("a"))
         await asyncio.sleep(0)
-        assert state_of(worker, "a") is ReplicaState.UNLOADING
+        assert state_of(worker, "a") is LoadState.UNLOADING
         assert worker.loaded("a") is None, "nobody sends it a request any more"
         await freeing
-        assert state_of(worker, "a") is ReplicaState.GONE
+        assert state_of(worker, "a") is LoadState.GONE
         assert worker.loaded("b") is not None
 
 
@@ -76,7 +76,7 @@ async def test_everybody_who_unloads_a_replica_is_told_when_it_is_gone(kind: Kin
         async with asyncio.timeout(HANG_S):
             await asyncio.gather(*(worker.unload("a") for _ in range(3)))
         loading = asyncio.create_task(worker.load("a", "stub://a?load_ms=100", SMALL))
-        await until(lambda: state_of(worker, "a") is ReplicaState.LOADING)
+        await until(lambda: state_of(worker, "a") is LoadState.LOADING)
         async with asyncio.timeout(HANG_S):
             await asyncio.gather(*(worker.unload("a") for _ in range(3)))
         assert (await loading).name == "a", "its load had come to its end"
@@ -91,7 +91,7 @@ async def test_who_loads_what_is_on_its_way_out_waits_until_it_is_gone(kind: Kin
         await asyncio.sleep(0)
         assert (await asyncio.wait_for(worker.load("a", "stub://new", SMALL), HANG_S)).name == "new"
         await freeing
-        assert state_of(worker, "a") is ReplicaState.LOADED
+        assert state_of(worker, "a") is LoadState.LOADED
 
 
 @KINDS
@@ -111,7 +111,7 @@ async def test_a_load_that_failed_leaves_its_key_free(kind: Kind, tmp_path: Path
         for _ in range(2):
             with pytest.raises(ArtifactNotFoundError):
                 await worker.load("a", str(tmp_path / "absent.gguf"), SMALL)
-            assert state_of(worker, "a") is ReplicaState.GONE
+            assert state_of(worker, "a") is LoadState.GONE
         await worker.unload("a")  # of nothing: at once
         await worker.load("a", "stub://a", SMALL)
 
@@ -121,7 +121,7 @@ async def test_only_the_load_that_a_lost_worker_was_about_is_suspect() -> None:
     async with started("process") as worker:
         begun = asyncio.create_task(worker.load("a", f"stub://a?load_ms={ENDLESS_MS}", SMALL))
         queued = asyncio.create_task(worker.load("b", "stub://b", SMALL))
-        await until(lambda: state_of(worker, "a") is ReplicaState.LOADING)
+        await until(lambda: state_of(worker, "a") is LoadState.LOADING)
         going = asyncio.create_task(worker.unload("b"))
         await asyncio.sleep(0)
         assert worker.pid is not None
@@ -129,7 +129,7 @@ async def test_only_the_load_that_a_lost_worker_was_about_is_suspect() -> None:
         lost = await asyncio.wait_for(asyncio.gather(begun, queued, return_exceptions=True), HANG_S)
         assert [isinstance(error, WorkerLostError) and error.is_suspect for error in lost] == [True, False]
         await asyncio.wait_for(going, HANG_S)
-        assert state_of(worker, "a") is state_of(worker, "b") is ReplicaState.GONE
+        assert state_of(worker, "a") is state_of(worker, "b") is LoadState.GONE
         await until(lambda: worker.is_up)
         assert (await worker.load("a", "stub://a", SMALL)).name == "a"
 
@@ -138,7 +138,7 @@ async def test_only_the_load_that_a_lost_worker_was_about_is_suspect() -> None:
 async def test_closing_ends_loads_and_those_who_wait_for_a_replica_to_go(kind: Kind, gate: Gate) -> None:
     async with started(kind) as worker:
         loading = asyncio.create_task(worker.load("a", f"stub://a?load_ms={ENDLESS_MS}", SMALL))
-        await until(lambda: state_of(worker, "a") is ReplicaState.LOADING)
+        await until(lambda: state_of(worker, "a") is LoadState.LOADING)
         going = asyncio.create_task(worker.unload("a"))
         await asyncio.sleep(0)
         await asyncio.wait_for(worker.close(), HANG_S)
@@ -151,6 +151,6 @@ async def test_closing_ends_loads_and_those_who_wait_for_a_replica_to_go(kind: K
 
 
 def test_the_table_of_states_ends_where_nothing_is_left() -> None:
-    assert set(REPLICA_MOVES) == set(ReplicaState)
-    assert all(ReplicaState.GONE in moves for state, moves in REPLICA_MOVES.items() if state is not ReplicaState.GONE)
-    assert REPLICA_MOVES[ReplicaState.GONE] == ()
+    assert set(LOAD_MOVES) == set(LoadState)
+    assert all(LoadState.GONE in moves for state, moves in LOAD_MOVES.items() if state is not LoadState.GONE)
+    assert LOAD_MOVES[LoadState.GONE] == ()

@@ -25,7 +25,7 @@ from lockstep.cluster.planner import Observed, Phase, PlanPolicy, Replica, plan
 from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.sessions import ModelSessions, Sessions
 from lockstep.cluster.snapshot import ClusterSnapshot
-from lockstep.cluster.stage import ClusterOptions
+from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams

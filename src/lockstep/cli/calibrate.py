@@ -14,7 +14,8 @@ from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.replay.trace import Trace, TracedEngine
+    from lockstep.replay.trace import Trace
+    from lockstep.worker.flight.entries import EngineEntry
 
 TracePath = Annotated[
     Path, typer.Argument(metavar="TRACE", help="A recording of lockstep serve --trace: file or directory.")
@@ -38,7 +39,7 @@ def calibrate(
     from lockstep.replay import calibrate as fitting
     from lockstep.replay.configs import changed_fields
     from lockstep.replay.cost_file import MadeOn, cost_document, to_bytes
-    from lockstep.replay.trace import live_steps
+    from lockstep.replay.live import live_steps
     from lockstep.report.text import show
 
     check_places([(output, "the cost model")], [trace])
@@ -59,7 +60,7 @@ def calibrate(
     print(data.decode(), end="") if as_json else show(cost_document(file))
 
 
-def _engine(recording: Trace, number: int | None, trace: Path) -> TracedEngine:
+def _engine(recording: Trace, number: int | None, trace: Path) -> EngineEntry:
     """The one that was asked for, or the only one; UsageError names those that there are."""
     engines = {each.number: each for each in recording.engines}
     if number is None and len(engines) == 1:

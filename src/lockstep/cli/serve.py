@@ -35,7 +35,7 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.cluster.base import Cluster
-    from lockstep.cluster.opening import LoadProgress
+    from lockstep.cluster.resolve import LoadProgress
     from lockstep.server.options import ServerOptions
     from lockstep.server.reload import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
@@ -189,7 +189,7 @@ def _cluster(
     """Who stands behind the server, and how a manifest is brought in again; the one place that knows."""
     from lockstep.cluster.cluster import ManifestCluster
     from lockstep.cluster.manifest import Manifest
-    from lockstep.cluster.stage import ClusterOptions
+    from lockstep.cluster.state import ClusterOptions
     from lockstep.server.reload import ManifestReload, stamp_of
 
     model = model or None  # what a unit's variable that is not set leaves of an argument

@@ -1,4 +1,4 @@
-"""A circuit breaker: whether another server is asked at all. Pure: times come in, decisions go out.
+"""Circuit breaker: whether another server is asked at all. Pure: times come in, decisions go out.
 
 After some failures in a row nobody asks for a while; then one request tries, and its first byte lets the others in
 again. Failures of requests that were let in before the state last changed say nothing of now, and are not counted.
@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lockstep.worker.health import backoff_s
+
 
 class BreakerState(StrEnum):
-    """Who is let in."""
+    """States of a breaker, by who is let in."""
 
     CLOSED = "closed"
     """Everybody."""
@@ -47,7 +49,7 @@ _NEXT: Mapping[tuple[BreakerState, _Event], BreakerState] = {
 
 @dataclass(frozen=True, slots=True)
 class BreakerOptions:
-    """How much is borne, and how long is rested."""
+    """How many failures are borne, and how long the server is left alone then."""
 
     num_failures: int = 5
     """In a row, until it opens."""
@@ -62,14 +64,15 @@ class BreakerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that was let in; what becomes of it is told with this."""
+    """A request that was let in; its ending is noted with this."""
 
     era: int
     """How often the breaker had changed."""
 
 
 class Breaker:
-    """Of one server. `admit` every request; then tell `began` at its first byte, and one of the three endings."""
+    """The breaker of one server. `admit` every request; then call `began` at its first byte, and one of the three
+    endings."""
 
     def __init__(self, options: BreakerOptions) -> None:
         self._options = options
@@ -99,7 +102,7 @@ class Breaker:
         return Admission(self._era)
 
     def began(self, admission: Admission) -> Admission:
-        """The first byte has come: returns what its ending is told with. One failure more would open it again."""
+        """Note a first byte; returns the admission for its ending. One failure more would open the breaker again."""
         if admission.era != self._era or self._state is not BreakerState.HALF_OPEN:
             return admission
         self._num_failures = self._options.num_failures - 1
@@ -107,13 +110,13 @@ class Breaker:
         return Admission(self._era)
 
     def succeeded(self, admission: Admission) -> None:
-        """It answered as it should, be it with a refusal."""
+        """Note a request that was answered as it should be, be it with a refusal."""
         admission = self.began(admission)
         if admission.era == self._era:
             self._num_failures = self._num_openings = 0
 
     def failed(self, admission: Admission, now_s: float) -> None:
-        """It did not answer, or not to the end."""
+        """Note a request that was not answered, or not to the end."""
         if admission.era != self._era:
             return
         if self._state is BreakerState.HALF_OPEN:
@@ -124,14 +127,14 @@ class Breaker:
             self._open(_Event.TRIPPED, now_s)
 
     def left(self, admission: Admission) -> None:
-        """Nobody waits for it any more, and nothing is known: the next that asks may try."""
+        """Note a request that nobody waits for any more, and of which nothing is known: the next one may try."""
         if admission.era == self._era and self._state is BreakerState.HALF_OPEN:
             self._change(_Event.LEFT)
 
     def _open(self, event: _Event, now_s: float) -> None:
         options = self._options
-        self._until_s = now_s + min(options.max_rest_s, options.rest_s * 2 ** min(self._num_openings, 16))
         self._num_openings += 1
+        self._until_s = now_s + backoff_s(self._num_openings, options.rest_s, options.max_rest_s)
         self._change(event)
 
     def _change(self, event: _Event) -> None:

@@ -1,4 +1,4 @@
-"""A cluster as a manifest describes it: one model or many on one device worker, and some of other servers."""
+"""Cluster of a manifest: one model or many on one device worker, and some of other servers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.artifacts.source import open_artifact
-from lockstep.cluster.answering import Answering
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.base import EventStream, Health, ModelCard
 from lockstep.cluster.events import EventLog
-from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse, plain
-from lockstep.cluster.opening import LoadProgress, Opened
-from lockstep.cluster.picture import picture
 from lockstep.cluster.planner import Phase
-from lockstep.cluster.replacing import replace_manifest
+from lockstep.cluster.reload import replace_manifest
+from lockstep.cluster.replica_state import ReplicaState
+from lockstep.cluster.requests import RequestHandler
+from lockstep.cluster.resolve import LoadProgress, Opened
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
-from lockstep.cluster.stage import ClusterOptions, Stage
+from lockstep.cluster.state import ClusterOptions, ClusterState
 from lockstep.cluster.trust import NONE, Powers, Vetting, Vouchers
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
@@ -31,7 +30,7 @@ from lockstep.errors import InvalidParameterError, LockstepError, SessionNotFoun
 log = logging.getLogger(__name__)
 
 STEPS_PER_S = 4.0
-"""Of each replica, told while somebody watches."""
+"""Of each replica, reported while somebody watches."""
 
 Validators = Mapping[str, Validator]
 
@@ -56,117 +55,117 @@ class ManifestCluster:
         self._manifest = manifest
         self._validators = validators or {}
         self._progress = progress
-        self._stage = stage = Stage(options or ClusterOptions(), manifest)
-        self._answering = Answering(
-            stage.worker, stage.replicas, lambda: stage.roster, stage.find, stage.sessions, stage.counters, stage.events
-        )
+        self._state = state = ClusterState(options or ClusterOptions(), manifest)
+        self._handler = RequestHandler(state)
         self._prepared: Opened | None = None
         self._created_s = int(time.time())
         self._sweeping: asyncio.Task[None] | None = None
         self._replacing: asyncio.Task[Replaced] | None = None
         self._vouchers = Vouchers(
             manifest,
-            stage.options.folder,
-            lambda path: open_artifact(path, cache_dir=stage.options.load.cache_dir),
-            opens_sources=stage.options.backend is Backend.AUTO,
+            state.options.folder,
+            lambda path: open_artifact(path, cache_dir=state.options.load.cache_dir),
+            opens_sources=state.options.backend is Backend.AUTO,
         )
 
     @property
     def events(self) -> EventLog:
-        """What happens here."""
-        return self._stage.events
+        """What happens in this cluster."""
+        return self._state.events
 
     @property
     def worker_pid(self) -> int | None:
-        """Of the device worker's process; None: it is a thread, or lost."""
-        return self._stage.worker.pid
+        """Id of the device worker's process; None: it is a thread, or lost."""
+        return self._state.worker.pid
 
     # -- base.Cluster ---------------------------------------------------------------------------------------------
 
     def cards(self) -> tuple[ModelCard, ...]:
-        return tuple(map(self._card, self._stage.names.ids))
+        return tuple(map(self._card, self._state.names.ids))
 
     def card(self, name: str | None) -> ModelCard:
-        return self._card(self._stage.names.find(name))
+        return self._card(self._state.names.find(name))
 
     def tokenizer(self, name: str | None) -> Tokenizer:
-        model = self._stage.find(name)
+        model = self._state.find(name)
         if model.remote is not None:
             return model.remote.tokenizer
-        assert model.held is not None, "a model is local or remote"
-        if model.held.tokenizer is None:
+        assert model.replica is not None, "a model is local or remote"
+        if model.replica.tokenizer is None:
             raise UnavailableError("the model is loading")
-        return model.held.tokenizer
+        return model.replica.tokenizer
 
     def stream(self, call: GenerationRequest) -> EventStream:
-        return self._answering.stream(call)
+        return self._handler.stream(call)
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
-        """Under the first model of each replica, since others that share it are counted with it."""
-        by_replica = await self._stage.worker.metrics()
+        """Metrics of each replica under its first model, since others that share it are counted with it."""
+        by_replica = await self._state.worker.metrics()
         found = {}
-        for held in self._stage.replicas.all():
-            models = self._stage.models_on(held)
-            if held.key in by_replica and models:
-                found[models[0].id] = by_replica[held.key]
+        for replica in self._state.replicas.all():
+            models = self._state.models_on(replica)
+            if replica.key in by_replica and models:
+                found[models[0].id] = by_replica[replica.key]
         return found
 
     def health(self) -> Health:
         """Ready while every model that is declared resident can answer."""
         reason = self._trouble()
-        return Health(not reason, reason, self._stage.warnings())
+        return Health(not reason, reason, self._state.warnings())
 
     def _trouble(self) -> str:
-        if not self._stage.is_booted:
-            return self._stage.loading
-        models = self._stage.roster.models
+        if not self._state.is_booted:
+            return self._state.loading
+        models = self._state.models.by_id
         for model in models.values():
-            held = model.held
-            if held is None or model.entry.tier is not Tier.RESIDENT or not held.is_pinned:
+            replica = model.replica
+            if replica is None or model.entry.tier is not Tier.RESIDENT or not replica.is_pinned:
                 continue
-            if reason := self._stage.trouble(held):
+            if reason := self._state.trouble(replica):
                 return reason if len(models) == 1 else f"{model.id}: {reason}"
         return ""
 
     async def check(self) -> str:
-        checked = await self._stage.worker.check()
+        checked = await self._state.worker.check()
         return "the worker does not answer" if checked is None else checked.fault
 
     async def reset_prefix_cache(self) -> int:
-        return await self._stage.worker.reset_prefix_cache()
+        return await self._state.worker.reset_prefix_cache()
 
     @property
     def num_open(self) -> int:
-        return self._answering.num_open
+        return self._handler.num_open
 
     async def prepare(self) -> None:
-        opened = await self._stage.open(self._manifest, self._progress, fetches=False)
+        opened = await self._state.open(self._manifest, self._progress, fetches=False)
         if len(opened.needs) == len(self._manifest.entries):
             self._prepared = opened
 
     async def start(self) -> None:
-        stage = self._stage
+        state = self._state
         try:
-            await stage.worker.start()  # first: a process has its imports to do, while the sources are opened
-            opened = self._prepared or await stage.open(self._manifest, self._progress)
-            roster = stage.cast(self._manifest, opened)
-            stage.replicas.progress = self._told
-            stage.enter(roster, opened)
+            await state.worker.start()  # first: a process has its imports to do, while the sources are opened
+            opened = self._prepared or await state.open(self._manifest, self._progress)
+            models = state.build(self._manifest, opened)
+            state.replicas.progress = self._report_load
+            state.apply(models, opened)
             async with asyncio.TaskGroup() as loads:
-                for held in stage.replicas.all():
-                    loads.create_task(stage.bring(held) if held.is_pinned else stage.replicas.read_text(held))
+                for replica in state.replicas.all():
+                    loads.create_task(
+                        state.bring_up(replica) if replica.is_pinned else state.replicas.read_text(replica)
+                    )
         except BaseException as error:
             await self.close()
             raise _first(error) from None
-        stage.replicas.progress = None
-        stage.is_booted = True
+        state.replicas.progress = None
+        state.is_booted = True
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     def abort_all(self, error: LockstepError) -> None:
-        self._stage.worker.abort_all(error)
-        self._stage.replicas.fail_all(error)
-        if self._stage.is_set:
-            for model in self._stage.roster.models.values():
+        self._state.worker.abort_all(error)
+        self._state.replicas.fail_all(error)
+        if self._state.is_set:
+            for model in self._state.models.by_id.values():
                 model.sessions.fail_all(error)
                 if model.remote is not None:
                     model.remote.abort_all(error)
@@ -176,32 +175,32 @@ class ManifestCluster:
         tasks: list[asyncio.Task[Any]] = [task for task in (self._sweeping, self._replacing) if task is not None]
         for task in tasks:
             task.cancel()
-        await self._stage.replicas.close()
+        await self._state.replicas.close()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._stage.is_set:
-            for model in self._stage.roster.models.values():
+        if self._state.is_set:
+            for model in self._state.models.by_id.values():
                 if model.remote is not None:
                     await model.remote.close()
-        await self._stage.close()
+        await self._state.close()
 
     # -- from above -----------------------------------------------------------------------------------------------
 
     @property
     def is_fixed(self) -> bool:
-        return self._stage.options.is_fixed
+        return self._state.options.is_fixed
 
     def snapshot(self) -> ClusterSnapshot:
-        return picture(self._stage, self._is_replacing, self._answering.num_ephemeral)
+        return self._state.snapshot(self._is_replacing, self._handler.num_ephemeral)
 
     def manifest_text(self) -> str:
         """The manifest that holds, as text that could replace it."""
-        return dump(self._stage.roster.declared)
+        return dump(self._state.models.declared)
 
     def manifest_plain(self) -> Mapping[str, Any]:
-        return plain(self._stage.roster.declared)
+        return plain(self._state.models.declared)
 
     async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
-        """Serve another manifest; see `lockstep.cluster.replacing`. Goes on when the caller leaves.
+        """Serve another manifest; see `lockstep.cluster.reload`. Goes on when the caller leaves.
 
         Args:
             environment: what the text may refer to; None: to nothing, as it came from the network.
@@ -226,29 +225,29 @@ class ManifestCluster:
 
     async def load_model(self, id_: str) -> None:
         """Make a model resident; LockstepError says why it cannot be."""
-        held = self._held(id_)
-        held.is_dismissed = False
-        self._stage.appoint(held, self._stage.roster)
-        await self._stage.bring(held)
+        replica = self._replica(id_)
+        replica.is_dismissed = False
+        self._state.pin(replica, self._state.models)
+        await self._state.bring_up(replica)
 
     async def unload_model(self, id_: str) -> None:
         """Take a model, and those that share its replica, off the device; the next request brings it back."""
-        held = self._held(id_)
-        held.is_dismissed = True
-        held.is_pinned = False
-        await self._stage.replicas.unload(held, self._stage.options.drain_s, "by hand")
+        replica = self._replica(id_)
+        replica.is_dismissed = True
+        replica.is_pinned = False
+        await self._state.replicas.unload(replica, self._state.options.drain_s, "by hand")
 
     def sessions(self) -> tuple[SessionSnapshot, ...]:
-        return self._stage.sessions.snapshot(time.monotonic())
+        return self._state.sessions.snapshot(time.monotonic())
 
     async def end_session(self, id_: str) -> None:
         """Give up a session's KV and forget it; SessionNotFoundError when nobody knows it."""
-        if self._stage.sessions.forget(id_) is None:
+        if self._state.sessions.forget(id_) is None:
             raise SessionNotFoundError(f"No session with id '{id_}'.", param="session_id")
-        for model in self._stage.roster.models.values():
+        for model in self._state.models.by_id.values():
             model.sessions.drop(id_)
-            if model.held is not None and model.held.phase is Phase.RESIDENT:
-                await self._stage.worker.end_session(model.held.key, id_, model.id)
+            if model.replica is not None and model.replica.phase is Phase.RESIDENT:
+                await self._state.worker.end_session(model.replica.key, id_, model.id)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -261,66 +260,68 @@ class ManifestCluster:
         self.events.emit("manifest_replacing", cluster=manifest.cluster)
         reason: str | None = None
         try:
-            return await replace_manifest(self._stage, manifest)
+            return await replace_manifest(self._state, manifest)
         except BaseException as error:
             first = _first(error)
-            told = first if vetting is None else vetting.veiled(first)
-            if told is not first:
+            shown = first if vetting is None else vetting.veiled(first)
+            if shown is not first:
                 log.warning("a manifest that was put is not brought in: %s", first)
-            reason = str(told)
-            raise told from None
+            reason = str(shown)
+            raise shown from None
         finally:
-            cluster = self._stage.roster.declared.cluster
+            cluster = self._state.models.declared.cluster
             duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
             self.events.emit("manifest_replaced", cluster=cluster, error=reason, duration_ms=duration_ms)
 
     async def _sweep(self) -> None:
-        """Now and then: give up the KV of sessions that nobody comes back to, and look who watches."""
+        """Now and then give up the KV of sessions that nobody comes back to, and look whether somebody watches."""
         was_watched = False
         while True:
-            await asyncio.sleep(self._stage.roster.declared.sessions.sweep_interval_s)
-            for session in self._stage.idle_sessions(time.monotonic()):
-                await self._stage.sweep(session, "idle")
+            await asyncio.sleep(self._state.models.declared.sessions.sweep_interval_s)
+            try:
+                await self._state.sweep_idle(time.monotonic())
+            except Exception:  # a defect of ours; sessions are swept as long as the server lives
+                log.exception("a defect over the sweeping of sessions")
             is_watched = self.events.num_watchers > 0
             if is_watched != was_watched:
-                self._stage.worker.watch_steps(STEPS_PER_S if is_watched else 0.0)
+                self._state.worker.watch_steps(STEPS_PER_S if is_watched else 0.0)
                 was_watched = is_watched
 
-    def _told(self, held: Held, stage: str, fraction: float) -> None:
-        """What the first loads tell, under the first of the models that each is for."""
-        models = self._stage.models_on(held)
+    def _report_load(self, replica: ReplicaState, stage: str, fraction: float) -> None:
+        """Report a stage of the first loads, under the first of the models that each is for."""
+        models = self._state.models_on(replica)
         if self._progress is not None and models:
             self._progress(models[0].id, stage, fraction)
 
     def _check_booted(self) -> None:
-        """Whoever takes a model away while the first ones are loaded would make the boot fail."""
-        if not self._stage.is_booted:
+        """Refuse what would make the boot fail: taking models away while the first ones are loaded."""
+        if not self._state.is_booted:
             raise UnavailableError("the models are being loaded for the first time; try again when they are there")
 
-    def _held(self, id_: str) -> Held:
-        held = self._stage.roster.find(id_).held
+    def _replica(self, id_: str) -> ReplicaState:
+        replica = self._state.models.find(id_).replica
         self._check_booted()
-        if held is None:
+        if replica is None:
             raise InvalidParameterError(f"{id_} is remote: there is nothing to load here", param="model")
-        return held
+        return replica
 
     def _card(self, id_: str) -> ModelCard:
-        stage = self._stage
-        if not stage.is_set:
-            entry = stage.first.entry(id_)
+        state = self._state
+        if not state.is_set:
+            entry = state.first.entry(id_)
             return ModelCard(id_, entry.aliases, entry.source, self._created_s, "loading", None, None, None)
-        model = stage.roster.models[id_]
-        held = model.held
-        loaded = None if held is None else held.loaded
+        model = state.models.by_id[id_]
+        replica = model.replica
+        loaded = None if replica is None else replica.loaded
         probe = None if loaded is None else loaded.probe
-        tokenizer = None if held is None else held.tokenizer
-        mates = () if held is None else stage.models_on(held)
+        tokenizer = None if replica is None else replica.tokenizer
+        mates = () if replica is None else state.models_on(replica)
         return ModelCard(
             name=model.id,
             aliases=model.entry.aliases,
             root=model.entry.source,
             created_s=self._created_s,
-            tier=stage.state_of(model, time.monotonic()),
+            tier=model.status(time.monotonic()),
             max_model_len=None if loaded is None else loaded.config.max_model_len,
             deterministic=None if probe is None else probe.deterministic,
             has_chat_template=None if tokenizer is None else tokenizer.has_chat_template,
@@ -329,7 +330,7 @@ class ManifestCluster:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The reason, out of the group that came with it."""
+    """The first reason in a group of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,15 +1,17 @@
-"""The models of one manifest, by every name that a request may use. Event loop only."""
+"""Models of one manifest, by every name that a request may use. Event loop only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lockstep.cluster.held import Held
 from lockstep.cluster.manifest import Entry, Manifest
+from lockstep.cluster.planner import Phase
 from lockstep.cluster.remote import RemoteModel
+from lockstep.cluster.replica_state import FAILED, ReplicaState
 from lockstep.cluster.routing import Router
 from lockstep.cluster.sessions import ModelSessions
+from lockstep.cluster.snapshot import ModelSnapshot
 from lockstep.errors import ModelNotFoundError
 
 
@@ -21,8 +23,8 @@ class Model:
     """As the backend serves it."""
     declared: Entry
     """As the manifest says."""
-    held: Held | None
-    """Its replica; None: it is remote."""
+    replica: ReplicaState | None
+    """The replica that computes for it; None: it is remote."""
     remote: RemoteModel | None
     sessions: ModelSessions
     num_requests: int = 0
@@ -35,9 +37,48 @@ class Model:
     def id(self) -> str:
         return self.entry.id
 
+    def status(self, now_s: float) -> str:
+        """The state that it is shown in: ``remote``, or that of its replica."""
+        return "remote" if self.replica is None else self.replica.status(now_s)
+
+    def snapshot(self, worker_trouble: str, now_s: float) -> ModelSnapshot:
+        """The model as it is shown outside.
+
+        Args:
+            worker_trouble: why the worker would answer nobody now; empty: it would.
+        """
+        replica, entry, state = self.replica, self.entry, self.status(now_s)
+        reason = ""
+        if self.remote is not None:
+            reason = self.remote.health().reason
+        elif replica is not None and replica.phase is Phase.RESIDENT:
+            reason = worker_trouble
+        elif replica is not None and state == FAILED:
+            reason = str(replica.failure)
+        return ModelSnapshot(
+            id=self.id,
+            set=entry.set,
+            source=entry.source,
+            tier=self.declared.tier,
+            state=state,
+            reason=reason,
+            priority=entry.priority,
+            aliases=entry.aliases,
+            replica=None if replica is None else replica.key,
+            size_bytes=0 if replica is None else replica.bytes,
+            max_model_len=None if replica is None or replica.loaded is None else replica.loaded.config.max_model_len,
+            num_requests=self.num_requests,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_sessions=self.sessions.num_held,
+            max_active_sessions=self.sessions.limit,
+            co_activation=entry.co_activation,
+            idle_s=None if self.last_used_s is None else now_s - self.last_used_s,
+        )
+
 
 class Names:
-    """What requests may call the models of a manifest, which is known before any of them is opened."""
+    """Names under which requests may call the models of a manifest; known before any of them is opened."""
 
     def __init__(self, manifest: Manifest) -> None:
         entries = manifest.entries
@@ -66,7 +107,7 @@ class Names:
         return id_
 
 
-class Roster:
+class ModelSet:
     """All models of one manifest, found by name; replaced as a whole.
 
     Args:
@@ -79,22 +120,27 @@ class Roster:
         self.declared = declared
         self.served = served
         pairs = zip(declared.entries, served.entries, strict=True)
-        self.models: Mapping[str, Model] = {own.id: make(own, entry) for own, entry in pairs}
+        self.by_id: Mapping[str, Model] = {own.id: make(own, entry) for own, entry in pairs}
         """By id, in order of definition."""
         self.names = Names(served)
         self.router = Router.of(served)
         self._warmed_by: dict[str, tuple[Model, ...]] = {
-            id_: tuple(m for m in self.models.values() if id_ in m.entry.co_activation and m.held is not None)
-            for id_ in self.models
+            id_: tuple(m for m in self.by_id.values() if id_ in m.entry.co_activation and m.replica is not None)
+            for id_ in self.by_id
         }
 
     def is_routed(self, name: str | None) -> bool:
-        """As `Names.is_routed`."""
+        """Whether a request under this name goes through the entry model."""
         return self.names.is_routed(name)
 
     def find(self, name: str | None) -> Model:
         """The model that `Names.find` says; ModelNotFoundError."""
-        return self.models[self.names.find(name)]
+        return self.by_id[self.names.find(name)]
+
+    @property
+    def replicas(self) -> tuple[ReplicaState, ...]:
+        """Replicas of its models, each once, in order of definition."""
+        return tuple(dict.fromkeys(m.replica for m in self.by_id.values() if m.replica is not None))
 
     def warmed_by(self, id_: str) -> tuple[Model, ...]:
         """Models that name this one in `co_activation`."""

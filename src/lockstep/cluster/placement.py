@@ -28,7 +28,7 @@ from lockstep.cluster.budget import (
 )
 from lockstep.cluster.manifest import Entry, Manifest, Tier
 from lockstep.cluster.manifest_nodes import listed
-from lockstep.cluster.opening import has_device_alone, machine_of, on_hub, open_manifest
+from lockstep.cluster.resolve import has_device_alone, machine_of, on_hub, open_manifest
 from lockstep.engine.loading import default_cache_dir
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactError, ChatTemplateError, ConfigError

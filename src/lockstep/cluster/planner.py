@@ -1,57 +1,200 @@
-"""Who is loaded and who has to go: one pure function from what is seen to what should be done.
-
-Closed: no clock, no worker, no manifest. A shell observes its replicas, asks for a plan after every event and whenever
-`look_again_s` says so, and carries out all of it. What the shell owes to the planner:
-
-- Calls of a resident replica are admitted at once, unless the last plan names it in a `Drain`: then they wait.
-- The waiting calls of a replica are admitted in the moment in which it becomes resident, before the next plan.
-- Waiting calls are admitted in the order of their arrival.
-- A load that fails fails its waiters, and sets `retry_at_s`; so does one that `overshoot` finds too large.
-"""
+"""What the planner sees and what it says, as values; a shell imports them from `lockstep.cluster.planner`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 
 from lockstep.cluster.budget import GPU_BUDGET, megabytes
-from lockstep.cluster.ledger import Ledger
-from lockstep.cluster.plan import (
-    MOVES,
-    OVER_BUDGET,
-    Action,
-    Drain,
-    Load,
-    LoadReason,
-    Observed,
-    Phase,
-    PlanPolicy,
-    Refuse,
-    Replica,
-    Unload,
-    UnloadReason,
-)
 
-__all__ = [
-    "MOVES",
-    "OVER_BUDGET",
-    "Action",
-    "Drain",
-    "Load",
-    "LoadReason",
-    "Observed",
-    "Phase",
-    "PlanPolicy",
-    "Refuse",
-    "Replica",
-    "Unload",
-    "UnloadReason",
-    "look_again_s",
-    "overshoot",
-    "plan",
-]
+OVER_BUDGET = ""
+"""Stands for the key of a replica where room is made for nobody, because more is loaded than the budget allows."""
+
+
+class Phase(StrEnum):
+    """Where a replica is in its life."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    UNLOADING = "unloading"
+
+
+MOVES = {
+    Phase.ABSENT: (Phase.LOADING,),
+    Phase.LOADING: (Phase.RESIDENT, Phase.ABSENT, Phase.UNLOADING),
+    Phase.RESIDENT: (Phase.UNLOADING, Phase.ABSENT),
+    Phase.UNLOADING: (Phase.ABSENT,),
+}
+"""From loading to unloading: an overshoot, or an order; from resident to absent: the worker was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What the planner sees of one replica."""
+
+    key: str
+    phase: Phase
+    bytes: int
+    """As measured, when it was loaded once; predicted until then."""
+    num_busy: int = 0
+    """Calls that are being answered."""
+    num_waiting: int = 0
+    """Calls that wait to be admitted; whoever asked for it to be loaded counts as one."""
+    waiting_since_s: float | None = None
+    """Of the oldest of them; None exactly when nobody waits."""
+    last_used_s: float = 0.0
+    """When it became resident, or a call of it was admitted or ended, whichever was last."""
+    resident_since_s: float = 0.0
+    """When it became resident, if it is."""
+    reload_s: float = 1.0
+    """As measured, or as expected."""
+    priority: int = 0
+    """The most urgent class of its models; lower is more urgent."""
+    is_pinned: bool = False
+    """Declared resident: always wanted, never evicted."""
+    retry_at_s: float = 0.0
+    """Not loaded before, because the last load failed."""
+    wants_warm: bool = False
+    """Somebody will probably need it soon."""
+    idle_limit_s: float | None = None
+    """Unused for so long it is unloaded; None: only to make room."""
+    makes_room_for: str | None = None
+    """Of a draining or unloading replica: what the last `Drain` or the `Unload` said."""
+    num_lost: int = 0
+    """Loads in a row over which the worker ended: what may end it again is loaded after all others."""
+
+    def __post_init__(self) -> None:
+        assert (self.num_waiting > 0) == (self.waiting_since_s is not None), f"who waits for {self.key}, since when?"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All replicas and the budget that they share."""
+
+    replicas: tuple[Replica, ...]
+    """In order of definition, which breaks ties."""
+    budget_bytes: int | None
+    """For all that is loading, resident or unloading; None: there is no bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPolicy:
+    """How patient the planner is."""
+
+    max_wait_s: float = 2.0
+    """A resident model is served while its own requests come, until others have waited so long for its room."""
+    min_stay: float = 1.0
+    """... and it stayed so many times what its load took, so that loading never takes most of the time."""
+    linger_s: float = 0.1
+    """Used so recently, a replica counts as in use: the next request is probably on its way."""
+    max_parallel_loads: int = 2
+
+
+class LoadReason(StrEnum):
+    """Why a replica is loaded."""
+
+    REQUEST = "request"
+    RESIDENT = "resident"
+    """Declared so."""
+    WARM = "warm"
+
+
+class UnloadReason(StrEnum):
+    """Why a replica is unloaded."""
+
+    ROOM = "room"
+    IDLE = "idle"
+    BUDGET = "budget"
+    """More is loaded than the budget allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Start to load; the room is there."""
+
+    key: str
+    reason: LoadReason
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Nobody uses it: free it."""
+
+    key: str
+    reason: UnloadReason
+    makes_room_for: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Admit no call until a plan comes that does not say so again; what is being answered goes on."""
+
+    key: str
+    makes_room_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Fail all that wait: no eviction could ever make room."""
+
+    key: str
+    reason: str
+
+
+Action = Load | Unload | Drain | Refuse
+
+
+class Ledger:
+    """What is left to claim.
+
+    Args:
+        room: free bytes; negative when more is taken than the budget allows.
+        coming: bytes that become free, each with the key of whom they were freed for; None: whoever needs them.
+        claims: who may claim, and how much; what was freed for others, or is more, is for whoever needs it.
+    """
+
+    def __init__(self, room: int, coming: Iterable[tuple[str | None, int]], claims: Mapping[str, int]) -> None:
+        self.room = max(0, room)
+        """Free, and claimed by nobody yet."""
+        self.missing = max(0, -room)
+        """Bytes by which the budget is exceeded."""
+        self._spare = 0
+        self._own = dict.fromkeys(claims, 0)
+        for key, num_bytes in coming:
+            self.add_coming(key, num_bytes)
+        for key, claimed in claims.items():
+            self._spare += max(0, self._own[key] - claimed)
+            self._own[key] = min(self._own[key], claimed)
+
+    def add_coming(self, key: str | None, num_bytes: int) -> None:
+        """These bytes become free."""
+        if key in self._own:
+            self._own[key] += num_bytes
+        else:
+            self._spare += num_bytes
+
+    def lacking(self, key: str, num_bytes: int) -> int:
+        """How many bytes a claim lacks when all has become free that it may take; at most 0: it needs only wait."""
+        return num_bytes - self._own[key] - self._spare - self.room
+
+    def spend(self, key: str, num_bytes: int) -> None:
+        """Take free bytes now; what was to become free for this claim is for whoever needs it."""
+        assert num_bytes <= self.room, f"{num_bytes} bytes for {key!r} are more than the {self.room} that are free"
+        self.room -= num_bytes
+        self._spare += self._own.pop(key, 0)
+
+    def reserve(self, key: str, num_bytes: int, expected: int = 0) -> None:
+        """Claim what was freed for this key, then what it expects from others, then what becomes free, then room."""
+        own = self._own.pop(key)
+        self._spare += max(0, own - num_bytes)
+        rest = max(0, num_bytes - own - expected)
+        from_spare = min(rest, self._spare)
+        self._spare -= from_spare
+        self.room -= rest - from_spare
+
 
 MIN_RELOAD_S = 1e-3
 """Shorter reloads are all equally cheap."""

@@ -1,4 +1,4 @@
-"""The remote tier: a model that another OpenAI-compatible server answers, behind the events of a local one.
+"""Remote tier: a model that another OpenAI-compatible server answers, behind the events of a local one.
 
 The call goes as it is: personas and sampling defaults are put into it before, for every tier alike. Text passes
 through event by event; token ids are not known here, so that outputs have none and the other server's usage counts.
@@ -20,14 +20,15 @@ from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
 from lockstep.cluster.remote_address import PublicTransport
-from lockstep.cluster.remote_counts import RemoteCounts, RemoteSnapshot
-from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named
 from lockstep.cluster.remote_exchange import Exchange, Patience
-from lockstep.cluster.remote_request import RemoteRequest, remote_request
+from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, Named, RemoteRequest, remote_request
+from lockstep.cluster.snapshot import RemoteSnapshot
+from lockstep.engine.metrics import HISTOGRAMS, Histogram
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, UnavailableError
 from lockstep.version import __version__
+from lockstep.worker.health import backoff_s
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ TEMPLATE = "{{ messages }}{{ tools }}{{ reasoning_effort }}{{ verbosity }}"
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """How much is tried."""
+    """Bounds of what is tried."""
 
     max_attempts: int = MAX_ATTEMPTS
     backoff_s: float = BACKOFF_S
@@ -80,7 +81,11 @@ class RemoteModel:
         self._silence_s = remote.timeout_s
         self._who = Named(entry.id, remote.api_key_env)
         self._breaker = Breaker(self._options.breaker)
-        self._counts = RemoteCounts()
+        self._requests_total = 0
+        self._attempts_total = 0
+        self._failures_total = 0
+        self._refusals_total = 0
+        self._first_byte_s = Histogram(HISTOGRAMS["time_to_first_token_seconds"])
         self._open: dict[Patience, None] = {}
         connect_s = min(CONNECT_S, remote.timeout_s)
         num = self._options.max_connections
@@ -109,8 +114,17 @@ class RemoteModel:
         return len(self._open)
 
     def snapshot(self) -> RemoteSnapshot:
-        """What has been counted."""
-        return self._counts.snapshot(self.entry.id, self.state, self.num_open)
+        """Its dealings with the other server since the start."""
+        return RemoteSnapshot(
+            self.entry.id,
+            self.state,
+            self.num_open,
+            self._requests_total,
+            self._attempts_total,
+            self._failures_total,
+            self._refusals_total,
+            self._first_byte_s.snapshot(),
+        )
 
     def health(self) -> Health:
         """Not ready while the other server is left alone after its failures."""
@@ -129,7 +143,7 @@ class RemoteModel:
         request = remote_request(self.entry.id, self._model, call)
         patience = Patience(call, asyncio.get_running_loop().time())
         self._open[patience] = None
-        self._counts.requests_total += 1
+        self._requests_total += 1
         try:
             exchange, admission = await self._begin(request, patience)
             try:
@@ -168,9 +182,9 @@ class RemoteModel:
         for attempt in range(options.max_attempts):
             admission = self._breaker.admit(self._clock())
             if admission is None:
-                self._counts.refusals_total += 1
+                self._refusals_total += 1
                 raise self._rested()
-            self._counts.attempts_total += 1
+            self._attempts_total += 1
             sent_s = self._clock()
             exchange = Exchange(self._client, self._who, request, patience, self._silence_s)
             try:
@@ -181,14 +195,14 @@ class RemoteModel:
                 is_over = attempt + 1 == options.max_attempts or self.state is not BreakerState.CLOSED
                 if is_over or not refused.may_retry:
                     raise refused.error from None
-                wait_s = options.backoff_s * 2**attempt
+                wait_s = backoff_s(attempt + 1, options.backoff_s, options.breaker.max_rest_s)
                 await patience.wait(lambda: asyncio.sleep(wait_s), None, refused.error)  # noqa: B023  awaited here
             except BaseException:
                 self._breaker.left(admission)
                 await exchange.close()
                 raise
             else:
-                self._counts.began(self._clock() - sent_s)
+                self._first_byte_s.observe(self._clock() - sent_s)
                 return exchange, self._began(admission)
         raise AssertionError("the last attempt returns or raises")
 
@@ -204,7 +218,7 @@ class RemoteModel:
             self._breaker.succeeded(admission)
             return
         before = self.state
-        self._counts.failures_total += 1
+        self._failures_total += 1
         self._breaker.failed(admission, self._clock())
         if self.state is not before:
             rest_s = self._breaker.wait_s(self._clock())
@@ -219,7 +233,7 @@ class RemoteModel:
 
 
 def remote_tokenizer() -> Tokenizer:
-    """One without a vocabulary, whose template reads what OpenAI's API names. It takes no grammars, so that
+    """A tokenizer without a vocabulary, whose template reads what OpenAI's API names. It takes no grammars, so that
     promises which only a constraint keeps (`tool_choice` other than auto and none) are refused by those who plan."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models

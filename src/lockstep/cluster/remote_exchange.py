@@ -11,9 +11,15 @@ from typing import TypeVar, cast
 import httpx2
 
 from lockstep.cluster.remote_address import NotPublicError
-from lockstep.cluster.remote_answer import DONE, RemoteAnswer
-from lockstep.cluster.remote_errors import RETRY_AFTER_S, AttemptError, Named, of_status
-from lockstep.cluster.remote_request import RemoteRequest
+from lockstep.cluster.remote_messages import (
+    DONE,
+    RETRY_AFTER_S,
+    AttemptError,
+    Named,
+    RemoteAnswer,
+    RemoteRequest,
+    of_status,
+)
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import (

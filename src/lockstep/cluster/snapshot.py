@@ -1,10 +1,10 @@
-"""What can be seen of a cluster from outside: plain values, as `GET /v1/cluster` shows them."""
+"""Snapshots of a cluster: plain values, as `GET /v1/cluster` shows them."""
 
 from __future__ import annotations
 
 import msgspec
 
-from lockstep.cluster.remote_counts import RemoteSnapshot
+from lockstep.engine.metrics import HistogramSnapshot
 
 
 class BudgetSnapshot(msgspec.Struct, frozen=True):
@@ -149,6 +149,26 @@ class TransitionSnapshot(msgspec.Struct, frozen=True):
     after: str = msgspec.field(name="to")
     reason: str
     duration_ms: float
+
+
+class RemoteSnapshot(msgspec.Struct, frozen=True):
+    """A remote model's dealings with its server since the start."""
+
+    model: str
+    breaker: str
+    """``closed``: it is asked; ``open``: it is left alone after its failures; ``half_open``: one request tries."""
+    num_open: int
+    """Calls that are being answered."""
+    requests_total: int
+    """Calls, those that were left alone included."""
+    attempts_total: int
+    """Requests that were sent; a call may be tried again before its first byte."""
+    failures_total: int
+    """Attempts that failed, before their first byte or later, by the other server's fault."""
+    refusals_total: int
+    """Calls that the open breaker kept back."""
+    first_byte_s: HistogramSnapshot
+    """From sending an attempt to the first event of its answer."""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True):

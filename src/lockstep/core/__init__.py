@@ -3,9 +3,9 @@
 Knows standard-library data types only. No I/O, clock, randomness, logging, threads or numpy; what could differ
 between two runs comes in as a value.
 
-    values      request (what came), step (plan, result, events), policy (limits and pure rules), stats
-    who         sequence (one life), roster (who runs, who was preempted), queue (who waits), victims (who yields)
-    where       blocks (pools), prefix (hash to block), kv (who holds which block, what must move)
-    deciding    scheduler (the surface) > planner (one step) > draft (its budgets and rows); steady (steps that repeat)
+    values      request (what comes), step (plan, result, events), policy (limits and pure rules), stats, state
+    sequences   sequence (one life; lists of those admitted), queue (who waits)
+    blocks      blocks (pools), prefix (hash to block), kv (who holds which block, what must move, who gives some up)
+    deciding    scheduler (the surface) > planner (one step); decode_run (steps that repeat)
     proving     fingerprint
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -117,6 +117,18 @@ class BlockPool:
             self._uncache(block)
             self._pinned[block] = None
 
+    def restore(self, free: Iterable[int], cached: Iterable[int], pinned: Iterable[int], held: Iterable[int]) -> None:
+        """Take over who is available, in these orders, and each holding of a block."""
+        self._free = list(free)
+        self._cached = OrderedDict.fromkeys(cached)
+        self._pinned = OrderedDict.fromkeys(pinned)
+        for block in held:
+            self._refs[block] += 1
+
+    def orders(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Free, cached and pinned blocks, as `restore` takes them."""
+        return tuple(self._free), tuple(self._cached), tuple(self._pinned)
+
     def _uncache(self, block: int) -> None:
         del (self._pinned if block in self._pinned else self._cached)[block]
 
@@ -172,6 +184,14 @@ class HostPool:
     def release_after_plan(self, blocks: Sequence[int]) -> None:
         """Free blocks that the plan in the making reads, once it is through."""
         self._leaving.extend(reversed(blocks))
+
+    def restore(self, free: Iterable[int], leaving: Iterable[int]) -> None:
+        """Take over who is free, and who will be."""
+        self._free, self._leaving = list(free), list(leaving)
+
+    def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Free and leaving blocks, as `restore` takes them."""
+        return tuple(self._free), tuple(self._leaving)
 
     def settle(self) -> None:
         """The plan is through."""

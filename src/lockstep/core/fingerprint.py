@@ -34,6 +34,7 @@ from itertools import compress
 from operator import add, is_
 
 from lockstep.core.request import FinishReason
+from lockstep.core.state import FingerprintState
 from lockstep.core.step import StepEvents, StepPlan
 
 _SEED = b"lockstep fingerprint 1"
@@ -52,13 +53,7 @@ class Fingerprint:
         self._digest = _hash(_SEED)
         self._body: bytes | None = None
         self._repeats = 0
-        self._before: StepPlan | None = None
-        """The step of the open record, if it did not fail."""
-        self._before_ended: set[int] = set()
-        self._before_plain = False
-        self._shift = 0
-        """Repeats of that step: what is to be added to its starts."""
-        self._know((), (), (), ())
+        self._keep(None, set(), False)
 
     def observe(self, plan: StepPlan, events: StepEvents) -> bytes | None:
         """Take in a committed step; returns the record that this closed, if any."""
@@ -76,18 +71,13 @@ class Fingerprint:
             self._shift += 1
             return None
         closed = self._open(_STEP, plan, events, due, moves_nothing)
-        self._before, self._before_plain, self._shift = plan, plain, 0
-        self._before_ended = {finish.seq_id for finish in events.finished} if events.finished else set()
-        ends = tuple(map(add, plan.starts, plan.lengths))
-        self._know(plan.seq_ids, ends, plan.tables, plan.samples)
+        self._keep(plan, {finish.seq_id for finish in events.finished} if events.finished else set(), plain)
         return closed
 
     def observe_failure(self, plan: StepPlan) -> bytes | None:
         """Take in a step that failed; returns the record that this closed, if any."""
         closed = self._open(_FAILED_STEP, plan, StepEvents(plan.step, ()), self._due(), _moves_nothing(plan))
-        self._before, self._before_plain, self._before_ended = None, False, set()
-        self._shift = 0
-        self._know((), (), (), ())
+        self._keep(None, set(), False)
         return closed
 
     def repeat(self, num_steps: int) -> None:
@@ -139,6 +129,19 @@ class Fingerprint:
         record = self.open_record
         return self._digest.hex() if record is None else chained(self._digest, record).hex()
 
+    def state(self) -> FingerprintState:
+        """Everything, as a plain value."""
+        ended = tuple(sorted(self._before_ended))
+        return FingerprintState(self._digest, self._body, self._repeats, self.step_before, ended, self._before_plain)
+
+    @classmethod
+    def from_state(cls, state: FingerprintState) -> Fingerprint:
+        """One that goes on from a state."""
+        seen = cls()
+        seen._digest, seen._body, seen._repeats = state.chain, state.body, state.repeats
+        seen._keep(state.before, set(state.ended_before), state.is_plain)
+        return seen
+
     def _open(
         self, tag: int, plan: StepPlan, events: StepEvents, due: tuple[int, ...], moves_nothing: bool
     ) -> bytes | None:
@@ -165,16 +168,20 @@ class Fingerprint:
         self._body = leb128(values)
         return closed
 
-    def _know(
-        self,
-        ids: tuple[int, ...],
-        ends: tuple[int, ...],
-        tables: tuple[tuple[int, ...], ...],
-        samples: tuple[bool, ...],
-    ) -> None:
-        """Keep the rows of a step whose sequences go on."""
-        if self._before_ended:
-            goes_on = [seq_id not in self._before_ended for seq_id in ids]
+    def _keep(self, before: StepPlan | None, ended: set[int], is_plain: bool) -> None:
+        """Keep a step, None after one that failed, and apart those of its rows whose sequences go on."""
+        self._before, self._before_ended, self._before_plain = before, ended, is_plain
+        self._shift = 0
+        """Repeats of that step: what is to be added to its starts."""
+        ids: tuple[int, ...] = ()
+        ends: tuple[int, ...] = ()
+        tables: tuple[tuple[int, ...], ...] = ()
+        samples: tuple[bool, ...] = ()
+        if before is not None:
+            ids, tables, samples = before.seq_ids, before.tables, before.samples
+            ends = tuple(map(add, before.starts, before.lengths))
+        if ended:
+            goes_on = [seq_id not in ended for seq_id in ids]
             ids, ends = tuple(compress(ids, goes_on)), tuple(compress(ends, goes_on))
             tables, samples = tuple(compress(tables, goes_on)), tuple(compress(samples, goes_on))
         self._ids, self._ends, self._tables, self._samples = ids, ends, tables, samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from lockstep.core.blocks import BlockPool, HostPool
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import PrefixCache
 from lockstep.core.sequence import Sequence
+from lockstep.core.state import KVState
 
 
 class Moves(NamedTuple):
@@ -197,6 +198,40 @@ class KVCache:
     def _idle(self, blocks: Seq[int]) -> list[int]:
         return [block for block in blocks if self.pool.refs(block) == 0]
 
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state(self, contents: dict[bytes, int]) -> KVState:
+        """Everything but what the sequences hold.
+
+        Args:
+            contents: the places of block hashes; new ones get theirs.
+        """
+        return KVState(
+            *self.pool.orders(),
+            self.pool.num_allocated,
+            *self.host.orders(),
+            tuple([(block, contents.setdefault(key, len(contents))) for block, key in self.prefix.blocks.items()]),
+            tuple([(contents.setdefault(key, len(contents)), count) for key, count in self.prefix.pins.items()]),
+            tuple(self._moved_out),
+            tuple([(seq_id, trusted) for seq_id, (_, trusted) in self._moved_in.items()]),
+        )
+
+    def restore(self, state: KVState, contents: Seq[bytes], sequences: Mapping[int, Sequence]) -> None:
+        """Take over a state.
+
+        Args:
+            contents: the block hashes by their places.
+            sequences: the unfinished ones by id, with what they hold.
+        """
+        held = [block for seq in sequences.values() for block in seq.table]
+        self.pool.restore(state.free, state.cached, state.pinned, held)
+        self.pool.num_allocated = state.num_allocated
+        self.host.restore(state.free_on_host, state.leaving_host)
+        published = [(block, contents[place]) for block, place in state.published]
+        self.prefix.restore(published, [(contents[place], count) for place, count in state.pins])
+        self._moved_out = {seq_id: sequences[seq_id] for seq_id in state.moved_out}
+        self._moved_in = {seq_id: (sequences[seq_id], trusted) for seq_id, trusted in state.moved_in}
+
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Conservation on the device and on the host."""
         held: dict[int, int] = {}
@@ -214,3 +249,43 @@ class KVCache:
         published = self.prefix.blocks
         for block in self.pool.free_order()[: self.pool.num_free]:
             assert block not in published, f"free block {block} is still published"
+
+
+def choose_tails(tables: Seq[tuple[int, ...]], refs: Callable[[int], int], missing: int) -> list[int] | None:
+    """How many blocks to take from the tail of each table so that ``missing`` become free.
+
+    Blocks that only their owner holds go first; taking a shared one frees nothing until its last holder lets go, so
+    those are taken only when there is no other way.
+
+    Args:
+        tables: the candidates' device blocks, first victim first.
+        refs: how many sequences hold a block.
+
+    Returns:
+        One count per table, or None when all of them together do not suffice.
+    """
+    left = missing
+    counts = []
+    for table in tables:
+        count = 0
+        while left and count < len(table) and refs(table[-1 - count]) == 1:
+            count += 1
+            left -= 1
+        counts.append(count)
+    return _shared_tails(tables, refs, missing) if left else counts
+
+
+def _shared_tails(tables: Seq[tuple[int, ...]], refs: Callable[[int], int], missing: int) -> list[int] | None:
+    left = missing
+    counts = []
+    released: dict[int, int] = {}
+    for table in tables:
+        count = 0
+        while left and count < len(table):
+            block = table[-1 - count]
+            count += 1
+            released[block] = released.get(block, 0) + 1
+            if released[block] == refs(block):
+                left -= 1
+        counts.append(count)
+    return None if left else counts

@@ -7,7 +7,7 @@ namespace (artifact fingerprint and optional salt), so equal prompts under other
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
@@ -114,6 +114,18 @@ class PrefixCache:
         self._block_of.clear()
         self._hash_of.clear()
         self._pinned.clear()
+
+    @property
+    def pins(self) -> Mapping[bytes, int]:
+        """How often each content is pinned, published or not."""
+        return self._pins
+
+    def restore(self, published: Iterable[tuple[int, bytes]], pins: Iterable[tuple[bytes, int]]) -> None:
+        """Take over which block holds which content, first published first, and the pins."""
+        self._hash_of = dict(published)
+        self._block_of = {block_hash: block for block, block_hash in self._hash_of.items()}
+        self._pins = dict(pins)
+        self._pinned = {self._block_of[block_hash] for block_hash in self._pins if block_hash in self._block_of}
 
     def check(self) -> None:
         """Both directions say the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.sequence import Sequence
@@ -52,6 +52,16 @@ class TenantLedger:
     def charge(self, tenant: str, num_tokens: int) -> None:
         """The tenant was served."""
         self._served[tenant] += num_tokens
+
+    def items(self) -> Iterable[tuple[str, int]]:
+        """What each remembered tenant was served, longest absent first."""
+        return self._served.items()
+
+    def restore(self, served: Iterable[tuple[str, int]], unfinished: Iterable[str]) -> None:
+        """Take over what `items` gave, and the tenant of each unfinished request."""
+        self._served = OrderedDict(served)
+        for tenant in unfinished:
+            self._unfinished[tenant] = self._unfinished.get(tenant, 0) + 1
 
 
 class WaitingQueue:

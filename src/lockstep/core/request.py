@@ -1,10 +1,11 @@
-"""What came: the request as the core sees it, in lengths and hashes, without a single token value."""
+"""Requests as the core sees them, in lengths and hashes without a single token, and who listens to commands."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, Protocol
 
 
 class FinishReason(Enum):
@@ -43,3 +44,22 @@ class Request:
     """False: never more than one token per step (requests with logprobs)."""
     sibling_of: int | None = None
     """Id of the first of ``n`` siblings: admissible when that one has committed its prompt or has ended."""
+
+
+class CommandListener(Protocol):
+    """Told of every command that a scheduler obeyed and that may have an effect, whoever gave it. Never raises.
+
+    ``step`` is the number of the next plan; a command that comes while a step is under way has that of the step after.
+    """
+
+    def added(self, seq_id: int, request: Request, step: int) -> None: ...
+
+    def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None:
+        """``in_step``: while a step is under way."""
+        ...
+
+    def pinned(self, hashes: Sequence[bytes], step: int) -> None: ...
+
+    def swept(self, hashes: Sequence[bytes], step: int) -> None: ...
+
+    def cache_reset(self, step: int) -> None: ...

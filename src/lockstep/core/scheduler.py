@@ -12,34 +12,38 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import compress
 
+from lockstep.core.decode_run import DecodeRun
 from lockstep.core.kv import KVCache
 from lockstep.core.planner import StepPlanner
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.queue import TenantLedger, WaitingQueue
-from lockstep.core.request import FinishReason, Request
-from lockstep.core.roster import Roster
+from lockstep.core.request import CommandListener, FinishReason, Request
 from lockstep.core.sequence import (
     FinishedSequence,
+    RunningLists,
     Sequence,
     SequenceState,
     SequenceView,
-    finished_of,
-    view_of,
 )
+from lockstep.core.state import SchedulerState, restored, saved
 from lockstep.core.stats import Counters, SchedulerStats
-from lockstep.core.steady import SteadyRun
 from lockstep.core.step import Finish, StepEvents, StepPlan, StepResult
 
 
 class Scheduler:
-    """Decides step by step who computes what, in which blocks."""
+    """Decides step by step who computes what, in which blocks.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    Args:
+        listener: told of every command that may have an effect.
+    """
+
+    def __init__(self, config: SchedulerConfig, listener: CommandListener | None = None) -> None:
         self.config = config
+        self._listener = listener
         self._kv = KVCache(config)
         self._ledger = TenantLedger(config.max_num_tenants)
         self._queue = WaitingQueue(config, self._ledger)
-        self._roster = Roster()
+        self._running = RunningLists()
         self._sequences: dict[int, Sequence] = {}
         self._counters = Counters()
         self._next_id = 0
@@ -47,18 +51,13 @@ class Scheduler:
         self._pending: StepPlan | None = None
         self._aborting: dict[int, FinishReason] = {}
         """Ended by a command while their step was under way."""
-        self.begin_scratch()
-
-    def begin_scratch(self) -> None:
-        """Make what is no state: it follows from the state, or only saves work, or was not asked for yet. No checkpoint
-        holds it, and without it every decision is the same."""
-        self._planner = StepPlanner(self.config, self._kv, self._queue, self._ledger, self._roster, self._sequences)
-        self._pending_seqs = [] if self._pending is None else [self._sequences[each] for each in self._pending.seq_ids]
-        """The rows of the step under way."""
-        self._run: SteadyRun | None = None
+        self._planner = StepPlanner(config, self._kv, self._queue, self._ledger, self._running, self._sequences)
+        self._pending_seqs: list[Sequence] = []
+        """The rows of the step under way, or of the last one."""
+        self._run: DecodeRun | None = None
         self._is_settled = False
         """Whether everybody past the prompt sampled one token in the last step, so has one to compute in the next."""
-        self._finished: deque[FinishedSequence] = deque(maxlen=self.config.max_finished)
+        self._finished: deque[FinishedSequence] = deque(maxlen=config.max_finished)
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -74,15 +73,18 @@ class Scheduler:
         num_hashed = len(request.block_hashes) * self.config.block_size
         assert num_hashed <= request.num_prompt_tokens, "more hashes than full prompt blocks"
         assert request.sibling_of is None or request.sibling_of < self._next_id, "a sibling follows its first"
+        kept = request
         if not self.config.enable_prefix_caching or request.num_prompt_tokens == 1:
             # A prompt of one token is computed by the kernel for single queries: no longer prompt may read it.
-            request = replace(request, block_hashes=())
-        self.write_back()
-        seq = Sequence(self._next_id, request, max_output, self._step)
+            kept = replace(request, block_hashes=())
+        self._write_back()
+        seq = Sequence(self._next_id, kept, max_output, self._step)
         self._next_id += 1
         self._sequences[seq.seq_id] = seq
         self._ledger.arrive(request.tenant)
         self._queue.add(seq)
+        if self._listener is not None:
+            self._listener.added(seq.seq_id, request, self._step)
         return seq.seq_id
 
     def abort(self, seq_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
@@ -98,15 +100,22 @@ class Scheduler:
         else:
             self._leave_run()
             self._end(seq, reason)
+        if self._listener is not None:
+            self._listener.aborted(seq_id, reason, self._step, in_step=self._pending is not None)
         return True
 
     def pin(self, hashes: Seq[bytes]) -> None:
         """Evict blocks of this content last, until as many ``sweep`` as ``pin`` named them. A session's prompt."""
         self._kv.pin(hashes)
+        if hashes and self._listener is not None:
+            self._listener.pinned(hashes, self._step)
 
     def sweep(self, hashes: Seq[bytes]) -> tuple[int, ...]:
         """Undo a ``pin``; returns the blocks that this freed: those that neither a sequence nor another pin needs."""
-        return self._kv.sweep(hashes)
+        freed = self._kv.sweep(hashes)
+        if hashes and self._listener is not None:
+            self._listener.swept(hashes, self._step)
+        return freed
 
     def cached_blocks(self, hashes: Seq[bytes]) -> tuple[int | None, ...]:
         """The device block that holds each content, so that it can be copied before it is swept."""
@@ -114,7 +123,10 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content; blocks in use stay in use. Returns how many blocks were cached."""
-        return self._kv.reset_prefix_cache()
+        num_blocks = self._kv.reset_prefix_cache()
+        if self._listener is not None:
+            self._listener.cache_reset(self._step)
+        return num_blocks
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -128,11 +140,11 @@ class Scheduler:
         plan = self._repeat()
         if plan is None:
             self._leave_run()
-            draft = self._planner.plan(self._step)
-            plan = draft.plan(self._kv.take_moves())
-            self._pending_seqs = draft.seqs
-            self._counters.num_preemptions += len(draft.preempted)
-            self._count_lookups(draft.admitted)
+            builder = self._planner.plan(self._step)
+            plan = builder.plan(self._kv.take_moves())
+            self._pending_seqs = builder.seqs
+            self._counters.num_preemptions += len(builder.preempted)
+            self._count_lookups(builder.admitted)
         assert plan.has_work, "an empty plan while someone is unfinished"
         self._counters.count_moves(plan)
         self._pending = plan
@@ -176,7 +188,7 @@ class Scheduler:
         for finish in finished:
             self._end(self._sequences[finish.seq_id], finish.reason)
         num_left = len(plan.seq_ids) - len(finished)
-        self._is_settled = len(got) == sum(got) == len(plan.seq_ids) and len(self._roster.decoding) == num_left
+        self._is_settled = len(got) == sum(got) == len(plan.seq_ids) and len(self._running.decoding) == num_left
         return StepEvents(plan.step, tuple(finished), tuple(got))
 
     def fail(self, plan: StepPlan) -> tuple[int, ...]:
@@ -194,7 +206,7 @@ class Scheduler:
         self._counters.num_failed_steps += 1
         stopped = {seq.seq_id: seq for seq in (*self._pending_seqs, *self._kv.came_back)}
         for seq in stopped.values():
-            self._roster.preempt(seq)
+            self._running.preempt(seq)
         self._kv.fail()
         for seq in stopped.values():
             self._kv.drop_unwritten(seq)
@@ -220,15 +232,15 @@ class Scheduler:
 
     def _can_repeat(self) -> bool:
         """Whether there is nothing to decide but growth; opens a run then."""
-        roster = self._roster
-        if not self._is_settled or self._pending is not None or roster.prefilling or roster.preempted:
+        running = self._running
+        if not self._is_settled or self._pending is not None or running.prefilling or running.preempted:
             return False
-        if len(self._queue) and roster.num_running < self.config.max_num_seqs:
+        if len(self._queue) and running.num_running < self.config.max_num_seqs:
             return False
         if self._run is None:
-            if not roster.decoding:
+            if not running.decoding:
                 return False
-            self._run = SteadyRun(roster.decoding.copy(), self._kv, self.config.block_size)
+            self._run = DecodeRun(running.decoding.copy(), self._kv, self.config.block_size)
         return True
 
     def _repeat(self) -> StepPlan | None:
@@ -238,13 +250,13 @@ class Scheduler:
         self._pending_seqs = self._run.seqs
         return plan
 
-    def write_back(self) -> None:
+    def _write_back(self) -> None:
         """Bring the sequences up to date with the run. Whoever looks at them calls it; it decides nothing."""
         if self._run is not None:
             self._charge(self._run.seqs, [self._run.write_back()] * len(self._run.seqs))
 
     def _leave_run(self) -> None:
-        self.write_back()
+        self._write_back()
         if self._run is not None:
             self._run, self._is_settled = None, False
 
@@ -264,7 +276,7 @@ class Scheduler:
 
     def _commit_prompt(self, seq: Sequence, length: int) -> None:
         if length == seq.prompt_left:
-            self._roster.end_prompt(seq)
+            self._running.end_prompt(seq)
             if seq.num_known == seq.num_prompt:
                 seq.first_token_step = self._step - 1
         self._counters.num_prompt_tokens += length
@@ -287,17 +299,60 @@ class Scheduler:
         if seq.state is SequenceState.WAITING:
             self._queue.remove(seq)
         else:
-            self._roster.remove(seq)
+            self._running.remove(seq)
         seq.move_to(SequenceState.FINISHED)
         self._kv.release(seq)
         self._ledger.leave(seq.request.tenant)
         del self._sequences[seq.seq_id]
-        self._finished.append(finished_of(seq, reason, self._step))
+        self._finished.append(seq.finished(reason, self._step))
         self._counters.count_finish(seq, reason)
 
     def _count_lookups(self, admitted: Seq[int]) -> None:
         for seq_id in admitted:
             self._counters.count_lookup(self._sequences[seq_id])
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state(self) -> SchedulerState:
+        """What decides all that is to come, as a plain value: between two steps, or in one."""
+        self._write_back()
+        contents: dict[bytes, int] = {}
+        tenants: dict[str, int] = {}
+        sequences = tuple([saved(seq, contents, tenants) for seq in self._sequences.values()])
+        kv = self._kv.state(contents)
+        served = tuple([(tenants.setdefault(name, len(tenants)), tokens) for name, tokens in self._ledger.items()])
+        return SchedulerState(
+            tuple(contents),
+            tuple(tenants),
+            self._next_id,
+            self._step,
+            self._pending,
+            tuple(self._aborting.items()),
+            sequences,
+            kv,
+            served,
+            self._counters.copy(),
+        )
+
+    @classmethod
+    def from_state(cls, config: SchedulerConfig, state: SchedulerState) -> Scheduler:
+        """One that goes on from a state, which is a scheduler's of the same config."""
+        core = cls(config)
+        core._next_id, core._step, core._counters = state.next_id, state.step, state.counters.copy()
+        for one in state.sequences:
+            seq = core._sequences[one.seq_id] = restored(one, state.contents, state.tenants)
+            if seq.state is SequenceState.WAITING:
+                core._queue.add(seq)
+            else:
+                core._running.insert(seq)
+        core._kv.restore(state.kv, state.contents, core._sequences)
+        served = [(state.tenants[place], tokens) for place, tokens in state.served]
+        core._ledger.restore(served, [seq.request.tenant for seq in core._sequences.values()])
+        if state.pending is not None:
+            core._pending = state.pending
+            core._pending_seqs = [core._sequences[seq_id] for seq_id in state.pending.seq_ids]
+        core._aborting.update(state.aborting)
+        return core
 
     # -- what others may know -----------------------------------------------------------------------------------------
 
@@ -318,12 +373,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return self._roster.num_running
+        return self._running.num_running
 
     @property
     def num_waiting(self) -> int:
         """Queued and preempted."""
-        return len(self._queue) + len(self._roster.preempted)
+        return len(self._queue) + len(self._running.preempted)
 
     @property
     def num_held_blocks(self) -> int:
@@ -332,14 +387,40 @@ class Scheduler:
 
     def view(self, seq_id: int) -> SequenceView | None:
         """A copy of what is known of an unfinished sequence; None when there is none of that id."""
-        self.write_back()
+        self._write_back()
         seq = self._sequences.get(seq_id)
-        return None if seq is None else view_of(seq)
+        return None if seq is None else seq.view()
 
     def stats(self) -> SchedulerStats:
         """Counts and gauges. Changes nothing, so another thread may ask for a rough picture."""
+        counters, pool, host = self._counters, self._kv.pool, self._kv.host
         unwritten = 0 if self._run is None else self._run.num_unwritten_tokens
-        return self._counters.snapshot(self._step, self._queue, self._roster, self._kv, unwritten)
+        return SchedulerStats(
+            num_running=self._running.num_running,
+            num_queued=len(self._queue),
+            num_preempted=len(self._running.preempted),
+            num_queued_tokens=self._queue.num_tokens,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_held_blocks=self.num_held_blocks,
+            num_host_blocks=host.num_blocks,
+            num_free_host_blocks=host.num_free,
+            kv_usage=self.num_held_blocks / pool.num_blocks,
+            num_steps=self._step,
+            num_failed_steps=counters.num_failed_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_generation_tokens=counters.num_generation_tokens + unwritten,
+            num_preemptions=counters.num_preemptions,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            prefix_queries_tokens=counters.prefix_queries_tokens,
+            prefix_hits_tokens=counters.prefix_hits_tokens,
+            num_allocated_blocks=pool.num_allocated,
+            num_evicted_blocks=counters.num_evicted_blocks,
+            num_swapped_out_blocks=counters.num_swapped_out_blocks,
+            num_swapped_in_blocks=counters.num_swapped_in_blocks,
+            num_finished=tuple(counters.num_finished.items()),
+        )
 
     def drain_finished(self) -> tuple[FinishedSequence, ...]:
         """What ended since the last call, at most ``max_finished``."""
@@ -349,12 +430,12 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert conservation: every block and every sequence is in exactly one place."""
-        self.write_back()
+        self._write_back()
         self._kv.check(self._sequences.values())
-        roster = self._roster
+        running = self._running
         places = {
-            SequenceState.RUNNING: [*roster.prefilling, *roster.decoding],
-            SequenceState.PREEMPTED: roster.preempted,
+            SequenceState.RUNNING: [*running.prefilling, *running.decoding],
+            SequenceState.PREEMPTED: running.preempted,
             SequenceState.WAITING: list(self._queue.in_order(self._step)),
         }
         assert sum(map(len, places.values())) == len(self._sequences), "a sequence is lost or listed twice"

@@ -1,8 +1,10 @@
-"""A request's life in the engine: how far it is computed, how it was computed, and which blocks it holds."""
+"""Sequences: how far each is computed and in which segments, which blocks it holds; lists of those admitted."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from enum import Enum
+from operator import attrgetter
 from typing import NamedTuple
 
 from lockstep.core.request import FinishReason, Request
@@ -141,6 +143,46 @@ class Sequence:
         self.num_recomputed_tokens += self.num_computed - num_computed
         self.num_computed = num_computed
 
+    def view(self) -> SequenceView:
+        """A copy of what others may know."""
+        segments = [Segment(0, self.num_prompt)]
+        position = self.num_prompt
+        while position < self.num_known:
+            segments.append(Segment(position, self.segment_length(position)))
+            position += segments[-1].length
+        return SequenceView(
+            self.seq_id,
+            self.state,
+            self.num_prompt,
+            self.num_computed,
+            self.num_known,
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.num_recomputed_tokens,
+            self.table,
+            self.host_table,
+            tuple(segments),
+            self.arrival_step,
+            self.admitted_step,
+            self.first_token_step,
+        )
+
+    def finished(self, reason: FinishReason, step: int) -> FinishedSequence:
+        """What remains of it once it has ended; ``step``: the one that had last begun."""
+        return FinishedSequence(
+            self.seq_id,
+            reason,
+            self.num_prompt,
+            self.num_output,
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.num_recomputed_tokens,
+            self.arrival_step,
+            self.admitted_step,
+            self.first_token_step,
+            step,
+        )
+
 
 class SequenceView(NamedTuple):
     """What others may know of a sequence; a copy."""
@@ -181,43 +223,65 @@ class FinishedSequence(NamedTuple):
     """Number of the step that had last begun."""
 
 
-def view_of(seq: Sequence) -> SequenceView:
-    """Copy what others may know."""
-    segments = [Segment(0, seq.num_prompt)]
-    position = seq.num_prompt
-    while position < seq.num_known:
-        segments.append(Segment(position, seq.segment_length(position)))
-        position += segments[-1].length
-    return SequenceView(
-        seq.seq_id,
-        seq.state,
-        seq.num_prompt,
-        seq.num_computed,
-        seq.num_known,
-        seq.num_cached_tokens,
-        seq.num_preemptions,
-        seq.num_recomputed_tokens,
-        seq.table,
-        seq.host_table,
-        tuple(segments),
-        seq.arrival_step,
-        seq.admitted_step,
-        seq.first_token_step,
-    )
+_by_rank = attrgetter("rank")
 
 
-def finished_of(seq: Sequence, reason: FinishReason, step: int) -> FinishedSequence:
-    """Copy what remains."""
-    return FinishedSequence(
-        seq.seq_id,
-        reason,
-        seq.num_prompt,
-        seq.num_output,
-        seq.num_cached_tokens,
-        seq.num_preemptions,
-        seq.num_recomputed_tokens,
-        seq.arrival_step,
-        seq.admitted_step,
-        seq.first_token_step,
-        step,
-    )
+class RunningLists:
+    """Admitted, unfinished sequences: three lists that stay in rank order, so that no step has to sort."""
+
+    def __init__(self) -> None:
+        self.prefilling: list[Sequence] = []
+        """Running, with prompt tokens to compute."""
+        self.decoding: list[Sequence] = []
+        """Running, past their prompt."""
+        self.preempted: list[Sequence] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def insert(self, seq: Sequence) -> None:
+        """List an admitted sequence where its state says."""
+        insort(self._list_of(seq), seq, key=_by_rank)
+
+    def run(self, seq: Sequence) -> None:
+        """Let a waiting or preempted sequence run."""
+        if seq.state is SequenceState.PREEMPTED:
+            _take_out(self.preempted, seq)
+        seq.move_to(SequenceState.RUNNING)
+        self.insert(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Stop a running sequence until its blocks fit again."""
+        _take_out(self._list_of(seq), seq)
+        seq.move_to(SequenceState.PREEMPTED)
+        self.insert(seq)
+
+    def end_prompt(self, seq: Sequence) -> None:
+        """The sequence has just computed the last of its prompt."""
+        _take_out(self.prefilling, seq)
+        insort(self.decoding, seq, key=_by_rank)
+
+    def remove(self, seq: Sequence) -> None:
+        """The sequence ends."""
+        _take_out(self._list_of(seq), seq)
+
+    def running_behind(self, rank: tuple[int, int]) -> list[Sequence]:
+        """Running sequences of a worse rank, worst first."""
+        running = sorted(self.decoding + self.prefilling, key=_by_rank, reverse=True)
+        return [seq for seq in running if seq.rank > rank]
+
+    def preempted_holders(self) -> list[Sequence]:
+        """Preempted sequences that still hold device blocks, worst first."""
+        return [seq for seq in reversed(self.preempted) if seq.table]
+
+    def _list_of(self, seq: Sequence) -> list[Sequence]:
+        if seq.state is SequenceState.PREEMPTED:
+            return self.preempted
+        return self.prefilling if seq.prompt_left > 0 else self.decoding
+
+
+def _take_out(ordered: list[Sequence], seq: Sequence) -> None:
+    index = bisect_left(ordered, seq.rank, key=_by_rank)
+    assert ordered[index] is seq, f"sequence {seq.seq_id} is not where its state says"
+    del ordered[index]

@@ -24,9 +24,9 @@ from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled,
 from lockstep.engine.output_processing import OutputProcessor
 from lockstep.engine.outputs import Published, RequestOutput, StepOutputs, TokenOutput
 from lockstep.engine.queues import Abort, Inbox, LoopMailboxes, OutputStream, Results, collect, stream
+from lockstep.engine.recorder_hook import RecorderHook
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
-from lockstep.engine.taped import Tape, TapedScheduler
 from lockstep.engine.threads import Runner
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError, UsageError
 
@@ -44,7 +44,7 @@ class Engine:
         clock: where durations and deadlines come from.
         observer: called after each committed step, when its outputs are told, with the plan, its result and its events.
         on_session: called on the engine's thread with each change of a session.
-        tape: hears all that decides a step.
+        recorder: told of all that decides a step.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class Engine:
         clock: Clock | None = None,
         observer: Observer | None = None,
         on_session: Callable[[SessionChange], None] | None = None,
-        tape: Tape | None = None,
+        recorder: RecorderHook | None = None,
     ) -> None:
         self.model = model
         self.config = config
-        self.scheduler = Scheduler(config) if tape is None else TapedScheduler(config, tape)
+        self.scheduler = Scheduler(config, recorder)
         self.sessions = Sessions(self.scheduler, on_session or (lambda change: None))
         self._now_s = (clock or SystemClock()).now_s
         self._observer = observer
         self._accepted: list[int] = []
         self._metrics = EngineMetrics()
         self._fingerprint = Fingerprint()
-        self._tape = tape
-        if tape is not None:
-            tape.opened(self.scheduler, self._fingerprint)
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.opened(self.scheduler, self._fingerprint)
         self._publisher = OutputProcessor(model, self._metrics)
         self._inbox = Inbox()
         self._runner = Runner(self._inbox)
@@ -265,8 +265,8 @@ class Engine:
             return
         events = self.scheduler.commit(plan, result)
         record = self._fingerprint.observe(plan, events)
-        if self._tape is not None:
-            self._tape.committed(record, result, touched)
+        if self._recorder is not None:
+            self._recorder.committed(record, result, touched)
         self._account(self.scheduler.drain_finished())
         for finish in events.finished:
             self._close(self._publisher.generations[finish.seq_id], finish.reason, now_s)
@@ -286,8 +286,8 @@ class Engine:
         failed = self._publisher.take_back(plan, error)
         self.scheduler.fail(plan)
         record = self._fingerprint.observe_failure(plan)
-        if self._tape is not None:
-            self._tape.failed(record)
+        if self._recorder is not None:
+            self._recorder.failed(record)
         if not isinstance(error, LockstepError):
             error, cause = RequestFailedError(f"step {plan.step} failed: {error!r}"), error
             error.__cause__ = cause
@@ -337,8 +337,8 @@ class Engine:
                 return False
             first = seq_id if first is None else first
             generation = self._publisher.open(live, index, seq_id, self.config.max_forced_tokens)
-            if self._tape is not None:
-                self._tape.came(generation, max(0.0, now_s - live.arrival_s))
+            if self._recorder is not None:
+                self._recorder.came(generation, max(0.0, now_s - live.arrival_s))
         return True
 
     def _refuse(self, live: LiveRequest, error: LockstepError, reason: FinishReason = FinishReason.ERROR) -> None:

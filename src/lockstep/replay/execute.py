@@ -27,10 +27,10 @@ from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Playback, Played
 from lockstep.replay.rerun import Obeyed, PartedError
-from lockstep.replay.trace import Trace, TracedEngine
+from lockstep.replay.trace import Trace
 from lockstep.replay.verify import parted_facts, side_by_side
 from lockstep.worker.flight.content import decode_request, tokens_of
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Pinned, RequestEntry, Swept, Tokens
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, EngineEntry, Pinned, RequestEntry, Swept, Tokens
 
 Rows = Sequence[tuple[int, ...]]
 
@@ -39,7 +39,7 @@ Rows = Sequence[tuple[int, ...]]
 class Execution:
     """What computing one engine's recording again came to."""
 
-    engine: TracedEngine
+    engine: EngineEntry
     notes: list[str] = field(default_factory=list)
     """In what this machine or process is not the recorded one."""
     num_steps: int = 0
@@ -51,7 +51,7 @@ class Execution:
 
 
 class _Listener:
-    """The tape of the engine that computes: what its last step was, and who was added. Implements `Tape`."""
+    """What the engine that computes was asked and did in its last step; implements `RecorderHook`."""
 
     def __init__(self) -> None:
         self.added_requests: deque[tuple[int, Request]] = deque()
@@ -88,12 +88,12 @@ class _Engine:
     """The engine that computes, driven by one engine's recording."""
 
     def __init__(self, model: LoadedModel, execution: Execution) -> None:
-        self._tape = _Listener()
+        self._hook = _Listener()
         self._plans: deque[StepPlan] = deque()
         self._engine = Engine(
             model,
             execution.engine.config,
-            tape=self._tape,
+            recorder=self._hook,
             observer=lambda plan, result, events: self._plans.append(plan),
         )
         self._execution = execution
@@ -128,21 +128,21 @@ class _Engine:
     def _command(self, command: object) -> None:
         scheduler = self._engine.scheduler
         match command:
-            case Pinned(_, _, contents):
-                scheduler.pin([self._hashes[content] for content in contents])
-            case Swept(_, _, contents):
-                scheduler.sweep([self._hashes[content] for content in contents])
+            case Pinned():
+                scheduler.pin([self._hashes[content] for content in command.contents])
+            case Swept():
+                scheduler.sweep([self._hashes[content] for content in command.contents])
             case CacheReset():
                 scheduler.reset_prefix_cache()
 
     def _add(self, added: Added) -> None:
-        request_id = added.seq_id if added.sibling_of is None else added.sibling_of
+        request_id = added.seq_id if added.request.sibling_of is None else added.request.sibling_of
         self._request_of[added.seq_id] = request_id
-        if added.sibling_of is None:
+        if added.request.sibling_of is None:
             request = self._requests.pop(added.seq_id, None)
             if request is None:
                 self._differ(f"the recording holds no content of the request of sequence {added.seq_id}")
-            request = replace(request, priority=added.priority, tenant=str(added.tenant))
+            request = replace(request, priority=added.request.priority, tenant=str(added.tenant))
             try:
                 self._engine.submit(request, lambda output: None, request_id=request_id)
             except LockstepError as error:
@@ -150,23 +150,23 @@ class _Engine:
             self._execution.num_requests += 1
         self._engine.drain()
         seq_id, core_request = self._taken(added)
-        if seq_id != added.seq_id or core_request.num_prompt_tokens != added.num_prompt_tokens:
+        if seq_id != added.seq_id or core_request.num_prompt_tokens != added.request.num_prompt_tokens:
             self._differ(
-                f"sequence {added.seq_id} of {added.num_prompt_tokens} prompt tokens came; "
+                f"sequence {added.seq_id} of {added.request.num_prompt_tokens} prompt tokens came; "
                 f"here it is {seq_id} of {core_request.num_prompt_tokens}"
             )
         self._hashes.update(zip(added.contents, core_request.block_hashes, strict=False))
 
     def _taken(self, added: Added) -> tuple[int, Request]:
-        if not self._tape.added_requests:
+        if not self._hook.added_requests:
             self._differ(f"the request of sequence {added.seq_id} was taken then, and is not now")
-        return self._tape.added_requests.popleft()
+        return self._hook.added_requests.popleft()
 
     def _compute(self, played: Played) -> None:
         self._step = played.ran.plan.step
         self._plans.clear()
         self._engine.step()
-        rows = self._tape.take_rows()
+        rows = self._hook.take_rows()
         self._execution.num_steps += 1
         if played.ran.events is None:
             if rows is not None:
@@ -241,7 +241,7 @@ def facts(execution: Execution) -> dict[str, Any]:
     }
 
 
-def _execute(trace: Trace, engine: TracedEngine, model: LoadedModel) -> Execution:
+def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel) -> Execution:
     here = model.executor.environment
     names = sorted(engine.environment.keys() | here.keys())
     execution = Execution(
@@ -289,7 +289,7 @@ def _fingerprint_of(source: str, cache_dir: Path | None) -> str:
     return open_artifact(source, cache_dir=cache_dir or default_cache_dir()).fingerprint
 
 
-def _load_options(engine: TracedEngine, cache_dir: Path | None) -> LoadOptions:
+def _load_options(engine: EngineEntry, cache_dir: Path | None) -> LoadOptions:
     """As it was loaded, as far as the recording knows."""
     config, environment = engine.config, engine.environment
     scheduler = {name: getattr(config, name) for name in SCHEDULER_FIELDS}

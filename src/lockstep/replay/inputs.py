@@ -59,10 +59,10 @@ def _said(command: Command) -> str:
     at = f"before step {command.step:,}"
     match command:
         case Added():
-            most = command.max_output_tokens
+            most = command.request.max_output_tokens
             output = "as many output tokens as fit" if most is None else f"{most:,} output tokens at most"
-            tokens = f"{command.num_prompt_tokens:,} prompt tokens and {output}"
-            return f"{called(str(command.seq_id))} of {tokens}, class {command.priority}, {at}"
+            tokens = f"{command.request.num_prompt_tokens:,} prompt tokens and {output}"
+            return f"{called(str(command.seq_id))} of {tokens}, class {command.request.priority}, {at}"
         case Aborted():
             return f"the end of {called(str(command.seq_id))} ({command.reason.value}) {at}"
         case Pinned():

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lockstep.cluster.plan import Action, Observed, PlanPolicy
-from lockstep.cluster.plan_flight import PLAN_SCHEMA_VERSION, PLAN_SUFFIX, ActionFields, PlanHeader, PlanRecord
-from lockstep.cluster.plan_flight import action_fields as action_fields
-from lockstep.cluster.planner import plan
+from lockstep.cluster.plan_recorder import PLAN_SCHEMA_VERSION, PLAN_SUFFIX, ActionFields, PlanHeader, PlanRecord
+from lockstep.cluster.plan_recorder import action_fields as action_fields
+from lockstep.cluster.planner import Action, Observed, PlanPolicy, plan
 from lockstep.errors import TraceError
-from lockstep.replay.trace_file import read_frames
+from lockstep.replay.trace import read_frames
 from lockstep.replay.wholeness import Finding, Part, are_in_order, arranged, is_whole
 
 Planner = Callable[[Observed, float, PlanPolicy], Sequence[Action]]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lockstep.core.scheduler import Scheduler
 from lockstep.errors import TraceError
 from lockstep.replay.rerun import EngineRerun, Obeyed, PartedError, Ran, SchedulerOf
-from lockstep.replay.trace_file import Cut, engine_of
+from lockstep.replay.trace import Cut, Trace
 from lockstep.replay.wholeness import Loss, Place
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
@@ -32,6 +32,7 @@ from lockstep.worker.flight.entries import (
     Swept,
     Tokens,
     Turn,
+    WithWork,
 )
 
 TURNS = -1
@@ -100,6 +101,8 @@ class Playback:
         self._turns = DeviceScheduler()
         self._classes: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
+        self._with_work: tuple[int, ...] = (0,)
+        """Places of those who have work."""
         self._now_us = 0
         self._is_idle = False
         self._timings: dict[int, deque[Timing]] = {}
@@ -142,15 +145,15 @@ class Playback:
 
     def _rare(self, entry: Entry | Cut) -> None:
         match entry:
-            case Header(facts):
-                self._begin_file(str(facts["run"]), int(facts["file"]), bool(facts.get("gap")))
-            case EngineEntry(facts):
-                engine = engine_of(facts)
-                self._keys[engine.number] = engine.key
-                if engine.number not in self.engines:
-                    self.engines[engine.number] = EngineRerun(engine.number, engine.config, self._scheduler_of)
-                    self.num_engines += engine.number not in self._known
-                    self._known.add(engine.number)
+            case Header():
+                self._begin_file(entry.run, entry.file, bool(entry.gap))
+            case EngineEntry():
+                number = entry.number
+                self._keys[number] = entry.key
+                if number not in self.engines:
+                    self.engines[number] = EngineRerun(number, entry.config, self._scheduler_of)
+                    self.num_engines += number not in self._known
+                    self._known.add(number)
             case Checkpoint():
                 rerun = self._engine(entry.engine)
                 if self._is_whole and rerun.num_steps:
@@ -169,6 +172,8 @@ class Playback:
                 self._numbers = {self._keys[number]: number for number, _ in classes}
                 self._classes = {self._keys[number]: priority for number, priority in classes}
                 self._is_idle = False
+            case WithWork(places):
+                self._with_work = places
             case Idle():
                 self._is_idle = True
                 chosen = self._turns.choose(self._classes, ())
@@ -190,7 +195,7 @@ class Playback:
             self._keys.clear()
             self._known.clear()
         self._run, self._file = run, number
-        self._classes, self._numbers = {}, {}
+        self._classes, self._numbers, self._with_work = {}, {}, (0,)
 
     def _ends(self) -> dict[int, int]:
         """How many steps each engine had begun when its file ended."""
@@ -235,11 +240,11 @@ class Playback:
             yield Played(step, timings.popleft())
 
     def _turn(self, turn: Turn) -> None:
-        keys = list(self._classes)
-        if turn.place >= len(keys) or turn.mask >> len(keys):
+        places = dict(enumerate(self._classes))
+        if not places.keys() >= {turn.place, *self._with_work}:
             raise TraceError(f"turn {self.num_turns} is of a replica that is not there")
-        with_work = {key for place, key in enumerate(keys) if turn.mask >> place & 1}
-        recorded = keys[turn.place]
+        with_work = {places[place] for place in self._with_work}
+        recorded = places[turn.place]
         chosen = self._turns.choose(self._classes, with_work)
         if chosen != recorded:
             what = f"in this turn {recorded} stepped, but it is the turn of {chosen or 'nobody'}"
@@ -252,3 +257,21 @@ class Playback:
             timing = Timing(start_us, turn.duration_us, turn.gap_us, self._is_idle)
             self._timings.setdefault(self._numbers[recorded], deque()).append(timing)
         self._is_idle = False
+
+
+def played(trace: Trace, playback: Playback | None = None) -> Iterator[object]:
+    """Everything that a recording tells, step by step (`Playback.play`).
+
+    Args:
+        playback: what plays it, for who wants to look into it meanwhile; it has the trace's entries.
+
+    Raises:
+        TraceError: it cannot be read on, or is not what this version decides.
+    """
+    try:
+        yield from (playback or Playback(trace.entries())).play()
+    except PartedError as parted:
+        raise TraceError(
+            f"the recording is not what this version decides: engine {parted.engine}, step {parted.step}: "
+            f"{parted.what}; `lockstep replay --verify` shows more"
+        ) from parted

@@ -1,6 +1,6 @@
 """A simulated run as a recording: what `lockstep serve --trace` writes of a live one, with times of the logical clock.
 
-One file, one engine, in the bytes of worker/flight/format.py; whoever reads recordings reads it: `replay --verify`,
+One file, one engine, in the entries of worker/flight/entries.py; whoever reads recordings reads it: `replay --verify`,
 `diff`, `calibrate`, or `replay` itself, as a workload. The same replay gives the same bytes. Times are cut to whole
 microseconds, as recordings count them.
 """
@@ -8,12 +8,10 @@ microseconds, as recordings count them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-import msgspec
 import zstandard
 
 from lockstep.core.fingerprint import Fingerprint
@@ -25,18 +23,23 @@ from lockstep.replay.timeline import Tick
 from lockstep.replay.workload import Workload, content_number
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
-from lockstep.worker.flight.files import LEVEL, MAX_FRAME_BYTES
-from lockstep.worker.flight.format import (
+from lockstep.worker.flight.entries import (
     MARK_BYTES,
-    OTHER_MASK,
     SCHEMA_VERSION,
-    STEPPED,
-    Kind,
-    put_bytes,
-    put_ints,
-    put_request,
-    signed,
+    Added,
+    Came,
+    ChunkWriter,
+    Closed,
+    End,
+    EngineEntry,
+    Header,
+    Idle,
+    Priorities,
+    Record,
+    SeatsEntry,
+    Turn,
 )
+from lockstep.worker.flight.files import LEVEL, MAX_FRAME_BYTES
 
 RUN = "simulated"
 """What the run is called: nothing of the moment in which it was made."""
@@ -65,7 +68,9 @@ class RunRecording:
         except OSError as error:
             raise UsageError(f"{path}: the recording cannot be written there: {error.strerror}") from None
         self._path = path
-        self._out = bytearray()
+        self._chunk = ChunkWriter()
+        self._written = b""
+        """Chunks that wait for the next frame."""
         self._tenants: dict[str, int] = {}
         self._coming: list[tuple[int, int]] = []
         """Who came since the last step: id, and when, in microseconds."""
@@ -73,7 +78,6 @@ class RunRecording:
         self._num_steps = 0
         self._end_us = 0
         """Of the step before."""
-        self._has_mask = False
         self._begin(workload.name, config)
 
     def __enter__(self) -> RunRecording:
@@ -91,10 +95,9 @@ class RunRecording:
 
     def arrived(self, seq_id: int, request: Request, arrival_ps: int) -> None:
         """A request was queued; told before the step that it came for."""
-        out = self._entry(Kind.ADDED)
         tenant = self._tenants.setdefault(request.tenant, len(self._tenants))
         contents = (content_number(each, self._per_content) for each in request.block_hashes)
-        put_request(out, self._num_steps, seq_id, request, tenant, contents)
+        self._chunk.put(Added.of(_ENGINE, self._num_steps, seq_id, request, tenant, contents))
         self._coming.append((seq_id, arrival_ps // _PS_PER_US))
 
     def __call__(self, tick: Tick) -> None:
@@ -103,23 +106,20 @@ class RunRecording:
             return
         start_us = tick.start_ps // _PS_PER_US
         for seq_id, arrival_us in self._coming:
-            out = self._entry(Kind.CAME)
-            put_ints(out, seq_id, start_us - arrival_us, signed(0), 0, 0)
+            self._chunk.put(Came(_ENGINE, seq_id, start_us - arrival_us, 0))
         self._coming.clear()
         record = self._fingerprint.observe(tick.plan, tick.events)
         if record is not None:
-            out = self._entry(Kind.RECORD)
-            put_bytes(out, record)
-            out += self._fingerprint.chain[:MARK_BYTES]
+            self._chunk.put(Record(_ENGINE, record, self._fingerprint.chain[:MARK_BYTES]))
         if tick.num_ticks > 1:
             self._fingerprint.repeat(tick.num_ticks - 1)
         self._num_steps += tick.num_ticks
         if start_us > self._end_us:
-            self._out.append(Kind.IDLE)
+            self._chunk.put(Idle())
         for end_us in self._ends_us(tick):
-            self._turn(start_us, end_us)
-            start_us = end_us
-        if len(self._out) >= MAX_FRAME_BYTES:
+            self._chunk.put(Turn(0, end_us - start_us, start_us - self._end_us, True))
+            start_us = self._end_us = end_us
+        if self._chunk.num_bytes >= MAX_FRAME_BYTES:
             self._flush()
 
     def _ends_us(self, tick: Tick) -> Iterator[int]:
@@ -134,56 +134,22 @@ class RunRecording:
                 yield (tick.start_ps + passed_ps) // _PS_PER_US
         yield (tick.start_ps + tick.duration_ps) // _PS_PER_US
 
-    def _turn(self, start_us: int, end_us: int) -> None:
-        out = self._out
-        out.append(Kind.TURN)
-        flags = STEPPED + OTHER_MASK * (not self._has_mask)
-        put_ints(out, (end_us - start_us) << 3 | flags, start_us - self._end_us)
-        if not self._has_mask:
-            put_ints(out, 1)
-            self._has_mask = True
-        self._end_us = end_us
-
     def _begin(self, name: str, config: SchedulerConfig) -> None:
-        header = {
-            "schema": SCHEMA_VERSION,
-            "lockstep": __version__,
-            "run": RUN,
-            "file": 1,
-            "has_content": False,
-            "simulated": True,
-        }
-        engine = {
-            "number": _ENGINE,
-            "key": name,
-            "name": name,
-            "fingerprint": "",
-            "config": asdict(config),
-            "geometry": {"bytes_per_block": 0},
-            "environment": {},
-        }
-        for kind, facts in ((Kind.HEADER, header), (Kind.ENGINE, engine), (Kind.SEATS, DeviceScheduler().seats())):
-            self._out.append(kind)
-            put_bytes(self._out, msgspec.msgpack.encode(facts))
-        self._out.append(Kind.PRIORITIES)
-        put_ints(self._out, 1, _ENGINE, signed(0))
+        put = self._chunk.put
+        put(Header(SCHEMA_VERSION, __version__, RUN, 1, is_simulated=True))
+        self._written = self._chunk.take()
+        put(EngineEntry(_ENGINE, name, name, "", config, {}, 0))
+        put(SeatsEntry(*DeviceScheduler().seats()))
+        put(Priorities(((_ENGINE, 0),)))
 
     def _end(self) -> None:
-        self._out.append(Kind.END)
-        put_ints(self._out, 1, _ENGINE, self._num_steps)
-        put_bytes(self._out, self._fingerprint.open_record or b"")
-        self._out += bytes.fromhex(self._fingerprint.hexdigest())
-
-    def _entry(self, kind: Kind) -> bytearray:
-        self._out.append(kind)
-        put_ints(self._out, _ENGINE)
-        return self._out
+        self._chunk.put(End((Closed.of(_ENGINE, self._num_steps, self._fingerprint),), goes_on=False))
 
     def _flush(self) -> None:
-        if not self._out:
+        if not self._chunk.num_bytes:
             return
-        frame = zstandard.ZstdCompressor(LEVEL, write_checksum=True).compress(bytes(self._out))
-        self._out.clear()
+        frame = zstandard.ZstdCompressor(LEVEL, write_checksum=True).compress(self._written + self._chunk.take())
+        self._written = b""
         try:
             self._file.write(frame)
         except OSError as error:

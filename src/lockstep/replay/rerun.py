@@ -10,14 +10,14 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from lockstep.core.checkpoint import freeze, is_of_this_version, thaw
 from lockstep.core.fingerprint import Fingerprint, chained
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import FinishedSequence
+from lockstep.core.state import STATE_VERSION, FingerprintState, SchedulerState
 from lockstep.core.step import StepEvents, StepPlan, StepResult
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, TraceError
 from lockstep.replay.decisions import Decision, decode_record
 from lockstep.worker.flight.entries import Aborted, Added, Checkpoint, Closed, Command, Pinned, Record, Swept
 
@@ -74,16 +74,7 @@ def content_of(number: int) -> bytes:
 
 def request_of(added: Added) -> Request:
     """The request as a replay's scheduler sees it."""
-    return Request(
-        added.num_prompt_tokens,
-        added.max_output_tokens,
-        tuple(map(content_of, added.contents)),
-        added.priority,
-        str(added.tenant),
-        added.reads_cache,
-        added.allows_forced,
-        added.sibling_of,
-    )
+    return replace(added.request, block_hashes=tuple(map(content_of, added.contents)), tenant=str(added.tenant))
 
 
 class EngineRerun:
@@ -121,9 +112,15 @@ class EngineRerun:
         Raises:
             TraceError: it is none of this version.
         """
-        self.scheduler = thaw(entry.scheduler, self.config, content_of, str)
-        self._fingerprint = thaw(entry.fingerprint, self.config)
-        self._next_step = self.scheduler.stats().num_steps
+        if entry.version != STATE_VERSION:
+            raise TraceError("a checkpoint holds a state of another version: it was recorded by another version")
+        scheduler, fingerprint = _states_of(entry)
+        try:
+            self.scheduler = Scheduler.from_state(self.config, scheduler)
+        except (IndexError, KeyError) as error:
+            raise TraceError(f"a checkpoint does not hold the state of a scheduler: {error!r}") from error
+        self._fingerprint = Fingerprint.from_state(fingerprint)
+        self._next_step = scheduler.step
         self._is_open = self._fingerprint.open_record is not None
         self._commands.clear()
 
@@ -135,10 +132,9 @@ class EngineRerun:
             PartedError: they differ.
             TraceError: it is no state.
         """
-        if not (is_of_this_version(entry.scheduler) and is_of_this_version(entry.fingerprint)):
+        if entry.version != STATE_VERSION:
             return False
-        ours = freeze(self.scheduler, lambda content: int.from_bytes(content, "little"), int), freeze(self._fingerprint)
-        if msgspec.msgpack.decode(msgspec.msgpack.encode(ours)) != [entry.scheduler, entry.fingerprint]:
+        if _states_of(entry) != (self.scheduler.state(), self._fingerprint.state()):
             self._part("the state that the next file begins with is not the one that the steps before lead to")
         return True
 
@@ -269,6 +265,21 @@ class EngineRerun:
         deque(self._obey(), maxlen=0)
         decided = self.scheduler.schedule()
         raise PartedError(self.number, self._next_step, f"the record is damaged: {why}", recorded, decided)
+
+
+def _states_of(entry: Checkpoint) -> tuple[SchedulerState, FingerprintState]:
+    """The recorded states, with hashes and tenants as a replay's scheduler sees them.
+
+    Raises:
+        TraceError: it holds none.
+    """
+    try:
+        scheduler = msgspec.msgpack.decode(entry.scheduler, type=SchedulerState)
+        fingerprint = msgspec.msgpack.decode(entry.fingerprint, type=FingerprintState)
+    except msgspec.MsgspecError as error:
+        raise TraceError(f"a checkpoint does not hold the state of a scheduler: {error}") from error
+    contents, tenants = tuple(map(content_of, entry.contents)), tuple(map(str, entry.tenants))
+    return scheduler._replace(contents=contents, tenants=tenants), fingerprint
 
 
 def _repeat_of(plan: StepPlan) -> StepPlan:

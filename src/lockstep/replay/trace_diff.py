@@ -11,13 +11,12 @@ from lockstep.errors import TraceError
 from lockstep.replay.causes import differing_fields
 from lockstep.replay.divergence import Decision, Difference, difference
 from lockstep.replay.inputs import differing_command
-from lockstep.replay.playback import Playback, Played
+from lockstep.replay.playback import Playback, Played, played
 from lockstep.replay.rerun import Obeyed, Ran, request_of
 from lockstep.replay.situation import Situation, Standing
-from lockstep.replay.trace import Trace, played
-from lockstep.replay.trace_file import TracedEngine
+from lockstep.replay.trace import Trace
 from lockstep.replay.witness import standing_of
-from lockstep.worker.flight.entries import Added, Command
+from lockstep.worker.flight.entries import Added, Command, EngineEntry
 
 NOTHING = Decision(None, None)
 
@@ -60,7 +59,7 @@ def diff_traces(a: Trace, b: Trace, engine: int | None = None) -> tuple[EngineDi
     return tuple(_diff(number, a, engines_a.get(number), b, engines_b.get(number)) for number in numbers)
 
 
-def _diff(number: int, a: Trace, engine_a: TracedEngine | None, b: Trace, engine_b: TracedEngine | None) -> EngineDiff:
+def _diff(number: int, a: Trace, engine_a: EngineEntry | None, b: Trace, engine_b: EngineEntry | None) -> EngineDiff:
     names = ["" if engine is None else engine.name for engine in (engine_a, engine_b)]
     fields = () if engine_a is None or engine_b is None else differing_fields(engine_a.config, engine_b.config)
     num_equal = 0

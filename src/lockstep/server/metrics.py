@@ -20,8 +20,7 @@ from prometheus_client.registry import Collector
 
 from lockstep.cluster.base import Cluster
 from lockstep.cluster.breaker import BreakerState
-from lockstep.cluster.remote_counts import RemoteSnapshot
-from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot
+from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, RemoteSnapshot
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.errors import UnavailableError
 from lockstep.server.request_context import RequestContext

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from lockstep.cluster.aside import Workbench
 from lockstep.cluster.base import Cluster
+from lockstep.cluster.threads import Workbench
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import context_of
 

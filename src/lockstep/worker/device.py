@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from lockstep.engine.deadlines import Clock, SystemClock
 from lockstep.errors import (
@@ -22,7 +23,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.worker.device_scheduler import DeviceScheduler
-from lockstep.worker.flight.options import TraceOptions, open_recorder
+from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import (
     Abort,
     AskHealth,
@@ -48,6 +49,9 @@ from lockstep.worker.messages import (
 from lockstep.worker.replica import Fleet, Replica, open_replica, throttled
 from lockstep.worker.step_loop import Emit, StepLoop
 
+if TYPE_CHECKING:
+    from lockstep.worker.flight.recorder import Recorder
+
 log = logging.getLogger(__name__)
 
 NUM_PREPARERS = 2
@@ -68,7 +72,7 @@ class DeviceWorker:
         self._emit = emit
         self._fleet = Fleet()
         self._turns = DeviceScheduler()
-        self._recorder = None if trace is None else open_recorder(trace, self._turns)
+        self._recorder = None if trace is None else _recorder(trace, self._turns)
         self._steps = StepLoop(
             emit,
             self._fleet,
@@ -253,3 +257,10 @@ def _log_defect(work: Future[None]) -> None:
 
 def _not_loaded(key: str) -> UnavailableError:
     return UnavailableError(f"{key} is not loaded")
+
+
+def _recorder(options: TraceOptions, turns: DeviceScheduler) -> Recorder:
+    """What it takes is imported by those alone who record."""
+    from lockstep.worker.flight.recorder import Recorder
+
+    return Recorder(options, turns)

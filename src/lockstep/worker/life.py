@@ -1,6 +1,6 @@
 """Lifecycle of a supervised worker: started, asked how it is, lost or killed for hanging, and started again.
 
-Two tables of states: `WorkerState` of the worker, and `ReplicaState` of each replica that the present worker has,
+Two tables of states: `WorkerState` of the worker, and `LoadState` of each replica that the present worker has,
 loads or frees, by its own word. Event loop only.
 """
 
@@ -52,7 +52,7 @@ WORKER_MOVES = {
 }
 
 
-class ReplicaState(Enum):
+class LoadState(Enum):
     """What the present worker is doing with a replica."""
 
     QUEUED = auto()
@@ -65,12 +65,12 @@ class ReplicaState(Enum):
     GONE = auto()
 
 
-REPLICA_MOVES = {
-    ReplicaState.QUEUED: (ReplicaState.LOADING, ReplicaState.LOADED, ReplicaState.UNLOADING, ReplicaState.GONE),
-    ReplicaState.LOADING: (ReplicaState.LOADED, ReplicaState.UNLOADING, ReplicaState.GONE),
-    ReplicaState.LOADED: (ReplicaState.UNLOADING, ReplicaState.GONE),
-    ReplicaState.UNLOADING: (ReplicaState.GONE,),
-    ReplicaState.GONE: (),
+LOAD_MOVES = {
+    LoadState.QUEUED: (LoadState.LOADING, LoadState.LOADED, LoadState.UNLOADING, LoadState.GONE),
+    LoadState.LOADING: (LoadState.LOADED, LoadState.UNLOADING, LoadState.GONE),
+    LoadState.LOADED: (LoadState.UNLOADING, LoadState.GONE),
+    LoadState.UNLOADING: (LoadState.GONE,),
+    LoadState.GONE: (),
 }
 """To gone without unloading: the load failed, or the worker was lost."""
 
@@ -84,17 +84,17 @@ class WorkerReplica:
     answer: asyncio.Future[Loaded | LockstepError]
     """What becomes of its load."""
     gone: asyncio.Future[None]
-    state: ReplicaState = ReplicaState.QUEUED
+    state: LoadState = LoadState.QUEUED
     loaded: Loaded | None = None
     """What loading measured, while it is there."""
 
-    def move_to(self, state: ReplicaState) -> None:
+    def move_to(self, state: LoadState) -> None:
         """A move that the table does not have is a programming error."""
-        assert state in REPLICA_MOVES[self.state], f"{self.key} does not go from {self.state.name} to {state.name}"
+        assert state in LOAD_MOVES[self.state], f"{self.key} does not go from {self.state.name} to {state.name}"
         self.state = state
-        if state is not ReplicaState.LOADED:
+        if state is not LoadState.LOADED:
             self.loaded = None
-        if state is ReplicaState.GONE:
+        if state is LoadState.GONE:
             resolve(self.gone, None)
 
 
@@ -200,14 +200,14 @@ class Life:
     def begin_unload(self, key: str) -> None:
         """Have the worker free a replica, now or at the end of the load under way; once, however often it is asked."""
         replica = self._replicas.get(key)
-        if self.link is not None and replica is not None and replica.state is not ReplicaState.UNLOADING:
-            replica.move_to(ReplicaState.UNLOADING)
+        if self.link is not None and replica is not None and replica.state is not LoadState.UNLOADING:
+            replica.move_to(LoadState.UNLOADING)
             self.send(Unload(key))
 
     @property
     def num_loading(self) -> int:
         """Loads that the worker has begun or was told of."""
-        return sum(replica.state in (ReplicaState.QUEUED, ReplicaState.LOADING) for replica in self._replicas.values())
+        return sum(replica.state in (LoadState.QUEUED, LoadState.LOADING) for replica in self._replicas.values())
 
     @property
     def _loaded(self) -> list[Loaded]:
@@ -218,13 +218,13 @@ class Life:
         replica = self._replicas.get(event.replica)
         if replica is None:
             return
-        is_wanted = replica.state in (ReplicaState.QUEUED, ReplicaState.LOADING)
+        is_wanted = replica.state in (LoadState.QUEUED, LoadState.LOADING)
         match event:
             case Unloaded():
                 self._remove(replica)
             case Loading(_, stage, fraction) if is_wanted:
-                if replica.state is ReplicaState.QUEUED:
-                    replica.move_to(ReplicaState.LOADING)
+                if replica.state is LoadState.QUEUED:
+                    replica.move_to(LoadState.LOADING)
                 replica.progress(stage, fraction)
             case LoadFailed(_, error):
                 resolve(replica.answer, error)
@@ -233,11 +233,11 @@ class Life:
             case Loaded():
                 resolve(replica.answer, event)
                 if is_wanted:
-                    replica.move_to(ReplicaState.LOADED)
+                    replica.move_to(LoadState.LOADED)
                     replica.loaded = event
 
     def _remove(self, replica: WorkerReplica) -> None:
-        replica.move_to(ReplicaState.GONE)
+        replica.move_to(LoadState.GONE)
         del self._replicas[replica.key]
 
     def _forget_replicas(self, error: LockstepError, suspected: LockstepError) -> None:
@@ -248,7 +248,7 @@ class Life:
             suspected: what the load is told that the worker was about.
         """
         for replica in tuple(self._replicas.values()):
-            resolve(replica.answer, suspected if replica.state is ReplicaState.LOADING else error)
+            resolve(replica.answer, suspected if replica.state is LoadState.LOADING else error)
             self._remove(replica)
 
     # -- link.Handler ---------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from lockstep.worker.messages import Load, Loaded, TokenizerPayload
 from lockstep.worker.preflight import try_unknown
 
 if TYPE_CHECKING:
-    from lockstep.worker.flight.recorder import Recorder
-    from lockstep.worker.flight.tape import EngineTape
+    from lockstep.worker.flight.recorder import EngineRecorder, Recorder
 
 
 MIN_PROGRESS_INTERVAL_S = 0.1
@@ -30,16 +29,15 @@ class Replica:
 
     key: str
     engine: Engine
-    tape: EngineTape | None = None
-    """What records it."""
+    recorder: EngineRecorder | None = None
 
     def metrics(self) -> MetricsSnapshot:
         """The engine's metrics; whether it is recorded, and what its recording lacks."""
-        snapshot, tape = self.engine.metrics(), self.tape
-        if tape is None:
+        snapshot, recorder = self.engine.metrics(), self.recorder
+        if recorder is None:
             return snapshot
-        gauges = {**snapshot.gauges, "trace_recording": float(tape.is_recorded)}
-        return replace(snapshot, gauges=gauges, counters={**snapshot.counters, **tape.lost()})
+        gauges = {**snapshot.gauges, "trace_recording": float(recorder.is_recorded)}
+        return replace(snapshot, gauges=gauges, counters={**snapshot.counters, **recorder.lost()})
 
     def close(self) -> None:
         self.engine.model.close()
@@ -60,15 +58,15 @@ def open_replica(
     started_s = time.perf_counter()
     try_unknown(load, progress)
     model, config = load_model(load.source, load.options, progress)
-    tape = None if recorder is None else recorder.tape(load.replica, model, config)
+    own_recorder = None if recorder is None else recorder.of_engine(load.replica, model, config)
     engine = Engine(
         model,
         config,
         on_session=on_session,
-        tape=tape,
+        recorder=own_recorder,
     )
     executor = model.executor
-    return Replica(load.replica, engine, tape), Loaded(
+    return Replica(load.replica, engine, own_recorder), Loaded(
         load.replica,
         model.name,
         model.fingerprint,

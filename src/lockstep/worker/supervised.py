@@ -21,7 +21,7 @@ from lockstep.engine.options import LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, UsageError, WorkerLostError
-from lockstep.worker.life import Back, Life, Lost, ReplicaState
+from lockstep.worker.life import Back, Life, LoadState, Lost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import (
     Abort,
@@ -154,7 +154,7 @@ class SupervisedWorker:
 
     async def _unloaded(self, key: str) -> None:
         """Wait until a replica that is on its way out is gone."""
-        while (replica := self._life.replica(key)) is not None and replica.state is ReplicaState.UNLOADING:
+        while (replica := self._life.replica(key)) is not None and replica.state is LoadState.UNLOADING:
             await asyncio.shield(replica.gone)
 
     def loaded(self, replica: str) -> Loaded | None:

@@ -11,7 +11,7 @@ from lockstep.errors import TraceError, UsageError
 from lockstep.replay.configs import config_for
 from lockstep.replay.readers import ReadOptions, read_workload
 from lockstep.replay.simulator import Simulation
-from lockstep.worker.flight.format import SUFFIX
+from lockstep.worker.flight.entries import SUFFIX
 from tests.server.process import IN_THREAD, serve
 
 

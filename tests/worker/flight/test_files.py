@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.engine.options import LoadOptions
-from lockstep.replay.trace import open_trace
-from lockstep.replay.trace_file import read_frames
+from lockstep.replay.trace import open_trace, read_frames
 from lockstep.replay.verify import verify
 from lockstep.replay.wholeness import Kind
 from lockstep.worker.flight import files
-from lockstep.worker.flight.entries import EntryReader, Header
+from lockstep.worker.flight.entries import ChunkReader, Header
 from lockstep.worker.flight.recorder import DEFECT
 from lockstep.worker.messages import AskHealth, AskMetrics, HealthReport, MetricsReport
 from tests.replay.recordings import POOL, files_of, options, record, submit
@@ -189,7 +188,7 @@ def test_a_defect_of_the_recorder_ends_the_recording_and_no_request(
     def broken(*values: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("lockstep.worker.flight.tape.put_request", broken)
+    monkeypatch.setattr("lockstep.worker.flight.recorder.Added.of", broken)
     with running(trace=options(tmp_path)) as bench:
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
@@ -220,10 +219,10 @@ def test_a_file_says_who_wrote_it_and_which_of_its_run_it_is(tmp_path: Path) -> 
     record(tmp_path, 6)
     [path] = files_of(tmp_path)
     [frame] = read_frames(path)
-    first = next(EntryReader().read(frame.data))
+    first = next(ChunkReader().read(frame.data))
     assert isinstance(first, Header)
-    assert first.facts["schema"] == 2
-    assert path.name == f"{first.facts['run']}-{first.facts['file']:06}.lstrace"
+    assert first.schema == 3
+    assert path.name == f"{first.run}-{first.file:06}.lstrace"
 
 
 def test_what_was_recorded_a_second_ago_survives_a_kill(tmp_path: Path) -> None:
@@ -233,7 +232,7 @@ def test_what_was_recorded_a_second_ago_survives_a_kill(tmp_path: Path) -> None:
         "with running(trace=options(sys.argv[1])) as bench:\n"
         "    bench.ready('a', 'stub://alpha?step_ms=1')\n    bench.ready('b', 'stub://beta?step_ms=1')\n"
         "    submit(bench, 24)\n    recorder = bench.worker._recorder\n"
-        "    while recorder.out or recorder._files._num_queued:\n        time.sleep(0.01)\n"
+        "    while recorder.chunk.num_bytes or recorder._files._num_queued:\n        time.sleep(0.01)\n"
         "    print('done', flush=True)\n    time.sleep(3600)\n"
     )
     root = Path(__file__).resolve().parents[3]

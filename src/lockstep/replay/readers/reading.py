@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from lockstep.errors import TraceError, UsageError
+from lockstep.replay.live import workload_of
 from lockstep.replay.readers import workload_json
 from lockstep.replay.readers.document import members, read_text
 from lockstep.replay.readers.formats import (
@@ -29,9 +30,10 @@ from lockstep.replay.readers.formats import (
     vllm_bench_rows,
 )
 from lockstep.replay.readers.source import numbered_lines, open_source
-from lockstep.replay.trace import open_trace, workload_of
+from lockstep.replay.trace import open_trace
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
-from lockstep.worker.flight.format import SUFFIX, Kind
+from lockstep.worker.flight.entries import HEAD_BYTES as RECORDING_HEAD_BYTES
+from lockstep.worker.flight.entries import SUFFIX, begins_recording
 
 MAX_SAME_STAMP = 100_000
 """Requests that share a stamp are held together while they are spread."""
@@ -110,7 +112,7 @@ def is_recording(path: Path) -> bool:
     if path.is_dir() or path.suffix == SUFFIX:
         return True
     with open_source(path) as stream:
-        return stream.read(1) == bytes([Kind.HEADER])
+        return begins_recording(stream.read(RECORDING_HEAD_BYTES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import zstandard
 
-from lockstep.worker.flight.format import SUFFIX
+from lockstep.worker.flight.entries import SUFFIX
 from lockstep.worker.flight.options import TraceOptions
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
-"""What a device worker's replicas and turns tell, as entries of a recording.
+"""Recorders of a device and of its engines: what replicas and turns tell, as entries of a recording.
 
 One recorder per device, so that the order in which replicas took turns is the order of the entries. The step thread
-calls everything here but `Recorder.tape` and `Recorder.report`.
+calls everything here but `Recorder.of_engine` and `Recorder.report`.
 """
 
 from __future__ import annotations
@@ -9,30 +9,54 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Generic, TypeVar
+from functools import wraps
+from typing import Generic, ParamSpec, TypeVar
 
 import msgspec
 
+from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
+from lockstep.core.request import FinishReason, Request
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.state import STATE_VERSION
+from lockstep.core.step import StepResult
+from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
 from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
-from lockstep.worker.flight.files import TraceFiles, TraceReport
-from lockstep.worker.flight.format import (
-    OTHER_MASK,
-    OTHER_PLACE,
+from lockstep.worker.flight.content import encode_request, tokens_of
+from lockstep.worker.flight.entries import (
+    MARK_BYTES,
     SCHEMA_VERSION,
-    STEPPED,
-    Kind,
-    put_bytes,
-    put_ints,
-    signed,
+    Aborted,
+    Added,
+    CacheReset,
+    Came,
+    Checkpoint,
+    ChunkWriter,
+    Closed,
+    End,
+    EngineEntry,
+    Entry,
+    Header,
+    Idle,
+    Pinned,
+    Priorities,
+    Record,
+    RequestEntry,
+    SeatsEntry,
+    Swept,
+    Tokens,
+    Turn,
+    WithWork,
+    runs_of,
 )
+from lockstep.worker.flight.files import TraceFiles, TraceReport
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.flight.tape import EngineTape, guarded
 
 log = logging.getLogger(__name__)
 
@@ -41,26 +65,40 @@ FLUSH_INTERVAL_S = 1.0
 MAX_CHUNK_BYTES = 1 << 16
 """More is handed over at once."""
 MAX_CONTENTS = 1 << 18
-"""Ids of block hashes that are remembered; with more, the next file begins, with those that are in use."""
+"""Numbers of block hashes that are remembered; with more, the next file begins, with those that are in use."""
 DEFECT = "a defect of the recorder, which the log shows, ended the recording"
 Key = TypeVar("Key", bytes, str)
+Arguments = ParamSpec("Arguments")
 
 
-class _Ids(Generic[Key]):
+def guarded(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """A defect of the recorder ends the recording, and never a request. For methods of what has a ``give_up``."""
+
+    @wraps(method)
+    def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        try:
+            method(*arguments, **named)
+        except Exception:  # whatever it is: the engine goes on
+            arguments[0].give_up()  # type: ignore[attr-defined]  # self
+
+    return call
+
+
+class _Numbers(Generic[Key]):
     """Dense numbers, counted as keys come; forgotten ones come again under new numbers."""
 
     def __init__(self) -> None:
-        self._ids: dict[Key, int] = {}
+        self._numbers: dict[Key, int] = {}
         self._kept: dict[Key, int] | None = None
         self._next = 0
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._numbers)
 
     def of(self, key: Key) -> int:
-        number = self._ids.get(key)
+        number = self._numbers.get(key)
         if number is None:
-            number = self._ids[key] = self._next
+            number = self._numbers[key] = self._next
             self._next += 1
         if self._kept is not None:
             self._kept[key] = number
@@ -72,7 +110,7 @@ class _Ids(Generic[Key]):
 
     def end_forgetting(self) -> None:
         assert self._kept is not None, "forgetting ends once it has begun"
-        self._ids, self._kept = self._kept, None
+        self._numbers, self._kept = self._kept, None
 
 
 class Recorder:
@@ -85,36 +123,36 @@ class Recorder:
 
     def __init__(self, options: TraceOptions, turns: DeviceScheduler) -> None:
         self.has_content = options.has_content
-        self.out = bytearray()
+        self.chunk = ChunkWriter()
         """Entries that were not handed over yet."""
         self.is_on = False
         """Whether there is a file to write to."""
-        self.contents: _Ids[bytes] = _Ids()
-        self.tenants: _Ids[str] = _Ids()
+        self.contents: _Numbers[bytes] = _Numbers()
+        self.tenants: _Numbers[str] = _Numbers()
         self.has_stepped = False
         self._has_given_up = False
         self._lock = threading.Lock()
         self._files = TraceFiles(options)
         self._turns = turns
-        self._tapes: dict[str, EngineTape] = {}
+        self._engines: dict[str, EngineRecorder] = {}
         """Of the replicas that are there, by key; as the device, replaced and never changed."""
         self._num_engines = 0
         self._priorities: dict[str, int] | None = None
         self._with_work: Collection[str] = ()
-        self._place = 0
-        self._mask = 0
+        self._places: tuple[int, ...] = (0,)
+        """Who had work, as it was written last."""
         self._is_idle = False
         self._ended_us = 0
         self._flush_s = 0.0
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
-    def tape(self, key: str, model: LoadedModel, config: SchedulerConfig) -> EngineTape:
-        """What an engine that is about to be made tells."""
-        tape = EngineTape(self, key, model, config)
+    def of_engine(self, key: str, model: LoadedModel, config: SchedulerConfig) -> EngineRecorder:
+        """The recorder of an engine that is about to be made."""
+        engine = EngineRecorder(self, key, model, config)
         with self._lock:
-            self._tapes = {**self._tapes, key: tape}
-        return tape
+            self._engines = {**self._engines, key: engine}
+        return engine
 
     def report(self) -> TraceReport:
         report = self._files.report()
@@ -128,7 +166,8 @@ class Recorder:
         if self._has_given_up:
             return
         if self._files.is_steady:
-            if self.out and (len(self.out) >= MAX_CHUNK_BYTES or time.monotonic() >= self._flush_s):
+            num_bytes = self.chunk.num_bytes
+            if num_bytes and (num_bytes >= MAX_CHUNK_BYTES or time.monotonic() >= self._flush_s):
                 if len(self.contents) > MAX_CONTENTS:
                     self._begin_file()
                 else:
@@ -153,24 +192,15 @@ class Recorder:
         if not self.is_on:
             return
         self._tell_priorities(priorities)
-        out = self.out
-        place, mask = self._place, self._mask
+        place = 0
         if len(priorities) > 1:
             if with_work != self._with_work:
                 self._with_work = with_work
-                mask = sum(1 << index for index, key in enumerate(priorities) if key in with_work)
+                self._tell_work(tuple([at for at, key in enumerate(priorities) if key in with_work]))
             place = list(priorities).index(chosen)
         else:
-            place, mask = 0, 1
-        flags = STEPPED * stepped + OTHER_PLACE * (place != self._place) + OTHER_MASK * (mask != self._mask)
-        out.append(Kind.TURN)
-        put_ints(out, (ended_us - started_us) << 3 | flags, gap_us)
-        if place != self._place:
-            put_ints(out, place)
-            self._place = place
-        if mask != self._mask:
-            put_ints(out, mask)
-            self._mask = mask
+            self._tell_work((0,))
+        self.chunk.put(Turn(place, ended_us - started_us, gap_us, stepped))
         self._is_idle = False
 
     @guarded
@@ -179,25 +209,24 @@ class Recorder:
         if self.is_on:
             self._tell_priorities(priorities)
             if not self._is_idle:
-                self.out.append(Kind.IDLE)
+                self.chunk.put(Idle())
                 self._is_idle = True
 
     @guarded
     def closed(self, key: str) -> None:
         """A replica is unloaded; its engine does nothing any more."""
         with self._lock:
-            tape = self._tapes.get(key)
-            self._tapes = {other: kept for other, kept in self._tapes.items() if other != key}
+            engine = self._engines.get(key)
+            self._engines = {other: kept for other, kept in self._engines.items() if other != key}
         self._priorities = None
-        if tape is not None:
-            tape.close()
+        if engine is not None and self.is_on and engine.is_open:
+            self.chunk.put(engine.closed())
 
     @guarded
     def close(self) -> None:
         """The device ends."""
         if self.is_on:
-            self._end_file()
-            self._flush()
+            self._end_file(goes_on=False)
         self._files.close()
 
     def give_up(self) -> None:
@@ -207,77 +236,216 @@ class Recorder:
         self._has_given_up = True
         self._stop()
 
-    def open_engine(self, tape: EngineTape) -> None:
-        """An engine has to do with the device for the first time in this file."""
-        if tape.number < 0:
-            tape.number = self._num_engines
-            self._num_engines += 1
-        out = self.out
-        out.append(Kind.ENGINE)
-        put_bytes(out, msgspec.msgpack.encode(tape.facts()))
+    def next_number(self) -> int:
+        """Of an engine that has to do with the device for the first time."""
+        self._num_engines += 1
+        return self._num_engines - 1
 
     def _tell_priorities(self, priorities: Mapping[str, int]) -> None:
         if priorities == self._priorities:
             return
         self._priorities, self._is_idle, self._with_work = dict(priorities), False, ()
-        classes: list[int] = []
-        for key, priority in priorities.items():
-            tape = self._tapes[key]
-            tape.open()
-            classes += (tape.number, signed(priority))
-        self.out.append(Kind.PRIORITIES)
-        put_ints(self.out, len(priorities), *classes)
+        for key in priorities:
+            self._engines[key].open()
+        classes = [(self._engines[key].number, priority) for key, priority in priorities.items()]
+        self.chunk.put(Priorities(tuple(classes)))
+
+    def _tell_work(self, places: tuple[int, ...]) -> None:
+        if places != self._places:
+            self._places = places
+            self.chunk.put(WithWork(places))
 
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _begin_file(self) -> None:
         """End the file, if there is one, and begin the next with the state of everything."""
-        out = self.out
         if self.is_on:
-            out.append(Kind.GOES_ON)
-            self._end_file()
-            self._flush()
+            self._end_file(goes_on=True)
         self.is_on = True
-        facts = {
-            "schema": SCHEMA_VERSION,
-            "lockstep": __version__,
-            "run": self._files.run,
-            "file": self._files.num_files + 1,
-            "has_content": self.has_content,
-            "machine": machine_name(),
-        }
-        if self._files.gap:
-            facts["gap"] = self._files.gap
-        out.append(Kind.HEADER)
-        put_bytes(out, msgspec.msgpack.encode(facts))
+        files = self._files
+        header = Header(
+            SCHEMA_VERSION,
+            __version__,
+            files.run,
+            files.num_files + 1,
+            self.has_content,
+            machine_name(),
+            gap=files.gap,
+        )
+        self.chunk.put(header)
+        beginning = self.chunk.take()
         self.contents.forget_others()
         self.tenants.forget_others()
-        for tape in self._tapes.values():
-            tape.begin_file()
+        for engine in self._engines.values():
+            engine.begin_file()
         self.contents.end_forgetting()
         self.tenants.end_forgetting()
-        out.append(Kind.SEATS)
-        put_bytes(out, msgspec.msgpack.encode(self._turns.seats()))
-        self._priorities, self._place, self._mask = None, 0, 0
-        self._files.begin(bytes(out))
-        out.clear()
+        self.chunk.put(SeatsEntry(*self._turns.seats()))
+        self._priorities, self._places = None, (0,)
+        files.begin(beginning + self.chunk.take())
         self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
 
-    def _end_file(self) -> None:
-        ends = [tape.end() for tape in self._tapes.values() if tape.is_open]
-        self.out.append(Kind.END)
-        put_ints(self.out, len(ends))
-        for end in ends:
-            self.out += end
+    def _end_file(self, goes_on: bool) -> None:
+        self.chunk.put(End(tuple([engine.closed() for engine in self._engines.values() if engine.is_open]), goes_on))
+        self._flush()
 
     def _flush(self) -> None:
-        self._files.put(bytes(self.out))
-        self.out.clear()
+        self._files.put(self.chunk.take())
         self._flush_s = time.monotonic() + FLUSH_INTERVAL_S
 
     def _stop(self) -> None:
         """Nothing can be written: forget what was recorded, until a file can be begun again."""
         self.is_on = False
-        self.out.clear()
-        for tape in self._tapes.values():
-            tape.is_open = False
+        self.chunk.clear()
+        for engine in self._engines.values():
+            engine.is_open = False
+
+
+class EngineRecorder:
+    """Records one engine of a device; implements `lockstep.engine.recorder_hook.RecorderHook`."""
+
+    def __init__(self, recorder: Recorder, key: str, model: LoadedModel, config: SchedulerConfig) -> None:
+        self._recorder = recorder
+        self._key = key
+        self._model = model
+        self._config = config
+        self.number = -1
+        """Of the engine, once it had to do with the device."""
+        self.is_open = False
+        """Whether the file knows the engine."""
+        self._num_lost_steps = 0
+        self._has_begun = False
+        """Whether it was told anything, recorded or not."""
+        self._scheduler: Scheduler | None = None
+        self._fingerprint: Fingerprint | None = None
+
+    def lost(self) -> dict[str, int]:
+        """What the recording lacks, as counters; for any thread."""
+        return {"trace_lost_steps": self._num_lost_steps, "trace_gaps": self._recorder.report().num_gaps}
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its steps reach a file now; for any thread."""
+        return not self._recorder.report().fault
+
+    def open(self) -> None:
+        """Let the file know the engine, if it does not."""
+        if self.is_open:
+            return
+        self.is_open = True
+        if self.number < 0:
+            self.number = self._recorder.next_number()
+        executor = self._model.executor
+        entry = EngineEntry(
+            self.number,
+            self._key,
+            self._model.name,
+            self._model.fingerprint,
+            self._config,
+            dict(executor.environment),
+            executor.geometry.bytes_per_block,
+        )
+        self._recorder.chunk.put(entry)
+
+    def begin_file(self) -> None:
+        """A file begins; an engine that was told nothing yet needs no checkpoint."""
+        self.is_open = False
+        if not self._has_begun:
+            return
+        self.open()
+        assert self._scheduler is not None
+        assert self._fingerprint is not None
+        recorder, state, encode = self._recorder, self._scheduler.state(), msgspec.msgpack.encode
+        checkpoint = Checkpoint(
+            self.number,
+            STATE_VERSION,
+            runs_of(map(recorder.contents.of, state.contents)),
+            tuple(map(recorder.tenants.of, state.tenants)),
+            msgspec.Raw(encode(state._replace(contents=(), tenants=()))),
+            msgspec.Raw(encode(self._fingerprint.state())),
+        )
+        recorder.chunk.put(checkpoint)
+
+    def closed(self) -> Closed:
+        """How far the engine has come."""
+        assert self._scheduler is not None
+        assert self._fingerprint is not None
+        return Closed.of(self.number, self._scheduler.stats().num_steps, self._fingerprint)
+
+    # -- RecorderHook -------------------------------------------------------------------------------------------------
+
+    def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None:
+        self._scheduler, self._fingerprint = scheduler, fingerprint
+
+    @guarded
+    def added(self, seq_id: int, request: Request, step: int) -> None:
+        if self._records():
+            recorder = self._recorder
+            tenant, contents = recorder.tenants.of(request.tenant), map(recorder.contents.of, request.block_hashes)
+            self._put(Added.of(self.number, step, seq_id, request, tenant, contents))
+
+    @guarded
+    def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None:
+        if self._records():
+            self._put(Aborted(self.number, step, seq_id, reason, in_step))
+
+    @guarded
+    def pinned(self, hashes: Seq[bytes], step: int) -> None:
+        if self._records():
+            self._put(Pinned(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
+
+    @guarded
+    def swept(self, hashes: Seq[bytes], step: int) -> None:
+        if self._records():
+            self._put(Swept(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
+
+    @guarded
+    def cache_reset(self, step: int) -> None:
+        if self._records():
+            self._put(CacheReset(self.number, step))
+
+    @guarded
+    def came(self, generation: Generation, waited_s: float) -> None:
+        if not self._records():
+            return
+        prepared, seq_id = generation.live.prepared, generation.seq_id
+        request = prepared.request
+        deadlines = _ms(request.deadline_s), _ms(request.queue_deadline_s)
+        self._put(Came(self.number, seq_id, round(waited_s * 1e6), prepared.seed, *deadlines))
+        if self._recorder.has_content and generation.index == 0:
+            self._put(RequestEntry(self.number, seq_id, encode_request(prepared, self._recorder.tenants.of)))
+
+    @guarded
+    def committed(self, record: bytes | None, result: StepResult, touched: Seq[Generation]) -> None:
+        self._step(record)
+        if self._recorder.has_content and self._records():
+            self._put(Tokens(self.number, tuple(tokens_of(result, touched))))
+
+    @guarded
+    def failed(self, record: bytes | None) -> None:
+        self._step(record)
+
+    def give_up(self) -> None:
+        self._recorder.give_up()
+
+    def _step(self, record: bytes | None) -> None:
+        self._recorder.has_stepped = True
+        self._num_lost_steps += not self._recorder.is_on
+        if record is not None and self._records():
+            assert self._fingerprint is not None
+            self._put(Record(self.number, record, self._fingerprint.chain[:MARK_BYTES]))
+
+    def _records(self) -> bool:
+        """Whether anything is recorded now; the file then knows the engine."""
+        self._has_begun = True
+        if self._recorder.is_on:
+            self.open()
+        return self._recorder.is_on
+
+    def _put(self, entry: Entry) -> None:
+        self._recorder.chunk.put(entry)
+
+
+def _ms(seconds: float | None) -> int | None:
+    """At least 1."""
+    return None if seconds is None else max(1, round(seconds * 1e3))

@@ -13,7 +13,7 @@ from lockstep.core.sequence import Sequence
 from lockstep.core.step import Finish, StepPlan, StepResult
 
 
-class SteadyRun:
+class DecodeRun:
     """A run of repeating steps.
 
     Args:

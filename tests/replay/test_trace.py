@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import zstandard
+from msgspec.structs import replace
 
 from lockstep.cli.main import invoke
 from lockstep.errors import TraceError
-from lockstep.replay import trace_file
-from lockstep.replay.trace import open_trace, workload_of
-from lockstep.replay.trace_file import Cut, read_entries
+from lockstep.replay import trace
+from lockstep.replay.live import workload_of
+from lockstep.replay.trace import Cut, open_trace, read_entries
 from lockstep.replay.verify import verify
-from lockstep.worker.flight.entries import Turn
-from lockstep.worker.flight.format import Kind, put_bytes, put_ids, put_ints, signed, unsigned
-from tests.replay.recordings import files_of, record, rewrite
+from lockstep.worker.flight.entries import (
+    CacheReset,
+    ChunkWriter,
+    Entry,
+    Turn,
+    ids_of,
+    runs_of,
+)
+from tests.replay.recordings import files_of, record, rewrite, rewrite_entries
+
+
+def chunk(entry: Any) -> bytes:
+    writer = ChunkWriter()
+    writer.put(entry)
+    return writer.take()
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +54,11 @@ def faulty(path: Path) -> str:
 
 
 def test_a_newer_version_is_refused(path: Path) -> None:
-    def newer(held: bytearray) -> None:
-        at = held.index(b"\xa6schema") + 7
-        held[at] = 3
+    def newer(entries: list[Entry]) -> None:
+        entries[0] = replace(entries[0], schema=4)
 
-    rewrite(path, newer)
-    assert "its schema is 3, and this version reads 1 to 2" in faulty(path)
+    rewrite_entries(path, newer)
+    assert "its schema is 4, and this version reads 3" in faulty(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x28\xb5\x2f\xfd", b"x" * 100])
@@ -93,7 +105,7 @@ def test_what_never_was_a_recording_is_told_so(path: Path) -> None:
 
 
 def test_a_frame_that_holds_too_much_is_refused_in_bounded_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "MAX_FRAME_BYTES", 1 << 20)
+    monkeypatch.setattr(trace, "MAX_FRAME_BYTES", 1 << 20)
     path.write_bytes(zstandard.compress(bytes(64 << 20)))
     assert "holds more than" in faulty(path)
 
@@ -101,17 +113,19 @@ def test_a_frame_that_holds_too_much_is_refused_in_bounded_memory(path: Path, mo
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda held: held.extend(b"\xff"),
-        lambda held: held.extend(bytes([Kind.TURN, 8, 0, 0])),
-        lambda held: held.extend(bytes([Kind.RESET, 9, 0])),
-        lambda held: held.extend(bytes([Kind.ABORTED, 0, 0, 0, 200, 1])),
-        lambda held: held.extend(bytes([Kind.ADDED, *[255] * 40])),
-        lambda held: held.extend(bytes([Kind.ENGINE, 1, 0x80])),
-        lambda held: held.extend(bytes([Kind.PINNED, 0, 0, 1, 0, 255, 255, 255, 255, 255, 1])),
+        b"\xff",
+        chunk(Turn(9, 1, 0, True)),
+        chunk(CacheReset(9, 0)),
+        chunk([8, 0, 0, 0, "no reason", False]),
+        chunk([6, 0, 0, 0, {"num_prompt_tokens": 1}, 0, [1, 1 << 40]]),
+        chunk([9, 0, 0, [0, -1]]),
+        chunk([2, 0, "a", "a", "", "none", {}, 0]),
+        chunk([2, 0, "a", "a", "", {"block_size": 0, "num_blocks": 1, "max_model_len": 2}, {}, 0]),
+        b"\x01\0\0\0\x80",
     ],
 )
-def test_entries_that_cannot_be_are_refused(path: Path, damage: Callable[[bytearray], None]) -> None:
-    rewrite(path, damage)
+def test_entries_that_cannot_be_are_refused(path: Path, damage: bytes) -> None:
+    rewrite(path, lambda held: held.extend(damage))
     with pytest.raises(TraceError):
         verify(open_trace(path))
 
@@ -130,18 +144,14 @@ def test_execution_needs_content(path: Path, capsys: pytest.CaptureFixture[str])
     assert invoke(["replay", "--verify", str(path), "--model", "stub://alpha"]) == 2
 
 
-@pytest.mark.parametrize("value", [0, 1, -1, 63, -64, 2**63, -(2**63)])
-def test_signed_numbers_are_ints(value: int) -> None:
-    assert unsigned(signed(value)) == value
-    assert signed(value) >= 0
+def test_numbers_are_written_as_runs() -> None:
+    assert runs_of([5, 6, 7, 2, 3]) == (5, 3, 2, 2)
+    assert ids_of((5, 3, 2, 2)) == (5, 6, 7, 2, 3)
+    assert runs_of([]) == ids_of(()) == ()
 
 
-def test_numbers_byte_by_byte() -> None:
-    out = bytearray()
-    put_ints(out, 0, 127, 128, 300)
-    put_bytes(out, b"ab")
-    put_ids(out, [5, 6, 7, 2, 3])
-    assert out == bytes([0, 127, 0x80, 1, 0xAC, 2, 2, 97, 98, 2, 10, 3, signed(2 - 8), 2])
+def test_a_chunk_byte_by_byte() -> None:
+    assert chunk(Turn(0, 300, 7, True)) == bytes([13, 0, 0, 0, 0xDD, 0, 0, 0, 1, 0x95, 13, 0, 0xCD, 1, 44, 7, 0xC3])
 
 
 def test_a_recording_is_read_entry_by_entry_and_not_at_once(path: Path) -> None:

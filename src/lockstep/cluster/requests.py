@@ -1,96 +1,84 @@
-"""How calls are answered: by one model, or by the entry model and whoever it sends them to. Event loop only."""
+"""Request handling: by one model, or by the entry model and the model that it routes to. Event loop only."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from lockstep.cluster.base import Accepted, EventStream, Hop, Routed
-from lockstep.cluster.events import EventLog
-from lockstep.cluster.held import Held
-from lockstep.cluster.models import Model, Roster
+from lockstep.cluster.models import Model
 from lockstep.cluster.planner import Phase
-from lockstep.cluster.prompting import Prompting
-from lockstep.cluster.replicas import Replicas
+from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.routing import Router, addressed
-from lockstep.cluster.sessions import Sessions
-from lockstep.cluster.snapshot import Counters
+from lockstep.cluster.state import ClusterState
+from lockstep.cluster.threads import LONG_BYTES, Workbench
+from lockstep.engine.input_processing import tokenised
 from lockstep.engine.outputs import TokenOutput
-from lockstep.engine.request import GenerationRequest
+from lockstep.engine.request import Conversation, GenerationRequest, Prompt
+from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
-from lockstep.worker.supervised import SupervisedWorker
 
 MAX_WAIT_S = 300.0
 """For a session and a replica, where the call has no deadline of its own."""
-
 MIN_DEADLINE_S = 1e-3
 """Left to an engine, which then says itself that the time is up."""
+MAX_INLINE_CHARS = 4_096
+"""Longer prompts are tokenised on another thread, so that they delay nobody's tokens."""
+PIECE_CHARS = 16
+"""What a message, a number or a list takes beside its text: as much time as so many characters of it."""
+MAX_TURN_CHARS = 16_384
+"""Of short prompts, so much is tokenised in one turn of the event loop; the others go to another thread as well."""
+MAX_WAITING_BYTES = 256 << 20
+"""Prompts that wait for such a thread."""
 
 
-class _Asked(NamedTuple):
-    """What the entry has said, and what follows from it."""
+class _EntryAnswer(NamedTuple):
+    """The entry model's answer, and what follows from it."""
 
     accepted: Accepted
     outputs: list[TokenOutput]
     hop: Hop
     target: Model | None
-    """Who answers; None: what was said stands."""
+    """Who answers; None: the entry's own answer stands."""
 
 
-class Answering:
-    """Takes calls through their hops.
+class RequestHandler:
+    """Takes requests through their hops: session, replica, prompt, worker, and the events of the answer.
 
     Args:
-        roster: the models that there are now.
-        find: the model of a name; ModelNotFoundError, or UnavailableError until it may be called.
+        state: the models that there are now, and who computes for them.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        worker: SupervisedWorker,
-        replicas: Replicas,
-        roster: Callable[[], Roster],
-        find: Callable[[str | None], Model],
-        sessions: Sessions,
-        counters: Counters,
-        events: EventLog,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._worker = worker
-        self._replicas = replicas
-        self._roster = roster
-        self._find = find
-        self._sessions = sessions
-        self._counters = counters
-        self._events = events
+    def __init__(self, state: ClusterState, clock: Callable[[], float] = time.monotonic) -> None:
+        self._state = state
         self._clock = clock
-        self._prompting = Prompting()
+        self._prompts = PromptTokeniser()
         self.num_open = 0
         self.num_ephemeral = 0
         """Open calls without a session id."""
 
     async def stream(self, call: GenerationRequest) -> EventStream:
         """As `lockstep.cluster.base.Cluster.stream`."""
-        model, roster = self._find(call.model), self._roster()
+        model, models = self._state.find(call.model), self._state.models
         hops: tuple[Hop, ...] = ()
-        self._counters.requests_total += 1
+        self._state.counters.requests_total += 1
         self.num_open += 1
         self._begin_session(call, model)
         try:
-            if roster.router is not None and call.pooling is None and roster.is_routed(call.model):
-                asked = await self._ask(roster.router, model, call)
-                hops = (asked.hop,)
-                if asked.target is None:
-                    yield (replace(asked.accepted, hops=hops),)
-                    yield asked.outputs
+            if models.router is not None and call.pooling is None and models.is_routed(call.model):
+                routed = await self._route(models.router, model, call)
+                hops = (routed.hop,)
+                if routed.target is None:
+                    yield (replace(routed.accepted, hops=hops),)
+                    yield routed.outputs
                     return
-                model, call = asked.target, _shortened(replace(call, queue_deadline_s=None), asked.hop.latency_s)
+                model, call = routed.target, _shortened(replace(call, queue_deadline_s=None), routed.hop.latency_s)
                 if self._must_wait(model, call):
                     yield (Routed(model.id, hops),)
             async with aclosing(self._answered(model, call, hops)) as stream:
@@ -102,20 +90,20 @@ class Answering:
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
-    async def _ask(self, router: Router, entry: Model, call: GenerationRequest) -> _Asked:
-        """The entry's hop, whole, and who answers after it. Its first step was that of the call."""
+    async def _route(self, router: Router, entry: Model, call: GenerationRequest) -> _EntryAnswer:
+        """Run the entry's hop to its end, and decide who answers after it. Its first step was that of the call."""
         started_s = self._clock()
-        self._counters.router_hits += 1
+        self._state.counters.router_hits += 1
         try:
             accepted, outputs = await self._entry_answer(router, entry, router.question(call))
         except PromptTooLongError as error:
-            told = f"{entry.id} cannot read what it is to route: {error}; or name a model whose context is longer"
-            raise PromptTooLongError(told, param=error.param) from None
+            text = f"{entry.id} cannot read what it is to route: {error}; or name a model whose context is longer"
+            raise PromptTooLongError(text, param=error.param) from None
         answer = outputs[-1].request
         assert answer is not None, "a stream ends with the whole answer"
-        roster = self._roster()  # the manifest may have been replaced meanwhile; what holds now decides
-        decision = (roster.router or router).decide(answer.text)
-        target = None if decision.target is None else roster.models.get(decision.target)
+        models = self._state.models  # the manifest may have been replaced meanwhile; what holds now decides
+        decision = (models.router or router).decide(answer.text)
+        target = None if decision.target is None else models.by_id.get(decision.target)
         if decision.target is not None and target is None:
             raise UnavailableError(f"{decision.target} was just taken out of service; send the request again")
         latency_s = self._clock() - started_s
@@ -130,7 +118,7 @@ class Answering:
             num_cached_tokens=answer.num_cached_tokens,
             num_output_tokens=answer.num_output_tokens,
         )
-        self._events.emit(
+        self._state.events.emit(
             "hop",
             model=entry.id,
             completion=answer.text,
@@ -140,17 +128,17 @@ class Answering:
         )
         if target is not None:
             if call.session_id is not None:
-                self._sessions.answered_by(call.session_id, target.id)
-            self._counters.dispatch_hits += not decision.is_fallback
-            self._counters.dispatch_fallbacks += decision.is_fallback
-        return _Asked(accepted, outputs, hop, target)
+                self._state.sessions.answered_by(call.session_id, target.id)
+            self._state.counters.dispatch_hits += not decision.is_fallback
+            self._state.counters.dispatch_fallbacks += decision.is_fallback
+        return _EntryAnswer(accepted, outputs, hop, target)
 
     async def _entry_answer(
         self, router: Router, entry: Model, question: GenerationRequest
     ) -> tuple[Accepted, list[TokenOutput]]:
-        """The entry's whole answer; what it will decide is promoted as soon as that is known."""
-        models = self._roster().models
-        has_hints = any(m.entry.promotes_on_intent and _is_absent(m.held) for m in models.values())
+        """Collect the entry's whole answer; promote what it will decide as soon as that is known."""
+        by_id = self._state.models.by_id
+        has_hints = any(m.entry.promotes_on_intent and _is_absent(m.replica) for m in by_id.values())
         accepted = Accepted(entry.id, ())
         outputs: list[TokenOutput] = []
         text = ""
@@ -162,29 +150,29 @@ class Answering:
                         text += event.text
                     elif isinstance(event, Accepted):
                         accepted = event
-                if has_hints and (foreseen := models.get(router.foresee(text) or "")) is not None:
+                if has_hints and (foreseen := by_id.get(router.foresee(text) or "")) is not None:
                     has_hints = False
-                    if foreseen.entry.promotes_on_intent and foreseen.held is not None:
-                        self._replicas.warm(foreseen.held)
+                    if foreseen.entry.promotes_on_intent and foreseen.replica is not None:
+                        self._state.replicas.warm(foreseen.replica)
         return accepted, outputs
 
     async def _answered(self, model: Model, call: GenerationRequest, hops: tuple[Hop, ...]) -> EventStream:
-        """One model's answer."""
+        """Stream one model's answer."""
         self._warm(model)
         model.num_requests += 1
-        asked = addressed(call, model.entry)
+        call = addressed(call, model.entry)
         while True:
-            async with self._admitted(model, asked) as asked:
+            async with self._admitted(model, call) as call:
                 if model.remote is not None:
-                    async with aclosing(model.remote.stream(asked)) as stream:
+                    async with aclosing(model.remote.stream(call)) as stream:
                         async for events in stream:
                             yield [replace(e, hops=hops) if isinstance(e, Accepted) else e for e in events]
                     return
-                assert model.held is not None, "a model is local or remote"
-                request = await self._prepared(model, model.held, asked)
+                assert model.replica is not None, "a model is local or remote"
+                request = await self._prepared(model, model.replica, call)
                 if request is None:
                     continue  # the worker was lost before it knew of the call, which waits for the next one
-                mailbox = self._worker.submit(model.held.key, request)
+                mailbox = self._state.worker.submit(model.replica.key, request)
                 try:
                     outputs = await mailbox.take()
                     yield (Accepted(model.id, tuple(request.prompt), hops),)  # type: ignore[arg-type]  # tokens by now
@@ -195,20 +183,20 @@ class Answering:
                                 return
                         outputs = await mailbox.take()
                 finally:
-                    self._worker.leave(mailbox)
+                    self._state.worker.leave(mailbox)
 
-    async def _prepared(self, model: Model, held: Held, call: GenerationRequest) -> GenerationRequest | None:
-        """The call as its worker takes it, with the time that it has left; None: that worker is gone."""
-        assert held.loaded is not None, "whose calls are admitted was loaded"
-        assert held.tokenizer is not None, "and its text side was read then"
+    async def _prepared(self, model: Model, replica: ReplicaState, call: GenerationRequest) -> GenerationRequest | None:
+        """Make a call the worker's request, with the time that it has left; None: that worker is gone."""
+        assert replica.loaded is not None, "whose calls are admitted was loaded"
+        assert replica.tokenizer is not None, "and its text side was read then"
         began_s = self._clock()
         limits = [limit for limit in (call.deadline_s, call.queue_deadline_s) if limit is not None]
         try:
             async with asyncio.timeout(min(limits, default=None)):
-                request = await self._prompting.tokenised(held.tokenizer, held.loaded.config.max_model_len, call)
+                request = await self._prompts.tokenised(replica.tokenizer, replica.loaded.config.max_model_len, call)
         except TimeoutError:
             raise _too_late(model, call, self._clock() - began_s) from None
-        if held.phase is not Phase.RESIDENT:
+        if replica.phase is not Phase.RESIDENT:
             return None
         request = _shortened(request, self._clock() - began_s)
         return request if request.session_id is None else _owned(request, model)
@@ -218,7 +206,7 @@ class Answering:
         """Hold a session and a replica for the block, which gets the call with the time that it has left."""
         began_s, session = self._clock(), call.session_id
         limits = (MAX_WAIT_S, call.deadline_s, call.queue_deadline_s)
-        is_open = model.sessions.is_open(session) and (model.held is None or model.held.is_open)
+        is_open = model.sessions.is_open(session) and (model.replica is None or model.replica.is_open)
         limit_s = None if is_open else min(limit for limit in limits if limit is not None)
         model.num_waiting += 1
         try:
@@ -237,15 +225,15 @@ class Answering:
         finally:
             model.num_running -= 1
             model.last_used_s = self._clock()
-            if model.held is not None:
-                self._replicas.release(model.held)
+            if model.replica is not None:
+                self._state.replicas.release(model.replica)
             model.sessions.leave(session)
 
     async def _enter(self, model: Model, session: str | None) -> None:
         await model.sessions.enter(session)
         try:
-            if model.held is not None:
-                await self._replicas.acquire(model.held)
+            if model.replica is not None:
+                await self._state.replicas.acquire(model.replica)
         except BaseException:
             model.sessions.leave(session)
             raise
@@ -254,31 +242,31 @@ class Answering:
         """Whether a call would be neither taken nor refused at once."""
         if model.remote is not None:
             return model.remote.health().ready
-        assert model.held is not None, "a model is local or remote"
-        if model.held.refusal(self._clock()) is not None:
+        assert model.replica is not None, "a model is local or remote"
+        if self._state.replicas.refusal(model.replica) is not None:
             return False
-        return not (model.held.is_open and model.sessions.is_open(call.session_id))
+        return not (model.replica.is_open and model.sessions.is_open(call.session_id))
 
     def _warm(self, model: Model) -> None:
-        """Promote who is named together with this one, once however many requests ask."""
-        for other in self._roster().warmed_by(model.id):
-            if other.held is not None and self._replicas.warm(other.held):
-                self._counters.co_activation_warms += 1
-                self._events.emit("co_activation_warmed", model=other.id, by=model.id)
+        """Promote the models that are named together with this one, once however many requests come."""
+        for other in self._state.models.warmed_by(model.id):
+            if other.replica is not None and self._state.replicas.warm(other.replica):
+                self._state.counters.co_activation_warms += 1
+                self._state.events.emit("co_activation_warmed", model=other.id, by=model.id)
 
     # -- sessions -------------------------------------------------------------------------------------------------
 
     def _begin_session(self, call: GenerationRequest, model: Model) -> None:
         if call.session_id is None:
             self.num_ephemeral += 1
-        elif self._sessions.begin(call.session_id, model.id, self._clock()):
-            self._events.emit("session_admitted", session=call.session_id, model=model.id)
+        elif self._state.sessions.begin(call.session_id, model.id, self._clock()):
+            self._state.events.emit("session_admitted", session=call.session_id, model=model.id)
 
     def _end_session(self, call: GenerationRequest) -> None:
         if call.session_id is None:
             self.num_ephemeral -= 1
         else:
-            self._sessions.end(call.session_id, self._clock())
+            self._state.sessions.end(call.session_id, self._clock())
 
 
 def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:
@@ -300,7 +288,7 @@ def _shortened(call: GenerationRequest, waited_s: float) -> GenerationRequest:
 
 
 def _too_late(model: Model, call: GenerationRequest, waited_s: float) -> LockstepError:
-    """Why a call is not waited for any longer."""
+    """The error of a call that has waited too long."""
     what = f"{model.id} could not take the request within {waited_s:.1f} s"
     if call.deadline_s is not None and waited_s >= call.deadline_s:
         return DeadlineError(what)
@@ -309,9 +297,59 @@ def _too_late(model: Model, call: GenerationRequest, waited_s: float) -> Lockste
     return UnavailableError(what)
 
 
-def _is_absent(held: Held | None) -> bool:
-    return held is not None and held.phase is Phase.ABSENT
+def _is_absent(replica: ReplicaState | None) -> bool:
+    return replica is not None and replica.phase is Phase.ABSENT
 
 
 def _qualified(model: Model) -> str:
     return model.id if model.entry.set is None else f"{model.entry.set}.{model.id}"
+
+
+class PromptTokeniser:
+    """Tokenises prompts without holding up the event loop: the long ones on another thread. Event loop only."""
+
+    def __init__(self) -> None:
+        self._bench = Workbench(MAX_WAITING_BYTES)
+        self._num_turn_chars = 0
+
+    async def tokenised(
+        self, tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest
+    ) -> GenerationRequest:
+        """As `lockstep.engine.input_processing.tokenised`.
+
+        Raises:
+            QueueFullError: too much waits to be tokenised.
+        """
+        num_chars = weight_of(request.prompt)
+        if self._is_short(num_chars):
+            return tokenised(tokenizer, max_model_len, request)
+        return await self._bench.do(lambda: tokenised(tokenizer, max_model_len, request), num_chars)
+
+    def _is_short(self, num_chars: int) -> bool:
+        if num_chars > min(MAX_INLINE_CHARS, MAX_TURN_CHARS - self._num_turn_chars):
+            return False
+        if not self._num_turn_chars:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._num_turn_chars += num_chars
+        return True
+
+    def _begin_turn(self) -> None:
+        self._num_turn_chars = 0
+
+
+def weight_of(prompt: Prompt) -> int:
+    """Characters that there are to tokenise, roughly; token ids are none. The count ends where it is known to be a
+    lot."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if not isinstance(prompt, Conversation):
+        return 0
+    weight, left = 0, [prompt.messages, prompt.template_kwargs]
+    while left and weight <= LONG_BYTES:
+        value: Any = left.pop()
+        weight += len(value) if isinstance(value, str) else PIECE_CHARS
+        if isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            left += value
+    return weight

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from lockstep.cluster.aside import LONG_BYTES, Workbench, aside, give_back_memory
+from lockstep.cluster.threads import LONG_BYTES, Workbench, give_back_memory, in_thread
 from lockstep.errors import ConfigError, QueueFullError
 from tests.waiting import HANG_S
 
@@ -20,9 +20,9 @@ def _faulty() -> None:
 
 
 async def test_what_the_work_gives_is_given() -> None:
-    assert await aside(lambda: threading.current_thread().daemon)
+    assert await in_thread(lambda: threading.current_thread().daemon)
     with pytest.raises(ConfigError, match="wrong"):
-        await aside(_faulty)
+        await in_thread(_faulty)
 
 
 def test_a_loop_ends_while_the_work_goes_on() -> None:
@@ -35,7 +35,7 @@ def test_a_loop_ends_while_the_work_goes_on() -> None:
 
     async def leave() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(aside(work), 0.05)
+            await asyncio.wait_for(in_thread(work), 0.05)
 
     asyncio.run(leave())
     assert not has_ended.is_set()
@@ -65,7 +65,7 @@ async def test_an_error_keeps_nothing_of_the_work_when_it_is_told(benched: bool)
 
     async def leave() -> None:
         with contextlib.suppress(_BookError):
-            await (Workbench(LONG_BYTES).do(work, 10) if benched else aside(work))
+            await (Workbench(LONG_BYTES).do(work, 10) if benched else in_thread(work))
 
     gc.disable()
     try:

@@ -10,7 +10,7 @@ import pytest
 from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.cluster import ManifestCluster
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.opening import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, here, open_manifest
+from lockstep.cluster.resolve import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, here, open_manifest
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactNotFoundError
 from lockstep.pocket import pocket_path

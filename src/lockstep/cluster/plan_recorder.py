@@ -1,6 +1,6 @@
 """The planner's decisions as a recording: what it saw and what it said, each plan by itself.
 
-A file is a sequence of zstd frames with checksums, as those of the device (worker/flight/format.py), and holds lines of
+A file is a sequence of zstd frames with checksums, as those of the device (worker/flight/entries.py), and has lines of
 JSON: a `PlanHeader`, then a `PlanRecord` for each plan. Whoever has the same planner gets the same actions. Replicas
 have the names that the cluster gives them; no prompt and no caller is in it.
 """
@@ -12,7 +12,7 @@ from dataclasses import astuple
 
 import msgspec
 
-from lockstep.cluster.plan import Action, Observed, PlanPolicy
+from lockstep.cluster.planner import Action, Observed, PlanPolicy
 from lockstep.version import __version__
 from lockstep.worker.flight.files import TraceFiles
 from lockstep.worker.flight.options import TraceOptions

@@ -1,5 +1,8 @@
-"""Work on threads that nobody has to wait for: a server that is told to end while it hashes, fetches gigabytes or
-tokenises a book ends at once, where one of asyncio's own threads would be joined first."""
+"""Threads for work that nobody has to wait for, and a bounded number of places for it.
+
+A server that is told to end while it hashes, fetches gigabytes or tokenises a book ends at once, where one of asyncio's
+own threads would be joined first.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lockstep.errors import QueueFullError
@@ -24,8 +25,11 @@ TRIM_AFTER_S = 0.5
 """After the last work of a long time; what it was about is gone by then as well."""
 
 
-async def aside(work: Callable[[], T]) -> T:
-    """What the work returns or raises. Leaving early leaves it to its end, or to the end of the process."""
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run work on a thread of its own, and return or raise what it does.
+
+    Leaving early leaves it to its end, or to the end of the process.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -37,11 +41,11 @@ async def aside(work: Callable[[], T]) -> T:
         try:
             value = work()
         except Exception as error:
-            tell(loop, settle, done, done.set_exception, error)
+            call_on(loop, settle, done, done.set_exception, error)
         except BaseException as error:  # native code that panics raises no `Exception`; it is still waited for
-            tell(loop, settle, done, done.set_exception, _given_up(error))
+            call_on(loop, settle, done, done.set_exception, _given_up(error))
         else:
-            tell(loop, settle, done, done.set_result, value)
+            call_on(loop, settle, done, done.set_result, value)
         del done  # as below: the frames that an error came through have this one
 
     threading.Thread(target=body, args=(done,), name="lockstep-aside", daemon=True).start()
@@ -58,16 +62,10 @@ def _given_up(error: BaseException) -> RuntimeError:
     return failure
 
 
-def tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *arguments: object) -> None:
-    """Call something on a loop, from another thread; nothing where the loop has ended meanwhile."""
+def call_on(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *arguments: object) -> None:
+    """Call something on a loop from another thread; do nothing where the loop has ended meanwhile."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(what, *arguments)
-
-
-@dataclass(slots=True)
-class _Lane:
-    num_free: int
-    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
 class Workbench:
@@ -80,7 +78,7 @@ class Workbench:
     """
 
     def __init__(self, max_waiting_bytes: int) -> None:
-        self._short, self._long = _Lane(SHORT_PLACES), _Lane(LONG_PLACES)
+        self._short, self._long = asyncio.Semaphore(SHORT_PLACES), asyncio.Semaphore(LONG_PLACES)
         self._max_waiting_bytes = max_waiting_bytes
         self._num_waiting_bytes = 0
         self._num_kept_bytes = 0
@@ -88,8 +86,8 @@ class Workbench:
         self._trimming: asyncio.TimerHandle | None = None
 
     async def do(self, work: Callable[[], T], num_bytes: int) -> T:
-        """What the work returns or raises. Who leaves early gives up its turn; what has begun keeps its place to its
-        end.
+        """Run work as soon as there is a place, and return or raise what it does. Who leaves early gives up its turn;
+        what has begun keeps its place to its end.
 
         Args:
             num_bytes: what it is about.
@@ -99,52 +97,35 @@ class Workbench:
         """
         lane = self._long if num_bytes > LONG_BYTES else self._short
         await self._enter(lane, num_bytes)
-        working = asyncio.get_running_loop().create_task(aside(work))
+        working = asyncio.get_running_loop().create_task(in_thread(work))
         working.add_done_callback(lambda ended: self._end(ended, lane, num_bytes))
         try:
             return await asyncio.shield(working)
         finally:
-            del working  # as `done` in `aside`
+            del working  # as `done` in `in_thread`
 
-    async def _enter(self, lane: _Lane, num_bytes: int) -> None:
-        if lane.num_free:
-            lane.num_free -= 1
+    async def _enter(self, lane: asyncio.Semaphore, num_bytes: int) -> None:
+        if not lane.locked():
+            await lane.acquire()  # at once
             return
         if self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
             raise QueueFullError(
                 f"{self._num_waiting_bytes} bytes of long requests wait to be read, of {self._max_waiting_bytes} that "
                 "may; try again later"
             )
-        turn = asyncio.get_running_loop().create_future()
-        lane.waiting.append(turn)
         self._num_waiting_bytes += num_bytes
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn had come
-                self._leave(lane)
-            else:
-                lane.waiting.remove(turn)
-            raise
+            await lane.acquire()
         finally:
             self._num_waiting_bytes -= num_bytes
 
-    def _end(self, ended: asyncio.Task[Any], lane: _Lane, num_bytes: int) -> None:
+    def _end(self, ended: asyncio.Task[Any], lane: asyncio.Semaphore, num_bytes: int) -> None:
         if not ended.cancelled():
             ended.exception()  # seen, also where its asker has left: no fault to be logged
-        self._leave(lane)
+        lane.release()
         self._num_kept_bytes += num_bytes
         if self._num_kept_bytes > LONG_BYTES:
             self._trim_soon()
-
-    def _leave(self, lane: _Lane) -> None:
-        """Give the place to who waits for it."""
-        while lane.waiting:
-            turn = lane.waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        lane.num_free += 1
 
     def _trim_soon(self) -> None:
         if self._trimming is not None:

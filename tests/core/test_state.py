@@ -1,9 +1,9 @@
-"""Frozen and thawed, a scheduler goes on as if nothing had happened."""
+"""A scheduler that goes on from a state does so as if nothing had happened."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from enum import Enum
+from dataclasses import fields, is_dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -11,14 +11,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lockstep.core.checkpoint import STATE, freeze, is_of_this_version, thaw
+from lockstep.core.blocks import BlockPool, HostPool
 from lockstep.core.fingerprint import Fingerprint
+from lockstep.core.kv import KVCache
 from lockstep.core.policy import SchedulerConfig
+from lockstep.core.prefix import PrefixCache
+from lockstep.core.queue import TenantLedger, WaitingQueue
 from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
+from lockstep.core.sequence import RunningLists, Sequence
+from lockstep.core.state import STATE_VERSION, FingerprintState, KVState, SavedSequence, SchedulerState
+from lockstep.core.stats import Counters
 from lockstep.core.step import StepPlan, StepResult
-from lockstep.errors import RequestError, TraceError
-from tests.core.drive import config, prompt, scheduler, step
+from lockstep.errors import RequestError
+from tests.core.drive import prompt, scheduler, step
 
 CONFIG = SchedulerConfig(
     block_size=4,
@@ -31,8 +37,39 @@ CONFIG = SchedulerConfig(
     max_num_queued_reqs=6,
 )
 PREFIX = tuple(range(16))
-SCRATCH = {Scheduler: {"_planner", "_pending_seqs", "_run", "_is_settled", "_finished"}}
-"""What a checkpoint leaves out, with the reason in `Scheduler.begin_scratch`."""
+KEPT: dict[type[Any], set[str]] = {
+    Scheduler: {"_sequences", "_counters", "_next_id", "_step", "_pending", "_aborting"},
+    Fingerprint: {"_digest", "_body", "_repeats", "_before", "_before_ended", "_before_plain", "_shift"},
+    KVCache: {"_moved_out", "_moved_in"},
+    BlockPool: {"_free", "_cached", "_pinned", "num_allocated"},
+    HostPool: {"_free", "_leaving"},
+    PrefixCache: {"_hash_of", "_pins"},
+    TenantLedger: {"_served"},
+    Counters: {field.name for field in fields(Counters)},
+    Sequence: {*Sequence.__slots__} - {"rank", "num_prompt"},
+}
+"""Attributes that a state has, in its own form."""
+FOLLOWS: dict[type[Any], set[str]] = {
+    Scheduler: {"config", "_kv", "_ledger", "_queue", "_running"},
+    Fingerprint: {"_ids", "_ends", "_tables", "_samples", "_num_sampled"},
+    KVCache: {"_config", "_block_size", "pool", "host", "prefix"},
+    BlockPool: {"num_blocks", "_refs"},
+    HostPool: {"num_blocks"},
+    PrefixCache: {"_block_of", "_pinned"},
+    TenantLedger: {"_max_tenants", "_unfinished"},
+    WaitingQueue: {"_config", "_ledger", "_lines", "num_tokens", "_size"},
+    RunningLists: {"prefilling", "decoding", "preempted"},
+    Sequence: {"rank", "num_prompt"},
+}
+"""Those that follow from it and from the config."""
+SCRATCH: dict[type[Any], set[str]] = {
+    Scheduler: {"_listener", "_planner", "_pending_seqs", "_run", "_is_settled", "_finished"},
+    KVCache: {"_evicted", "_swap_out", "_swap_in"},
+    BlockPool: {"num_released"},
+    PrefixCache: {"num_published"},
+    WaitingQueue: {"num_changes"},
+}
+"""Those that only save work, are empty but while a step is planned, or were not asked for yet."""
 
 
 class Side:
@@ -43,8 +80,8 @@ class Side:
         self.seen = seen
         self.plan = plan
 
-    def frozen(self) -> tuple[object, object]:
-        return freeze(self.core), freeze(self.seen)
+    def state(self) -> tuple[SchedulerState, FingerprintState]:
+        return self.core.state(), self.seen.state()
 
     def commit(self, number: int) -> object:
         plan, self.plan = self.plan, None
@@ -61,7 +98,8 @@ class Side:
 
 
 class Rotations(RuleBasedStateMachine):
-    """A live scheduler, asked and looked at by everyone, and one that was thawed and hears only what a recording tells.
+    """A live scheduler, asked and looked at by everyone, and one that goes on from a state and hears what a recording
+    tells.
 
     Whenever a file could begin, between two steps or in one, both hold the same state; and whatever comes, they decide
     the same.
@@ -76,14 +114,13 @@ class Rotations(RuleBasedStateMachine):
     def start(self, order: Any, preemption: Any, admission: Any, skips: int) -> None:
         limits = replace(CONFIG, order=order, preemption=preemption, admission=admission, max_skips=skips)
         self.live = Side(Scheduler(limits), Fingerprint())
-        self.thawed = Side(Scheduler(limits), Fingerprint())
+        self.restored = Side(Scheduler(limits), Fingerprint())
 
     @rule()
     def rotate(self) -> None:
-        core, seen = self.live.frozen()
-        limits = self.live.core.config
-        other = thaw(core, limits)
-        self.thawed = Side(other, thaw(seen, limits), other._pending)
+        core, seen = self.live.state()
+        other = Scheduler.from_state(self.live.core.config, core)
+        self.restored = Side(other, Fingerprint.from_state(seen), other._pending)
 
     @rule(shared=st.integers(0, 13), number=st.integers(0, 1000))
     def add(self, shared: int, number: int) -> None:
@@ -95,7 +132,7 @@ class Rotations(RuleBasedStateMachine):
             seq_id = self.live.core.add(request)
         except RequestError:
             return
-        assert self.thawed.core.add(request) == seq_id
+        assert self.restored.core.add(request) == seq_id
 
     @rule(number=st.integers(0, 1000))
     def add_and_abort(self, number: int) -> None:
@@ -108,13 +145,13 @@ class Rotations(RuleBasedStateMachine):
     @rule(seq_id=st.integers(0, 20))
     def abort(self, seq_id: int) -> None:
         if self.live.core.abort(seq_id):
-            assert self.thawed.core.abort(seq_id)
+            assert self.restored.core.abort(seq_id)
 
     @rule(length=st.integers(0, 14), what=st.sampled_from(["pin", "sweep", "reset"]))
     def cache(self, length: int, what: str) -> None:
         if self.live.plan is None:
             hashes = prompt([*PREFIX[:length], 0]).block_hashes
-            for side in (self.live, self.thawed):
+            for side in (self.live, self.restored):
                 if what == "reset":
                     side.core.reset_prefix_cache()
                 else:
@@ -126,18 +163,18 @@ class Rotations(RuleBasedStateMachine):
             return
         plan = self.live.core.schedule()
         if plan.has_work:  # no recording tells of any other
-            self.live.plan, self.thawed.plan = plan, self.thawed.core.schedule()
-            assert self.thawed.plan == plan
+            self.live.plan, self.restored.plan = plan, self.restored.core.schedule()
+            assert self.restored.plan == plan
 
     @rule(number=st.integers(0, 1000))
     def commit(self, number: int) -> None:
         if self.live.plan is not None:
-            assert self.live.commit(number) == self.thawed.commit(number)
+            assert self.live.commit(number) == self.restored.commit(number)
 
     @rule()
     def fail(self) -> None:
         if self.live.plan is not None:
-            assert self.live.fail() == self.thawed.fail()
+            assert self.live.fail() == self.restored.fail()
 
     @rule(count=st.integers(1, 12), number=st.integers(0, 1000), rotation=st.integers(0, 15))
     def steps(self, count: int, number: int, rotation: int) -> None:
@@ -161,9 +198,9 @@ class Rotations(RuleBasedStateMachine):
     @invariant()
     def both_are_in_one_state(self) -> None:
         if hasattr(self, "live"):
-            assert self.live.frozen() == self.thawed.frozen()
-            assert self.live.core.stats() == self.thawed.core.stats()
-            assert self.live.seen.hexdigest() == self.thawed.seen.hexdigest()
+            assert self.live.state() == self.restored.state()
+            assert self.live.core.stats() == self.restored.core.stats()
+            assert self.live.seen.hexdigest() == self.restored.seen.hexdigest()
 
     def teardown(self) -> None:
         if hasattr(self, "live"):
@@ -182,19 +219,28 @@ TestRotations = Rotations.TestCase
 TestRotations.settings = settings(max_examples=50, stateful_step_count=30, derandomize=True)
 
 
-def test_every_attribute_of_the_core_is_state_or_said_to_be_none() -> None:
-    """So that nothing becomes part of recordings unseen, and nothing that decides is forgotten."""
+def test_every_attribute_of_the_core_is_in_the_state_or_said_not_to_be() -> None:
+    """So that nothing that decides is forgotten."""
     core = scheduler(order="fair", num_host_blocks=4)
     core.add(prompt(9))
-    plan = core.schedule()
-    seen = Fingerprint()
-    values: list[Any] = [core, seen, core._kv, core._kv.pool, core._kv.host, core._kv.prefix, core._ledger]
-    values += [core._queue, core._roster, core._counters, core._sequences[0], core._sequences[0].request, plan]
-    assert {type(value) for value in values} == {kind for kind in STATE if not issubclass(kind, Enum)}
+    values: list[Any] = [core, Fingerprint(), core._kv, core._kv.pool, core._kv.host, core._kv.prefix, core._ledger]
+    values += [core._queue, core._running, core._counters, core._sequences[0]]
+    assert {type(value) for value in values} == {*KEPT, *FOLLOWS, *SCRATCH}
     for value in values:
         kind = type(value)
+        told = [name for table in (KEPT, FOLLOWS, SCRATCH) for name in table.get(kind, ())]
         own = set(getattr(kind, "__slots__", ())) or set(vars(value))
-        assert own == {*STATE[kind], *SCRATCH.get(kind, ())}, kind.__name__
+        assert sorted(told) == sorted(own), kind.__name__
+
+
+def test_the_declared_state_has_the_version_that_is_written_beside_it() -> None:
+    """Who changes what a state is made of changes its version, and this test with it."""
+    made_of = [
+        [*kind.__dataclass_fields__] if is_dataclass(kind) else [*kind._fields]
+        for kind in (SchedulerState, KVState, SavedSequence, FingerprintState, Counters, StepPlan, Request)
+    ]
+    digest = blake2b(repr(made_of).encode(), digest_size=8).hexdigest()
+    assert (STATE_VERSION, digest) == (1, "6f6aede0d540577a")
 
 
 def test_asking_for_a_step_where_nobody_is_unfinished_changes_nothing() -> None:
@@ -203,11 +249,11 @@ def test_asking_for_a_step_where_nobody_is_unfinished_changes_nothing() -> None:
     step(core)
     core.abort(0)
     before = {name: id(value) for name, value in vars(core).items()}
-    frozen = freeze(core)
+    state = core.state()
     for _ in range(3):
         assert core.schedule() == StepPlan(1, (), (), (), (), (), (), (), (), ())
     assert {name: id(value) for name, value in vars(core).items()} == before
-    assert freeze(core) == frozen
+    assert core.state() == state
 
 
 def test_a_step_may_be_under_way() -> None:
@@ -215,67 +261,39 @@ def test_a_step_may_be_under_way() -> None:
     core.add(prompt(9))
     plan = core.schedule()
     core.abort(0)
-    other = thaw(freeze(core), core.config)
+    other = Scheduler.from_state(core.config, core.state())
     core.fail(plan)
     assert not core.has_unfinished
     with pytest.raises(AssertionError, match="neither committed nor failed"):
         other.schedule()
 
 
-def test_contents_and_tenants_show_as_numbers_and_thaw_as_any_other_names() -> None:
-    """No hash and no tenant is in what is frozen, and the decisions are the same by other names."""
-    core = scheduler(order="fair")
-    ids: dict[bytes | str, int] = {}
-    for tenant in ("key one", "key two", "key one"):
-        core.add(prompt([*PREFIX, len(ids)], tenant=tenant))
+def test_a_state_is_a_value_that_no_later_step_changes() -> None:
+    core = scheduler(order="fair", num_host_blocks=4)
+    core.add(prompt(9, tenant="one"))
+    step(core)
+    state, seen = core.state(), repr(core.state())
     for _ in range(3):
         step(core)
-    number = lambda value: ids.setdefault(value, len(ids))  # noqa: E731  # a dictionary in the form of a function
-    frozen = freeze(core, number, number)
-    assert "key" not in str(frozen)
-    assert "b'" not in str(frozen)
-    other = thaw(frozen, core.config, lambda number: number.to_bytes(16, "little"), str)
+    core.abort(0)
+    assert repr(state) == seen
+    assert repr(Scheduler.from_state(core.config, state).state()) == seen
+
+
+def test_contents_and_tenants_stand_apart_and_may_have_any_other_names() -> None:
+    """No hash and no tenant is anywhere else in a state, and the decisions are the same by other names."""
+    core = scheduler(order="fair")
+    for number, tenant in enumerate(("key one", "key two", "key one")):
+        core.add(prompt([*PREFIX, number], tenant=tenant))
+    for _ in range(3):
+        step(core)
+    core.pin(prompt([*PREFIX, 1]).block_hashes)
+    state = core.state()
+    bare = state._replace(contents=(), tenants=())
+    assert "key" not in str(bare)
+    assert "b'" not in str(bare)
+    contents = tuple(number.to_bytes(16, "little") for number in range(len(state.contents)))
+    tenants = tuple(map(str, range(len(state.tenants))))
+    other = Scheduler.from_state(core.config, state._replace(contents=contents, tenants=tenants))
     for _ in range(8):
         assert step(core) == step(other)
-
-
-def test_a_subclass_is_frozen_as_a_scheduler() -> None:
-    class Watched(Scheduler):
-        def __init__(self, limits: SchedulerConfig) -> None:
-            super().__init__(limits)
-            self.told: list[float] = [0.5]
-
-    core = Watched(config())
-    core.add(Request(3))
-    assert type(thaw(freeze(core), core.config)) is Scheduler
-
-
-def test_whose_it_is_can_be_asked_before_it_is_thawed() -> None:
-    layout, state = freeze(scheduler())
-    assert is_of_this_version([layout, state])
-    [number, *names], *others = layout
-    assert not is_of_this_version([[[number, *names, "_pending_seqs"], *others], state])
-    with pytest.raises(TraceError, match="another version"):
-        thaw([[[number, *names[1:]], *others], state], config())
-    for damaged in (None, [], [[[99]]], [[7]]):
-        with pytest.raises(TraceError, match="checkpoint"):
-            is_of_this_version(damaged)
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        None,
-        [],
-        [[], [99]],
-        [[], [0, 3]],
-        [[], "scheduler"],
-        [[[0, "config", "_kv"]], [1, 0, [11], None]],
-        [[[99]], [2]],
-        [[], [2, 1, 2]],
-        [[[12, "seq_id"]], [1, 12, 3]],
-    ],
-)
-def test_what_is_no_checkpoint_is_refused(damaged: object) -> None:
-    with pytest.raises(TraceError, match="checkpoint"):
-        thaw(damaged, config())

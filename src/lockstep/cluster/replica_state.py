@@ -1,17 +1,20 @@
-"""One replica as the cluster holds it: what is loaded or could be, who uses it and who waits for it."""
+"""State of one replica in a cluster: its phase, what it loads, who uses it, who waits for it, and why it is absent."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lockstep.cluster.manifest import Entry, Tier
 from lockstep.cluster.planner import MOVES, Phase, Replica
+from lockstep.cluster.snapshot import EngineSnapshot, ReplicaSnapshot
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import LockstepError, UnavailableError, WorkerLostError
+from lockstep.worker.health import backoff_s
 from lockstep.worker.messages import Loaded
 
 FIRST_BACKOFF_S = 1.0
@@ -25,6 +28,10 @@ WARM_WISH_S = 30.0
 """For how long after it became probable that a model will be needed, room that becomes free is taken for it."""
 EXPECTED_LOAD_S = 1.0
 """Of what was never loaded."""
+FAILED = "failed"
+"""State of models, and reason of moves, where a load failed."""
+STANDBY = "standby"
+"""State of models whose replica is absent and may be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +59,16 @@ class Waiter(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """Changed by `Replicas`, and appointed by `Stage`."""
+class ReplicaState:
+    """What there is to know of one replica; `Replicas` moves it from phase to phase, its models `pin` it."""
 
     spec: ReplicaSpec
-    priority: int
+    priority: int = 0
     """The most urgent class of its models."""
-    is_pinned: bool
-    idle_limit_s: float | None
+    is_pinned: bool = False
+    """Declared resident by one of them."""
+    idle_limit_s: float | None = None
+    """Unused for so long it is unloaded; None: only to make room."""
     phase: Phase = Phase.ABSENT
     measured_bytes: int | None = None
     """Weights and KV pool, as its last load found them, also where that was too much; None: it was never loaded."""
@@ -71,7 +80,7 @@ class Held:
     last_used_s: float = 0.0
     load_s: float | None = None
     since_s: float = 0.0
-    """When it came to its phase."""
+    """When it entered its phase."""
     retry_at_s: float = 0.0
     num_failures: int = 0
     """In a row."""
@@ -103,18 +112,29 @@ class Held:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are admitted at once: it is there, and is not held back for others."""
+        """Whether calls are admitted at once: it is there, and is not replica back for others."""
         return self.phase is Phase.RESIDENT and self.makes_room_for is None and not self.num_leaving
 
+    def pin(self, entries: Sequence[Entry]) -> None:
+        """Take over what its models ask of it: whether it is kept, how urgent it is, how long it may idle."""
+        limits = [entry.keep_alive_s for entry in entries]
+        self.is_pinned = not self.is_dismissed and any(entry.tier is Tier.RESIDENT for entry in entries)
+        self.priority = min((entry.priority for entry in entries), default=0)
+        self.idle_limit_s = max((limit for limit in limits if limit is not None), default=None)
+        if None in limits:
+            self.idle_limit_s = None
+
+    # -- phases and loads -----------------------------------------------------------------------------------------
+
     def move_to(self, phase: Phase, now_s: float) -> None:
-        """A move that the planner's table does not have is a programming error."""
+        """Enter a phase; a move that the planner's table does not have is a programming error."""
         assert phase in MOVES[self.phase], f"a replica does not go from {self.phase} to {phase}"
         self.phase, self.since_s = phase, now_s
 
     def failed(self, error: LockstepError, now_s: float) -> float:
-        """A load failed; seconds until the next is tried."""
-        delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self.num_failures, 16))
+        """Note a failed load; returns the seconds until the next is tried."""
         self.num_failures += 1
+        delay_s = backoff_s(self.num_failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self.failure, self.retry_at_s = error, now_s + delay_s
         self.warm_until_s = 0.0
         return delay_s
@@ -125,12 +145,13 @@ class Held:
         return self.num_lost >= SUSPECT_LOADS
 
     def succeeded(self, loaded: Loaded, now_s: float) -> None:
+        """Note a load that came to its end."""
         self.loaded, self.load_s, self.last_used_s = loaded, loaded.load_s, now_s
         self.failure, self.num_failures, self.num_lost, self.retry_at_s = None, 0, 0, 0.0
         self.warm_until_s = 0.0
 
     def lost(self, error: WorkerLostError) -> bool:
-        """A load was lost with its worker, which says nothing of the model; whether it did too often for that."""
+        """Note a load that was lost with its worker, which says nothing of the model; whether it was once too often."""
         self.num_lost += error.is_suspect
         is_to_blame = error.is_suspect and self.num_lost > MAX_LOST_LOADS
         if is_to_blame:
@@ -140,12 +161,12 @@ class Held:
         return is_to_blame
 
     def miss(self) -> None:
-        """The worker was lost that had it, or was to; the next one is to load it, unless it was about to go."""
+        """Note that the worker was lost that had it, or was to; the next one loads it, unless it was about to go."""
         self.makes_room_for = None
         self.is_missed = not (self.num_leaving or self.is_retired)
 
     def recall(self, now_s: float) -> None:
-        """There is a worker again; what the last one had is wished for."""
+        """Wish for what the last worker had, now that there is one again."""
         if self.is_missed:
             self.is_missed = False
             self.warm_until_s = now_s + WARM_WISH_S
@@ -154,7 +175,7 @@ class Held:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def refusal(self, now_s: float) -> UnavailableError | None:
-        """Why no call is taken now; None: it may at least wait."""
+        """The error for calls that come now; None: they may at least wait."""
         if self.is_retired:
             return self.retirement()
         if self.failure is None or now_s >= self.retry_at_s:
@@ -167,17 +188,29 @@ class Held:
         again = "" if self.loaded is None else " again"
         return "" if self.failure is None else f"the model could not be loaded{again}: {self.failure}"
 
-    @staticmethod
-    def retirement() -> UnavailableError:
-        """What calls are told while it goes."""
+    def trouble(self) -> str:
+        """Why calls would not be answered at once, in one sentence; empty: they would, if the worker is well."""
+        return "" if self.phase is Phase.RESIDENT else self.absence or "the model is loading"
+
+    def status(self, now_s: float) -> str:
+        """The state that its models are shown in: declared tiers say only where they are meant to be."""
+        if self.phase is not Phase.ABSENT:
+            return self.phase.value
+        if self.failure is not None:
+            return FAILED if now_s < self.retry_at_s else STANDBY
+        return Phase.LOADING.value if self.is_missed or self.is_pinned else STANDBY
+
+    def retirement(self) -> UnavailableError:
+        """The error for calls while it is taken out of the manifest."""
         return UnavailableError("the model is being taken out of service; try again in a moment")
 
     def admit(self, now_s: float) -> None:
+        """Count a call that begins."""
         self.num_busy += 1
         self.last_used_s = now_s
 
     def admit_waiting(self, now_s: float) -> None:
-        """In the order in which they came."""
+        """Admit all that wait, in the order in which they came."""
         while self.waiting:
             admitted = self.waiting.popleft().admitted
             if not admitted.done():
@@ -185,6 +218,7 @@ class Held:
                 admitted.set_result(None)
 
     def fail_waiting(self, error: LockstepError, *, only_impatient: bool = False) -> None:
+        """End the wait of all, or of those that do not go on waiting when their load is lost."""
         waiting, self.waiting = self.waiting, deque()
         for waiter in waiting:
             if only_impatient and waiter.is_patient:
@@ -192,10 +226,10 @@ class Held:
             elif not waiter.admitted.done():
                 waiter.admitted.set_exception(error)
 
-    # -- the planner ----------------------------------------------------------------------------------------------
+    # -- what is seen of it ---------------------------------------------------------------------------------------
 
     def observed(self, now_s: float) -> Replica:
-        """As the planner sees it."""
+        """The replica as the planner sees it."""
         return Replica(
             key=self.key,
             phase=self.phase,
@@ -214,3 +248,44 @@ class Held:
             makes_room_for=self.makes_room_for,
             num_lost=self.num_lost,
         )
+
+    def snapshot(self, models: tuple[str, ...]) -> ReplicaSnapshot:
+        """The replica as it is shown outside.
+
+        Args:
+            models: ids of those that share it.
+        """
+        loaded = self.loaded
+        return ReplicaSnapshot(
+            key=self.key,
+            source=self.spec.source,
+            phase=self.phase,
+            models=models,
+            bytes=self.bytes,
+            predicted_bytes=self.spec.predicted_bytes,
+            measured_bytes=self.measured_bytes,
+            load_s=self.load_s,
+            num_busy=self.num_busy,
+            num_waiting=len(self.waiting),
+            fingerprint=None if loaded is None else loaded.fingerprint,
+            deterministic=None if loaded is None or loaded.probe is None else loaded.probe.deterministic,
+            failure=None if self.failure is None else str(self.failure),
+            engine=None if loaded is None or self.phase is not Phase.RESIDENT else _engine(loaded),
+        )
+
+
+def _engine(loaded: Loaded) -> EngineSnapshot:
+    config, geometry, environment = loaded.config, loaded.geometry, loaded.environment
+    return EngineSnapshot(
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_tokens=config.num_blocks * geometry.block_size,
+        kv_bytes=config.num_blocks * geometry.bytes_per_block,
+        host_kv_tokens=config.num_host_blocks * geometry.block_size,
+        host_kv_bytes=config.num_host_blocks * geometry.bytes_per_block,
+        device=environment.get("device", environment["executor"]),
+        threads=int(environment["threads"]) if "threads" in environment else None,
+        precision=environment.get("inference_precision", ""),
+        kv_precision=environment.get("kv_cache_precision", ""),
+        quantize=environment.get("quantize", ""),
+    )

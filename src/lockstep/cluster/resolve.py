@@ -17,8 +17,8 @@ from lockstep.artifacts.hub.source import HubSource, match_hub_source, parse_hub
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origin, check, effective_budgets, predict
-from lockstep.cluster.held import ReplicaSpec
 from lockstep.cluster.manifest import Entry, Manifest, Resources, Tier
+from lockstep.cluster.replica_state import ReplicaSpec
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.loading import Progress, default_cache_dir, download_stage
 from lockstep.engine.options import EngineOptions, LoadOptions, check_limits, check_sizes

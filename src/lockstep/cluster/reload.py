@@ -1,0 +1,136 @@
+"""Reload: from one manifest to the next, under load: validate, weigh, load what is new, switch, drain what is gone.
+
+Whatever fails before the switch changes nothing. The switch is one assignment; after it, the new manifest holds,
+whatever becomes of the old one's remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from lockstep.cluster.manifest import Manifest, Tier
+from lockstep.cluster.models import ModelSet
+from lockstep.cluster.replica_state import ReplicaState
+from lockstep.cluster.resolve import Opened
+from lockstep.cluster.snapshot import Replaced
+from lockstep.cluster.state import REPLACED, ClusterState
+
+
+async def replace_manifest(state: ClusterState, manifest: Manifest) -> Replaced:
+    """Bring a manifest in; one at a time.
+
+    Raises:
+        LockstepError: it cannot be served; what was served still is.
+    """
+    began_s = time.monotonic()
+    old = state.models
+    opened = await state.open(manifest)
+    known = set(state.replicas.all())
+    models = state.build(manifest, opened)
+    recalled = _recall(old, models)
+    gone = [replica for replica in state.replicas.all() if replica not in models.replicas]
+    try:
+        await _load(state, models, opened, gone)
+        opened = state.weighed(opened)  # until now the greater of both manifests' budgets held
+    except BaseException:
+        await _undo(state, models, [replica for replica in models.replicas if replica not in known], gone, recalled)
+        raise
+    state.apply(models, opened)
+    num_busy = sum(replica.num_busy for replica in gone)
+    num_cut = await _remove(state, gone, state.options.drain_s)
+    await _close_remotes(old, models)
+    added, removed, changed, unchanged = differences(old, models)
+    duration_ms = round((time.monotonic() - began_s) * 1e3, 3)
+    num_drained = num_busy - num_cut
+    return Replaced(
+        manifest.cluster, added, removed, changed, unchanged, num_drained, num_cut, duration_ms, manifest.notes
+    )
+
+
+def differences(old: ModelSet, new: ModelSet) -> tuple[tuple[str, ...], ...]:
+    """Ids of models that are added, removed, changed and unchanged."""
+    common = [(model, old.by_id[model.id]) for model in new.by_id.values() if model.id in old.by_id]
+    return (
+        tuple(id_ for id_ in new.by_id if id_ not in old.by_id),
+        tuple(id_ for id_ in old.by_id if id_ not in new.by_id),
+        tuple(now.id for now, before in common if now is not before),
+        tuple(now.id for now, before in common if now is before),
+    )
+
+
+def _recall(old: ModelSet, new: ModelSet) -> list[ReplicaState]:
+    """Let replicas that were unloaded by hand come back for models that have changed; which ones those are."""
+    changed = [model for model in new.by_id.values() if old.by_id.get(model.id) is not model]
+    recalled = [model.replica for model in changed if model.replica is not None and model.replica.is_dismissed]
+    for replica in recalled:
+        replica.is_dismissed = False
+    return recalled
+
+
+async def _load(state: ClusterState, models: ModelSet, opened: Opened, gone: Sequence[ReplicaState]) -> None:
+    """Load what the new manifest wants resident, beside the old models if the budget allows both, and read the
+    tokenizers of the rest."""
+    replicas, needed = state.replicas, _resident(models)
+    state.announce(models)
+    budgets = (replicas.budget_bytes, opened.table.budgets.gpu.effective_bytes)
+    bounds = [budget for budget in budgets if budget is not None]
+    replicas.budget_bytes = max(bounds) if len(bounds) == len(budgets) else None
+    pinned = {replica for replica in replicas.all() if replica.is_pinned} | set(needed)
+    if replicas.budget_bytes is not None and sum(replica.bytes for replica in pinned) > replicas.budget_bytes:
+        await _drain(state, gone, state.options.drain_s)
+    for replica in needed:
+        replica.is_pinned = True
+    async with asyncio.TaskGroup() as loads:
+        for replica in (*needed, *(other for other in models.replicas if other not in needed)):
+            loads.create_task(state.bring_up(replica) if replica in needed else replicas.read_text(replica))
+
+
+async def _undo(
+    state: ClusterState,
+    models: ModelSet,
+    new: Sequence[ReplicaState],
+    gone: Sequence[ReplicaState],
+    recalled: Sequence[ReplicaState],
+) -> None:
+    """Restore what was: what was only half brought in goes, what was taken away comes back."""
+    state.announce(None)
+    await _remove(state, new, 0.0)
+    for replica in gone:
+        replica.is_retired = False
+    for replica in recalled:
+        replica.is_dismissed = True
+    old = state.models
+    await _close_remotes(models, old)
+    assert state.opened is not None
+    state.apply(old, state.opened)
+    await asyncio.gather(*(state.bring_up(replica) for replica in _resident(old)), return_exceptions=True)
+
+
+async def _remove(state: ClusterState, replicas: Sequence[ReplicaState], limit_s: float) -> int:
+    """Let replicas answer what they have begun, and forget them; how many calls were cut."""
+    num_cut = await _drain(state, replicas, limit_s)
+    for replica in replicas:
+        state.replicas.forget(replica.key)
+    return num_cut
+
+
+async def _drain(state: ClusterState, replicas: Sequence[ReplicaState], limit_s: float) -> int:
+    for replica in replicas:
+        state.replicas.retire(replica)
+    return sum(await asyncio.gather(*(state.replicas.drain(replica, limit_s, REPLACED) for replica in replicas)))
+
+
+async def _close_remotes(models: ModelSet, others: ModelSet) -> None:
+    """Close the remote models of one manifest that another one does not have."""
+    kept = [model.remote for model in others.by_id.values()]
+    for model in models.by_id.values():
+        if model.remote is not None and model.remote not in kept:
+            await model.remote.close()
+
+
+def _resident(models: ModelSet) -> list[ReplicaState]:
+    """Replicas of models that are declared resident, but for those that were unloaded by hand."""
+    declared = [model.replica for model in models.by_id.values() if model.entry.tier is Tier.RESIDENT]
+    return list(dict.fromkeys(replica for replica in declared if replica is not None and not replica.is_dismissed))

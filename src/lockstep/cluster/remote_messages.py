@@ -1,0 +1,447 @@
+"""Messages of the remote tier: a request as OpenAI's API takes it, and the stream, the refusals and the failures of
+another server as ours. Pure.
+
+Everything that a request says is sent, or refused by name here; what the other server refuses comes back as its answer.
+Priority, tenant and session are this cluster's own and are not sent. Clients are shown the entry's id and the other
+server's own words, but never its address, and nothing of what it says about our key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+from msgspec import NODEFAULT
+from msgspec.structs import fields
+
+from lockstep.core.request import FinishReason
+from lockstep.engine.outputs import CallPart, Completion, RequestOutput, Timings, TokenCounts, TokenOutput
+from lockstep.engine.request import Conversation, GenerationRequest
+from lockstep.errors import (
+    DeadlineError,
+    InvalidParameterError,
+    PromptTooLongError,
+    RemoteFailedError,
+    RequestError,
+    UnavailableError,
+)
+from lockstep.executors.constraint import Constraint, ConstraintKind
+from lockstep.executors.sampling_params import SamplingParams
+
+CHAT_PATH = "/chat/completions"
+COMPLETIONS_PATH = "/completions"
+SCHEMA_NAME = "answer"
+"""OpenAI wants every schema to have a name."""
+_OWN_PARAMETERS = ("tools", "reasoning_effort", "verbosity")
+"""Variables of templates that OpenAI's API knows as parameters."""
+_STRUCTURED: Mapping[ConstraintKind, str] = {
+    ConstraintKind.CHOICE: "choice",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.LARK: "grammar",
+}
+"""Members of ``structured_outputs``, which vLLM and Lockstep take and OpenAI's API refuses."""
+
+_SENT_OTHERWISE = ("logprobs", "constraint")
+"""Parameters of sampling that are refused, or have another form."""
+DONE = "[DONE]"
+MAX_ANSWER_CHARS = 1 << 22
+"""Of all choices, thoughts and calls together; a server that says more is out of its mind, and is cut."""
+MAX_EMPTY_EVENTS = 1 << 16
+"""In a row, that bring nothing; no server keeps a connection alive by so many."""
+_ENDINGS: Mapping[str, FinishReason] = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "function_call": FinishReason.STOP,
+    "content_filter": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+}
+_FILTERED = "content_filter"
+"""The one ending that is given as the stop reason: there is no finish reason for it here."""
+MAX_REASON_CHARS = 300
+"""Of another server's words."""
+RETRY_AFTER_S = 1.0
+"""Where the other server does not say when."""
+MAX_RETRY_AFTER_S = 3_600.0
+_OF_THE_REQUEST = ("invalid_request_error", "timeout_error")
+"""Types of errors that say nothing against the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRequest:
+    """A request as it is posted."""
+
+    path: str
+    """After the base URL."""
+    body: bytes
+    num_choices: int
+    has_tools: bool
+    """Whether calls of functions are an answer."""
+    max_tokens: int | None
+    """Of each choice; None: as many as the other server likes."""
+
+
+def remote_request(id_: str, model: str, call: GenerationRequest) -> RemoteRequest:
+    """A call in the terms of OpenAI's API, streamed.
+
+    Args:
+        id_: of the manifest's entry, for messages.
+        model: its name there.
+
+    Raises:
+        InvalidParameterError: what is asked cannot be had from another server.
+    """
+    _refuse(id_, call)
+    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    prompt = call.prompt
+    if isinstance(prompt, Conversation):
+        body |= {"messages": list(prompt.messages), **_of_template(prompt.template_kwargs)}
+        if prompt.continue_final or not prompt.add_generation_prompt:
+            body |= {"add_generation_prompt": False, "continue_final_message": prompt.continue_final}
+    else:
+        body["prompt"] = prompt
+    body |= _sampling(call.params)
+    if call.params.constraint is not None:
+        body |= _constraint(call.params.constraint)
+    if call.truncate_prompt_tokens is not None:
+        body["truncate_prompt_tokens"] = call.truncate_prompt_tokens
+    if call.cache_salt:
+        body["cache_salt"] = call.cache_salt
+    path = CHAT_PATH if "messages" in body else COMPLETIONS_PATH
+    params = call.params
+    return RemoteRequest(path, msgspec.json.encode(body), params.n, bool(body.get("tools")), params.max_tokens)
+
+
+def _refuse(id_: str, call: GenerationRequest) -> None:
+    asked: Mapping[str, tuple[bool, str]] = {
+        "logprobs": (call.params.logprobs is not None, "log-probabilities"),
+        "prompt_logprobs": (call.prompt_logprobs is not None, "log-probabilities of the prompt"),
+        "input": (call.pooling is not None, "embeddings"),
+        "prompt": (not isinstance(call.prompt, (str, Conversation)), "prompts of token ids"),
+    }
+    for param, (is_asked, what) in asked.items():
+        if is_asked:
+            raise InvalidParameterError(
+                f"{param} cannot be served by {id_!r}, which another server answers: {what} would be in tokens that "
+                "are not known here; leave it out, or ask a local model",
+                param=param,
+            )
+
+
+def _of_template(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name: kwargs[name] for name in _OWN_PARAMETERS if kwargs.get(name)}
+    others = {name: value for name, value in kwargs.items() if name not in _OWN_PARAMETERS}
+    if own.get("reasoning_effort") == "none":  # which says it already, also to servers that know no variables
+        others.pop("enable_thinking", None)
+    return {**own, "chat_template_kwargs": others} if others else own
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the neutral value. The limit goes by its older name, ``max_tokens``: a server that does not
+    know the newer one might ignore it and never end, while one that has given up the older refuses it by name."""
+    body: dict[str, Any] = {}
+    for field in fields(params):
+        value = getattr(params, field.name)
+        neutral = {} if field.default is NODEFAULT else field.default
+        if field.name not in _SENT_OTHERWISE and value != neutral:
+            body[field.name] = value
+    return body
+
+
+def _constraint(constraint: Constraint) -> dict[str, Any]:
+    source = constraint.source
+    if constraint.kind is ConstraintKind.JSON_OBJECT:
+        return {"response_format": {"type": "json_object"}}
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        try:
+            schema = msgspec.json.decode(source)  # type: ignore[arg-type]  # text, of this kind
+        except ValueError as error:
+            raise InvalidParameterError(f"the JSON schema is not JSON: {error}", param="constraint") from None
+        named = {"name": SCHEMA_NAME, "schema": schema, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": named}}
+    value = list(source) if isinstance(source, tuple) else source
+    return {"structured_outputs": {_STRUCTURED[constraint.kind]: value}}
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    """``delta`` of chats, ``text`` of completions."""
+
+    index: int = 0
+    delta: _Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _ChoiceSoFar:
+    """A choice so far."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.num_pieces = 0
+        """Each of at least one token."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+
+class RemoteAnswer:
+    """The answer that the events of one stream make.
+
+    Args:
+        num_choices: how many were asked for; an answer is whole when all have ended.
+        has_tools: whether functions may be called.
+        max_tokens: of each choice; who sends more pieces than that did not hear, and is cut. None: only
+            `MAX_ANSWER_CHARS` bounds it.
+        sent_s: when the request was sent, on the clock of the other times.
+    """
+
+    def __init__(self, who: Named, num_choices: int, has_tools: bool, max_tokens: int | None, sent_s: float) -> None:
+        self._who = who
+        self._has_tools = has_tools
+        self._max_tokens = max_tokens
+        self._sent_s = sent_s
+        self._first_s: float | None = None
+        self._decoder = msgspec.json.Decoder(_Chunk)
+        self._choices = [_ChoiceSoFar() for _ in range(num_choices)]
+        self._usage = _Usage()
+        self._num_chars = 0
+        self._num_empty = 0
+        self.is_cut = False
+        """A choice was ended here, and not by the other server."""
+        self._last: TokenOutput | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """All choices have ended; what may follow is the usage."""
+        return self._last is not None
+
+    def feed(self, data: str, now_s: float) -> list[TokenOutput]:
+        """Take an event in; returns what it brings. The last choice's end waits for the usage: see `end`.
+
+        Raises:
+            AttemptError: the event is an error, or none that is known.
+        """
+        try:
+            chunk = self._decoder.decode(data)
+        except (ValueError, UnicodeEncodeError) as error:
+            raise self._malformed(f"an event that is no completion chunk ({error})") from None
+        if chunk.error is not None:
+            raise of_frame(self._who, chunk.error)
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        outputs = [output for choice in chunk.choices for output in self._outputs(choice, now_s)]
+        self._num_empty = 0 if outputs else self._num_empty + 1
+        if self._num_empty > MAX_EMPTY_EVENTS:
+            raise self._malformed(f"more than {MAX_EMPTY_EVENTS} events in a row that bring nothing")
+        return outputs
+
+    def end(self, now_s: float, queue_s: float) -> TokenOutput:
+        """The very last output, with the whole answer."""
+        assert self._last is not None, "all choices have ended"
+        usage = self._usage
+        num_pieces = sum(so_far.num_pieces for so_far in self._choices)
+        details = usage.prompt_tokens_details
+        output = RequestOutput(
+            request_id=0,
+            prompt_token_ids=(),
+            completions=tuple(
+                Completion(
+                    index,
+                    "".join(so_far.texts),
+                    (),
+                    cast("FinishReason", so_far.finish_reason),
+                    so_far.stop_reason,
+                    None,
+                    "".join(so_far.thoughts),
+                )
+                for index, so_far in enumerate(self._choices)
+            ),
+            num_cached_tokens=(details.cached_tokens if details else None) or 0,
+            num_preemptions=0,
+            timings=Timings(
+                queue_s, None if self._first_s is None else self._first_s - self._sent_s, now_s - self._sent_s
+            ),
+            counted=TokenCounts(
+                usage.prompt_tokens or 0, usage.completion_tokens or (num_pieces if self.is_cut else 0)
+            ),
+        )
+        return msgspec.structs.replace(self._last, request=output)
+
+    def _outputs(self, choice: _Choice, now_s: float) -> list[TokenOutput]:
+        if not 0 <= choice.index < len(self._choices):
+            raise self._malformed(f"choice {choice.index} of {len(self._choices)}")
+        so_far = self._choices[choice.index]
+        output = self._news(choice)
+        has_news = bool(output.text or output.reasoning or output.calls)
+        if so_far.finish_reason is not None:
+            if has_news and not self.is_cut:
+                raise self._malformed(f"more of choice {choice.index} after its end")
+            return []
+        is_over = so_far.num_pieces == self._max_tokens or self._num_chars > MAX_ANSWER_CHARS
+        if has_news and is_over and choice.finish_reason is None:
+            self.is_cut = True
+            return self._ended(choice.index, FinishReason.LENGTH, None)
+        if has_news:
+            self._first_s = now_s if self._first_s is None else self._first_s
+            so_far.num_pieces += bool(output.text or output.reasoning or any(part.arguments for part in output.calls))
+            so_far.texts.append(output.text)
+            so_far.thoughts.append(output.reasoning)
+        news = [output] if has_news else []
+        return news if choice.finish_reason is None else [*news, *self._finish(choice)]
+
+    def _news(self, choice: _Choice) -> TokenOutput:
+        delta = choice.delta or _Delta()
+        calls = tuple(_part(call) for call in delta.tool_calls or ())
+        if calls and not self._has_tools:
+            raise self._malformed("a call of a function, and there are none in the request")
+        text = f"{choice.text or ''}{delta.content or ''}{delta.refusal or ''}"
+        reasoning = delta.reasoning_content or delta.reasoning or ""
+        self._num_chars += len(text) + len(reasoning) + sum(len(part.arguments) for part in calls)
+        return TokenOutput(0, choice.index, (), text, reasoning=reasoning, calls=calls)
+
+    def _finish(self, choice: _Choice) -> list[TokenOutput]:
+        reason = choice.finish_reason or ""
+        if reason not in _ENDINGS:
+            raise AttemptError(RemoteFailedError(f"{self._who} ended its answer with {reason[:64]!r}"))
+        return self._ended(choice.index, _ENDINGS[reason], _FILTERED if reason == _FILTERED else choice.stop_reason)
+
+    def _ended(self, index: int, reason: FinishReason, stop_reason: int | str | None) -> list[TokenOutput]:
+        so_far = self._choices[index]
+        so_far.finish_reason, so_far.stop_reason = reason, stop_reason
+        output = TokenOutput(0, index, (), "", reason, stop_reason)
+        if any(other.finish_reason is None for other in self._choices):
+            return [output]
+        self._last = output
+        return []
+
+    def _malformed(self, what: str) -> AttemptError:
+        return AttemptError(RemoteFailedError(f"{self._who} sent {what}; is it an OpenAI-compatible server?"))
+
+
+def _part(call: _Call) -> CallPart:
+    function = call.function or _Function()
+    return CallPart(call.index, function.arguments or "", call.id, function.name)
+
+
+class AttemptError(Exception):
+    """An attempt that came to nothing. Never leaves `RemoteModel`, which raises ``error``.
+
+    Args:
+        error: for those who asked.
+        is_fault: whether it counts against the other server.
+        may_retry: whether the same request may be sent again at once: nothing of an answer has come.
+    """
+
+    def __init__(self, error: RequestError, *, is_fault: bool = True, may_retry: bool = False) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.is_fault = is_fault
+        self.may_retry = may_retry
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The other server, as messages name it."""
+
+    id: str
+    api_key_env: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.id!r}, which another server answers,"
+
+
+def of_status(who: Named, status: int, retry_after: str | None, body: bytes) -> AttemptError:
+    """The failure of a response that is no answer."""
+    if 300 <= status < 400:
+        return AttemptError(
+            RemoteFailedError(f"{who} answered with a redirect ({status}), which is not followed; correct its base_url")
+        )
+    if status in (401, 403):
+        given = "no api_key_env" if who.api_key_env is None else f"the key in {who.api_key_env}"
+        return AttemptError(
+            RemoteFailedError(f"{who} refused our key ({status}); its entry has {given}"), is_fault=False
+        )
+    message, param, code = _error_of(body)
+    said = f"{who} answered {status}: {message}"
+    if status in (400, 413, 422):
+        kind = PromptTooLongError if code == "context_length_exceeded" else InvalidParameterError
+        return AttemptError(kind(said, param=param), is_fault=False)
+    if status in (408, 504):
+        return AttemptError(DeadlineError(said), is_fault=status == 504)
+    if status == 502:
+        return AttemptError(RemoteFailedError(said), may_retry=True)
+    if status in (429, 503, 529):
+        error = UnavailableError(said, retry_after_s=_seconds(retry_after))
+        is_overloaded = status in (429, 529)
+        return AttemptError(error, is_fault=not is_overloaded, may_retry=not is_overloaded and retry_after is None)
+    if status == 404:
+        said += "; correct its remote.base_url (OpenAI's ends in /v1) or remote.model"
+    return AttemptError(RemoteFailedError(said), is_fault=status < 400 or status >= 500, may_retry=status >= 500)
+
+
+def of_frame(who: Named, error: Any) -> AttemptError:
+    """The failure of an error in the middle of a stream."""
+    type_ = error.get("type") if isinstance(error, dict) else None
+    said = f"{who} ended its answer: {_words(error)}"
+    kind = DeadlineError if type_ == "timeout_error" else RemoteFailedError
+    return AttemptError(kind(said), is_fault=type_ not in _OF_THE_REQUEST)
+
+
+def _error_of(body: bytes) -> tuple[str, str | None, str | None]:
+    """Message, parameter and code of an error body of OpenAI's shape, or of any other."""
+    try:
+        value: Any = msgspec.json.decode(body)
+    except ValueError:
+        value = body.decode("utf-8", "replace")
+    error = value.get("error", value) if isinstance(value, dict) else value
+    param, code = (error.get("param"), error.get("code")) if isinstance(error, dict) else (None, None)
+    return _words(error), param if isinstance(param, str) else None, code if isinstance(code, str) else None
+
+
+def _words(error: Any) -> str:
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(message).split())[:MAX_REASON_CHARS] or "no reason given"
+
+
+def _seconds(retry_after: str | None) -> float:
+    """``Retry-After`` in seconds; a date is not read."""
+    if retry_after is None or not retry_after.isascii() or not retry_after.strip().isdigit():
+        return RETRY_AFTER_S
+    return min(MAX_RETRY_AFTER_S, max(RETRY_AFTER_S, float(retry_after)))

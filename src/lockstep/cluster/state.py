@@ -1,0 +1,410 @@
+"""Live cluster state: models, replicas, sessions, and the events of their transitions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from lockstep.cluster.backend import Backend, OneModel, served_by
+from lockstep.cluster.base import recording_warnings
+from lockstep.cluster.budget import cut_texts, refusal, table_text
+from lockstep.cluster.events import EventLog
+from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
+from lockstep.cluster.models import Model, ModelSet, Names
+from lockstep.cluster.plan_recorder import PlanRecorder
+from lockstep.cluster.planner import Phase, PlanPolicy, UnloadReason
+from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
+from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
+from lockstep.cluster.replicas import LOST, Replicas
+from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, here, open_manifest
+from lockstep.cluster.sessions import ModelSessions, Session, Sessions
+from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, Counters, TransitionSnapshot
+from lockstep.cluster.threads import call_on, in_thread
+from lockstep.engine.options import LoadOptions
+from lockstep.engine.sessions import SessionChange
+from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
+from lockstep.worker.life import Back, Lost
+from lockstep.worker.link import WorkerOptions
+from lockstep.worker.messages import SessionsChanged, StepReport
+from lockstep.worker.supervised import Notice, SupervisedWorker
+
+log = logging.getLogger(__name__)
+
+MAX_TRANSITIONS = 256
+"""That are remembered."""
+DRAIN_S = 10.0
+"""For calls to what goes; then they are cut."""
+REPLACED = "replaced"
+"""Why a replica goes that the manifest does not have any more."""
+LRU_REASONS = ("room", "idle")
+"""Why an idle session gives up its KV, least recently used first; else it goes with the model or worker that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """How a manifest is served."""
+
+    backend: Backend | OneModel = Backend.AUTO
+    load: LoadOptions = field(default_factory=LoadOptions)
+    """Of every model, where its own ``engine`` says nothing else."""
+    worker: WorkerOptions = field(default_factory=WorkerOptions)
+    policy: PlanPolicy = field(default_factory=PlanPolicy)
+    drain_s: float = DRAIN_S
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Where the keys of remote models are looked up."""
+    folder: Path | None = None
+    """Where the operator's manifest lies: of the models there, any may be named over HTTP."""
+    is_fixed: bool = False
+    """Requests may look at it and not change it: it was made of a command line, and no file says what is served."""
+
+
+class ClusterState:
+    """Models that calls go to, and the replicas under them. Changed by booting, by reloading, and by hand.
+
+    Args:
+        manifest: what will be served at first.
+    """
+
+    def __init__(self, options: ClusterOptions, manifest: Manifest) -> None:
+        self.options = options
+        self.first = served_by(manifest, options.backend)
+        self._first_names = Names(self.first)
+        self.worker = SupervisedWorker(options.worker, self._noticed)
+        self.events = EventLog()
+        self.counters = Counters()
+        self.sessions = Sessions()
+        self.transitions: deque[TransitionSnapshot] = deque(maxlen=MAX_TRANSITIONS)
+        trace = options.worker.trace
+        self._plans = None if trace is None else PlanRecorder(trace)
+        on_planned = None if self._plans is None else self._plans.planned
+        self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned)
+        self.opened: Opened | None = None
+        """The resolved artifacts of the models that calls go to."""
+        self.is_booted = False
+        self._models: ModelSet | None = None
+        self._coming: ModelSet | None = None
+        """The models of a manifest that is being brought in."""
+
+    @property
+    def models(self) -> ModelSet:
+        """The models that calls go to; UnavailableError until their sources have been opened."""
+        if self._models is None:
+            raise UnavailableError(self.loading)
+        return self._models
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there are models yet."""
+        return self._models is not None
+
+    @property
+    def names(self) -> Names:
+        """Names of the models that calls go to, or will."""
+        return self._first_names if self._models is None else self._models.names
+
+    @property
+    def loading(self) -> str:
+        """Why nobody is answered before the boot has ended, in one sentence."""
+        return "the model is loading" if len(self.names.ids) == 1 else "the models are loading"
+
+    def find(self, name: str | None) -> Model:
+        """The model that a call is for.
+
+        Raises:
+            ModelNotFoundError: nobody is called so.
+            UnavailableError: nobody is answered yet.
+        """
+        id_ = self.names.find(name)
+        if not self.is_booted:
+            raise UnavailableError(self.loading)
+        return self.models.by_id[id_]
+
+    # -- from a manifest to models --------------------------------------------------------------------------------
+
+    async def open(self, manifest: Manifest, progress: LoadProgress | None = None, *, fetches: bool = True) -> Opened:
+        """Open a manifest's sources and weigh them against its budgets.
+
+        Args:
+            fetches: whether models come from the hub; if not, those that would have to are left out.
+
+        Raises:
+            ArtifactError: a source cannot be served.
+            ConfigError: a remote model says not where it is.
+            OverBudgetError: the models need more than the budgets.
+        """
+        served = served_by(manifest, self.options.backend)
+        is_alone = has_device_alone(served)
+        loop, held_bytes = asyncio.get_running_loop(), self.replicas.held_bytes
+        report = None if progress is None else partial(call_on, loop, progress)
+
+        def open_them() -> Opened:
+            those = served if fetches else here(served)
+            return open_manifest(those, self.options.load, held_bytes, report, is_alone=is_alone)
+
+        return self.weighed(await in_thread(open_them))
+
+    def weighed(self, opened: Opened) -> Opened:
+        """The same, corrected by what loads have measured; OverBudgetError: its models need more than its budgets."""
+        loaded = {replica.key: replica.loaded for replica in self.replicas.all() if replica.loaded is not None}
+        opened = corrected(opened, loaded)
+        if reason := refusal(opened.table):
+            raise OverBudgetError(reason, table_text(opened.table))
+        return opened
+
+    def build(self, manifest: Manifest, opened: Opened) -> ModelSet:
+        """Make the models of a manifest; those that it does not change go on as they are."""
+        before = self._models
+
+        def make(declared: Entry, entry: Entry) -> Model:
+            spec = opened.specs.get(entry.id)
+            replica = None if spec is None else self.replicas.of(spec)
+            old = None if before is None else before.by_id.get(entry.id)
+            limit = _session_limit(entry, manifest)
+            if old is not None and (old.entry, old.declared, old.replica) == (entry, declared, replica):
+                return old
+            remote = self._remote(entry, old) if replica is None else None
+            is_kept = old is not None and old.replica is replica  # and so is the KV of its sessions
+            sessions = old.sessions if old is not None and is_kept else ModelSessions(limit, self._sweeper(entry.id))
+            model = Model(entry, declared, replica, remote, sessions)
+            if old is not None:
+                model.num_requests = old.num_requests
+            return model
+
+        return ModelSet(manifest, opened.manifest, make)
+
+    def _remote(self, entry: Entry, old: Model | None) -> RemoteModel:
+        if old is not None and old.remote is not None and old.entry == entry:
+            return old.remote
+        key_name = None if entry.remote is None else entry.remote.api_key_env
+        key = None if key_name is None else self.options.environment.get(key_name)
+        if key_name is not None and not key:
+            log.warning("%s: %s, which api_key_env names, is not set; it is asked without a key", entry.id, key_name)
+        return RemoteModel(entry, key or None)
+
+    def _sweeper(self, model: str) -> Callable[[str], None]:
+        """A function that gives up the KV of a session which gives way to another one."""
+
+        def sweep(session: str) -> None:
+            self.swept(session, (model,), "room")
+            self.replicas.run(self.free(session, model))
+
+        return sweep
+
+    def announce(self, models: ModelSet | None) -> None:
+        """Show transitions of these models as well, as they are about to come; None: no longer."""
+        self._coming = models
+
+    def apply(self, models: ModelSet, opened: Opened) -> None:
+        """Send calls to these models from now on."""
+        notes = (*models.declared.notes, *cut_texts(opened.table.budgets)) if opened is not self.opened else ()
+        for note in notes:
+            log.warning("%s", note)
+        self._models, self._coming, self.opened = models, None, opened
+        for model in models.by_id.values():
+            model.sessions.resize(_session_limit(model.entry, models.declared))
+        self.replicas.budget_bytes = opened.table.budgets.gpu.effective_bytes
+        for spec in reversed(list(opened.specs.values())):  # of several with one key, the first one's stands
+            self.replicas.take_over(spec)
+        for replica in self.replicas.all():
+            self.pin(replica, models)
+        self.replicas.order(replica.key for replica in models.replicas)
+        self.replicas.pump()
+
+    def pin(self, replica: ReplicaState, models: ModelSet) -> None:
+        """Let a replica know what its models ask of it."""
+        replica.pin([model.entry for model in models.by_id.values() if model.replica is replica])
+        self.worker.prioritise(replica.key, replica.priority)
+
+    async def bring_up(self, replica: ReplicaState) -> None:
+        """Wait until a replica is resident.
+
+        Raises:
+            LockstepError: why it is not.
+        """
+        try:
+            await self.replicas.acquire(replica, is_patient=False)
+        except LockstepError as error:
+            raise (replica.failure or error) from None
+        self.replicas.release(replica)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences on what somebody should look after although calls are answered."""
+        return recording_warnings(self.worker.recording_fault, "" if self._plans is None else self._plans.fault)
+
+    async def close(self) -> None:
+        """End the worker, and what is recorded."""
+        await self.worker.close()
+        if self._plans is not None:
+            await asyncio.to_thread(self._plans.close)
+
+    # -- what is seen of it ---------------------------------------------------------------------------------------
+
+    def models_on(self, replica: ReplicaState) -> tuple[Model, ...]:
+        """The models that share a replica, those that are coming included."""
+        sets = [models for models in (self._coming, self._models) if models is not None]
+        found = {m.id: m for models in sets for m in models.by_id.values() if m.replica is replica}
+        return tuple(found.values())
+
+    def trouble(self, replica: ReplicaState) -> str:
+        """Why calls of a replica would not be answered at once, in one sentence; empty: they would."""
+        return self.worker.trouble or replica.trouble()
+
+    def snapshot(self, is_replacing: bool, num_ephemeral: int) -> ClusterSnapshot:
+        """Everything at this moment.
+
+        Args:
+            is_replacing: whether a manifest is being brought in.
+            num_ephemeral: sessions of open calls that named none.
+        """
+        models, now_s = self.models, time.monotonic()
+        named = self.sessions.snapshot(now_s)
+        return ClusterSnapshot(
+            cluster=models.declared.cluster,
+            backend=str(self.options.backend),
+            entry=None if models.router is None else models.router.entry,
+            fallback=models.declared.fallback,
+            is_replacing=is_replacing,
+            models=tuple(model.snapshot(self.worker.trouble, now_s) for model in models.by_id.values()),
+            replicas=tuple(each.snapshot(tuple(m.id for m in self.models_on(each))) for each in self.replicas.all()),
+            budgets=self._budgets(),
+            sessions=named,
+            sessions_live=num_ephemeral + sum(session.state != "dropped" for session in named),
+            counters=msgspec.structs.replace(self.counters),
+            transitions=tuple(self.transitions),
+            remotes=tuple(model.remote.snapshot() for model in models.by_id.values() if model.remote is not None),
+            warnings=(*models.declared.notes, *self.warnings()),
+        )
+
+    def _budgets(self) -> tuple[BudgetSnapshot, ...]:
+        assert self.opened is not None
+        table = self.opened.table
+        used = ((table.budgets.gpu, self.replicas.held_bytes), (table.budgets.ram, table.ram_needed_bytes))
+        return tuple(
+            BudgetSnapshot(budget.name, budget.declared_bytes, budget.effective_bytes, used_bytes)
+            for budget, used_bytes in used
+        )
+
+    # -- sessions -------------------------------------------------------------------------------------------------
+
+    def swept(self, session: str, owners: Sequence[str], reason: str) -> None:
+        """Note that models gave up a session's KV. However many they are, and when: until its next request that is one
+        eviction. Of remote models, which keep none, it is none."""
+        by_id = self.models.by_id
+        is_held = any(model.sessions.holds(session) for model in by_id.values())
+        for owner in owners:
+            self.sessions.dropped(session, owner, is_held=is_held)
+        local = [owner for owner in owners if owner in by_id and by_id[owner].replica is not None]
+        if local and self.sessions.evict(session):
+            last = self.sessions.last_model(session)
+            self.counters.lru_evictions += reason in LRU_REASONS
+            shown = last if last in local else local[0]
+            self.events.emit("session_evicted", session=session, model=shown, reason=reason)
+
+    async def free(self, session: str, model: str) -> None:
+        """Let the worker unpin what an idle session keeps for a model."""
+        found = self.models.by_id.get(model)
+        if found is not None and found.replica is not None and found.replica.phase is Phase.RESIDENT:
+            await self.worker.sweep(found.replica.key, session, model)
+
+    def _gave_up(self, session: str, reason: str) -> None:
+        self.swept(session, [m.id for m in self.models.by_id.values() if m.sessions.drop(session)], reason)
+
+    def _session_changed(self, change: SessionChange) -> None:
+        if change.what == "kept":
+            self.sessions.kept(change.session_id, change.owner, change.num_tokens)
+            return
+        model = self.models.by_id.get(change.owner)
+        if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
+            self.swept(change.session_id, (change.owner,), change.reason or "")
+
+    async def sweep_idle(self, now_s: float) -> None:
+        """Give up the KV of sessions that nobody comes back to: those of low models first and of critical ones last, by
+        who answered last, and within a class the least recently used first."""
+        by_id = self.models.by_id
+
+        def urgency(session: Session) -> int:
+            return -by_id[session.model].entry.priority if session.model in by_id else -PRIORITIES["low"]
+
+        for session in sorted(self.sessions.idle(self.models.declared.sessions, now_s), key=urgency):
+            await self._sweep(session.id)
+
+    async def _sweep(self, session: str) -> None:
+        holders = [model.id for model in self.models.by_id.values() if model.sessions.holds(session)]
+        self._gave_up(session, "idle")
+        self.sessions.dropped(session, is_held=False)  # also where the model that held it is gone from the manifest
+        for model in holders:
+            await self.free(session, model)
+
+    # -- notices --------------------------------------------------------------------------------------------------
+
+    def _noticed(self, notice: Notice) -> None:
+        """Take over what the worker says unasked."""
+        match notice:
+            case StepReport():
+                self.events.emit(
+                    "step",
+                    replica=notice.replica,
+                    step=notice.step,
+                    num_sequences=notice.num_sequences,
+                    num_tokens=notice.num_tokens,
+                    num_samples=notice.num_samples,
+                    duration_ms=round(notice.duration_s * 1e3, 3),
+                    num_unreported=notice.num_unreported,
+                )
+            case SessionsChanged(changes=changes):
+                for change in changes:
+                    self._session_changed(change)
+            case Lost(reason=reason):
+                self.events.emit("worker_restarted", reason=reason)
+                for session in self.sessions.ids:
+                    self._gave_up(session, LOST)
+                self.replicas.worker_lost()
+            case Back():
+                self.replicas.pump()
+
+    def _moved(self, replica: ReplicaState, before: Phase, reason: str, duration_s: float) -> None:
+        """Count, remember and announce that a replica has entered another phase."""
+        after = FAILED if reason == FAILED else _shown(replica.phase)
+        duration_ms = 0.0 if replica.phase in (Phase.LOADING, Phase.UNLOADING) else round(duration_s * 1e3, 3)
+        for model in self.models_on(replica):
+            if self.is_booted:
+                self._count(before, replica.phase, reason)
+            change = TransitionSnapshot(time.time(), model.id, _shown(before), after, reason, duration_ms)
+            self.transitions.append(change)
+            self.events.emit(
+                "tier_changed",
+                model=model.id,
+                replica=replica.key,
+                from_=change.before,
+                to=after,
+                reason=reason,
+                duration_ms=duration_ms,
+            )
+
+    def _count(self, before: Phase, after: Phase, reason: str) -> None:
+        if after is Phase.RESIDENT:
+            self.counters.promotions += 1
+        elif (before, after) == (Phase.RESIDENT, Phase.UNLOADING) and reason != REPLACED:
+            self.counters.demotions += 1
+            self.counters.model_evictions += reason == UnloadReason.ROOM
+
+
+def _shown(phase: Phase) -> str:
+    """The phase of a replica as the state of its models."""
+    return STANDBY if phase is Phase.ABSENT else phase.value
+
+
+def _session_limit(entry: Entry, manifest: Manifest) -> int | None:
+    """How many sessions a model may have at once; those of a remote one hold nothing on the device, so that its
+    connections bound them."""
+    if entry.max_active_sessions is not None:
+        return entry.max_active_sessions
+    return MAX_CONNECTIONS if entry.tier is Tier.REMOTE else manifest.sessions.max_active_sessions

@@ -1,0 +1,80 @@
+"""A listener hears every command that may have an effect, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.core.request import FinishReason
+from lockstep.core.scheduler import Scheduler
+from lockstep.errors import PromptTooLongError
+from tests.core.drive import commit, config, prompt, step
+
+
+class Heard:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[Any, ...]] = []
+
+    def added(self, *command: Any) -> None:
+        self.all.append(("added", *command))
+
+    def aborted(self, seq_id: int, reason: FinishReason, step: int, in_step: bool) -> None:
+        self.all.append(("aborted", seq_id, reason, step, in_step))
+
+    def pinned(self, *command: Any) -> None:
+        self.all.append(("pinned", *command))
+
+    def swept(self, *command: Any) -> None:
+        self.all.append(("swept", *command))
+
+    def cache_reset(self, *command: Any) -> None:
+        self.all.append(("reset", *command))
+
+
+def test_each_command_is_told_with_the_step_before_which_it_takes_effect() -> None:
+    heard = Heard()
+    core = Scheduler(config(), heard)
+    request = prompt(list(range(9)))
+    core.add(request)
+    core.add(request)
+    step(core)
+    plan = core.schedule()
+    core.abort(0)
+    commit(core, plan)
+    core.abort(1, FinishReason.DEADLINE)
+    core.pin(request.block_hashes)
+    core.sweep(request.block_hashes)
+    core.reset_prefix_cache()
+    assert heard.all == [
+        ("added", 0, request, 0),
+        ("added", 1, request, 0),
+        ("aborted", 0, FinishReason.ABORT, 2, True),
+        ("aborted", 1, FinishReason.DEADLINE, 2, False),
+        ("pinned", request.block_hashes, 2),
+        ("swept", request.block_hashes, 2),
+        ("reset", 2),
+    ]
+
+
+def test_what_is_refused_or_means_nothing_is_not_told() -> None:
+    heard = Heard()
+    core = Scheduler(config(max_model_len=8), heard)
+    with pytest.raises(PromptTooLongError):
+        core.add(prompt(9))
+    core.abort(0)
+    core.pin(())
+    core.sweep(())
+    assert heard.all == []
+
+
+def test_a_request_is_told_as_it_came_whatever_the_scheduler_makes_of_its_hashes() -> None:
+    """So that what was recorded without a cache can be replayed with one."""
+    heard = Heard()
+    core = Scheduler(config(enable_prefix_caching=False), heard)
+    request = prompt(list(range(9)))
+    core.add(request)
+    assert heard.all == [("added", 0, request, 0)]
+    assert request.block_hashes

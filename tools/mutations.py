@@ -1,0 +1,160 @@
+"""Thirty small defects, one at a time: does the room that they are in notice?
+
+`python -m tools.mutations` copies the tree, puts one mutation after the other into the copy, and runs the tests of
+its room; a mutation that no test of the room catches survived, and the room's tests say less than they should. The
+work takes an hour or so on two cores: tests whose files have a hint in their name go first, and only what they let
+through is tried on the whole room.
+
+A mutation finds its place by what stands there, not by a path, so files may be renamed and merged; and by a regular
+expression, so that names may change. A place that is not found exactly once is a mutation to be mended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("src", "tests", "tools", "benchmarks", "examples", "docs", "deploy", "pyproject.toml")
+TIMEOUT_S = 1200.0
+"""For one room; who hangs is caught as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One defect."""
+
+    room: str
+    pattern: str
+    """A regular expression that the room's code has once; of it, group 0 is replaced."""
+    replacement: str
+    """With ``\\1`` and so on for the pattern's groups."""
+    hint: str
+    """A part of the names of test files that should catch it."""
+
+
+MUTATIONS: Sequence[Mutation] = (
+    # The core: chunks, budgets, queue, prefix cache, blocks, turns, fingerprint.
+    Mutation("core", r"min\(room, remaining - 2\)", "min(room, remaining - 1)", "planning"),
+    Mutation("core", r"max\(share, MIN_CHUNK_TOKENS\)", "min(share, MIN_CHUNK_TOKENS)", "planning"),
+    Mutation("core", r"\((\w+)\.num_prompt - 2\) //", r"(\1.num_prompt - 1) //", "prefix"),
+    Mutation("core", r"len\(passed\) > (\w+)\.max_skips", r"len(passed) >= \1.max_skips", "admission"),
+    Mutation("core", r"if other\.rank > seq\.rank\]", "if other.rank != seq.rank]", "preemption"),
+    Mutation("core", r"max\((self\._served\.get\(tenant, 0\)), floor\)", r"\1", "queue"),
+    Mutation("core", r"priority - (\(step - \w+\.arrival_step\))", r"priority + \1", "queue"),
+    Mutation("core", r"blake2b\(parent \+ block,", "blake2b(block,", "prefix"),
+    Mutation("core", r"(refs\(block\)) > 1 ", r"\1 > 2 ", "kv"),
+    Mutation("core", r"last_sampled_step = (\w+\.step) - 1", r"last_sampled_step = \1", "admission"),
+    # Input processing.
+    Mutation("engine", r"reads_cache=request\.prompt_logprobs is None", "reads_cache=True", "prompt_logprobs"),
+    Mutation(
+        "engine", r"(params\.logprobs is None) and not params\.bad_words", r"\1 or not params.bad_words", "bad_words"
+    ),
+    Mutation("engine", r"\(min\(prompt_ids\), (max\(prompt_ids\))\)", r"(\1,)", "engine"),
+    Mutation("engine", r"\(\*end_ids, \*params\.stop_token_ids\)", "end_ids", "stops"),
+    Mutation("engine", r"1 <= (len\(request\.session_id\)) <= MAX", r"1 <= \1 < MAX", "sessions"),
+    Mutation("engine", r"\(len\(prompt_ids\), 1, \(\), ", "(len(prompt_ids), 2, (), ", "pooling"),
+    # Text as it comes.
+    Mutation("engine", r"self\._hit\[self\._fail\[(\w+)\]\]$", "None", "stops"),
+    # The device scheduler.
+    Mutation("worker", r"min\(able, key=\w+\)", "able[-1]", "turns"),
+    Mutation("worker", r"min\((\w+\.credit_us \+ \w+ \* \w+\.grant_us), \w+\.grant_us\)", r"(\1)", "turns"),
+    Mutation("worker", r'attrgetter\("priority", "last_turn"\)', 'attrgetter("last_turn")', "turns"),
+    Mutation("worker", r"(\w+\.credit_us) = \w+\.grant_us(\n\s+return None)", r"\1 = \1\2", "turns"),
+    # Dispatch and the cluster's planner.
+    Mutation("cluster", r"value is None or value\.lower\(\) == NONE_OF_THESE", "value is None", "dispatch"),
+    Mutation("cluster", r"if len\(set\(words\)\) == 1", "if words", "dispatch"),
+    Mutation("cluster", r"if id_ not in renamed and id_ not in", "if id_ not in", "dispatch"),
+    Mutation("cluster", r"\(0, 0\) if is_overdue else ", "", "planner"),
+    Mutation("cluster", r"\((\w+)\.num_lost, \*urgency", "(0, *urgency", "planner"),
+    Mutation("cluster", r"(others \+ measured_bytes) <= ", r"\1 < ", "planner"),
+    # A vocabulary's row, a rate, a run's price.
+    Mutation(
+        "artifacts", r"(_fifth_bits\(blocks\[\.\.\., )2:6(\]\), _half\(blocks, 0\), zero_point=16)", r"\g<1>1:5\2", ""
+    ),
+    Mutation("server", r"min\((self\._capacity), (self\._level \+ \w+)\)", r"\2", "limits"),
+    Mutation("replay", r"(growth = \w+ \* \(\w+ \* \(\w+) - 1\)", r"\1)", "simulator"),
+)
+
+
+def place_of(package: Path, mutation: Mutation) -> tuple[Path, str]:
+    """The one file of the room that the mutation changes, and its text with the defect."""
+    found: list[tuple[Path, str]] = []
+    for path in sorted((package / mutation.room).rglob("*.py")):
+        text, count = re.subn(mutation.pattern, mutation.replacement, path.read_text(), flags=re.MULTILINE)
+        found += [(path, text)] * count
+    assert len(found) == 1, f"{mutation.room}: {mutation.pattern!r} stands in {len(found)} places; mend the mutation"
+    return found[0]
+
+
+def outcomes(root: Path, mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, str]]:
+    """What became of each: by which run of tests it was caught, or that it survived."""
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        scratch = Path(folder)
+        for name in COPIED:
+            if (root / name).is_dir():
+                shutil.copytree(root / name, scratch / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(root / name, scratch / name)
+        for mutation in mutations:
+            path, text = place_of(scratch / "src" / "lockstep", mutation)
+            before = path.read_text()
+            path.write_text(text)
+            try:
+                yield mutation, _outcome(scratch, mutation)
+            finally:
+                path.write_text(before)
+
+
+def _outcome(scratch: Path, mutation: Mutation) -> str:
+    room = scratch / "tests" / mutation.room
+    hinted = sorted(room.rglob(f"test_*{mutation.hint}*.py")) if mutation.hint else []
+    for tests, what in ((hinted, "its own tests"), ([room], "the room")):
+        if tests and not _passes(scratch, tests):
+            return f"caught by {what}"
+    return "SURVIVED"
+
+
+def _passes(scratch: Path, tests: Sequence[Path]) -> bool:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(scratch / "src"), str(scratch)))}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "loadfile", *map(str, tests)]
+    try:
+        done = subprocess.run(
+            command, cwd=scratch, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    assert done.returncode in (0, 1, 2), done.stdout[-4000:]
+    return done.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to try them on")
+    parser.add_argument("--room", help="only those of one room")
+    parser.add_argument("--only", type=int, help="only this one, by its number from 0")
+    parser.add_argument("--places", action="store_true", help="only look for their places")
+    asked = parser.parse_args()
+    chosen = MUTATIONS if asked.only is None else MUTATIONS[asked.only : asked.only + 1]
+    mutations = [each for each in chosen if asked.room in (None, each.room)]
+    if asked.places:
+        for each in mutations:
+            print(place_of(asked.root / "src" / "lockstep", each)[0].relative_to(asked.root), each.pattern)
+        return
+    survived = 0
+    for mutation, outcome in outcomes(asked.root, mutations):
+        survived += outcome == "SURVIVED"
+        print(f"{mutation.room:10} {outcome:22} {mutation.pattern}  ->  {mutation.replacement}", flush=True)
+    print(f"{len(mutations) - survived} of {len(mutations)} caught")
+
+
+if __name__ == "__main__":
+    main()
