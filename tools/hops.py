@@ -34,6 +34,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +52,45 @@ Function = tuple[str, str]
 """File and qualified name."""
 
 
-def trace(root: Path) -> Iterator[str]:
-    """Trace requests in a process of its own, on the package under a root; a line for each figure, station and type."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a traced request went through, in the order in which it came there."""
+
+    steps: Sequence[Function]
+    stations: Sequence[Function]
+    hops: Sequence[Function]
+    representations: Sequence[str]
+    num_modules: int
+    """Modules of ours that the server had imported in the end."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {
+            "hops of a chat request": len(self.hops),
+            "files that a chat request goes through": len({file for file, _ in self.stations}),
+            "representations of a chat request": len(self.representations),
+            "modules of ours that a server imports": self.num_modules,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The figures, each station and each type."""
+        yield from (f"{name}: {value:g}" for name, value in self.figures.items())
+        yield f"steps over a border: {len(self.steps)} in {len({file for file, _ in self.steps})} files"
+        for file, name in self.stations:
+            yield f"  {'hop    ' if (file, name) in self.hops else 'station'} {file} {name}"
+        yield from (f"  representation {name}" for name in self.representations)
+
+
+def way_of(root: Path) -> Way:
+    """Trace requests in a process of its own, on the package under a root."""
     environment = {**os.environ, "PYTHONPATH": str(root / "src")}
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    yield f"hops of a streamed chat request: {len(told['hops'])}"
-    yield f"files that it goes through: {len({file for file, _ in told['stations']})}"
-    yield f"its representations: {len(told['representations'])}"
-    yield f"stations: {len(told['stations'])}"
-    yield f"steps over a border: {len(told['steps'])} in {len({file for file, _ in told['steps']})} files"
-    yield f"modules of ours that are imported: {told['modules']}"
-    for function in told["stations"]:
-        yield f"  {'hop    ' if function in told['hops'] else 'station'} {' '.join(function)}"
-    yield from (f"  representation {name}" for name in told["representations"])
+    steps, stations, hops = ([(file, name) for file, name in told[kind]] for kind in ("steps", "stations", "hops"))
+    return Way(steps, stations, hops, told["representations"], told["modules"])
 
 
 class Tracer:

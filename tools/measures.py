@@ -23,11 +23,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tools.hops import way_of
+
 ROOT = Path(__file__).resolve().parent.parent
 RATCHETS = Path("tests") / "ratchets.json"
 SMALL_LINES = 60
 INDIRECT = frozenset(["What", "Who", "Whom", "Whose", "Of", "How", "Where", "Whether", "When", "Why", "Which"])
 """A docstring that begins so is a clause that leans on its neighbour, not a name of the thing or a command."""
+MAP_PAGE = "ARCHITECTURE.md"
 MAP_BEGIN, MAP_END = "<!-- map: `make map` writes it -->", "<!-- end of the map -->"
 
 
@@ -89,7 +92,7 @@ def read_module(name: str, path: Path) -> Module:
             if word and word[0] in INDIRECT:
                 indirect.append((getattr(node, "lineno", 1), word[0]))
     first = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
-    purpose = re.split(r"(?<=[.:;])\s", first)[0].rstrip(".:;")
+    purpose = re.split(r"(?<=\.)\s", first)[0].rstrip(".")
     num_code_lines = len(lines - docstrings)
     return Module(name, path, text.count("\n"), num_code_lines, frozenset(imports), purpose, tuple(indirect))
 
@@ -270,19 +273,27 @@ took_ms = 1000 * (time.perf_counter() - began)
 print(sum(name.split('.')[0] == 'lockstep' for name in sys.modules), len(sys.modules), round(took_ms), file=sys.stderr)
 """
 HELP = "import lockstep.cli.main; sys.argv[1:] = {words!r}; lockstep.cli.main.main()"
+BEGINNINGS = {"import lockstep": "import lockstep", "lockstep --help": HELP.format(words=["--help"])}
+"""Imports that every user waits for."""
+Beginning = tuple[int, int, int]
+"""Modules of ours, modules in all, and milliseconds."""
 
 
-def imports_table(root: Path, with_verbs: bool) -> Iterator[str]:
-    """Modules of ours, modules, and milliseconds of what a user begins with."""
-    asked = {"import lockstep": "import lockstep", "lockstep --help": HELP.format(words=["--help"])}
+def imports_of(root: Path, with_verbs: bool = False) -> dict[str, Beginning]:
+    """What is imported by what a user begins with, each in a process of its own."""
+    asked = dict(BEGINNINGS)
     if with_verbs:
         listed = _run(root, "import lockstep.cli.main as m, typer; print(*typer.main.get_command(m.app).commands)")
         asked |= {f"lockstep {verb} --help": HELP.format(words=[verb, "--help"]) for verb in listed.stdout.split()}
-    rows = [("", "modules of ours", "modules", "ms")]
+    found: dict[str, Beginning] = {}
     for name, code in asked.items():
-        ours, modules, ms = _run(root, COUNT_IMPORTS, code).stderr.split()[-3:]
-        rows.append((name, ours, modules, ms))
-    return _aligned(rows)
+        ours, modules, ms = map(int, _run(root, COUNT_IMPORTS, code).stderr.split()[-3:])
+        found[name] = (ours, modules, ms)
+    return found
+
+
+def import_ratchets_of(root: Path) -> Values:
+    return {f"modules of ours by {name}": ours for name, (ours, _, _) in imports_of(root).items()}
 
 
 def _run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -292,15 +303,17 @@ def _run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def tighten(house: House) -> None:
-    """Set every ratchet to what is, but none to something worse."""
-    path = house.root / RATCHETS
+def tighten(root: Path, values: Values) -> None:
+    """Set ratchets to what is, but none to something worse."""
+    path = root / RATCHETS
     held: Values = json.loads(path.read_text()) if path.exists() else {}
-    values = ratchets_of(house)
     for name, value in values.items():
-        best = max if name.startswith(GROWS) else min
-        values[name] = best(value, held.get(name, value))
-    path.write_text(json.dumps(values, indent=2) + "\n")
+        held[name] = better(name, value, held.get(name, value))
+    path.write_text(json.dumps(held, indent=2) + "\n")
+
+
+def better(name: str, value: float, other: float) -> float:
+    return max(value, other) if name.startswith(GROWS) else min(value, other)
 
 
 def map_lines(house: House) -> Iterator[str]:
@@ -314,10 +327,6 @@ def map_lines(house: House) -> Iterator[str]:
             yield f"\n**{title}/** {module.purpose if module.is_package else ''}".rstrip() + "\n"
         if not module.is_package:
             yield f"- `{path.name}`: {module.purpose}"
-
-
-def write_map(page: Path, lines: Iterable[str]) -> None:
-    page.write_text(with_map(page.read_text(), lines))
 
 
 def with_map(text: str, lines: Iterable[str]) -> str:
@@ -337,21 +346,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lists", action="store_true", help="also the modules and docstrings that are counted")
     asked = parser.parse_args(arguments)
     house = House(asked.root.resolve())
+    if asked.map:
+        page = house.root / MAP_PAGE
+        page.write_text(with_map(page.read_text(), map_lines(house)))
+        return
+    way = way_of(house.root) if asked.trace else None
     if asked.tighten:
-        tighten(house)
-    elif asked.map:
-        write_map(house.root / "ARCHITECTURE.md", map_lines(house))
-    else:
-        print("\n".join(table(house)))
-        print("\n".join(imports_table(house.root, asked.verbs)))
-        if asked.lists:
-            single = (f"{name}  (only {house.importers[name][0]})" for name in house.single_importer)
-            small = (name for name, module in house.modules.items() if module.is_small)
-            print("", *single, "", *small, "", *house.repeated_names, "", *house.indirect_docstrings, sep="\n")
-        if asked.trace:
-            from tools.hops import trace
+        tighten(house.root, ratchets_of(house) | import_ratchets_of(house.root) | ({} if way is None else way.figures))
+        return
+    print("\n".join(table(house)))
+    print("\n".join(_aligned([("", "modules of ours", "modules", "ms"), *_rows(imports_of(house.root, asked.verbs))])))
+    if asked.lists:
+        single = (f"{name}  (only {house.importers[name][0]})" for name in house.single_importer)
+        small = (name for name, module in house.modules.items() if module.is_small)
+        print("", *single, "", *small, "", *house.repeated_names, "", *house.indirect_docstrings, sep="\n")
+    if way is not None:
+        print("\n".join(way.lines()))
 
-            print("\n".join(trace(house.root)))
+
+def _rows(imports: Mapping[str, Beginning]) -> Iterator[tuple[object, ...]]:
+    return ((name, *counts) for name, counts in imports.items())
 
 
 if __name__ == "__main__":
