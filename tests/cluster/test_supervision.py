@@ -334,7 +334,7 @@ async def test_a_defect_in_the_step_loop_ends_requests_and_the_worker_but_not_th
         await running(model, 1)
         link = worker_of(model)._life.link
         assert isinstance(link, ThreadLink)
-        with patch.object(link._worker._turns, "choose", side_effect=ZeroDivisionError("a defect")):
+        with patch.object(link._worker._scheduler, "choose", side_effect=ZeroDivisionError("a defect")):
             with pytest.raises(RequestFailedError, match="the device worker broke: ZeroDivisionError"):
                 await task
             await until(lambda: worker_of(model)._life.link is not link and model.health().ready)

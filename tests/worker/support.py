@@ -17,18 +17,7 @@ from lockstep.errors import (
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device import DeviceWorker
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.messages import (
-    Check,
-    Checked,
-    Command,
-    Event,
-    Load,
-    Loaded,
-    Outputs,
-    Refused,
-    Stop,
-    TrialOptions,
-)
+from lockstep.worker.messages import Check, Checked, Command, Event, Load, Loaded, Outputs, Refused, Stop, TrialOptions
 from tests.waiting import HANG_S
 
 SMALL = LoadOptions(EngineOptions(num_blocks=256))

@@ -193,7 +193,7 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(bench: Bench) -> No
     metrics = _settle(bench)
     assert not any(metrics.replicas["a"].gauges.values())
     assert not bench.worker._admission.num_preparing
-    replica = bench.worker._fleet.find("a")
+    replica = bench.worker._registry.find("a")
     assert replica is not None
     assert replica.engine.take() == ([], [])
 

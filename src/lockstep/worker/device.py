@@ -46,7 +46,7 @@ from lockstep.worker.messages import (
     Unload,
     WatchSteps,
 )
-from lockstep.worker.replica import Fleet, Replica, open_replica, throttled
+from lockstep.worker.replica import Replica, ReplicaRegistry, open_replica, throttled
 from lockstep.worker.step_loop import Emit, StepLoop
 
 if TYPE_CHECKING:
@@ -70,18 +70,18 @@ class DeviceWorker:
 
     def __init__(self, emit: Emit, clock: Clock | None = None, trace: TraceOptions | None = None) -> None:
         self._emit = emit
-        self._fleet = Fleet()
-        self._turns = DeviceScheduler()
-        self._recorder = None if trace is None else _recorder(trace, self._turns)
+        self._registry = ReplicaRegistry()
+        self._scheduler = DeviceScheduler()
+        self._recorder = None if trace is None else _recorder(trace, self._scheduler)
         self._steps = StepLoop(
             emit,
-            self._fleet,
-            self._turns,
+            self._registry,
+            self._scheduler,
             clock or SystemClock(),
             self._recorder,
             lambda: self._admission.num_preparing,
         )
-        self._admission = RequestAdmission(self._fleet, emit, self._steps.call)
+        self._admission = RequestAdmission(self._registry, emit, self._steps.call)
         self._loads = ThreadPoolExecutor(1, "lockstep-load")
 
     # -- the receiving thread -------------------------------------------------------------------------------------
@@ -96,14 +96,14 @@ class DeviceWorker:
             case Abort(replica, request_ids):
                 self._admission.abort(replica, request_ids)
             case AskMetrics(ask_id):
-                reports = {key: replica.metrics() for key, replica in self._fleet.present.replicas.items()}
+                reports = {key: replica.metrics() for key, replica in self._registry.present.replicas.items()}
                 self._emit(MetricsReport(ask_id, reports))
             case AskHealth(ask_id):
                 self._emit(self._health(ask_id))
             case Load():
                 self._start_loading(command)
             case Prioritise(replica, priority):
-                self._fleet.prioritise(replica, priority)
+                self._registry.prioritise(replica, priority)
             case Unload():  # behind the load that it may have to wait for
                 self._loads.submit(self._steps.order, command)
             case Check() | ResetPrefixCache() | AskSessions() | Sweep() | EndSession():
@@ -120,7 +120,7 @@ class DeviceWorker:
         self._steps.stop()
 
     def _health(self, ask_id: int) -> HealthReport:
-        engines = [replica.engine for replica in self._fleet.present.replicas.values()]
+        engines = [replica.engine for replica in self._registry.present.replicas.values()]
         return HealthReport(
             ask_id,
             self._steps.waiting_s(),
@@ -132,7 +132,7 @@ class DeviceWorker:
     # -- the loading thread ---------------------------------------------------------------------------------------
 
     def _start_loading(self, load: Load) -> None:
-        if self._fleet.claim(load.replica, load.priority):
+        if self._registry.claim(load.replica, load.priority):
             self._loads.submit(self._load, load).add_done_callback(_log_defect)
         else:
             self._emit(LoadFailed(load.replica, UsageError(f"a replica {load.replica!r} is there already")))
@@ -143,13 +143,13 @@ class DeviceWorker:
         try:
             replica, loaded = open_replica(load, report, self._steps.on_session, self._recorder)
         except Exception as error:
-            self._fleet.release(load.replica)
+            self._registry.release(load.replica)
             if not isinstance(error, LockstepError):  # whatever a reader or a library raises, loading is what failed
                 log.exception("loading %s failed", load.source)
                 error = ExecutorError(f"{load.source}: loading failed: {error!r}")
             self._emit(LoadFailed(load.replica, error))
             return
-        if self._fleet.add(replica):
+        if self._registry.add(replica):
             self._emit(loaded)
         else:
             replica.close()
@@ -175,13 +175,15 @@ class RequestAdmission:
     abort.
 
     Args:
-        fleet: who is there.
+        registry: the replicas that are there.
         refuse: called, by any thread, for each request that no engine took.
         wake: told the key of each replica that has got something to do.
     """
 
-    def __init__(self, fleet: Fleet, refuse: Callable[[Refused], None], wake: Callable[[str], None]) -> None:
-        self._fleet = fleet
+    def __init__(
+        self, registry: ReplicaRegistry, refuse: Callable[[Refused], None], wake: Callable[[str], None]
+    ) -> None:
+        self._registry = registry
         self._refuse = refuse
         self._wake = wake
         self._lock = threading.Lock()
@@ -196,7 +198,7 @@ class RequestAdmission:
 
     def take(self, submit: Submit) -> None:
         """Give a request to its engine, or see to it that a preparing thread does."""
-        replica, constraint = self._fleet.find(submit.replica), submit.request.params.constraint
+        replica, constraint = self._registry.find(submit.replica), submit.request.params.constraint
         if replica is None:
             self._refuse(Refused(submit.request_id, _not_loaded(submit.replica)))
         elif constraint is None or replica.engine.model.grammars.is_ready(constraint):
@@ -215,7 +217,7 @@ class RequestAdmission:
             for request_id in request_ids:
                 if request_id in self._preparing:
                     self._preparing[request_id] = True
-        replica = self._fleet.find(key)
+        replica = self._registry.find(key)
         if replica is not None:
             for request_id in request_ids:
                 replica.engine.abort(request_id)
@@ -243,7 +245,7 @@ class RequestAdmission:
         except Exception as error:  # a defect of ours or a wrong type: that request's end, and nobody else's
             log.exception("request %d cannot be prepared", submit.request_id)
             self._refuse(Refused(submit.request_id, RequestFailedError(f"it cannot be prepared: {error!r}")))
-        if self._fleet.find(replica.key) is not replica:  # unloaded meanwhile: nobody will look into its inbox
+        if self._registry.find(replica.key) is not replica:  # unloaded meanwhile: nobody will look into its inbox
             self._refuse(Refused(submit.request_id, _not_loaded(submit.replica)))
         self._wake(replica.key)
 

@@ -1,4 +1,4 @@
-"""What a device worker is told and what it says: plain values, the whole of its interface.
+"""Commands and events of a device worker: plain values, the whole of its interface.
 
 Commands go in, events come out; whoever is on the other side may be a thread, a process or, one day, another host.
 Request ids and ask ids are the sender's. The order of a replica's events is the order in which they happened.
@@ -64,7 +64,7 @@ class Unload(_Command, frozen=True):
 
 
 class Submit(_Command, frozen=True):
-    """Answered by Refused, or by an acceptance and outputs in Outputs events."""
+    """Send a request. Answered by Refused, or by an acceptance and outputs in Outputs events."""
 
     request_id: int
     replica: str
@@ -79,13 +79,13 @@ class Abort(_Command, frozen=True):
 
 
 class AskMetrics(_Command, frozen=True):
-    """Answered by MetricsReport, also while a step runs."""
+    """Ask for metrics. Answered by MetricsReport, also while a step runs."""
 
     ask_id: int
 
 
 class AskHealth(_Command, frozen=True):
-    """Answered by HealthReport, also while a step runs."""
+    """Ask for a sign of life. Answered by HealthReport, also while a step runs."""
 
     ask_id: int
 
@@ -103,7 +103,7 @@ class ResetPrefixCache(_Command, frozen=True):
 
 
 class AskSessions(_Command, frozen=True):
-    """What sessions there are, between two steps. Answered by SessionsReport."""
+    """Ask for the sessions that there are, between two steps. Answered by SessionsReport."""
 
     ask_id: int
 
@@ -120,7 +120,7 @@ class Sweep(_Command, frozen=True):
 
 
 class EndSession(_Command, frozen=True):
-    """As Sweep, for sessions that will not be asked for again: those that are busy keep nothing when they end."""
+    """Sweep sessions that will not come back: those that are busy keep nothing when they end."""
 
     ask_id: int
     replica: str
@@ -157,7 +157,7 @@ Command = (
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
-    """What one step batched, and how long it took."""
+    """One step in figures: what it batched, and how long it took."""
 
     replica: str
     step: int
@@ -186,7 +186,7 @@ class Loading(_Event, frozen=True):
 
 
 class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
-    """All that a `Tokenizer` is made of, written out."""
+    """Tokenizer payload: all that a `Tokenizer` is made of, with the vocabulary written out."""
 
     tokenizer_json: str
     """As ``tokenizers`` writes it; large vocabularies take megabytes."""
@@ -200,7 +200,7 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
         return cls(parts.tokenizer.to_str(), parts.chat_template, parts.bos_token, parts.eos_token, parts.end_token_ids)
 
     def parts(self) -> TokenizerParts:
-        """What it was made of; a large vocabulary takes a second to read."""
+        """The parts that it was made of; a large vocabulary takes a second to read."""
         from tokenizers import Tokenizer
 
         return TokenizerParts(
@@ -213,7 +213,7 @@ class TokenizerPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(_Event, frozen=True):
-    """What loading measured, and the model's tokenizer, so that whoever asks needs no artifact."""
+    """A loaded replica: what loading measured, and its tokenizer, so that the server needs no artifact."""
 
     replica: str
     name: str
@@ -243,7 +243,7 @@ class Unloaded(_Event, frozen=True):
 
 
 class Outputs(_Event, frozen=True):
-    """All that one step brought."""
+    """Outputs of one step."""
 
     accepted: list[int]
     """Requests that got their place in the queue at the beginning of the step."""
@@ -295,7 +295,7 @@ class SessionsReport(_Event, frozen=True):
 
 
 class SessionsSwept(_Event, frozen=True):
-    """What a Sweep or an EndSession did; nothing, where no such replica or session is there."""
+    """Effect of a Sweep or an EndSession: nothing, where no such replica or session is there."""
 
     ask_id: int
     num_sessions: int
@@ -304,7 +304,7 @@ class SessionsSwept(_Event, frozen=True):
 
 
 class SessionsChanged(_Event, frozen=True):
-    """All that became of a replica's sessions in one step, or by one command."""
+    """Changes of a replica's sessions in one step, or by one command."""
 
     replica: str
     changes: list[SessionChange]

@@ -104,7 +104,7 @@ class Present(NamedTuple):
     """Their priority classes."""
 
 
-class Fleet:
+class ReplicaRegistry:
     """Registry of a device's replicas. Any thread may look, change and take away.
 
     Keys are claimed when a load begins, and given back when it failed or the replica is gone.

@@ -1,4 +1,4 @@
-"""The step thread of a device: whose step is next, what is obeyed between two steps, and what is told of each.
+"""Step loop of a device: whose step is next, what is obeyed between two steps, and what is reported of each.
 
 It alone touches schedulers and executors. Other threads leave orders and the keys of replicas that have got something
 to do, and ring.
@@ -36,7 +36,7 @@ from lockstep.worker.messages import (
     Unload,
     Unloaded,
 )
-from lockstep.worker.replica import Fleet, Replica
+from lockstep.worker.replica import Replica, ReplicaRegistry
 
 if TYPE_CHECKING:
     from lockstep.worker.flight.recorder import Recorder
@@ -46,19 +46,19 @@ log = logging.getLogger(__name__)
 Emit = Callable[[Event], None]
 """Called by several threads; must not block."""
 Order = Unload | Check | ResetPrefixCache | AskSessions | Sweep | EndSession
-"""What the step thread does between two steps."""
+"""Commands that the step thread obeys between two steps."""
 IDLE_WAIT_S = 1.0
 MAX_STEP_REPORTS_PER_S = 50.0
 """Of each replica, whatever is asked for."""
 
 
 class StepLoop:
-    """One loop for the steps of all replicas.
+    """Loop that runs the steps of all replicas.
 
     Args:
         emit: where events go.
-        fleet: who is there.
-        turns: weighs them.
+        registry: the replicas that are there.
+        scheduler: weighs them.
         clock: measures steps.
         recorder: of the device, where it has one.
         num_preparing: how many requests no engine has yet.
@@ -67,15 +67,15 @@ class StepLoop:
     def __init__(
         self,
         emit: Emit,
-        fleet: Fleet,
-        turns: DeviceScheduler,
+        registry: ReplicaRegistry,
+        scheduler: DeviceScheduler,
         clock: Clock,
         recorder: Recorder | None,
         num_preparing: Callable[[], int],
     ) -> None:
         self._emit = emit
-        self._fleet = fleet
-        self._turns = turns
+        self._registry = registry
+        self._scheduler = scheduler
         self._now_s = clock.now_s
         self._recorder = recorder
         self._num_preparing = num_preparing
@@ -96,12 +96,12 @@ class StepLoop:
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def call(self, key: str) -> None:
-        """A replica has got something to do."""
+        """Note that a replica has got something to do."""
         self._called.append(key)
         self._ring()
 
     def order(self, order: Order) -> None:
-        """Do this before the next step."""
+        """Have an order obeyed before the next step."""
         self._orders.append(order)
         self._ring()
 
@@ -120,11 +120,11 @@ class StepLoop:
 
     def waiting_s(self) -> float:
         """Seconds for which work has waited without a step being completed; 0: nothing waits."""
-        is_waiting = not self._is_idle and any(r.engine.has_work for r in self._fleet.present.replicas.values())
+        is_waiting = not self._is_idle and any(r.engine.has_work for r in self._registry.present.replicas.values())
         return max(0.0, time.monotonic() - self._progress_s) if is_waiting else 0.0
 
     def _ring(self) -> None:
-        """Whoever rings has left something before, and the loop looks after it has heard."""
+        """Wake the step thread; whoever rings has left something before, and the loop looks after it woke."""
         if not self._wake.is_set():
             self._wake.set()
 
@@ -143,7 +143,7 @@ class StepLoop:
         except Exception as error:
             log.exception("the device worker broke")
             self._stopping.set()
-            replicas = self._fleet.close()
+            replicas = self._registry.close()
             for replica in replicas:
                 replica.engine.abandon(RequestFailedError(f"the device worker broke: {error!r}"))
                 self._publish(replica)
@@ -160,9 +160,9 @@ class StepLoop:
             self._obey(self._orders.popleft())
         if self._called:
             self._look_at_called()
-        replicas, classes = self._fleet.present
+        replicas, classes = self._registry.present
         with_work = self._with_work
-        chosen = self._turns.choose(classes, with_work)
+        chosen = self._scheduler.choose(classes, with_work)
         if chosen is None:
             self._rest(classes)
             return
@@ -178,7 +178,7 @@ class StepLoop:
             log.exception("an interrupt in a step of %s", chosen)
         ended_s = self._now_s()
         started_us, ended_us = int(started_s * 1e6), int(ended_s * 1e6)
-        self._turns.spend(chosen, ended_us - started_us)
+        self._scheduler.spend(chosen, ended_us - started_us)
         if recorder is not None:
             recorder.turn(classes, with_work, chosen, started_us, ended_us)
         if not engine.has_work:
@@ -187,8 +187,8 @@ class StepLoop:
         self._publish(replica, self._report(chosen, plan, ended_s - started_s, ended_s))
 
     def _look_at_called(self) -> None:
-        """Who was called has work, unless another step has done it meanwhile."""
-        replicas = self._fleet.present.replicas
+        """Take over which replicas were called and still have work."""
+        replicas = self._registry.present.replicas
         called = [self._called.popleft() for _ in range(len(self._called))]
         with_work = [key for key in called if key in replicas and replicas[key].engine.has_work]
         self._with_work = self._with_work.union(with_work)
@@ -202,13 +202,13 @@ class StepLoop:
         self._progress_s, self._is_idle = time.monotonic(), False
 
     def _report(self, key: str, plan: StepPlan | None, duration_s: float, now_s: float) -> StepReport | None:
-        """A step in figures, where somebody watches and it is its turn."""
+        """The step in figures, where somebody watches and it is its turn."""
         if plan is None or not self.sampler.is_watched:
             return None
         return self.sampler.report(key, plan, duration_s, now_s)
 
     def _publish(self, replica: Replica, step: StepReport | None = None) -> None:
-        """One event for all that a step brought, and one for what it meant to its replica's sessions."""
+        """Emit one event for all that a step brought, and one for what it meant to its replica's sessions."""
         accepted, outputs = replica.engine.take()
         if accepted or outputs or step is not None:
             self._emit(Outputs(accepted, outputs, step))
@@ -219,7 +219,7 @@ class StepLoop:
     # -- between two steps ----------------------------------------------------------------------------------------
 
     def _obey(self, order: Order) -> None:
-        replicas = self._fleet.present.replicas
+        replicas = self._registry.present.replicas
         match order:
             case Unload(key):
                 self._unload(key)
@@ -235,7 +235,7 @@ class StepLoop:
                 self._sweep(order)
 
     def _checked(self, ask_id: int) -> Checked:
-        replicas = self._fleet.present.replicas.values()
+        replicas = self._registry.present.replicas.values()
         num_open = self._num_preparing() + sum(replica.engine.num_open for replica in replicas)
         try:
             for replica in replicas:
@@ -245,7 +245,7 @@ class StepLoop:
         return Checked(ask_id, "", num_open)
 
     def _sweep(self, order: Sweep | EndSession) -> None:
-        replica = self._fleet.find(order.replica)
+        replica = self._registry.find(order.replica)
         if replica is None:
             self._emit(SessionsSwept(order.ask_id, 0, 0))
             return
@@ -256,14 +256,14 @@ class StepLoop:
         self._emit(SessionsSwept(order.ask_id, *swept))
 
     def _unload(self, key: str) -> None:
-        replica = self._fleet.find(key)
+        replica = self._registry.find(key)
         if replica is not None:
-            self._fleet.remove(key)
+            self._registry.remove(key)
             self._with_work -= {key}
             self.sampler.forget(key)
             self._empty(replica)
             replica.close()
-            self._fleet.release(key)
+            self._registry.release(key)
         self._emit(Unloaded(key))
 
     def _empty(self, replica: Replica) -> None:
@@ -274,7 +274,7 @@ class StepLoop:
             self._recorder.closed(replica.key)
 
     def _close(self) -> None:
-        replicas = self._fleet.close()
+        replicas = self._registry.close()
         for replica in replicas:
             self._empty(replica)
         for replica in replicas:
@@ -284,7 +284,7 @@ class StepLoop:
 
 
 class StepSampler:
-    """Which steps are reported. `watch` is for any thread, the rest for one."""
+    """Choice of the steps that are reported. `watch` is for any thread, the rest for one."""
 
     def __init__(self) -> None:
         self._interval_s = math.inf
@@ -302,7 +302,7 @@ class StepSampler:
         return self._interval_s < math.inf
 
     def report(self, replica: str, plan: StepPlan, duration_s: float, now_s: float) -> StepReport | None:
-        """A step has ended now; None: it is not reported."""
+        """Report a step that has ended now; None: it is not reported."""
         interval_s = self._interval_s
         last_s, num_unreported = self._last.get(replica, (-math.inf, 0))
         if now_s - last_s < interval_s or interval_s == math.inf:
@@ -314,5 +314,5 @@ class StepSampler:
         )
 
     def forget(self, replica: str) -> None:
-        """It is unloaded."""
+        """Forget a replica that is unloaded."""
         self._last.pop(replica, None)

@@ -1,0 +1,227 @@
+"""Links to real workers, in a process and in threads: what they carry, what they refuse, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.worker import link as links
+from lockstep.worker.link import Link, ProcessLink, SpawnedWorker, ThreadLink, WorkerOptions, open_link
+from lockstep.worker.messages import (
+    AskHealth,
+    Event,
+    HealthReport,
+    Load,
+    Loaded,
+    Outputs,
+    Submit,
+    TrialOptions,
+    Unload,
+    Unloaded,
+)
+from tests.waiting import ENDLESS_MS, HANG_S, Gate
+from tests.worker.support import SHORT, ask
+
+SMALL = LoadOptions(EngineOptions(num_blocks=64))
+needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
+PROCESS = pytest.param("process", marks=needs_unix)
+KINDS = pytest.mark.parametrize("kind", ["thread", PROCESS])
+
+
+class Heard:
+    """What a link brings, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.endings: list[str] = []
+
+    def received(self, event: Event) -> None:
+        self.events.append(event)
+
+    def lost(self, reason: str) -> None:
+        self.endings.append(reason)
+
+    async def of(self, kind: type[Event]) -> Event:
+        """The latest event of a kind, waited for."""
+        await until(lambda: any(isinstance(event, kind) for event in self.events))
+        return next(event for event in reversed(self.events) if isinstance(event, kind))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def linked(kind: str, source: str = "stub://alpha") -> AsyncIterator[tuple[Link, Heard]]:
+    """A link to a worker that has one replica, ``a``."""
+    heard = Heard()
+    link = await open_link(WorkerOptions("process" if kind == "process" else "thread"), heard)
+    try:
+        link.send(Load("a", source, SMALL, TrialOptions(enabled=False)))
+        await heard.of(Loaded)
+        yield link, heard
+    finally:
+        await asyncio.wait_for(link.close(), HANG_S)
+
+
+@KINDS
+async def test_commands_go_in_and_events_come_out_in_their_order(kind: str) -> None:
+    async with linked(kind) as (link, heard):
+        assert (link.pid is None) == (kind == "thread")
+        for number in range(3):
+            link.send(Submit(number, "a", ask("abc", SHORT)))
+        link.send(AskHealth(7))
+        report = await heard.of(HealthReport)
+        assert isinstance(report, HealthReport)
+        assert report.ask_id == 7
+        await until(lambda: len(texts_of(heard)) == 3)
+        assert set(texts_of(heard)) == {"[stub:alpha] ok len=3 max=40"}
+        link.send(Unload("a"))
+        await heard.of(Unloaded)
+    assert heard.endings == [], "whoever closes a link is not told that the worker is gone"
+
+
+def texts_of(heard: Heard) -> list[str]:
+    outputs = [output for event in heard.events if isinstance(event, Outputs) for output in event.outputs]
+    return [output.request.text for output in outputs if output.request is not None]
+
+
+@KINDS
+async def test_what_was_closed_takes_commands_and_does_nothing(kind: str) -> None:
+    async with linked(kind) as (link, heard):
+        pass
+    num_events = len(heard.events)
+    link.send(AskHealth(1))
+    await asyncio.sleep(0.05)
+    assert len(heard.events) == num_events
+
+
+@KINDS
+async def test_a_number_that_no_message_can_hold_is_the_requests_fault_and_no_others(kind: str) -> None:
+    async with linked(kind) as (link, heard):
+        if kind == "process":
+            with pytest.raises(InvalidParameterError, match="does not fit 64 bits"):
+                link.send(Submit(1, "a", ask("abc", SamplingParams(max_tokens=1 << 70))))
+        link.send(Submit(2, "a", ask("abc", SHORT)))
+        await until(lambda: len(texts_of(heard)) == 1)
+
+
+def fill(link: Link) -> None:
+    """Send more than is ever left unread."""
+    for number in range(1000):
+        link.send(Submit(number, "a", ask("x" * 20_000, SHORT)))
+
+
+@needs_unix
+async def test_requests_are_refused_that_a_worker_does_not_read_and_commands_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with linked("process") as (link, heard):
+        assert link.pid is not None
+        monkeypatch.setattr(links, "MAX_UNSENT_BYTES", 1 << 20)
+        os.kill(link.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(QueueFullError, match="1048576 bytes of requests already wait"):
+                fill(link)
+            link.send(AskHealth(9))
+        finally:
+            os.kill(link.pid, signal.SIGCONT)
+        report = await heard.of(HealthReport)
+        assert isinstance(report, HealthReport)
+        assert report.ask_id == 9
+
+
+async def test_requests_are_refused_that_the_receiving_thread_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    async with linked("thread") as (link, heard):
+        monkeypatch.setattr(links, "MAX_COMMANDS", 0)
+        with pytest.raises(QueueFullError, match="0 commands already wait"):
+            link.send(Submit(1, "a", ask("abc", SHORT)))
+        link.send(AskHealth(9))
+        await heard.of(HealthReport)
+
+
+@needs_unix
+@pytest.mark.parametrize(
+    ("number", "how"), [(signal.SIGKILL, "signal 9 (SIGKILL)"), (signal.SIGSEGV, "signal 11 (SIGSEGV)")]
+)
+async def test_a_process_that_dies_is_lost_once_and_by_the_name_of_its_death(number: int, how: str) -> None:
+    async with linked("process") as (link, heard):
+        assert link.pid is not None
+        os.kill(link.pid, number)
+        await until(lambda: bool(heard.endings))
+        link.send(AskHealth(1))  # to nobody
+        await asyncio.sleep(0.05)
+        assert heard.endings == [how]
+
+
+@needs_unix
+async def test_a_process_that_hangs_is_killed_and_then_lost_like_any_other() -> None:
+    async with linked("process") as (link, heard):
+        assert link.pid is not None
+        os.kill(link.pid, signal.SIGSTOP)
+        link.kill()
+        await until(lambda: bool(heard.endings))
+        assert heard.endings == ["signal 9 (SIGKILL)"]
+
+
+@needs_unix
+async def test_closing_ends_a_process_that_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped, it reads neither the command nor the end of its stream: what is left is to kill it."""
+    monkeypatch.setattr(links, "STOP_LIMIT_S", 0.05)
+    monkeypatch.setattr(links, "EOF_LIMIT_S", 0.05)
+    async with linked("process") as (link, heard):
+        assert link.pid is not None
+        process = psutil.Process(link.pid)
+        process.suspend()
+    await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    assert heard.endings == []
+
+
+async def test_closing_threads_waits_for_the_step_under_way(gate: Gate) -> None:
+    async with linked("thread", f"stub://alpha?step_ms={ENDLESS_MS}") as (link, _):
+        assert isinstance(link, ThreadLink)
+        link.send(Submit(1, "a", ask("abc", SHORT)))
+        await until(lambda: gate.num_held == 1)
+        closing = asyncio.create_task(link.close())
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        gate.open()
+        await asyncio.wait_for(closing, HANG_S)
+        assert not link._steps.is_alive()
+
+
+@needs_unix
+async def test_who_opens_a_link_and_leaves_leaves_no_process() -> None:
+    spawned = SpawnedWorker("text", "warning")
+    pid = spawned._process.pid
+    opening = asyncio.create_task(ProcessLink.open(Heard(), spawned))
+    await asyncio.sleep(0)
+    opening.cancel()
+    [opened] = await asyncio.gather(opening, return_exceptions=True)
+    if isinstance(opened, ProcessLink):  # it was quicker
+        await opened.close()
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not spawned.is_free
+
+
+@needs_unix
+def test_where_no_process_can_be_started_the_error_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    before = psutil.Process().num_fds()
+    with pytest.raises(ExecutorError, match=r"no worker process can be started: .*/nowhere/python"):
+        SpawnedWorker("text", "warning")
+    assert psutil.Process().num_fds() == before, "both ends of its socket are closed"
