@@ -1,4 +1,4 @@
-"""Messages as bytes: msgpack frames, each after its length, and the outbox that sends them.
+"""Messages as bytes: msgpack frames, each after its length, with forms for errors, vectors and paths.
 
 Format of a frame: uint32 little-endian length, then one msgpack array whose first element names the message.
 """
@@ -22,20 +22,14 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import InvalidParameterError, LockstepError
 from lockstep.worker.messages import Command, Event, Refused, Submit
 
-log = logging.getLogger(__name__)
-
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 30
 """The largest messages are vocabularies (megabytes) and long prompts."""
-MAX_BACKLOG_BYTES = 256 << 20
-"""A server that leaves so much unread is stuck for good; the worker ends, and with it what nobody would read."""
-EXIT_UNREAD = 75
-"""Exit code of a worker whose events nobody reads."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
 def command_encoder() -> msgspec.msgpack.Encoder:
-    """An encoder, not to be shared by threads; the same holds for the others."""
+    """Not to be shared by threads; the same holds for the others."""
     return msgspec.msgpack.Encoder(enc_hook=_encode)
 
 
@@ -52,7 +46,7 @@ def event_decoder() -> msgspec.msgpack.Decoder[Event]:
 
 
 def request_decoder() -> msgspec.msgpack.Decoder[GenerationRequest]:
-    """A decoder of requests that are kept, and not sent."""
+    """For requests that are kept, and not sent."""
     return msgspec.msgpack.Decoder(GenerationRequest, dec_hook=_decode)
 
 
@@ -74,7 +68,7 @@ def refusal_of(body: bytes, error: msgspec.ValidationError) -> Refused:
 
 
 class FrameReader:
-    """Splitter of a stream of bytes into frames."""
+    """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -108,64 +102,6 @@ class FrameReader:
             at += length
         self._rest = bytearray(data[at:])
         return bodies
-
-
-class Outbox:
-    """Sender of events to a socket, from any thread, without ever waiting.
-
-    The engine's thread sends what a step brought by itself, which costs a system call and no change of threads. Only
-    what a slow reader leaves over goes to a thread that may block, and stays in order.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._encoder = event_encoder()
-        self._backlog: deque[bytes] = deque()
-        self._num_bytes = 0
-        self._changed = threading.Condition()
-        threading.Thread(target=self._send_backlog, name="lockstep-outbox", daemon=True).start()
-
-    def post(self, event: Event) -> None:
-        """Send an event, or keep it for the thread that waits for the reader."""
-        with self._changed:
-            data = framed(self._encoder.encode(event))
-            sent = 0
-            if not self._backlog:
-                try:
-                    sent = self._socket.send(data, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    pass
-                except OSError:  # nobody is there any more, which the receiving thread finds out as well
-                    return
-            if sent < len(data):
-                self._keep(data[sent:])
-
-    def flush(self, limit_s: float) -> None:
-        """Wait until everything is sent, for so many seconds at most."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._backlog, limit_s)
-
-    def _keep(self, data: bytes) -> None:
-        self._backlog.append(data)
-        self._num_bytes += len(data)
-        if self._num_bytes > MAX_BACKLOG_BYTES:
-            log.critical("%d bytes of events are unread; the worker ends", self._num_bytes)
-            os._exit(EXIT_UNREAD)
-        self._changed.notify_all()
-
-    def _send_backlog(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._backlog)
-                data = self._backlog[0]
-            try:
-                self._socket.sendall(data)
-            except OSError:  # as above
-                return
-            with self._changed:
-                self._backlog.popleft()
-                self._num_bytes -= len(data)
-                self._changed.notify_all()
 
 
 def _encode(value: object) -> object:
