@@ -12,8 +12,9 @@ import pytest
 
 from lockstep import LLM, AsyncEngine, EngineOptions, GenerationRequest, LoadOptions, SamplingParams
 from lockstep.engine.engine import Engine
+from lockstep.engine.input_processing import prepare
 from lockstep.engine.output_rules import POOLINGS, Pooling
-from lockstep.errors import InvalidParameterError
+from lockstep.errors import InvalidParameterError, PromptTooLongError
 
 TEXTS = ["I was charged twice", "My login page shows an error " * 12, "Is a clause enforceable", "hi"]
 
@@ -71,3 +72,11 @@ def test_a_wrong_pooling_and_a_model_without_hidden_states_are_refused(llm: LLM)
         llm.embed("x", pooling="max")  # type: ignore[arg-type]  # the wrong value is the point
     with LLM("stub://x") as stub, pytest.raises(InvalidParameterError, match="no hidden states"):
         stub.embed("x")
+
+
+def test_a_pooled_prompt_may_fill_the_context_but_for_one_token(llm: LLM) -> None:
+    model, config = llm.model, llm.engine.config
+    longest = config.max_model_len - 1
+    assert prepare(model, config, GenerationRequest((7,) * longest, pooling="mean")).max_output_tokens == 1
+    with pytest.raises(PromptTooLongError, match=f"at most {longest} are possible"):
+        prepare(model, config, GenerationRequest((7,) * (longest + 1), pooling="mean"))
