@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -16,7 +18,13 @@ settings.load_profile("lockstep")  # no example is timed, and a failing one says
 
 
 def pytest_configure() -> None:
-    """Ctrl-C reaches the processes that tests start, also where the tests themselves run in a shell's background."""
+    """What the processes that tests start inherit.
+
+    Ctrl-C reaches them, also where the tests themselves run in a shell's background. And the package is compiled once,
+    not by each of some two hundred processes, also where the environment says that no bytecode be written.
+    """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -5,26 +5,20 @@ from __future__ import annotations
 import functools
 import http.server
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from lockstep.server.access import OPEN_PATHS
 from lockstep.server.options import ServerOptions
 from lockstep.server.status import docs_page
+from tests.browser import chromium
 from tests.server.living import Living, living
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    "--host-resolver-rules=MAP app.example 127.0.0.1",
-)
 ASK = """async ([url, method, path, body]) => {
     try {
         const headers = body ? {"Content-Type": "application/json", "Authorization": "Bearer x"} : {};
@@ -39,12 +33,8 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=list(FLAGS))
-        yield browser
-        browser.close()
+    with chromium() as launched:
+        yield launched
 
 
 @pytest.fixture(scope="module")
