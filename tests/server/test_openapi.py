@@ -9,6 +9,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import load_all_checks
+from schemathesis.core.result import Ok
 from schemathesis.pytest.lazy import get_all_tests
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
@@ -43,6 +44,7 @@ def test_every_operation_does_what_the_document_says(server: ServerProcess, subt
     load_all_checks()
     num_operations = 0
     for result in get_all_tests(schema=schema, test_func=check_operation, settings=None, given_kwargs=None):
+        assert isinstance(result, Ok), result
         operation, test = result.ok()
         num_operations += 1
         with subtests.test(operation.label):
