@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from lockstep.cli.main import VERBS
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 
@@ -219,6 +221,7 @@ def test_modules_say_what_they_are() -> None:
 def test_no_dead_modules() -> None:
     imported = {name for path in MODULES for name, _ in facts_of(path).imports}
     entry_points = {"lockstep", "lockstep.cli.main", "lockstep.__main__"}
+    entry_points |= {home.partition(":")[0] for home, _ in VERBS.values()}
     for path in MODULES:
         name = module_name(path)
         if path.name != "__init__.py" and name not in entry_points:

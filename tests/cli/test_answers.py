@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.answers import AnswerWriter, Piece
+from lockstep.cli.conversation import AnswerWriter, Piece
 from lockstep.cli.main import invoke
 
 THINKING = "stub://a?field=%3Cthink%3Ewhy%3C/think%3Eroute"

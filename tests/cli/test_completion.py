@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from lockstep.cli.completion import VARIABLE
-from lockstep.cli.main import invoke
+from lockstep.cli.main import COMPLETION_VARIABLE, invoke
 from tests.waiting import HANG_S
 
 
@@ -33,16 +32,16 @@ def asked(**environment: str) -> str:
     ],
 )
 def test_bash_is_told_what_comes_next(words: str, position: int, expected: list[str]) -> None:
-    answer = asked(**{VARIABLE: "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)})
+    answer = asked(**{COMPLETION_VARIABLE: "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)})
     assert answer.split() == expected
 
 
 def test_zsh_and_fish_are_told_with_help() -> None:
-    zsh = asked(**{VARIABLE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "lockstep col"})
+    zsh = asked(**{COMPLETION_VARIABLE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "lockstep col"})
     assert '"collect-env":"Print versions' in zsh
     fish = asked(
         **{
-            VARIABLE: "complete_fish",
+            COMPLETION_VARIABLE: "complete_fish",
             "_TYPER_COMPLETE_FISH_ACTION": "get-args",
             "_TYPER_COMPLETE_ARGS": "lockstep cha",
         }
@@ -54,7 +53,7 @@ def test_zsh_and_fish_are_told_with_help() -> None:
 def test_a_script_names_the_program_and_the_variable(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert f"{VARIABLE}=complete_{shell}" in script
+    assert f"{COMPLETION_VARIABLE}=complete_{shell}" in script
     assert "lockstep completion" in script.splitlines()[-1]
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=HANG_S)

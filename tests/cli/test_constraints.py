@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.constraints import constraint_of
 from lockstep.cli.main import invoke
+from lockstep.cli.run import constraint_of
 from lockstep.errors import UsageError
 from lockstep.executors.constraint import Constraint
 

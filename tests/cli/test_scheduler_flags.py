@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from lockstep.cli.flag_groups import field_docs, with_flags
-from lockstep.cli.main import app, invoke
+from lockstep.cli.main import command_of, invoke
 from lockstep.cli.serve import decided_options
 from lockstep.cli.serve_flags import ENGINE
 from lockstep.cluster.manifest_engine import engine_keys
@@ -61,8 +61,7 @@ VLLM_NAMES = {
 
 def parameters() -> dict[str, Any]:
     """Of `lockstep serve`, by name."""
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]  # the root is a group
-    return {parameter.name: parameter for parameter in command.params}
+    return {parameter.name: parameter for parameter in command_of("serve").params}
 
 
 def said(name: str, value: object, flag: str = "") -> list[str]:

@@ -13,21 +13,21 @@ from typing import Any, get_args, get_type_hints
 
 import psutil
 import pytest
-import typer
 
 from lockstep.cli.config_file import read_config
-from lockstep.cli.foreign_flags import ForeignFlags, answers_to
-from lockstep.cli.main import app, invoke
+from lockstep.cli.main import command_of, invoke
 from lockstep.cli.options import OPENVINO
 from lockstep.cli.serve import server_options, split_address, split_keys
 from lockstep.cli.serve_flags import (
     ENGINE,
     ClusterFlags,
+    ForeignFlags,
     LimitFlags,
     ListenFlags,
     ModelFlags,
     ReportFlags,
     WorkerFlags,
+    answers_to,
 )
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import UsageError
@@ -345,7 +345,7 @@ def test_no_foreign_flag_is_ignored_in_silence() -> None:
 
 
 def test_the_environment_has_a_variable_for_every_option() -> None:
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]  # the root is a group
+    command = command_of("serve")
     assert command.context_settings["auto_envvar_prefix"] == "LOCKSTEP"
     names = {parameter.name for parameter in command.params}
     assert known_flags() | {"model", "config", "debug"} <= names

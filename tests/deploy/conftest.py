@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import httpx2
 import pytest
-import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.cli.flag_groups import ENVIRONMENT_PREFIX
-from lockstep.cli.main import app
+from lockstep.cli.main import command_of
 from tests.server.process import serve
 
 
 @pytest.fixture(scope="session")
 def flag_variables() -> set[str]:
     """The environment variables that are flags of `lockstep serve`."""
-    command = typer.main.get_command(app)
-    flags = command.commands["serve"].params  # type: ignore[attr-defined]  # the root is a group
+    flags = command_of("serve").params
     return {f"{ENVIRONMENT_PREFIX}_{flag.name.upper()}" for flag in flags}
 
 

@@ -6,11 +6,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 import lockstep
-from lockstep.cli.main import app
+from lockstep.cli.main import VERBS, app, command_of
 from lockstep.cluster.manifest_file import parse
 from lockstep.errors import ManifestError
 from tests.cluster.faulty_forms import BASE, SHAPE, VALUES
@@ -25,7 +24,7 @@ def test_every_verb_has_the_help_that_users_know(monkeypatch: pytest.MonkeyPatch
         if not name.startswith("LOCKSTEP_WRITE"):
             monkeypatch.delenv(name)
     told: list[str] = []
-    for verb in _verbs(typer.main.get_command(app), ()):
+    for verb in _verbs():
         result = CliRunner().invoke(app, [*verb, "--help"], prog_name="lockstep", terminal_width=WIDTH, color=False)
         assert result.exit_code == 0, result.output
         told += [f"==== {' '.join(('lockstep', *verb))}", *map(str.rstrip, result.output.splitlines())]
@@ -45,8 +44,10 @@ def test_the_package_has_the_names_that_users_import() -> None:
     hold("names.txt", lockstep.__all__)
 
 
-def _verbs(command: object, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _verbs() -> Iterator[tuple[str, ...]]:
     """Every command of the tree by its words, the root's first."""
-    yield path
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from _verbs(inner, (*path, name))
+    yield ()
+    for name in VERBS:
+        yield (name,)
+        for inner in getattr(command_of(name), "commands", {}):
+            yield name, inner

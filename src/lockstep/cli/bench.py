@@ -16,7 +16,7 @@ import typer
 from lockstep.cli import bench_options as load
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
-from lockstep.cli.flag_groups import with_flags
+from lockstep.cli.flag_groups import show_help_without_command, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.replay_options import settings_of
 from lockstep.engine.options import LoadOptions
@@ -34,7 +34,7 @@ bench_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 @bench_app.callback()
 def _bench(context: typer.Context) -> None:
     """Measure a server, or the engine in this process."""
-    flags.show_help_without_command(context)
+    show_help_without_command(context)
 
 
 @bench_app.command()

@@ -11,8 +11,16 @@ from msgspec import to_builtins
 
 from lockstep.cli import bench_options as remote_flags
 from lockstep.cli import options as flags
-from lockstep.cli.answers import Answer, Message, Piece
-from lockstep.cli.conversation import ANY_VOCABULARY, Conversation, answer_one, converse, system_of
+from lockstep.cli.conversation import (
+    ANY_VOCABULARY,
+    Answer,
+    Conversation,
+    Message,
+    Piece,
+    answer_one,
+    converse,
+    system_of,
+)
 from lockstep.errors import UsageError
 from lockstep.executors.sampling_params import SamplingParams
 

@@ -16,7 +16,7 @@ import typer
 from lockstep.errors import UsageError
 
 ENVIRONMENT_PREFIX = "LOCKSTEP"
-"""Of `lockstep serve`: ``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
+"""Of the flags of `lockstep serve`: ``--max-model-len`` is also ``LOCKSTEP_MAX_MODEL_LEN``."""
 Answer = TypeVar("Answer")
 Options = TypeVar("Options")
 
@@ -173,3 +173,9 @@ def refuse_others(context: typer.Context, used: Collection[str], why: str) -> No
         if name not in used and source is not None and source.name == "COMMANDLINE":
             said = max(parameter.opts, key=len) if parameter.opts[0].startswith("-") else parameter.metavar or name
             raise UsageError(f"{said} {why}")
+
+
+def show_help_without_command(context: typer.Context) -> None:
+    """Print a group's help where it is called without a command."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

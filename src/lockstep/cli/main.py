@@ -1,5 +1,8 @@
-"""`lockstep`: the entry point. Whatever goes wrong becomes one line, a manifest's faults one each, a boot over budget a
-line and a table; exit code 2. `--debug` shows the traceback."""
+"""`lockstep`: the entry point, and its verbs, each of which is imported when it is chosen.
+
+Whatever goes wrong becomes one line, a manifest's faults one each, a boot over budget a line and a table; exit code 2.
+`--debug` shows the traceback.
+"""
 
 from __future__ import annotations
 
@@ -7,57 +10,101 @@ import errno
 import os
 import sys
 import traceback
-from typing import Annotated
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
-from lockstep.cli.bench import bench_app
-from lockstep.cli.calibrate import calibrate
-from lockstep.cli.chat import chat
-from lockstep.cli.check import check
-from lockstep.cli.collect_env import collect_env
-from lockstep.cli.completion import VARIABLE, completion, enable_completion
-from lockstep.cli.diff import bisect, diff
-from lockstep.cli.flag_groups import ENVIRONMENT_PREFIX
-from lockstep.cli.hub import list_models, pull, rm
-from lockstep.cli.models import models_app
-from lockstep.cli.options import show_help_without_command
-from lockstep.cli.ps import ps
-from lockstep.cli.replay import replay
-from lockstep.cli.run import run
-from lockstep.cli.serve import serve
-from lockstep.cli.sweep import sweep
+from lockstep.cli.flag_groups import ENVIRONMENT_PREFIX, show_help_without_command
 from lockstep.errors import LockstepError, ManifestError, OverBudgetError
 from lockstep.version import __version__
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+COMPLETION_VARIABLE = "_LOCKSTEP_COMPLETE"
+"""The environment variable by which a shell's script asks the program what comes next."""
+VERBS: Mapping[str, tuple[str, str]] = {
+    "run": ("lockstep.cli.run:run", "Answer a prompt, or chat when there is none."),
+    "serve": ("lockstep.cli.serve:serve", "Serve a model, or a cluster of them, to OpenAI clients."),
+    "check": (
+        "lockstep.cli.manifests:check",
+        "Tell every fault of a manifest, or where its models would be; exit code 2 if it would not boot.",
+    ),
+    "calibrate": (
+        "lockstep.cli.calibrate:calibrate",
+        "Fit a step-time model to a recording, and say how far it can be trusted.",
+    ),
+    "ps": ("lockstep.cli.ps:ps", "Show the models of a running cluster, its budgets and its counters."),
+    "replay": (
+        "lockstep.cli.replay:replay",
+        "Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes.",
+    ),
+    "diff": (
+        "lockstep.cli.diff:diff",
+        "Tell the first step that A and B decide differently, and why; exit code 1 if there is one.",
+    ),
+    "bisect": (
+        "lockstep.cli.diff:bisect",
+        "Take over each differing field alone, and all but each, and tell which of them makes the metric.",
+    ),
+    "sweep": (
+        "lockstep.cli.sweep:sweep",
+        "Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them.",
+    ),
+    "chat": ("lockstep.cli.chat:chat", "Chat with a server that speaks OpenAI's language; ours is the default."),
+    "pull": (
+        "lockstep.cli.models:pull",
+        "Bring a model from the Hugging Face hub into its cache, or the cached one up to date.",
+    ),
+    "list": ("lockstep.cli.models:list_models", "List the models in the hub's cache that can be served."),
+    "rm": ("lockstep.cli.models:rm", "Delete a model, one revision of it or one GGUF file from the hub's cache."),
+    "collect-env": (
+        "lockstep.cli.collect_env:collect_env",
+        "Print versions, machine, limits, caches and settings: paste it into a bug report.",
+    ),
+    "completion": (
+        "lockstep.cli.main:completion",
+        'Print the script for a shell\'s completion, e.g. eval "$(lockstep completion bash)" in ~/.bashrc.',
+    ),
+    "models": ("lockstep.cli.models:models_app", "Look at models on disk."),
+    "bench": ("lockstep.cli.bench:bench_app", "Measure a server, or the engine in this process."),
+}
+"""By name, in the order of the help: where its function or group is, and the first line of that one's docstring."""
+
+
+class _LazyGroup(TyperGroup):
+    """Commands that stand only with their line of help, until one is chosen and imported."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # the types are of a module that typer keeps private
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else command_of(name), rest
+
 
 app = typer.Typer(
     name="lockstep",
     help="Serves language models on one box; the same bytes alone or batched.",
+    cls=_LazyGroup,
     invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(run)
-app.command(context_settings={"auto_envvar_prefix": ENVIRONMENT_PREFIX})(serve)
-app.command()(check)
-app.command()(calibrate)
-app.command()(ps)
-app.command()(replay)
-app.command()(diff)
-app.command()(bisect)
-app.command()(sweep)
-app.command()(chat)
-app.command()(pull)
-app.command("list")(list_models)
-app.command()(rm)
-app.command("collect-env")(collect_env)
-app.command()(completion)
-app.add_typer(models_app, name="models")
-app.add_typer(bench_app, name="bench")
+for _name, (_, _help) in VERBS.items():
+    app.command(_name, help=_help)(lambda: None)
+
+
+def command_of(name: str) -> Any:
+    """A verb as typer's command or group; its module is imported."""
+    module, _, attribute = VERBS[name][0].partition(":")
+    verb = getattr(import_module(module), attribute)
+    if isinstance(verb, typer.Typer):
+        return typer.main.get_group(verb)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    settings = {"auto_envvar_prefix": ENVIRONMENT_PREFIX} if name == "serve" else None
+    alone.command(name, context_settings=settings)(verb)
+    return typer.main.get_command(alone)
 
 
 def _print_version(value: bool) -> None:
@@ -77,6 +124,21 @@ def _root(
     show_help_without_command(context)
 
 
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Whose script to print.")],
+) -> None:
+    """Print the script for a shell's completion, e.g. eval "$(lockstep completion bash)" in ~/.bashrc."""
+    from typer.completion import get_completion_script
+
+    install = {
+        "bash": 'eval "$(lockstep completion bash)" in ~/.bashrc',
+        "zsh": 'eval "$(lockstep completion zsh)" in ~/.zshrc, after compinit',
+        "fish": "lockstep completion fish > ~/.config/fish/completions/lockstep.fish",
+    }
+    print(get_completion_script(prog_name="lockstep", complete_var=COMPLETION_VARIABLE, shell=shell))
+    print(f"# {install[shell]}")  # last: zsh reads a script's first line
+
+
 def main() -> None:
     """Run the command line and exit."""
     for name in ("stdout", "stderr"):
@@ -87,8 +149,10 @@ def main() -> None:
 
 def invoke(argv: list[str]) -> int:
     """Run one command; returns its exit code and never raises what a user could have caused."""
-    if VARIABLE in os.environ:
-        enable_completion()
+    if COMPLETION_VARIABLE in os.environ:  # typer does it by itself only where it also adds its own options
+        from typer.completion import completion_init
+
+        completion_init()
     try:
         code = app(args=argv, prog_name="lockstep", standalone_mode=False)
         return _flushed(code if isinstance(code, int) else 0)

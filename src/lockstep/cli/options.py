@@ -10,7 +10,6 @@ import typer
 
 from lockstep.cli.flag_groups import Flag, OptionFlags
 from lockstep.engine.options import EngineOptions, check_limits, check_sizes
-from lockstep.engine.sizing import machine_memory_bytes
 from lockstep.errors import UsageError
 from lockstep.executors.openvino.options import OpenVINOOptions
 
@@ -49,6 +48,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def checked(options: EngineOptions) -> EngineOptions:
     """The options; ConfigError for what flags ask of any engine in vain. It names the flag of a size."""
+    from lockstep.engine.sizing import machine_memory_bytes
+
     check_limits(options)
     check_sizes(options, machine_memory_bytes(), SIZE_FLAGS)
     return options
@@ -80,9 +81,3 @@ def read_template(path: Path | None) -> str | None:
         raise UsageError(
             f"--chat-template {path} cannot be read ({error}); a Jinja file in UTF-8 is expected"
         ) from error
-
-
-def show_help_without_command(context: typer.Context) -> None:
-    """A group that is called without a command prints its help."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())

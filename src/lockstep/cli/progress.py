@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from lockstep.engine.loading import Progress
+from lockstep.engine.options import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from lockstep.cli import bench_options as remote_flags
 from lockstep.cli import options as flags
-from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, ModelSnapshot, ReplicaSnapshot
 from lockstep.errors import RemoteError
+
+if TYPE_CHECKING:
+    from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, ModelSnapshot, ReplicaSnapshot
 
 _COLUMNS = ("MODEL", "TIER", "STATE", "PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE")
 _NUM_LEFT = 3
@@ -26,6 +29,7 @@ def ps(
     """Show the models of a running cluster, its budgets and its counters."""
     from lockstep.bench.protocol import Target
     from lockstep.bench.remote import Remote
+    from lockstep.cluster.snapshot import ClusterSnapshot
 
     with Remote(Target.parse(base_url, api_key)) as remote:
         answer = remote.get("/v1/cluster")

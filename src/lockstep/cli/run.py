@@ -5,30 +5,79 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli import constraints
 from lockstep.cli import options as flags
-from lockstep.cli.answers import Answer, Message, Piece
-from lockstep.cli.conversation import ANY_VOCABULARY, Conversation, answer_one, converse, prompt_of, system_of
+from lockstep.cli.conversation import (
+    ANY_VOCABULARY,
+    Answer,
+    Conversation,
+    Message,
+    Piece,
+    answer_one,
+    converse,
+    prompt_of,
+    system_of,
+)
 from lockstep.cli.flag_groups import with_flags
 from lockstep.cli.progress import loading_progress
-from lockstep.engine.llm import LLM
 from lockstep.engine.options import LoadOptions
-from lockstep.engine.outputs import RequestOutput
-from lockstep.engine.request import Conversation as ChatPrompt
-from lockstep.engine.request import GenerationRequest
 from lockstep.errors import UsageError
+from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from lockstep.engine.llm import LLM
+    from lockstep.engine.outputs import RequestOutput
 
 Prompt = Annotated[
     str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintFlags:
+    """What an answer must be; at most one of them is given."""
+
+    json_schema: Annotated[
+        str | None, typer.Option(metavar="FILE|JSON", help="The answer is a JSON document that this schema accepts.")
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="The whole answer matches this pattern.")] = None
+    choice: Annotated[list[str] | None, typer.Option(help="The answer is one of these texts; repeat the flag.")] = None
+    grammar: Annotated[Path | None, typer.Option(metavar="FILE", help="The answer is a word of this Lark grammar.")] = (
+        None
+    )
+
+    def constraint(self) -> Constraint | None:
+        """The one constraint that the flags mean, or none.
+
+        Raises:
+            UsageError: there are several, or a file cannot be read.
+        """
+        flags = {
+            "--json-schema": self.json_schema,
+            "--regex": self.regex,
+            "--choice": self.choice or None,
+            "--grammar": self.grammar,
+        }
+        given = [name for name, value in flags.items() if value is not None]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} exclude each other; give one of them")
+        if self.json_schema is not None:
+            is_json = self.json_schema.lstrip().startswith("{")
+            schema = self.json_schema if is_json else _read("--json-schema", Path(self.json_schema))
+            return Constraint.json_schema(schema)
+        if self.regex is not None:
+            return Constraint.regex(self.regex)
+        if self.choice:
+            return Constraint.choice(self.choice)
+        return None if self.grammar is None else Constraint.lark(_read("--grammar", self.grammar))
 
 
 @with_flags
@@ -49,14 +98,11 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
-    json_schema: constraints.JsonSchema = None,
-    regex: constraints.Regex = None,
-    choice: constraints.Choice = None,
-    grammar: constraints.Grammar = None,
+    *,
+    must_be: ConstraintFlags,
     chat_template: flags.ChatTemplate = None,
     chat_template_kwargs: flags.ChatTemplateKwargs = None,
     reasoning: flags.Reasoning = "auto",
-    *,
     pool: flags.Pool,
     openvino: flags.OpenVINO,
     cache_dir: flags.CacheDir = None,
@@ -79,7 +125,7 @@ def run(
         min_tokens=min_tokens,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
-        constraint=constraints.constraint_of(json_schema, regex, choice, grammar),
+        constraint=must_be.constraint(),
     )
     params.validate(ANY_VOCABULARY)  # what is wrong whatever the model is said before it is loaded
     answering = partial(LocalAnswerer, flags.template_kwargs(chat_template_kwargs), reasoning, raw)
@@ -94,6 +140,13 @@ def run(
     if prompt is None and as_json:
         raise UsageError("--json needs a prompt: add -p TEXT (or -p - for standard input)")
     _talk(model, load, answering, conversing, prompt, as_json)
+
+
+def _read(flag: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag}: {path} cannot be read: {error}; give a text file") from None
 
 
 def _talk(
@@ -116,6 +169,8 @@ def _talk(
 
 
 def _load(model: str, options: LoadOptions) -> LLM:
+    from lockstep.engine.llm import LLM
+
     with loading_progress(model) as progress:
         return LLM(model, options, progress=progress)
 
@@ -133,6 +188,9 @@ class LocalAnswerer:
 
     def ask(self, messages: Sequence[Message], params: SamplingParams, answer: Answer) -> Generator[Piece]:
         """Stream the answer; leaving it aborts the request."""
+        from lockstep.engine.request import Conversation as ChatPrompt
+        from lockstep.engine.request import GenerationRequest
+
         if self.knows_roles:
             request = GenerationRequest(ChatPrompt(messages, self._template_kwargs, self._reasoning), params)
         else:

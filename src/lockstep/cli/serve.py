@@ -17,17 +17,18 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli.config_file import use_config
 from lockstep.cli.flag_groups import with_flags
-from lockstep.cli.foreign_flags import ForeignFlags, answers_to
 from lockstep.cli.manifests import backend_of, read_manifest
 from lockstep.cli.progress import ServingProgress
 from lockstep.cli.serve_flags import (
     ENGINE,
     ClusterFlags,
+    ForeignFlags,
     LimitFlags,
     ListenFlags,
     ModelFlags,
     ReportFlags,
     WorkerFlags,
+    answers_to,
 )
 from lockstep.core.policy import Order, least_batched_tokens
 from lockstep.engine.options import DEFAULTS, EngineOptions, LoadOptions

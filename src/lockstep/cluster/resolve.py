@@ -20,8 +20,8 @@ from lockstep.cluster.budget import BudgetTable, Footprint, Machine, Need, Origi
 from lockstep.cluster.manifest import Entry, Manifest, Resources, Tier
 from lockstep.cluster.replica_state import ReplicaSpec
 from lockstep.engine.chat_template import ChatTemplate
-from lockstep.engine.loading import Progress, default_cache_dir, download_stage
-from lockstep.engine.options import EngineOptions, LoadOptions, check_limits, check_sizes
+from lockstep.engine.loading import default_cache_dir, download_stage
+from lockstep.engine.options import EngineOptions, LoadOptions, Progress, check_limits, check_sizes
 from lockstep.engine.sizing import available_memory_bytes, machine_memory_bytes
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, ConfigError

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from lockstep.engine.engine import Engine, Observer
 from lockstep.engine.generation import Sink
-from lockstep.engine.loading import Progress, load_model
+from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import MetricsSnapshot
-from lockstep.engine.options import LoadOptions
+from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.output_rules import Pooling, unit_vectors
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.queues import OutputStream

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import Artifact, TokenizerParts
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.options import LoadOptions
+from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.sizing import anonymous_memory_bytes, available_memory_bytes, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import UsageError
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
-"""Called with a stage's name and how much of it is done, 0 to 1."""
 STUB_POOL_BYTES = 1 << 32
 """More is no fiction that a stub's pool could be: its blocks hold nothing, but are counted one by one."""
 MAX_PROBE_BLOCKS = 256

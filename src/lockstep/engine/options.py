@@ -5,7 +5,7 @@ Knows no executor, so that reading options stays cheap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ MAX_LIMITS: Mapping[str, int] = {"max_num_seqs": 1 << 16, "max_num_batched_token
 """More than any machine computes at once."""
 MAX_LIMIT = 1 << 40
 """Of all else that is counted."""
+Progress = Callable[[str, float], None]
+"""Called with a stage of loading and how much of it is done, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

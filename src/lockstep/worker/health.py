@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lockstep.worker.messages import HealthReport
+if TYPE_CHECKING:
+    from lockstep.worker.messages import HealthReport
 
 ASK_INTERVAL_S = 1.0
 """Between two questions to a worker. Silence is counted in questions and not on a clock: when the whole machine was

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from lockstep.engine.loading import Progress
+from lockstep.engine.options import Progress
 from lockstep.errors import LockstepError, WorkerLostError
 from lockstep.worker.health import ASK_INTERVAL_S, Pulse, Restarts
 from lockstep.worker.link import Link, WorkerOptions, open_link

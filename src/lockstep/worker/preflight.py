@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.engine.loading import Progress, default_cache_dir, download_stage, load_model
+from lockstep.engine.loading import default_cache_dir, download_stage, load_model
+from lockstep.engine.options import Progress
 from lockstep.errors import ArtifactError, LockstepError
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.version import __version__

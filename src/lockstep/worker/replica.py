@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.engine.engine import Engine
-from lockstep.engine.loading import Progress, load_model
+from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import MetricsSnapshot
+from lockstep.engine.options import Progress
 from lockstep.engine.sessions import SessionChange
 from lockstep.worker.messages import Load, Loaded, TokenizerPayload
 from lockstep.worker.preflight import try_unknown

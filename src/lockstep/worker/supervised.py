@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from lockstep.core.request import Priority
-from lockstep.engine.loading import Progress
 from lockstep.engine.metrics import MetricsSnapshot
-from lockstep.engine.options import LoadOptions
+from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionReport, Swept
 from lockstep.errors import LockstepError, UnavailableError, UsageError, WorkerLostError

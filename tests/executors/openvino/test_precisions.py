@@ -13,13 +13,8 @@ from lockstep.artifacts.layout import EMBEDDING, LM_HEAD
 from lockstep.artifacts.model import Artifact, Encoding
 from lockstep.errors import UsageError
 from lockstep.executors.openvino.executor import load_executor
-from lockstep.executors.openvino.options import (
-    OpenVINOOptions,
-    Precision,
-    PrecisionChoice,
-    precision_of,
-    precision_summary,
-)
+from lockstep.executors.openvino.options import OpenVINOOptions
+from lockstep.executors.openvino.precision import Precision, PrecisionChoice, precision_of, precision_summary
 from lockstep.executors.probe import quick_probe
 from tests.executors.openvino.support import (
     SMALL_LLAMA,

@@ -18,7 +18,7 @@ from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.layout import layer_norms
 from lockstep.artifacts.model import ModelConfig, RopeScaling, Tensor, Weights
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
-from lockstep.executors.openvino.options import Precision, precision_of
+from lockstep.executors.openvino.precision import Precision, precision_of
 from lockstep.executors.openvino.runtime import Model, Node, op, ov
 from lockstep.executors.openvino.weights import GroupSums, matrix, product, vector
 

@@ -13,8 +13,9 @@ from lockstep.errors import CorruptArtifactError, ExecutorError, UnsupportedArti
 from lockstep.executors.machine import available_cores, instruction_set, unsupported_reason
 from lockstep.executors.openvino.graph import BUILDER_VERSION, build_decoder
 from lockstep.executors.openvino.ir_cache import IRCache
-from lockstep.executors.openvino.options import OpenVINOOptions, has_floats, precision_summary
+from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.paged import LOGITS, to_paged
+from lockstep.executors.openvino.precision import has_floats, precision_summary
 from lockstep.executors.openvino.products import MAX_PASS_TOKENS, needs_short_passes, split_products
 from lockstep.executors.openvino.runtime import CompiledModel, Core, Model, ov, the_core
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from lockstep.artifacts.model import Encoding, Tensor
 from lockstep.artifacts.quantisation import BLOCKS, GROUP_SIZE, dequantise, unpack
 from lockstep.errors import CorruptArtifactError
-from lockstep.executors.openvino.options import Precision
+from lockstep.executors.openvino.precision import Precision
 from lockstep.executors.openvino.runtime import ElementType, Node, op, ov
 
 _FLOAT_DTYPES = {Encoding.F32: np.float32, Encoding.F16: np.float16, Encoding.BF16: np.uint16}
