@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import invoke
-from lockstep.cli.run import constraint_of
+from lockstep.cli.run import ConstraintFlags
 from lockstep.errors import UsageError
 from lockstep.executors.constraint import Constraint
 
@@ -16,8 +16,8 @@ SCHEMA = '{"type":"object","properties":{"ok":{"type":"boolean"}},"required":["o
 
 
 def test_no_flag_is_no_constraint() -> None:
-    assert constraint_of(None, None, None, None) is None
-    assert constraint_of(None, None, [], None) is None
+    assert ConstraintFlags().constraint() is None
+    assert ConstraintFlags(None, None, [], None).constraint() is None
 
 
 def test_each_flag_is_its_constraint(tmp_path: Path) -> None:
@@ -25,18 +25,18 @@ def test_each_flag_is_its_constraint(tmp_path: Path) -> None:
     grammar.write_text('start: "ja" | "nein"')
     schema = tmp_path / "schema.json"
     schema.write_text(SCHEMA)
-    assert constraint_of(SCHEMA, None, None, None) == Constraint.json_schema(SCHEMA)
-    assert constraint_of(str(schema), None, None, None) == Constraint.json_schema(SCHEMA)
-    assert constraint_of(None, "[0-9]", None, None) == Constraint.regex("[0-9]")
-    assert constraint_of(None, None, ["a", "b"], None) == Constraint.choice(["a", "b"])
-    assert constraint_of(None, None, None, grammar) == Constraint.lark('start: "ja" | "nein"')
+    assert ConstraintFlags(SCHEMA, None, None, None).constraint() == Constraint.json_schema(SCHEMA)
+    assert ConstraintFlags(str(schema)).constraint() == Constraint.json_schema(SCHEMA)
+    assert ConstraintFlags(None, "[0-9]", None, None).constraint() == Constraint.regex("[0-9]")
+    assert ConstraintFlags(None, None, ["a", "b"], None).constraint() == Constraint.choice(["a", "b"])
+    assert ConstraintFlags(None, None, None, grammar).constraint() == Constraint.lark('start: "ja" | "nein"')
 
 
 def test_two_flags_and_missing_files_are_refused() -> None:
     with pytest.raises(UsageError, match="--regex and --choice exclude each other"):
-        constraint_of(None, "a", ["b"], None)
+        ConstraintFlags(None, "a", ["b"], None).constraint()
     with pytest.raises(UsageError, match=r"--json-schema: nowhere\.json cannot be read"):
-        constraint_of("nowhere.json", None, None, None)
+        ConstraintFlags("nowhere.json", None, None, None).constraint()
 
 
 @pytest.mark.parametrize(
