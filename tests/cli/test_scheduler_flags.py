@@ -13,7 +13,7 @@ from lockstep.cli.flag_groups import field_docs, with_flags
 from lockstep.cli.main import command_of, invoke
 from lockstep.cli.serve import decided_options
 from lockstep.cli.serve_flags import ENGINE
-from lockstep.cluster.manifest_engine import engine_keys
+from lockstep.cluster.manifest_keys import engine_keys
 from lockstep.core.policy import SchedulerConfig
 from lockstep.engine.options import DECIDED_AT_LOAD, EngineOptions
 from lockstep.engine.sizing import plan_config

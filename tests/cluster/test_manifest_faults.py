@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.cluster.manifest_file import parse
-from lockstep.cluster.manifest_nodes import MAX_MANIFEST_BYTES, MAX_PROBLEMS
+from lockstep.cluster.manifest_yaml import MAX_MANIFEST_BYTES, MAX_PROBLEMS
 from lockstep.errors import ConfigError, ManifestError, Problem
 from tests.cluster.faulty_forms import BASE, SHAPE, VALUES
 from tests.cluster.faulty_names import NAMES, REMOTE

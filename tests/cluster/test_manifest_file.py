@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.dispatch import DispatchRule
 from lockstep.cluster.manifest import Entry, Manifest, Persona, Remote, Resources, Routing, SessionLimits, Tier
-from lockstep.cluster.manifest_engine import SAMPLING_KEYS, engine_keys
 from lockstep.cluster.manifest_file import ROUTING_KEYS, TOP_KEYS, dump, parse
-from lockstep.cluster.manifest_keys import RESOURCES, SESSIONS, entry_keys, remote_keys
+from lockstep.cluster.manifest_keys import RESOURCES, SAMPLING_KEYS, SESSIONS, engine_keys, entry_keys, remote_keys
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import ManifestError, Problem
 from lockstep.executors.stub import StubOptions

@@ -5,7 +5,6 @@ llama.cpp's rope permutation is undone on access, fused projections are split in
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.model import ModelConfig, Tensor
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
+from lockstep.spelling import nearest
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -165,7 +165,7 @@ class MappedWeights:
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.tensors.get(name)
         if tensor is None:
-            close = difflib.get_close_matches(name, self.tensors, n=1)
+            close = nearest(name, self.tensors)
             hint = f"; the nearest name is {close[0]!r}" if close else ""
             raise CorruptArtifactError(f"has no tensor {name!r}{hint}", path=self.path)
         num_heads = self.interleaved.get(name)

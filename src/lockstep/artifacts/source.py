@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from lockstep.artifacts.huggingface import open_huggingface
 from lockstep.artifacts.model import Artifact
 from lockstep.artifacts.openvino_ir import GRAPH, open_openvino
 from lockstep.errors import ArtifactNotFoundError
+from lockstep.spelling import nearest
 
 _POCKET = "pocket://"
 _MAX_LISTED = 8
@@ -123,5 +123,5 @@ def _close_names(path: Path) -> str:
         names = sorted(entry.name for entry in path.absolute().parent.iterdir())
     except OSError:
         return f", and no directory {str(path.parent)!r} either"
-    close = difflib.get_close_matches(path.name, names, n=3)
+    close = nearest(path.name, names, n=3)
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from lockstep.errors import UsageError
+from lockstep.spelling import nearest, odd_character
 
 if TYPE_CHECKING:
     import yaml
@@ -87,14 +87,12 @@ def _values(
 ) -> dict[str, Any]:
     import yaml
 
-    from lockstep.cluster.manifest_nodes import odd_character
-
     values: dict[str, Any] = {}
     for key_node, value_node in root.value:
         where = f"{source}, line {key_node.start_mark.line + 1}"
         name = str(key_node.value).lstrip("-").replace("-", "_")
         if name not in known:
-            near = [each.replace("_", "-") for each in get_close_matches(name, sorted(known), n=1)]
+            near = [each.replace("_", "-") for each in nearest(name, sorted(known))]
             hint = f"did you mean {near[0]!r}?" if near else f"keys are {keys}"
             odd = odd_character(str(key_node.value))
             raise UsageError(f"{where}: unknown key {key_node.value!r}; {f'it {odd}; ' if odd else ''}{hint}")

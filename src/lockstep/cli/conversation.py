@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +21,7 @@ from msgspec.structs import replace
 from lockstep.cli.terminal import CtrlC, Pipe, Reader, Terminal, unquoted
 from lockstep.errors import LockstepError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
+from lockstep.spelling import nearest
 
 GREETING = "Type a message. /help lists the commands, Ctrl-C stops an answer, /bye or Ctrl-D leaves."
 MAX_LOADED_BYTES = 1 << 24
@@ -297,7 +297,7 @@ def _obey(conversation: Conversation, line: str) -> bool:
     word, *rest = line.split(maxsplit=1)
     command = COMMANDS.get(word)
     if command is None:
-        near = get_close_matches(word, COMMANDS, n=1)
+        near = nearest(word, COMMANDS)
         hint = f"did you mean {near[0]}?" if near else "/help lists them all."
         raise UsageError(f"there is no command {word}. {hint} To send a message that begins so, type /{word}")
     if command.run is not None:
@@ -367,7 +367,7 @@ def _set(conversation: Conversation, rest: str) -> None:
         return
     name, value = name.replace("-", "_"), value.strip()
     if name and name not in SETTINGS:
-        near = get_close_matches(name, SETTINGS, n=1)
+        near = nearest(name, SETTINGS)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UsageError(f"there is no parameter {name}. {hint}There are {', '.join(SETTINGS)}")
     if not value:

@@ -41,17 +41,16 @@ def read_manifest(path: Path) -> Manifest:
         UsageError: the file cannot be read.
         ManifestError: it has faults.
     """
-    from lockstep.cluster.manifest_disk import read_text
     from lockstep.cluster.manifest_file import parse
+    from lockstep.cluster.manifest_yaml import read_text
 
     return parse(read_text(path), str(path), environment=os.environ)
 
 
 def read_standard_input() -> Manifest:
     """As `read_manifest`, from a pipe."""
-    from lockstep.cluster.manifest_disk import text_of
     from lockstep.cluster.manifest_file import parse
-    from lockstep.cluster.manifest_nodes import MAX_MANIFEST_BYTES
+    from lockstep.cluster.manifest_yaml import MAX_MANIFEST_BYTES, text_of
 
     text = text_of(sys.stdin.buffer.read(MAX_MANIFEST_BYTES + 1), STANDARD_INPUT)
     return parse(text, STANDARD_INPUT, environment=os.environ)
@@ -61,7 +60,7 @@ def backend_of(name: str | None) -> Backend | OneModel:
     """What --backend means; UsageError says what it could be."""
     from lockstep.cluster.backend import POCKET, Backend, OneModel
     from lockstep.cluster.manifest_keys import check_source
-    from lockstep.cluster.manifest_nodes import did_you_mean
+    from lockstep.spelling import did_you_mean
 
     names = [each.value for each in Backend]
     if name is None or name in names:

@@ -1,37 +1,26 @@
-"""The keys of a manifest: for each the field that it fills, how it is read, and how it is written.
+"""Keys of a manifest: for each the field that it fills, how it is read, checked and written.
 
-One table per block, used in both directions, so that what is written is what is read.
+One table per block, used in both directions, so that what is written is what is read. The keys of ``engine:`` are the
+fields of EngineOptions, those of ``sampling:`` fields of SamplingParams, and their ranges those of the types: they are
+asked.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from lockstep.cluster.manifest import PRIORITIES, Persona, Remote, Tier
-from lockstep.cluster.manifest_engine import engine_block, engine_written, sampling_block
-from lockstep.cluster.manifest_nodes import Place, did_you_mean, listed, shown
-from lockstep.cluster.manifest_readers import (
-    Key,
-    alias,
-    budget,
-    duration,
-    filled,
-    name,
-    one_of,
-    one_or_list,
-    one_or_many,
-    quantity,
-    size,
-    text,
-    unless,
-    whole,
-    word_for_none,
-    written,
-)
-from lockstep.cluster.quantities import duration_text, size_text
-from lockstep.errors import ArtifactError, ConfigError, UsageError
+from lockstep.cluster.manifest_yaml import FAULTY, Place, Reader, shown
+from lockstep.cluster.quantities import duration_text, parse_budget, parse_duration, parse_size, size_text
+from lockstep.engine.options import EngineOptions, check_limits
+from lockstep.errors import ArtifactError, ConfigError, InvalidParameterError, UsageError
+from lockstep.executors.sampling_params import SamplingParams
+from lockstep.spelling import did_you_mean, listed, odd_character
 
 PROMOTION_HINT = "on_router_classification"
 TIERS: Mapping[str, Tier] = {**{tier.value: tier for tier in Tier}, "active": Tier.RESIDENT}
@@ -39,9 +28,224 @@ NEVER = "never"
 UNLIMITED = "unlimited"
 MIN_SWEEP_INTERVAL_S = 0.01
 MAX_PRIORITY = 100
+MAX_NAME_CHARS = 128
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
+"""Fields of SamplingParams whose None says that the request was silent; only those can have a default."""
+ANY_VOCABULARY = 2**31
+"""Ranges of what a manifest may set do not depend on the vocabulary."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:(\$)|\{([^{}]*)\}|\{)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?")
+_ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
+_SET = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_SIZE = "a size with a unit, e.g. 18GB"
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a block."""
+
+    read: Reader
+    attribute: str = ""
+    """The field that it fills; empty: the key's own name."""
+    write: Callable[[Any], Any] = _same
+
+
+def text(place: Place) -> str:
+    """A string that is not empty."""
+    value = place.scalar()
+    if not isinstance(value, str):
+        quote = f'; write "{value}" in quotes if that is meant' if value is not None else ""
+        raise ConfigError(f"is {shown(value)}; it must be a string{quote}")
+    if not value.strip():
+        raise ConfigError("is empty; it must be a string")
+    return value
+
+
+def check_name(value: str) -> str:
+    """An id, a cluster's name, or a word that an entry says."""
+    return _checked(value, _NAME, "letters, digits, `.`, `_` and `-`, first a letter or digit, last no `.`")
+
+
+def check_alias(value: str) -> str:
+    return _checked(value, _ALIAS, "letters, digits and `._-:/@`, first a letter or digit")
+
+
+def check_set_name(value: str) -> str:
+    return _checked(value, _SET, "letters, digits, `_` and `-`, first a letter")
+
+
+def _checked(value: str, pattern: re.Pattern[str], right: str) -> str:
+    if len(value) > MAX_NAME_CHARS or not pattern.fullmatch(value):
+        odd = odd_character(value)
+        found = f"is {shown(value)}, which {odd}" if odd else f"is {shown(value)}"
+        raise ConfigError(f"{found}; a name has at most {MAX_NAME_CHARS} characters: {right}")
+    return value
+
+
+def name(place: Place) -> str:
+    return check_name(text(place))
+
+
+def alias(place: Place) -> str:
+    return check_alias(text(place))
+
+
+def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -> Reader:
+    """One of some words, as the value that it stands for."""
+    names = list(known) if shown_names is None else list(shown_names)
+
+    def read(place: Place) -> Any:
+        value = place.scalar()
+        if not isinstance(value, str) or value not in known:
+            hint = did_you_mean(value, known) if isinstance(value, str) else ""
+            raise ConfigError(f"is {shown(value)}; it must be {listed(names, 'or')}{hint and '; '}{hint}")
+        return known[value]
+
+    return read
+
+
+def whole(low: int, high: int | None = None) -> Reader:
+    """An integer of a range."""
+
+    def read(place: Place) -> int:
+        value = place.scalar()
+        right = f"a whole number, at least {low}" if high is None else f"a whole number of {low}..{high}"
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+            raise ConfigError(f"is {shown(value)}; it must be {right}")
+        return value
+
+    return read
+
+
+def size(low: int = 0) -> Reader:
+    """Bytes, written with a unit."""
+
+    def read(place: Place) -> int:
+        return _at_least(low, parse_size(quantity(place, _SIZE)))
+
+    return read
+
+
+def budget(low: int = 0) -> Reader:
+    """As `size`; what was written for NRT is read as NRT read it, and noted."""
+
+    def read(place: Place) -> int:
+        num_bytes, note = parse_budget(quantity(place, _SIZE))
+        _at_least(low, num_bytes)
+        if note:
+            place.reading.note(place.where, note)
+        return num_bytes
+
+    return read
+
+
+def _at_least(low: int, num_bytes: int) -> int:
+    if num_bytes < low:
+        raise ConfigError("is 0; there must be something to share out")
+    return num_bytes
+
+
+def duration(low_s: float = 0.0, read_text: Callable[[Place], str] | None = None) -> Reader:
+    """Seconds, written with a unit."""
+
+    def read(place: Place) -> float:
+        duration_s = parse_duration((read_text or _duration_text)(place))
+        if duration_s < low_s:
+            raise ConfigError(f"is {duration_text(duration_s)}; it must be at least {duration_text(low_s)}")
+        return duration_s
+
+    return read
+
+
+def _duration_text(place: Place) -> str:
+    return quantity(place, "a duration with a unit, e.g. 30s")
+
+
+def quantity(place: Place, right: str) -> str:
+    """A number with its unit as it was written, which YAML takes for a number where the unit is missing."""
+    value = place.scalar()
+    if value is None or isinstance(value, bool):
+        raise ConfigError(f"is {shown(value)}; it must be {right}")
+    return value if isinstance(value, str) else str(getattr(place.node, "value", value))
+
+
+def unless(word: str, reader: Reader) -> Reader:
+    """None for a word, which stands for no bound; else what another reader reads."""
+
+    def read(place: Place) -> Any:
+        if place.scalar() == word:
+            return None
+        try:
+            return reader(place)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or {word}") from None
+
+    return read
+
+
+def word_for_none(word: str, write: Callable[[Any], Any] = _same) -> Callable[[Any], Any]:
+    """What `unless` reads."""
+    return lambda value: word if value is None else write(value)
+
+
+def one_or_many(reader: Reader) -> Reader:
+    """A tuple, of a list or of one value alone; each once."""
+
+    def read(place: Place) -> tuple[Any, ...]:
+        if not place.is_list:
+            return (reader(place),)
+        values: list[Any] = []
+        for item in place.items():
+            value = item.read(reader)
+            if value is not FAULTY and value in values:
+                item.reading.fault(item.where, f"is {shown(value)} a second time; name it once")
+            elif value is not FAULTY:
+                values.append(value)
+        return tuple(values)
+
+    return read
+
+
+def one_or_list(values: Sequence[Any]) -> Any:
+    return values[0] if len(values) == 1 else list(values)
+
+
+def read_fields(place: Place, keys: Mapping[str, Key], required: Sequence[str] = ()) -> dict[str, Any]:
+    """The well-formed values of a block by field; what is not was noted."""
+    values: dict[str, Any] = {}
+    for key, child in place.known_entries(keys, required).items():
+        value = child.read(keys[key].read)
+        if value is not FAULTY:
+            values[keys[key].attribute or key] = value
+    return values
+
+
+def filled(place: Place, keys: Mapping[str, Key], of: type, required: Sequence[str] = ()) -> Any:
+    """A block as its dataclass; FAULTY where a required key is missing or faulty."""
+    values = read_fields(place, keys, required)
+    return of(**values) if all((keys[key].attribute or key) in values for key in required) else FAULTY
+
+
+def written(keys: Mapping[str, Key], value: Any, always: Sequence[str] = ()) -> dict[str, Any]:
+    """A dataclass as a block: its fields that differ from their defaults, and those of some keys always."""
+    block: dict[str, Any] = {}
+    defaults = {each.name: _default(each) for each in fields(value)}
+    for key, how in keys.items():
+        attribute = how.attribute or key
+        mine = getattr(value, attribute)
+        if key in always or mine != defaults[attribute]:
+            block[key] = how.write(mine)
+    return block
+
+
+def _default(each: Field[Any]) -> Any:
+    return each.default if each.default_factory is MISSING else each.default_factory()
 
 
 def priority(place: Place) -> int:
@@ -210,3 +414,67 @@ def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
             write=lambda value: written(remote, value),
         ),
     }
+
+
+def engine_block(place: Place) -> object:
+    """Read ``engine:``; the scheduler's own checks are made with what is decided at load left open."""
+    before = len(place.reading.problems)
+    given = read_fields(place, engine_keys())
+    if len(place.reading.problems) > before:
+        return FAULTY
+    try:
+        check_limits(EngineOptions(**given))
+    except ConfigError as error:
+        raise ConfigError(f"cannot work: {error}") from None
+    return given
+
+
+def engine_written(given: Mapping[str, object]) -> dict[str, object]:
+    """As `engine_block` reads it."""
+    return {key: engine_keys()[key].write(value) for key, value in given.items()}
+
+
+def sampling_block(place: Place) -> dict[str, float | int]:
+    """Read ``sampling:``; every value is one that a request could give."""
+    return read_fields(place, {key: Key(_sampling_value(key)) for key in SAMPLING_KEYS})
+
+
+def _sampling_value(key: str) -> Reader:
+    def read(place: Place) -> Any:
+        value: Any = place.scalar()
+        if value is None:
+            raise ConfigError("is empty; leave it out where the model's own default is meant")
+        try:
+            SamplingParams(**{key: value}).validate(ANY_VOCABULARY)
+        except InvalidParameterError as error:
+            raise ConfigError(str(error).removeprefix(f"{key} ")) from None
+        return value
+
+    return read
+
+
+@cache
+def engine_keys() -> Mapping[str, Key]:
+    """The keys of ``engine:``: the fields of EngineOptions, read by their types."""
+    special = {
+        "max_model_len": Key(whole(2)),
+        "kv_cache_memory_bytes": Key(size(1), write=size_text),
+        "host_kv_memory_bytes": Key(size(), write=size_text),
+        "num_blocks": Key(whole(1)),
+        "block_size": Key(whole(1)),
+    }
+    return {name: special.get(name) or Key(_value(hint)) for name, hint in get_type_hints(EngineOptions).items()}
+
+
+def _value(hint: Any) -> Reader:
+    kind = get_args(hint)[0]  # without its None
+    if get_origin(kind) is Literal:
+        return one_of({word: word for word in get_args(kind)})
+    return _flag if kind is bool else whole(0)
+
+
+def _flag(place: Place) -> bool:
+    value = place.scalar()
+    if not isinstance(value, bool):
+        raise ConfigError(f"is {shown(value)}; it must be true or false")
+    return value

@@ -27,12 +27,12 @@ from lockstep.cluster.budget import (
     predict,
 )
 from lockstep.cluster.manifest import Entry, Manifest, Tier
-from lockstep.cluster.manifest_nodes import listed
 from lockstep.cluster.resolve import has_device_alone, machine_of, on_hub, open_manifest
 from lockstep.engine.loading import default_cache_dir
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactError, ChatTemplateError, ConfigError
 from lockstep.executors.stub import SCHEME as STUB
+from lockstep.spelling import listed
 
 MAX_SOURCE_CHARS = 60
 """Of a source in a table."""

@@ -16,7 +16,6 @@ All else is as in ``SchedulerConfig``.
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
 from lockstep.errors import UsageError
 from lockstep.replay.workload import Workload
+from lockstep.spelling import nearest
 
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_POOL_TOKENS = 1 << 20
@@ -142,7 +142,7 @@ def check_field(name: str, complaint: str) -> None:
     """UsageError with the nearest names where ``SchedulerConfig`` has no such field."""
     if name in _TYPES:
         return
-    near = difflib.get_close_matches(name, _TYPES, n=3, cutoff=0.5)
+    near = nearest(name, _TYPES, n=3, cutoff=0.5)
     help_text = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_TYPES)}"
     raise UsageError(f"{complaint}: {name!r}; {help_text}")
 

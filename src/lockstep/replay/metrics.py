@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
 import typing
@@ -12,6 +11,7 @@ import msgspec
 
 from lockstep.errors import UsageError
 from lockstep.replay.report import Report, figures
+from lockstep.spelling import nearest
 
 SHORT_FORMS = ("latency_ms", "latency_ticks")
 """Where ``ttft_p99`` looks for ``ttft.p99``: times in ms if there are any, else in ticks."""
@@ -54,7 +54,7 @@ def metric_named(wanted: str, names: Collection[str]) -> str:
         if name in names:
             return name
     shorts = dict.fromkeys(short_name(name) for name in names)
-    near = difflib.get_close_matches(wanted, [*names, *shorts], n=3, cutoff=0.5)
+    near = nearest(wanted, [*names, *shorts], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? There are" if near else "there are"
     raise UsageError(f"no report has a metric {wanted!r}; {hint} {', '.join(shorts)}")
 

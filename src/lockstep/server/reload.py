@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.cluster.base import Cluster
-from lockstep.cluster.manifest_disk import read_text
+from lockstep.cluster.manifest_yaml import read_text
 from lockstep.errors import LockstepError, ManifestError, UnavailableError
 
 log = logging.getLogger(__name__)

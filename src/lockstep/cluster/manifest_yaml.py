@@ -6,17 +6,17 @@ functions from a place to a value that raise `ConfigError` with a sentence whose
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from lockstep.errors import ConfigError, ManifestError, Problem
+from lockstep.errors import ConfigError, ManifestError, Problem, UsageError
+from lockstep.spelling import did_you_mean, listed, odd_character
 
 MAX_MANIFEST_BYTES = 1 << 18
 """Some thousand models; YAML is read at about 100 kB/s."""
@@ -26,8 +26,6 @@ MAX_NODES = 50_000
 """With every alias counted as what it stands for, so that a bomb is as large as it wants to become."""
 MAX_INTEGER_DIGITS = 18
 MAX_SHOWN_CHARS = 60
-MAX_LISTED = 16
-"""Names in one message."""
 MAX_PROBLEMS = 200
 """That are told of one text; more are no help."""
 _CORE = (
@@ -41,19 +39,9 @@ _CORE = (
     ),
 )
 _TAG = "tag:yaml.org,2002:"
-_LOOKS_LIKE = dict(
-    zip(
-        "аԁеһіјӏкорԛѕтԝхусАВЕЅІЈКМНОРСТХУαεικνορτυχΑΒΕΖΗΙΚΜΝΟΡΤΥΧօսոհցզı",
-        "adehijlkopqstwxycABESIJKMHOPCTXYaeikvoptuxABEZHIKMNOPTYXounhgqi",
-        strict=True,
-    )
-)
-"""Letters of other scripts that are drawn as one of ours; what is a wide, bold or otherwise dressed form of a letter
-is known to Unicode."""
-_UNSEEN = ("Cf", "Cc", "Zs", "Zl", "Zp", "Mn", "Me", "Co", "Cn")
-"""Categories of characters that show nothing, or nothing of their own."""
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 _SCALARS = ("str", *(kind for kind, _, _ in _CORE))
+_RIGHT = "a YAML file in UTF-8 is expected"
 FAULTY: Final = object()
 """What a place holds whose fault was told."""
 
@@ -305,42 +293,29 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
 
 
-def listed(names: Sequence[str], word: str = "and") -> str:
-    """``a, b and c``, no more of them than a sentence bears."""
-    few = [*names[:MAX_LISTED], "…"] if len(names) > MAX_LISTED else list(names)
-    return f" {word} ".join([", ".join(few[:-1]), few[-1]]) if len(few) > 1 else "".join(few)
-
-
 def _tagged(tag: str) -> str:
     """That a node has a tag, as its author wrote it. Tags say what to make of a value; here nothing is made of any."""
     written = f"!!{tag.removeprefix(_TAG)}" if tag.startswith(_TAG) else tag
     return f"has the tag {shown(written)}, and a manifest is plain data of which nothing is ever run"
 
 
-def odd_character(text: str, *, only_unseen: bool = False) -> str:
-    """A half-sentence about the first character that is not what it looks like; empty where all are."""
-    for character in text:
-        if character.isascii() and character.isprintable():
-            continue
-        if character == "\t":
-            return "has a tab; write spaces"
-        code = f"U+{ord(character):04X} {unicodedata.name(character, '')}".rstrip()
-        if unicodedata.category(character) in _UNSEEN:
-            return f"has the character {code}, which cannot be seen; delete it, or write a space"
-        plain = _plain_letters(character)
-        if plain != character and not only_unseen:
-            return f"has the letter {code}, which looks like {plain}; write {plain}"
-    return ""
+def read_text(path: Path) -> str:
+    """The text of a file; of one that is larger than any manifest, as much as shows that it is.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        with path.expanduser().open("rb") as file:
+            return text_of(file.read(MAX_MANIFEST_BYTES + 1), str(path))
+    except OSError as error:
+        raise UsageError(f"the manifest {path} cannot be read ({error}); {_RIGHT}") from error
 
 
-def _plain_letters(text: str) -> str:
-    """The text with the letters that its own look like, and without what cannot be seen."""
-    shown_as = (_LOOKS_LIKE.get(each, unicodedata.normalize("NFKC", each)) for each in text)
-    return "".join(each for each in shown_as if each.isascii() or unicodedata.category(each[0]) not in _UNSEEN)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names the nearest of the known names; empty where none is near."""
-    by_lower: Mapping[str, str] = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(_plain_letters(name.lower()[:200]), list(by_lower), n=1)
-    return f"did you mean {by_lower[near[0]]!r}?" if near else ""
+def text_of(data: bytes, name: str) -> str:
+    """The text in what was read from ``name``; UsageError where it is none."""
+    errors = "replace" if len(data) > MAX_MANIFEST_BYTES else "strict"  # cut anywhere, and refused for its size
+    try:
+        return data.decode("utf-8-sig", errors)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the manifest {name} cannot be read ({error}); {_RIGHT}") from error
