@@ -65,7 +65,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _plain(value: str) -> str:
-    """Without the credentials of URLs and without the user's name in paths."""
+    """A value without the credentials of URLs and without the user's name in paths."""
     return _without_home(_CREDENTIALS.sub("***", value))
 
 

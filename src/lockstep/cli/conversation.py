@@ -35,7 +35,7 @@ Message = dict[str, str]
 
 
 class Piece(NamedTuple):
-    """What is new of an answer."""
+    """New text of an answer, and new thoughts."""
 
     text: str
     thoughts: str = ""
@@ -97,7 +97,7 @@ class AnswerWriter:
         self._is_dim = False
 
     def write(self, piece: Piece) -> None:
-        """What is new."""
+        """Write the new piece."""
         text, thoughts = piece
         if thoughts and self._shows_thoughts:
             sys.stdout.write(thoughts if self._is_dim else _DIM + thoughts)
@@ -143,12 +143,12 @@ def write_answer(
 
 
 def prompt_of(said: str) -> str:
-    """What ``-p`` means; ``-`` is standard input. UsageError: it is not in UTF-8."""
+    """The prompt that ``-p`` means; ``-`` is standard input. UsageError: it is not in UTF-8."""
     return whole_text(sys.stdin.read() if said == "-" else said, "the prompt")
 
 
 def system_of(said: str | None) -> str | None:
-    """What ``--system`` means; UsageError: it is not in UTF-8."""
+    """The system message that ``--system`` means; UsageError: it is not in UTF-8."""
     return None if said is None else whole_text(said, "--system")
 
 
@@ -163,7 +163,7 @@ def whole_text(text: str, what: str) -> str:
 
 
 class Conversation:
-    """What was said so far, and how the next answer is asked for."""
+    """Messages so far, and the parameters of the next answer."""
 
     def __init__(self, answerer: Answerer, params: SamplingParams, system: str | None, *, is_verbose: bool) -> None:
         self._answerer = answerer
@@ -284,7 +284,7 @@ def _tell(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a line that begins with a slash means."""
+    """Meaning of a line that begins with a slash."""
 
     usage: str
     help: str

@@ -193,7 +193,7 @@ def _flushed(code: int) -> int:
 
 
 def _forget_output() -> None:
-    """What is still to be written would only fail again when the process ends."""
+    """Discard buffered output, which would only fail again when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -48,7 +48,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_standard_input() -> Manifest:
-    """As `read_manifest`, from a pipe."""
+    """Read a manifest from a pipe; see `read_manifest`."""
     from lockstep.cluster.manifest_file import parse
     from lockstep.cluster.manifest_yaml import MAX_MANIFEST_BYTES, text_of
 
@@ -57,7 +57,7 @@ def read_standard_input() -> Manifest:
 
 
 def backend_of(name: str | None) -> Backend | OneModel:
-    """What --backend means; UsageError says what it could be."""
+    """The backend that --backend means; UsageError says what it could be."""
     from lockstep.cluster.backend import POCKET, Backend, OneModel
     from lockstep.cluster.manifest_keys import check_source
     from lockstep.spelling import did_you_mean

@@ -216,7 +216,7 @@ def rm(
 
 
 def _hub_source(text: str) -> HubSource:
-    """With or without the scheme; a path is never meant here, and is told so."""
+    """A model of the hub, with or without its scheme; a path is never meant here, and is told so."""
     from lockstep.artifacts.hub.source import SCHEME, match_hub_source, parse_hub_source
 
     named = match_hub_source(text)

@@ -43,7 +43,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, 
 
 @dataclass(frozen=True, slots=True)
 class ConstraintFlags:
-    """What an answer must be; at most one of them is given."""
+    """Constraints of the answer; at most one of them is given."""
 
     json_schema: Annotated[
         str | None, typer.Option(metavar="FILE|JSON", help="The answer is a JSON document that this schema accepts.")

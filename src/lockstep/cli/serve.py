@@ -157,7 +157,7 @@ def server_options(
 
 
 def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
-    """Where loopback is the only protection, only its names are answered to."""
+    """Names that requests may call the server; where loopback is the only protection, only its own."""
     from lockstep.server.access import loopback_hosts
 
     given = tuple(name.lower() for name in listen.allowed_host or ())
@@ -166,7 +166,7 @@ def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
 
 
 def decided_options(given: EngineOptions, order: Order = "fcfs") -> EngineOptions:
-    """What one engine is intended to be: the flags, and what follows where they say nothing.
+    """Options of one engine: the flags, and what follows from them where they say nothing.
 
     Raises:
         ConfigError: the limits cannot work with any model, or on this machine.
@@ -187,7 +187,7 @@ def _cluster(
     worker: WorkerOptions,
     progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
-    """Who stands behind the server, and how a manifest is brought in again; the one place that knows."""
+    """Make the cluster behind the server, and the reload of its manifest where there is one."""
     from lockstep.cluster.cluster import ManifestCluster
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.state import ClusterOptions
@@ -218,7 +218,7 @@ def _cluster(
 
 
 def trace_options(report: ReportFlags) -> TraceOptions | None:
-    """What is recorded; UsageError where it is said how, but not where."""
+    """Options of the recording; UsageError where it is said how, but not where."""
     from lockstep.worker.flight.options import TraceOptions
 
     if report.trace is None:

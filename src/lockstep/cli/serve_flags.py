@@ -25,7 +25,7 @@ from lockstep.worker.health import MAX_SILENCE_S
 
 @dataclass(frozen=True, slots=True)
 class ListenFlags:
-    """Where, and for whom."""
+    """Addresses to listen on, keys and origins that are let in."""
 
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 9000
@@ -62,7 +62,7 @@ class ListenFlags:
 
 @dataclass(frozen=True, slots=True)
 class LimitFlags:
-    """How much, and for how long."""
+    """Limits of requests and deadlines."""
 
     max_body_bytes: Annotated[int, typer.Option(help="A larger request is refused.", min=1)] = 8 << 20
     max_header_bytes: Annotated[int, typer.Option(help="Larger headers are refused.", min=1024)] = 32 << 10
@@ -80,7 +80,7 @@ class LimitFlags:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlags:
-    """What is served, and how conversations are written for it."""
+    """Names of the model, and its chat template."""
 
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name in requests; repeated: aliases.", show_default="MODEL")
@@ -92,7 +92,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFlags:
-    """Where the model runs, and how its load is checked."""
+    """The device worker, and the checks of a load."""
 
     cache_dir: flags.CacheDir = None
     probe: flags.Probe = True
@@ -161,7 +161,7 @@ ENGINE = OptionFlags(
 
 @dataclass(frozen=True, slots=True)
 class ReportFlags:
-    """What is said about it all."""
+    """Logs, metrics, traces and recordings."""
 
     log_format: Annotated[Literal["text", "json"], typer.Option(help="How log lines are written.")] = "text"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="From which level on.")] = (
@@ -229,7 +229,7 @@ class ForeignFlags:
 
 
 def answers_to(given: ForeignFlags) -> list[str]:
-    """What to say about the flags that were given.
+    """Warnings about the flags that were given.
 
     Raises:
         UsageError: one asks for what cannot be had, so the server would not be the one that was meant.

@@ -1,4 +1,4 @@
-"""Who types: a person at a terminal, with history, editing and Ctrl-C, or a pipe, line by line."""
+"""Input of a chat: a person at a terminal, with history, editing and Ctrl-C, or a pipe, line by line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PROMPT, _CONTINUED = "> ", "... "
 
 
 class Reader(Protocol):
-    """Where messages come from."""
+    """Source of a chat's messages."""
 
     @property
     def is_terminal(self) -> bool:
@@ -47,14 +47,14 @@ class Reader(Protocol):
 
 
 def is_open(text: str) -> bool:
-    """Whether a text goes on in the next line: it, or what it commands, began with three quotes that do not end."""
+    """True for a text that goes on in the next line: three quotes opened it, or what it commands, and do not end."""
     begun = text.lstrip()
     begins = begun.startswith(QUOTES) or (begun.startswith("/") and f" {QUOTES}" in begun.partition("\n")[0])
     return begins and begun.count(QUOTES) % 2 == 1
 
 
 def unquoted(text: str) -> str:
-    """What stands between three quotes, or the text itself."""
+    """The text between three quotes, or the text itself."""
     text = text.strip()
     is_quoted = len(text) >= 2 * len(QUOTES) and text.startswith(QUOTES) and text.endswith(QUOTES)
     return text[len(QUOTES) : -len(QUOTES)].strip("\n") if is_quoted else text
@@ -197,7 +197,7 @@ def _history_path() -> Path:
 
 
 class HistoryFile:
-    """What was typed in earlier chats: a JSON string a line, for its owner's eyes. What cannot be kept is not."""
+    """History of earlier chats: a JSON string a line, for its owner's eyes. What cannot be kept is not."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Whom the models of a manifest are served by: their own sources, stubs, the embedded model, or any other one. Pure."""
+"""Backends of a manifest's models: their own sources, stubs, the embedded model, or any other one. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POCKET = "pocket://"
 
 
 class Backend(StrEnum):
-    """Where answers come from."""
+    """Source of all answers."""
 
     AUTO = "auto"
     """Every model by its source."""

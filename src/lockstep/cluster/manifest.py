@@ -20,7 +20,7 @@ ONE_MODEL = "one-model"
 
 
 class Tier(StrEnum):
-    """Where a model is meant to be."""
+    """Intended place of a model."""
 
     RESIDENT = "resident"
     """Compiled, its KV pool allocated, ready."""
@@ -31,7 +31,7 @@ class Tier(StrEnum):
 
 
 class Persona(StrEnum):
-    """Where a model's system prompt stands."""
+    """Place of a model's system prompt."""
 
     PREFIX = "prefix"
     SUFFIX = "suffix"
@@ -85,7 +85,7 @@ class Entry:
 
     @property
     def variant(self) -> str:
-        """What makes another replica of it than of others with its source; the same text for the same."""
+        """Key of its replica among models of its source: the same text for the same options."""
         said = sorted((name, repr(value)) for name, value in self.engine.items())
         return repr(said if self.chat_template is None else (said, self.chat_template))
 
@@ -105,7 +105,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """How long and how many conversations keep their KV."""
+    """Limits of the conversations that keep their KV: how many, and how long."""
 
     idle_threshold_s: float | None = 30.0
     """Unused for so long, a session's KV may go; None: only for others' room."""
@@ -118,7 +118,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How requests without a model of their own are answered."""
+    """Routing of requests that name no model."""
 
     entry: str
     rule: DispatchRule
@@ -126,7 +126,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One cluster. Made by `lockstep.cluster.manifest_file.parse`, which checks that names fit each other."""
+    """A cluster as its author wants it; `lockstep.cluster.manifest_file.parse` checks that its names fit each other."""
 
     cluster: str
     entries: tuple[Entry, ...]
@@ -143,7 +143,7 @@ class Manifest:
 
     @classmethod
     def of_model(cls, source: str, names: Sequence[str], chat_template: str | None = None) -> Manifest:
-        """One resident model that nobody shares the device with: no budget is said, and nothing is kept for others.
+        """A manifest of one resident model that has the device alone: without budgets, nothing is kept for others.
 
         Args:
             names: its served name, then aliases; any text, also where a manifest's file could not write it.

@@ -424,7 +424,7 @@ def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> N
 
 
 def _check_bytes(draft: ManifestDraft, reading: Reading) -> None:
-    """Where sizes are known, what cannot fit is refused before anything is loaded."""
+    """Refuse models of known sizes that cannot fit, before anything is loaded."""
     resources = draft.resources
     for key, tier, kv_key, way_out in (
         ("gpu_budget", Tier.RESIDENT, "kv_budget", "standby"),

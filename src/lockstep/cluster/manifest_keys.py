@@ -97,7 +97,7 @@ def alias(place: Place) -> str:
 
 
 def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -> Reader:
-    """One of some words, as the value that it stands for."""
+    """Reader of one of some words, as the value that it stands for."""
     names = list(known) if shown_names is None else list(shown_names)
 
     def read(place: Place) -> Any:
@@ -133,7 +133,7 @@ def size(low: int = 0) -> Reader:
 
 
 def budget(low: int = 0) -> Reader:
-    """As `size`; what was written for NRT is read as NRT read it, and noted."""
+    """Reader of a budget: a size, where what was written for NRT is read as NRT read it, and noted."""
 
     def read(place: Place) -> int:
         num_bytes, note = parse_budget(quantity(place, _SIZE))
@@ -176,7 +176,7 @@ def quantity(place: Place, right: str) -> str:
 
 
 def unless(word: str, reader: Reader) -> Reader:
-    """None for a word, which stands for no bound; else what another reader reads."""
+    """Reader of None for a word, which stands for no bound; else what another reader reads."""
 
     def read(place: Place) -> Any:
         if place.scalar() == word:
@@ -190,7 +190,7 @@ def unless(word: str, reader: Reader) -> Reader:
 
 
 def word_for_none(word: str, write: Callable[[Any], Any] = _same) -> Callable[[Any], Any]:
-    """What `unless` reads."""
+    """Writer of values that `unless` reads."""
     return lambda value: word if value is None else write(value)
 
 
@@ -266,7 +266,7 @@ def _priority_text(value: int) -> str | int:
 
 
 def source(place: Place) -> str:
-    """Where an artifact comes from; its form is checked, and nothing is opened."""
+    """Source of an artifact; its form is checked, and nothing is opened."""
     value = text(place)
     if "${" in value:
         raise ConfigError(f"is {shown(value)}; ${{…}} is expanded in `remote:` only, so write the source out")
@@ -430,7 +430,7 @@ def engine_block(place: Place) -> object:
 
 
 def engine_written(given: Mapping[str, object]) -> dict[str, object]:
-    """As `engine_block` reads it."""
+    """Write ``engine:`` as `engine_block` reads it."""
     return {key: engine_keys()[key].write(value) for key, value in given.items()}
 
 

@@ -49,7 +49,7 @@ Reader = Callable[["Place"], Any]
 
 
 def _core_resolvers(others: _Resolvers | None = None) -> _Resolvers:
-    """By first character, as PyYAML keeps them; after others, where there are any."""
+    """Resolvers of YAML 1.2's core schema by first character, as PyYAML keeps them; others go before them."""
     resolvers: _Resolvers = {character: list(those) for character, those in (others or {}).items()}
     for kind, pattern, first in _CORE:
         whole = re.compile(rf"(?:{pattern.pattern})\Z")
@@ -109,7 +109,7 @@ def _limit(event: yaml.Event, message: str) -> ManifestError:
 
 @dataclass(slots=True)
 class Reading:
-    """One text being read: its faults so far, and the line on which each path stands."""
+    """State of reading one text: its faults so far, and the line on which each path stands."""
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Reading:
             self.problems.append(Problem(self.line(where) if line is None else line, where, message))
 
     def note(self, where: str, message: str) -> None:
-        """As `fault`, of what is taken all the same."""
+        """Note what is taken all the same, and should be written otherwise."""
         self.notes.append(Problem(self.line(where), where, message))
 
     def line(self, where: str) -> int:
@@ -175,7 +175,7 @@ class Place:
     reading: Reading
 
     def read(self, reader: Reader) -> Any:
-        """What the reader makes of this place; FAULTY after it was noted."""
+        """Read this place; FAULTY where the reader refused it, which is noted."""
         try:
             return reader(self)
         except ConfigError as error:
@@ -215,7 +215,7 @@ class Place:
 
     @property
     def kind(self) -> str:
-        """What stands here, in words."""
+        """Kind of the node, in words."""
         if isinstance(self.node, yaml.MappingNode):
             return "a map"
         if isinstance(self.node, yaml.SequenceNode):
@@ -266,7 +266,7 @@ class Place:
         return places
 
     def known_entries(self, known: Iterable[str], required: Sequence[str] = ()) -> dict[str, Place]:
-        """As `entries`, without keys that are not known; those, and required ones that lack, are noted."""
+        """Places of a map by known key; unknown keys, and required ones that lack, are noted."""
         names = list(known)
         places = self.entries()
         for key in [key for key in places if key not in names]:
@@ -294,7 +294,7 @@ def shown(value: object) -> str:
 
 
 def _tagged(tag: str) -> str:
-    """That a node has a tag, as its author wrote it. Tags say what to make of a value; here nothing is made of any."""
+    """A half-sentence about a node's tag, as its author wrote it. Nothing is ever made of a value by its tag."""
     written = f"!!{tag.removeprefix(_TAG)}" if tag.startswith(_TAG) else tag
     return f"has the tag {shown(written)}, and a manifest is plain data of which nothing is ever run"
 

@@ -1,4 +1,4 @@
-"""What a manifest that comes over HTTP may name, by the powers of who brings it.
+"""Trust in manifests that come over HTTP: what one may name, by the powers of who brings it.
 
 The operator's own manifests are files. What they name is vouched for, and anybody may name it again. Beyond that,
 whoever has no powers may name the embedded model, stubs, models in the folder of the operator's manifest, and servers
@@ -33,7 +33,7 @@ _FREE = ("pocket://", "stub://")
 
 @dataclass(frozen=True, slots=True)
 class Powers:
-    """What the bringer of a manifest may have it name, beyond what is vouched for."""
+    """Powers of a manifest's bringer: names that it may have, beyond those that are vouched for."""
 
     any_source: bool = False
     """Any file that this process can read, and any model on the hub, which is fetched with our token."""
@@ -46,7 +46,7 @@ ALL = Powers(any_source=True, private_remotes=True)
 
 
 class Vouchers:
-    """What the operator's manifests have named.
+    """Names of the operator's own manifests.
 
     Args:
         first: the manifest that is served at first.
@@ -80,15 +80,15 @@ class Vouchers:
         return Vetting(self, powers)
 
     def may_send(self, remote: Remote) -> bool:
-        """Whether a server gets the variable that its entry names."""
+        """True where a server gets the variable that its entry names."""
         return remote.api_key_env is None or (remote.base_url, remote.api_key_env) in self._keys
 
     def may_ask(self, remote: Remote) -> bool:
-        """Whether a server is asked wherever it may be."""
+        """True where a server is asked wherever it may be."""
         return not self._opens_sources or remote.base_url in self._urls
 
     def may_open(self, source: str) -> bool:
-        """Whether a source is opened for anybody. Of the files outside the folder, none is looked at."""
+        """True where a source is opened for anybody. Of the files outside the folder, none is looked at."""
         if not self._opens_sources or source in self._sources or source.startswith(_FREE):
             return True
         path = self._in_folder(source)

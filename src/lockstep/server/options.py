@@ -1,4 +1,4 @@
-"""What an operator may say about the server; the flags of `lockstep serve` become one of these."""
+"""Options of a server: limits and manners that the flags of `lockstep serve` set."""
 
 from __future__ import annotations
 
