@@ -25,7 +25,7 @@ HEAVY = {
 """Libraries that take longer to import than a page of help takes to print."""
 OPTIONS = {"cli", "core", "engine", "errors", "executors", "spelling", "version"}
 """Rooms from which every verb's page may import: names, defaults and sentences of options."""
-MORE = {"serve": {"worker"}, "bench": {"bench", "replay"}}
+MORE = {"serve": {"server", "worker"}, "bench": {"bench", "replay"}}
 """Further ones, for the same."""
 _PROGRAM = """
 import contextlib, io, sys

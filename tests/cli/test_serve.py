@@ -20,9 +20,9 @@ from lockstep.cli.options import OPENVINO
 from lockstep.cli.serve import server_options, split_address, split_keys
 from lockstep.cli.serve_flags import (
     ENGINE,
+    LIMITS,
     ClusterFlags,
     ForeignFlags,
-    LimitFlags,
     ListenFlags,
     ModelFlags,
     ReportFlags,
@@ -294,21 +294,19 @@ def test_the_files_values_become_what_flags_would_hold(tmp_path: Path) -> None:
 
 def known_flags() -> set[str]:
     return {
-        f.name
-        for group in (ListenFlags, ModelFlags, ClusterFlags, WorkerFlags, LimitFlags, ReportFlags)
-        for f in fields(group)
-    } | {flag.name for group in (ENGINE, OPENVINO) for flag in group.parameters()}
+        f.name for group in (ListenFlags, ModelFlags, ClusterFlags, WorkerFlags, ReportFlags) for f in fields(group)
+    } | {flag.name for group in (ENGINE, LIMITS, OPENVINO) for flag in group.parameters()}
 
 
 def test_defaults_are_the_options_own() -> None:
     """The help shows the flags' defaults; what runs without flags is what the options say."""
-    made = server_options(ListenFlags(), ModelFlags(), EngineOptions(), LimitFlags(), ReportFlags())
+    made = server_options(ListenFlags(), ModelFlags(), EngineOptions(), ServerOptions(), ReportFlags())
     assert made == replace(ServerOptions(), allowed_hosts=("localhost", "127.0.0.1", "::1"))
 
 
 def test_only_loopback_without_a_key_is_picky_about_names() -> None:
     def hosts(listen: ListenFlags) -> tuple[str, ...]:
-        return server_options(listen, ModelFlags(), EngineOptions(), LimitFlags(), ReportFlags()).allowed_hosts
+        return server_options(listen, ModelFlags(), EngineOptions(), ServerOptions(), ReportFlags()).allowed_hosts
 
     assert hosts(ListenFlags(allowed_host=["My.Box"])) == ("localhost", "127.0.0.1", "::1", "my.box")
     assert hosts(ListenFlags(api_key=["k"])) == hosts(ListenFlags(allow_unauthenticated=True)) == ()

@@ -57,7 +57,7 @@ class Flag:
     """Of the parameter; empty: the field's."""
     also: tuple[str, ...] = ()
     """Further names of the flag, without dashes."""
-    low: int | None = None
+    low: float | None = None
     default: Any = ...
     """Given where nothing is said; ``...``: the field's own."""
     shown: str = ""

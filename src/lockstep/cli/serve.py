@@ -21,9 +21,9 @@ from lockstep.cli.manifests import backend_of, read_manifest
 from lockstep.cli.progress import ServingProgress
 from lockstep.cli.serve_flags import (
     ENGINE,
+    LIMITS,
     ClusterFlags,
     ForeignFlags,
-    LimitFlags,
     ListenFlags,
     ModelFlags,
     ReportFlags,
@@ -33,11 +33,11 @@ from lockstep.cli.serve_flags import (
 from lockstep.core.policy import Order, least_batched_tokens
 from lockstep.engine.options import DEFAULTS, EngineOptions, LoadOptions
 from lockstep.errors import UsageError
+from lockstep.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from lockstep.cluster.base import Cluster
     from lockstep.cluster.resolve import LoadProgress
-    from lockstep.server.options import ServerOptions
     from lockstep.server.reload import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
     from lockstep.worker.link import WorkerOptions
@@ -67,7 +67,7 @@ def serve(
     where: WorkerFlags,
     many: ClusterFlags,
     engine: Annotated[EngineOptions, ENGINE],
-    limits: LimitFlags,
+    limits: Annotated[ServerOptions, LIMITS],
     report: ReportFlags,
     foreign: ForeignFlags,
 ) -> None:
@@ -118,15 +118,14 @@ def _worker(where: WorkerFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
 
 
 def server_options(
-    listen: ListenFlags, what: ModelFlags, engine: EngineOptions, limits: LimitFlags, report: ReportFlags
+    listen: ListenFlags, what: ModelFlags, engine: EngineOptions, limits: ServerOptions, report: ReportFlags
 ) -> ServerOptions:
     """The flags as the server's options; UsageError where two of them do not fit."""
-    from lockstep.server.options import ServerOptions
-
     if not METRICS_PREFIX.fullmatch(report.metrics_prefix):
         raise UsageError(f"--metrics-prefix is {report.metrics_prefix!r}; it must be a name like lockstep or vllm")
     host, port = (listen.host, listen.port) if listen.addr is None else split_address(listen.addr)
-    return ServerOptions(
+    return replace(
+        limits,
         host=host,
         port=port,
         api_keys=split_keys(listen.api_key or ()),
@@ -135,14 +134,6 @@ def server_options(
         allowed_hosts=_allowed_hosts(listen, host),
         cors_origins=tuple(listen.cors_origin or ()),
         allows_loopback_origins=listen.loopback_origins,
-        max_body_bytes=limits.max_body_bytes,
-        max_header_bytes=limits.max_header_bytes,
-        max_concurrent_requests=limits.max_concurrent_requests,
-        requests_per_minute=limits.requests_per_minute,
-        tokens_per_minute=limits.tokens_per_minute,
-        queue_timeout_s=limits.queue_timeout,
-        request_timeout_s=limits.request_timeout,
-        shutdown_timeout_s=limits.shutdown_timeout,
         chat_template_kwargs=flags.template_kwargs(what.chat_template_kwargs),
         reasoning=what.reasoning,
         metrics_prefix=report.metrics_prefix,

@@ -19,6 +19,7 @@ from lockstep.cli.manifests import BackendName
 from lockstep.core.policy import POSITIVE, SchedulerConfig
 from lockstep.engine.options import DEFAULTS, EngineOptions
 from lockstep.errors import UsageError
+from lockstep.server.options import ServerOptions
 from lockstep.worker.flight.options import DEFAULT_MAX_MB
 from lockstep.worker.health import MAX_SILENCE_S
 
@@ -60,22 +61,20 @@ class ListenFlags:
     ] = True
 
 
-@dataclass(frozen=True, slots=True)
-class LimitFlags:
-    """Limits of requests and deadlines."""
-
-    max_body_bytes: Annotated[int, typer.Option(help="A larger request is refused.", min=1)] = 8 << 20
-    max_header_bytes: Annotated[int, typer.Option(help="Larger headers are refused.", min=1024)] = 32 << 10
-    max_concurrent_requests: Annotated[int, typer.Option(help="Requests answered at once.", min=1)] = 2_048
-    requests_per_minute: Annotated[int | None, typer.Option(help="Requests that a key may send.", min=1)] = None
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens that a key may use.", min=1)] = None
-    queue_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that a request may wait for its first step.", min=0.001)
-    ] = None
-    request_timeout: Annotated[float | None, typer.Option(help="Seconds that an answer may take.", min=0.001)] = None
-    shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that requests have to finish after SIGTERM.", min=0.0)
-    ] = 30.0
+LIMITS = OptionFlags(
+    ServerOptions,
+    {
+        "max_body_bytes": Flag(low=1),
+        "max_header_bytes": Flag(low=1024),
+        "max_concurrent_requests": Flag(low=1),
+        "requests_per_minute": Flag(low=1),
+        "tokens_per_minute": Flag(low=1),
+        "queue_timeout_s": Flag("queue_timeout", low=0.001),
+        "request_timeout_s": Flag("request_timeout", low=0.001),
+        "shutdown_timeout_s": Flag("shutdown_timeout", low=0.0),
+    },
+)
+"""Limits of requests, and deadlines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,18 +32,27 @@ class ServerOptions:
     allows_loopback_origins: bool = True
     """Whether browsers may ask models from pages of loopback origins."""
     max_body_bytes: int = 8 * MIB
+    """A larger request is refused."""
     max_header_bytes: int = 32 << 10
+    """Larger headers are refused."""
     max_concurrent_requests: int = 2_048
-    """Requests to models that are answered at once, streams and others."""
+    """Requests answered at once.
+
+    Those to models, streams and others."""
     requests_per_minute: int | None = None
-    """Token bucket per key; None: no limit."""
+    """Requests that a key may send.
+
+    A token bucket per key, as is the next; without a number there is no limit."""
     tokens_per_minute: int | None = None
+    """Tokens that a key may use."""
     queue_timeout_s: float | None = None
-    """Seconds that a request may wait for its first step; the request's own deadline may be shorter."""
+    """Seconds that a request may wait for its first step.
+
+    The request's own deadline may be shorter."""
     request_timeout_s: float | None = None
     """Seconds that an answer may take."""
     shutdown_timeout_s: float = 30.0
-    """Seconds that requests in flight have to finish after SIGTERM."""
+    """Seconds that requests have to finish after SIGTERM."""
     ping_interval_s: float = 15.0
     """Silence in a stream after which a comment is sent."""
     max_pending_bytes: int = MIB
