@@ -142,14 +142,14 @@ def write_answer(
             writer.end()
 
 
-def prompt_of(said: str) -> str:
+def prompt_of(given: str) -> str:
     """The prompt that ``-p`` means; ``-`` is standard input. UsageError: it is not in UTF-8."""
-    return whole_text(sys.stdin.read() if said == "-" else said, "the prompt")
+    return whole_text(sys.stdin.read() if given == "-" else given, "the prompt")
 
 
-def system_of(said: str | None) -> str | None:
+def system_of(given: str | None) -> str | None:
     """The system message that ``--system`` means; UsageError: it is not in UTF-8."""
-    return None if said is None else whole_text(said, "--system")
+    return None if given is None else whole_text(given, "--system")
 
 
 def whole_text(text: str, what: str) -> str:
@@ -196,8 +196,8 @@ class Conversation:
 
     def ask(self, text: str, writer: AnswerWriter | None, answer: Answer) -> None:
         """Have a message answered. It is not yet remembered."""
-        asked = {"role": "user", "content": whole_text(text, "the message")}
-        messages = [*self.transcript(), asked] if self.knows_roles else [asked]
+        message = {"role": "user", "content": whole_text(text, "the message")}
+        messages = [*self.transcript(), message] if self.knows_roles else [message]
         write_answer(self._answerer, messages, self.params, answer, writer)
 
     def remember(self, text: str, answer: Answer) -> None:

@@ -171,8 +171,8 @@ def refuse_others(context: typer.Context, used: Collection[str], why: str) -> No
         name = parameter.name
         source = None if name is None else context.get_parameter_source(name)
         if name not in used and source is not None and source.name == "COMMANDLINE":
-            said = max(parameter.opts, key=len) if parameter.opts[0].startswith("-") else parameter.metavar or name
-            raise UsageError(f"{said} {why}")
+            flag = max(parameter.opts, key=len) if parameter.opts[0].startswith("-") else parameter.metavar or name
+            raise UsageError(f"{flag} {why}")
 
 
 def show_help_without_command(context: typer.Context) -> None:

@@ -62,29 +62,29 @@ def serve(
     debug: flags.Debug = False,
     *,
     listen: ListenFlags,
-    what: ModelFlags,
+    model_flags: ModelFlags,
     openvino: flags.OpenVINO,
-    where: WorkerFlags,
-    many: ClusterFlags,
+    worker_flags: WorkerFlags,
+    cluster_flags: ClusterFlags,
     engine: Annotated[EngineOptions, ENGINE],
     limits: Annotated[ServerOptions, LIMITS],
     report: ReportFlags,
     foreign: ForeignFlags,
 ) -> None:
     """Serve a model, or a cluster of them, to OpenAI clients."""
-    with _worker(where, report) as worker:
+    with _worker(worker_flags, report) as worker:
         from lockstep.server.run import run_server
         from lockstep.worker.logs import log_to_stderr
 
         options = replace(
-            server_options(listen, what, engine, limits, report),
-            allow_any_source=many.allow_any_source,
-            allow_private_remotes=many.allow_private_remotes,
+            server_options(listen, model_flags, engine, limits, report),
+            allow_any_source=cluster_flags.allow_any_source,
+            allow_private_remotes=cluster_flags.allow_private_remotes,
         )
         progress = ServingProgress.for_this(report.log_format)
-        decided = decided_options(engine, "fcfs" if many.manifest is None else "priority")
-        load = LoadOptions(decided, openvino, where.cache_dir, where.probe)
-        cluster, reload = _cluster(model, what, many, load, worker, progress.tell)
+        decided = decided_options(engine, "fcfs" if cluster_flags.manifest is None else "priority")
+        load = LoadOptions(decided, openvino, worker_flags.cache_dir, worker_flags.probe)
+        cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, progress.tell)
         warnings = answers_to(foreign)
         log_to_stderr(report.log_format, report.log_level, "server")
         for warning in warnings:
@@ -94,21 +94,21 @@ def serve(
 
 
 @contextmanager
-def _worker(where: WorkerFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
+def _worker(worker_flags: WorkerFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
     """The device worker's options, with its process started ahead of the server's imports, which take as long as its
     own."""
     from lockstep.worker.health import HealthLimits
     from lockstep.worker.link import SpawnedWorker, WorkerOptions
 
     trace = trace_options(report)
-    ahead = SpawnedWorker(report.log_format, report.log_level, trace) if where.worker == "process" else None
+    ahead = SpawnedWorker(report.log_format, report.log_level, trace) if worker_flags.worker == "process" else None
     try:
         yield WorkerOptions(
-            kind=where.worker,
-            health=HealthLimits(silence_s=where.worker_timeout),
+            kind=worker_flags.worker,
+            health=HealthLimits(silence_s=worker_flags.worker_timeout),
             log_format=report.log_format,
             log_level=report.log_level,
-            stream_interval_s=where.stream_interval_ms / 1000,
+            stream_interval_s=worker_flags.stream_interval_ms / 1000,
             trace=trace,
             ahead=ahead,
         )
@@ -118,7 +118,7 @@ def _worker(where: WorkerFlags, report: ReportFlags) -> Iterator[WorkerOptions]:
 
 
 def server_options(
-    listen: ListenFlags, what: ModelFlags, engine: EngineOptions, limits: ServerOptions, report: ReportFlags
+    listen: ListenFlags, model_flags: ModelFlags, engine: EngineOptions, limits: ServerOptions, report: ReportFlags
 ) -> ServerOptions:
     """The flags as the server's options; UsageError where two of them do not fit."""
     if not METRICS_PREFIX.fullmatch(report.metrics_prefix):
@@ -134,8 +134,8 @@ def server_options(
         allowed_hosts=_allowed_hosts(listen, host),
         cors_origins=tuple(listen.cors_origin or ()),
         allows_loopback_origins=listen.loopback_origins,
-        chat_template_kwargs=flags.template_kwargs(what.chat_template_kwargs),
-        reasoning=what.reasoning,
+        chat_template_kwargs=flags.template_kwargs(model_flags.chat_template_kwargs),
+        reasoning=model_flags.reasoning,
         metrics_prefix=report.metrics_prefix,
         supports_priority=engine.order == "priority",
         log_requests=not report.disable_log_requests,
@@ -164,16 +164,18 @@ def decided_options(given: EngineOptions, order: Order = "fcfs") -> EngineOption
     """
     tokens = given.max_num_batched_tokens
     if tokens is None:
-        said = {**DEFAULTS, **given.scheduler}
-        least = least_batched_tokens(said["max_num_decode_seqs"] or said["max_num_seqs"], said["max_forced_tokens"])
+        limits = {**DEFAULTS, **given.scheduler}
+        least = least_batched_tokens(
+            limits["max_num_decode_seqs"] or limits["max_num_seqs"], limits["max_forced_tokens"]
+        )
         tokens = max(DEFAULTS["max_num_batched_tokens"], least)
     return flags.checked(replace(given, order=given.order or order, max_num_batched_tokens=tokens))
 
 
 def _cluster(
     model: str | None,
-    what: ModelFlags,
-    many: ClusterFlags,
+    model_flags: ModelFlags,
+    cluster_flags: ClusterFlags,
     load: LoadOptions,
     worker: WorkerOptions,
     progress: LoadProgress,
@@ -185,27 +187,27 @@ def _cluster(
     from lockstep.server.reload import ManifestReload, stamp_of
 
     model = model or None  # what a unit's variable that is not set leaves of an argument
-    _check_together(model, what, many)
+    _check_together(model, model_flags, cluster_flags)
     if load.openvino.device == "gpu":  # the one that may not be there
         from lockstep.executors.openvino.loading import check_device
 
         check_device(load.openvino.device)
     options = ClusterOptions(
-        backend_of(many.backend),
+        backend_of(cluster_flags.backend),
         load,
         worker,
         environment=os.environ,
-        folder=None if many.manifest is None else many.manifest.expanduser().absolute().parent,
-        is_fixed=many.manifest is None,
+        folder=None if cluster_flags.manifest is None else cluster_flags.manifest.expanduser().absolute().parent,
+        is_fixed=cluster_flags.manifest is None,
     )
-    if many.manifest is None:
+    if cluster_flags.manifest is None:
         assert model is not None, "one of the two is given"
-        template = flags.read_template(what.chat_template)
-        manifest = Manifest.of_model(model, what.served_model_name or (model,), template)
+        template = flags.read_template(model_flags.chat_template)
+        manifest = Manifest.of_model(model, model_flags.served_model_name or (model,), template)
         return ManifestCluster(manifest, options, progress=progress), None
-    seen = stamp_of(many.manifest)  # before it is read: what is written from now on is brought in
-    cluster = ManifestCluster(read_manifest(many.manifest), options, progress=progress)
-    return cluster, ManifestReload(cluster, many.manifest, os.environ, seen, watches=many.watch)
+    seen = stamp_of(cluster_flags.manifest)  # before it is read: what is written from now on is brought in
+    cluster = ManifestCluster(read_manifest(cluster_flags.manifest), options, progress=progress)
+    return cluster, ManifestReload(cluster, cluster_flags.manifest, os.environ, seen, watches=cluster_flags.watch)
 
 
 def trace_options(report: ReportFlags) -> TraceOptions | None:
@@ -219,23 +221,28 @@ def trace_options(report: ReportFlags) -> TraceOptions | None:
     return TraceOptions(str(report.trace.absolute()), report.trace_max_mb << 20, report.trace_content)
 
 
-def _check_together(model: str | None, what: ModelFlags, many: ClusterFlags) -> None:
+def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: ClusterFlags) -> None:
     """A model or a manifest; what is said of the one means nothing for the other."""
-    if many.manifest is None:
+    if cluster_flags.manifest is None:
         if model is None:
             raise UsageError("Missing argument 'model'; give a MODEL to serve, or --manifest FILE")
         given = {
-            "--backend": many.backend is not None,
-            "--watch": many.watch,
-            "--allow-any-source": many.allow_any_source,
-            "--allow-private-remotes": many.allow_private_remotes,
+            "--backend": cluster_flags.backend is not None,
+            "--watch": cluster_flags.watch,
+            "--allow-any-source": cluster_flags.allow_any_source,
+            "--allow-private-remotes": cluster_flags.allow_private_remotes,
         }
         for flag in (flag for flag, is_given in given.items() if is_given):
             raise UsageError(f"{flag} is said of a manifest's models; give --manifest FILE, or leave it out")
         return
     if model is not None:
-        raise UsageError(f"MODEL is {model!r} and --manifest {many.manifest}; serve one model, or a manifest of many")
-    single = {"--served-model-name": bool(what.served_model_name), "--chat-template": what.chat_template is not None}
+        raise UsageError(
+            f"MODEL is {model!r} and --manifest {cluster_flags.manifest}; serve one model, or a manifest of many"
+        )
+    single = {
+        "--served-model-name": bool(model_flags.served_model_name),
+        "--chat-template": model_flags.chat_template is not None,
+    }
     for flag in (flag for flag, is_given in single.items() if is_given):
         raise UsageError(f"{flag} is said of one model; in a manifest every model says it for itself")
 

@@ -69,11 +69,11 @@ def _routing_stub(manifest: Manifest, entry: Entry) -> Entry:
     routing = manifest.routing
     if routing is None or routing.entry != entry.id or entry.tier is Tier.REMOTE or not entry.source.startswith(STUB):
         return entry
-    said = StubOptions.parse(entry.source)
+    options = StubOptions.parse(entry.source)
     *words, _ = routing.rule.constraint_words(targets_of(manifest))
     missing = {
-        **({} if said.field else {"field": routing.rule.field_name}),
-        **({} if said.ids else {"ids": ",".join(words)}),
+        **({} if options.field else {"field": routing.rule.field_name}),
+        **({} if options.ids else {"ids": ",".join(words)}),
     }
     if not missing:
         return entry

@@ -86,8 +86,8 @@ class Entry:
     @property
     def variant(self) -> str:
         """Key of its replica among models of its source: the same text for the same options."""
-        said = sorted((name, repr(value)) for name, value in self.engine.items())
-        return repr(said if self.chat_template is None else (said, self.chat_template))
+        options = sorted((name, repr(value)) for name, value in self.engine.items())
+        return repr(options if self.chat_template is None else (options, self.chat_template))
 
 
 @dataclass(frozen=True, slots=True)

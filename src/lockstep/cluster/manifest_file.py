@@ -409,9 +409,9 @@ def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> N
     for entry in draft.entries:
         if entry.set == rule.set and entry.id is not None and entry.id.lower() == NONE_OF_THESE:
             reading.fault(entry.id_where, f"is {entry.id!r}, the word for no specialist; rename it")
-    asked = next((entry for entry in draft.entries if entry.id == rule.entry), None)
-    if asked is not None and asked.set == rule.set and rule.entry == draft.entry:
-        reading.fault(asked.id_where, f"is {rule.entry!r}, the entry, which cannot be a target of its own rule")
+    router = next((entry for entry in draft.entries if entry.id == rule.entry), None)
+    if router is not None and router.set == rule.set and rule.entry == draft.entry:
+        reading.fault(router.id_where, f"is {rule.entry!r}, the entry, which cannot be a target of its own rule")
     if rule.target is not None:
         _check_known(where, rule.target, ids, reading, f"models of {rule.set}")
     for value, id_ in rule.literal.items():

@@ -314,13 +314,13 @@ def _remote_text(environment: Mapping[str, str] | None) -> Callable[[Place], str
             if variable_name is None or not _VARIABLE.fullmatch(variable_name):
                 raise ConfigError(f"has {shown(found[0])}; a variable is written ${{NAME}}, a dollar sign $$")
             if environment is None:
-                told = (
+                message = (
                     f"names ${{{variable_name}}}, but a manifest that comes over HTTP reads no variables of the server"
                 )
-                raise ConfigError(f"{told}; write the value out, or bring the manifest in as the server's file")
+                raise ConfigError(f"{message}; write the value out, or bring the manifest in as the server's file")
             if variable_name not in environment:
-                told = f"names ${{{variable_name}}}, which is not set in the environment"
-                raise ConfigError(f"{told}; set it, or write $$ for a dollar sign")
+                message = f"names ${{{variable_name}}}, which is not set in the environment"
+                raise ConfigError(f"{message}; set it, or write $$ for a dollar sign")
             return environment[variable_name]
 
         raw = quantity(place, "a string")

@@ -146,9 +146,9 @@ class Reading:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = 0 if mark is None else mark.line
-            told = ": ".join(filter(None, ("is not YAML", error.context, error.problem)))
+            message = ": ".join(filter(None, ("is not YAML", error.context, error.problem)))
             odd = odd_character("".join(text.splitlines()[line : line + 1]), only_unseen=True)
-            self.fault("", f"{told}; the line {odd}" if odd else told, line + 1)
+            self.fault("", f"{message}; the line {odd}" if odd else message, line + 1)
             return None
         except ManifestError as error:
             self.problems += error.problems

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.executors.openvino.options import OpenVINOOptions
 
 KV_SHARE = 0.3
-"""Part of the memory available at load that the KV pool may take when nothing else is said."""
+"""Part of the memory available at load that the KV pool may take when nothing else is sizes."""
 DECIDED_AT_LOAD = ("block_size", "num_blocks", "num_host_blocks", "max_model_len")
 """Fields of SchedulerConfig that follow from the model and the memory; EngineOptions says what of them is intended."""
 DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SchedulerConfig) if f.name not in DECIDED_AT_LOAD}
@@ -135,14 +135,14 @@ def check_sizes(options: EngineOptions, memory_bytes: int, called: Mapping[str, 
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
         "host_kv_memory_bytes": options.host_kv_memory_bytes,
     }
-    said = {called.get(name, name): value for name, value in given.items() if value is not None}
-    for name, value in said.items():
+    sizes = {called.get(name, name): value for name, value in given.items() if value is not None}
+    for name, value in sizes.items():
         if value < 0:
             raise ConfigError(f"{name} is {value}; a size is never negative")
-    if sum(said.values()) > memory_bytes:
-        told = " and ".join(f"{name} is {gigabytes(value)}" for name, value in said.items() if value)
+    if sum(sizes.values()) > memory_bytes:
+        parts = " and ".join(f"{name} is {gigabytes(value)}" for name, value in sizes.items() if value)
         raise ConfigError(
-            f"{told}, and this machine has {gigabytes(memory_bytes)} of memory for everything, weights included; "
+            f"{parts}, and this machine has {gigabytes(memory_bytes)} of memory for everything, weights included; "
             f"give less, or leave it out ({KV_SHARE:.0%} of what is free is taken then)"
         )
 
