@@ -55,6 +55,13 @@ LogitBias = Annotated[
 ]
 
 
+DeadlineMs = Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)]
+Labels = Annotated[
+    dict[Annotated[str, Field(max_length=MAX_LABEL_CHARS)], Annotated[str, Field(max_length=MAX_LABEL_VALUE_CHARS)]],
+    Field(max_length=MAX_METADATA),
+]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     """One more chunk before the end, with `usage` and no choices."""
@@ -88,11 +95,9 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class GenerationBody(Body):
-    """Parameters of chat completions and completions."""
+class RequestBody(Body):
+    """Parameters of every endpoint that generates."""
 
-    model: Name | None = None
-    """A served name; absent: whoever the cluster's routing finds, or the one model that is served."""
     temperature: Annotated[float | None, Field(ge=0)] = None
     """0: greedy. Default: the model's, else 1."""
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -100,12 +105,33 @@ class GenerationBody(Body):
     """0 or -1: all tokens."""
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
+    """The same seed and parameters give the same answer, whoever else is being served."""
+    stream: bool | None = None
+    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
+    """Lower is served first; other than 0 only where the scheduling policy is by priority."""
+    cache_salt: Name | None = None
+    """Prefix-cache blocks are shared only with requests of the same salt."""
+    session_id: Name | None = None
+    deadline_ms: DeadlineMs | None = None
+    """The answer is complete by then, or the request ends with 504 or an error frame."""
+    user: Name | None = None
+    """Logged; without API keys also whose share of the queue this is."""
+    metadata: Labels | None = None
+    """Labels that are logged with the request."""
+    service_tier: Name | None = None
+    """There is one, `default`; the answer says so."""
+
+
+class GenerationBody(RequestBody):
+    """Parameters of chat completions and completions."""
+
+    model: Name | None = None
+    """A served name; absent: whoever the cluster's routing finds, or the one model that is served."""
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     logit_bias: LogitBias | None = None
     """Token id to what is added to its logit."""
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
-    """The same seed and parameters give the same answer, whoever else is being served."""
     min_tokens: Annotated[int | None, Field(ge=0, le=MAX_SEQUENCE_TOKENS)] = None
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
@@ -122,7 +148,6 @@ class GenerationBody(Body):
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     """Only the value of `n`: nothing is generated and thrown away."""
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
     response_format: ResponseFormat | None = None
@@ -137,28 +162,11 @@ class GenerationBody(Body):
     """Not with `stream`. The prefix cache is not read then."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=MAX_SEQUENCE_TOKENS)] = None
     """Keep the last so many tokens of the prompt; -1: as many as the context holds."""
-    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
-    """Lower is served first; other than 0 only where the scheduling policy is by priority."""
-    cache_salt: Name | None = None
-    """Prefix-cache blocks are shared only with requests of the same salt."""
-    session_id: Name | None = None
     keep_alive: str | float | None = None
-    deadline_ms: Annotated[int | None, Field(ge=1, le=MAX_DEADLINE_MS)] = None
-    """The answer is complete by then, or the request ends with 504 or an error frame."""
     return_token_ids: bool | None = None
     """Adds `token_ids` to choices and `prompt_token_ids` to the answer."""
-    user: Name | None = None
-    """Logged; without API keys also whose share of the queue this is."""
-    metadata: Annotated[
-        dict[Annotated[str, Field(max_length=MAX_LABEL_CHARS)], Annotated[str, Field(max_length=MAX_LABEL_VALUE_CHARS)]]
-        | None,
-        Field(max_length=MAX_METADATA),
-    ] = None
-    """Labels that are logged with the request."""
     store: bool | None = None
     """Nothing is stored: true is answered, with a warning."""
-    service_tier: Name | None = None
-    """There is one, `default`; the answer says so."""
 
 
 @dataclass(frozen=True, slots=True)

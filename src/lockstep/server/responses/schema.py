@@ -19,7 +19,6 @@ from lockstep.server.chat_request import (
 )
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
-    MAX_LABEL_VALUE_CHARS,
     MAX_SEQUENCE_TOKENS,
     Body,
     JsonObject,
@@ -27,7 +26,7 @@ from lockstep.server.fields import (
     in_pieces,
     text_or_list,
 )
-from lockstep.server.generation import MAX_DEADLINE_MS, MAX_METADATA
+from lockstep.server.generation import DeadlineMs, Labels, RequestBody
 
 MAX_ID_CHARS = 128
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
@@ -212,7 +211,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponseBody(Body):
+class ResponseBody(RequestBody):
     """What a model is to answer, and how."""
 
     input: Input
@@ -224,19 +223,9 @@ class ResponseBody(Body):
     """A stored response that this one continues."""
     store: bool | None = None
     """Whether the response is kept, so that others may continue it; default true."""
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_SEQUENCE_TOKENS)] = None
     """Tokens of the answer, thoughts included; absent: what the context leaves."""
-    temperature: Annotated[float | None, Field(ge=0)] = None
-    """0: greedy. Default: the model's, else 1."""
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1)] = None
-    """0 or -1: all tokens."""
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
-    """The same seed and parameters give the same answer, whoever else is being served."""
     text: TextConfig | None = None
     tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
@@ -252,28 +241,15 @@ class ResponseBody(Body):
     """Nothing is left out: a conversation that does not fit is refused, whatever is said here."""
     background: Literal[False] | None = None
     """Not done here, so only false."""
-    metadata: Annotated[
-        dict[Annotated[str, Field(max_length=MAX_LABEL_CHARS)], Annotated[str, Field(max_length=MAX_LABEL_VALUE_CHARS)]]
-        | None,
-        Field(max_length=MAX_METADATA),
-    ] = None
+    metadata: Labels | None = None
     """Labels that are kept with the response, and logged."""
-    user: Name | None = None
-    """Logged; without API keys also whose share of the queue this is."""
     safety_identifier: Name | None = None
     """Logged, as `user`."""
     prompt_cache_key: Name | None = None
     """A hint where to run; there is one place here, and its prefix cache needs none."""
     prompt_cache_retention: Name | None = None
     prompt_cache_options: JsonObject | None = None
-    service_tier: Name | None = None
-    """There is one, `default`; the answer says so."""
-    priority: Annotated[int | None, Field(ge=-(2**31), le=2**31 - 1)] = None
-    """Lower is served first; other than 0 only where the scheduling policy is by priority."""
-    cache_salt: Name | None = None
-    """Prefix-cache blocks are shared only with requests of the same salt."""
-    session_id: Name | None = None
-    deadline_ms: Annotated[int | None, Field(ge=1, le=MAX_DEADLINE_MS)] = None
+    deadline_ms: DeadlineMs | None = None
     """The answer is complete by then, or the request ends with 504 or a failed response."""
     chat_template_kwargs: JsonObject | None = None
     """Variables for the model's chat template, e.g. `enable_thinking`; a warning says which it does not read."""

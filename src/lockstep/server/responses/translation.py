@@ -18,7 +18,7 @@ from lockstep.engine.request import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.server.chat_request import ChatBody
 from lockstep.server.errors import of_validation
-from lockstep.server.generation import in_the_requests_words
+from lockstep.server.generation import RequestBody, in_the_requests_words
 from lockstep.server.responses.schema import (
     LOGPROBS,
     Content,
@@ -176,11 +176,9 @@ def _tool_message(item: JsonObject, called: Mapping[str, str]) -> dict[str, Any]
 
 
 _SAME = (
-    "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "parallel_tool_calls",
-    "top_logprobs", "metadata", "user", "safety_identifier", "prompt_cache_key",
-    "service_tier", "priority", "cache_salt", "session_id",
-    "deadline_ms", "chat_template_kwargs", "stream",
-)  # fmt: skip
+    *RequestBody.model_fields,
+    *("model", "parallel_tool_calls", "top_logprobs", "safety_identifier", "prompt_cache_key", "chat_template_kwargs"),
+)
 """Parameters that both have."""
 
 _NAMES = (
