@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from lockstep.cluster.base import Hop
 from lockstep.server.chat import ChatEncoder
-from lockstep.server.chat_request import ChatBody, Function, Message, template_messages
+from lockstep.server.chat_request import ChatBody, Message, template_messages
 from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.completions import CompletionBody
 from lockstep.server.embeddings import EmbeddingBody
@@ -24,8 +24,9 @@ from lockstep.server.responses.answer import ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
 from lockstep.server.responses.translation import items_of, messages_of
 from lockstep.server.tokenize import DetokenizeRequest, TokenizeRequest
-from lockstep.server.tools.tool_use import plan_tools
+from lockstep.server.tools.definitions import Function
 from tests.server.making import TOKENIZER, answer_of, metadata, outputs_of
+from tests.server.tools.models import plan_of
 
 DUMPS: Mapping[str, Callable[[Any], Any]] = {
     "as it came": lambda made: made.model_dump(exclude_unset=True),
@@ -46,7 +47,7 @@ def encoder(functions: list[Function] | None = None, **more: Any) -> ChatEncoder
 
 def answered(made: ChatEncoder, *pieces: str, thoughts: str = "") -> Any:
     """The official client's message of an answer that said these pieces."""
-    plan = plan_tools(TOKENIZER, [TOOL], "auto", True)
+    plan = plan_of(TOKENIZER, [TOOL], "auto", True)
     answer = answer_of(made, num_choices=1)
     answer.choices = [Choice(0, reader=CallsReader(plan, plan.parser(lambda: "call_1")))]
     answer.feed(0, outputs_of([pieces], thoughts))

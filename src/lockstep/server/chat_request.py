@@ -16,13 +16,12 @@ from lockstep.server.answer import is_dispatch
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_SEQUENCE_TOKENS,
-    Body,
     JsonObject,
+    Marked,
     Name,
     absent,
     in_pieces,
     text_or_list,
-    text_or_object,
 )
 from lockstep.server.generation import (
     Caller,
@@ -34,22 +33,20 @@ from lockstep.server.generation import (
     param_names,
     sampling_params,
 )
-from lockstep.server.tools.definitions import ChoiceMode
+from lockstep.server.tools.definitions import (
+    MAX_TOOLS,
+    ChoiceMode,
+    Function,
+    FunctionChoice,
+    NamedFunction,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
 from lockstep.server.tools.tool_use import ToolPlan, plan_tools
 
-MAX_TOOLS = 128
 MAX_TOP_LOGPROBS = 20
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class Marked(Body):
-    """What clients put beside a part of a conversation, for others than the model."""
-
-    cache_control: JsonObject | None = None
-    """Unused: prefixes are found in the cache without it."""
-    provider_specific_fields: JsonObject | None = None
-    """Unused: LiteLLM's notes."""
 
 
 class TextPart(Marked):
@@ -121,60 +118,6 @@ class Message(Marked):
     annotations: list[JsonObject] | None = None
     """Unused, as is `parsed`: what the official client read from the content."""
     parsed: Any = None
-
-
-class Function(Marked):
-    name: FunctionName
-    description: str | None = None
-    parameters: JsonObject | None = None
-    """A JSON schema; absent: no parameters."""
-    strict: bool | None = None
-    """The arguments obey the schema."""
-
-
-class Tool(Marked):
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(Body):
-    name: FunctionName
-
-
-class NamedToolChoice(Body):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class AllowedTools(Body):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-class AllowedToolsChoice(Body):
-    """Some of the tools: the model is told of all, and may call these."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-def choice_kind(value: object) -> str:
-    """Which form of `tool_choice` a value is meant to be."""
-    if isinstance(value, dict):
-        return "[allowed]" if value.get("type") == "allowed_tools" else "[object]"
-    return "[text]"
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("[text]")]
-    | Annotated[NamedToolChoice, Tag("[object]")]
-    | Annotated[AllowedToolsChoice, Tag("[allowed]")],
-    Discriminator(choice_kind),
-]
-FunctionChoice = Annotated[
-    Annotated[Literal["none", "auto"], Tag("[text]")] | Annotated[NamedFunction, Tag("[object]")],
-    Discriminator(text_or_object),
-]
 
 
 class ChatBody(GenerationBody):
@@ -329,10 +272,8 @@ def _plan(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], said:
     told = said if said is not None and said.kind in JSON_KINDS else None
     if body.functions is not None or body.function_call is not None:
         return _plan_functions(body, tokenizer, kwargs, told)
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    choice = body.tool_choice
-    chosen = choice if choice is None or isinstance(choice, str) else choice.model_dump()
-    return plan_tools(tokenizer, tools, chosen, body.parallel_tool_calls is not False, kwargs, told)
+    functions = [tool.function for tool in body.tools or ()]
+    return plan_tools(tokenizer, functions, body.tool_choice, body.parallel_tool_calls is not False, kwargs, told)
 
 
 def _plan_functions(
@@ -344,11 +285,10 @@ def _plan_functions(
             "functions and function_call are the deprecated form of tools and tool_choice; give one form",
             param="functions" if body.functions is not None else "function_call",
         )
-    tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in body.functions or ()]
-    choice = body.function_call
-    chosen = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
+    named = body.function_call
+    choice = NamedToolChoice(type="function", function=named) if isinstance(named, NamedFunction) else named
     try:
-        return plan_tools(tokenizer, tools, chosen, False, kwargs, told)
+        return plan_tools(tokenizer, body.functions or (), choice, False, kwargs, told)
     except InvalidParameterError as error:
         param = None if error.param is None else _as_functions(error.param)
         raise InvalidParameterError(_as_functions(str(error)), param=param) from None

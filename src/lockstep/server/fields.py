@@ -134,6 +134,15 @@ class Body(BaseModel):
     __pydantic_extra__: dict[str, Annotated[None, BeforeValidator(_unknown)]] = Field(init=False)
 
 
+class Marked(Body):
+    """What clients put beside a part of a conversation, for others than the model."""
+
+    cache_control: JsonObject | None = None
+    """Unused: prefixes are found in the cache without it."""
+    provider_specific_fields: JsonObject | None = None
+    """Unused: LiteLLM's notes."""
+
+
 FinishReasonName = Literal["stop", "length", "tool_calls", "function_call"]
 """Why a choice ended."""
 

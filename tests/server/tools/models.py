@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from pydantic import ValidationError
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.tokenizer import Tokenizer
+from lockstep.errors import InvalidParameterError
+from lockstep.executors.constraint import Constraint
 from lockstep.executors.stub import stub_tokenizer_parts
+from lockstep.server.chat_request import ChatBody
+from lockstep.server.errors import of_validation
+from lockstep.server.tools.definitions import Function
+from lockstep.server.tools.tool_use import ToolPlan, plan_tools
 from tests.engine import chat_templates, text_models
 
 LLAMA3 = (
@@ -114,3 +121,35 @@ STRICT_TOOLS = (
     function("get_weather", {**WEATHER_SCHEMA, "additionalProperties": False}, strict=True),
     function("ping", strict=True),
 )
+
+
+def chat_body(tools: object, choice: object = None) -> ChatBody:
+    """A request with these functions, as it comes from a client; errors are what the client is told."""
+    try:
+        return ChatBody.model_validate(
+            {
+                "messages": [{"role": "user", "content": "Hello"}],
+                "tools": list(tools) if isinstance(tools, tuple) else tools,
+                "tool_choice": choice,
+            }
+        )
+    except ValidationError as error:
+        refusal = of_validation(error.errors())
+        raise InvalidParameterError(refusal.message, param=refusal.param) from None
+
+
+def functions_of(tools: object) -> list[Function]:
+    return [tool.function for tool in chat_body(tools).tools or ()]
+
+
+def plan_of(
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]],
+    choice: object,
+    parallel: bool,
+    template_kwargs: Mapping[str, Any] | None = None,
+    told: Constraint | None = None,
+) -> ToolPlan:
+    """The plan of such a request."""
+    body = chat_body(list(tools), choice)
+    return plan_tools(tokenizer, functions_of(list(tools)), body.tool_choice, parallel, template_kwargs, told)

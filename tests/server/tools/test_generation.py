@@ -16,8 +16,8 @@ from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_TEMPERATURE
 from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
-from lockstep.server.tools.tool_use import ToolPlan, plan_tools
-from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, function
+from lockstep.server.tools.tool_use import ToolPlan
+from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, function, plan_of
 
 MAX_TOKENS = 700
 """Four times what a call can have, were each of its bytes a token; whether another follows is a toss of a coin."""
@@ -90,7 +90,7 @@ def check(parser: ToolParser) -> None:
     ids=["required", "single", "named"],
 )
 def test_a_forced_call_is_read_and_obeys_its_schema(llm: LLM, choice: Any, parallel: bool) -> None:
-    plan = plan_tools(llm.model.tokenizer, ALL, choice, parallel)
+    plan = plan_of(llm.model.tokenizer, ALL, choice, parallel)
     read = list(answers(llm, plan, 45))
     for parser, reason in read:
         assert (parser.content, reason) == ("", FinishReason.STOP.value)
@@ -103,7 +103,7 @@ def test_a_forced_call_is_read_and_obeys_its_schema(llm: LLM, choice: Any, paral
 
 
 def test_strict_functions_are_called_right_or_not_at_all(llm: LLM) -> None:
-    plan = plan_tools(llm.model.tokenizer, STRICT_TOOLS, "auto", True)
+    plan = plan_of(llm.model.tokenizer, STRICT_TOOLS, "auto", True)
     assert plan.constraint is not None
     for parser, _ in answers(llm, plan, 30, 60, temperature=1.0):
         check(parser)
@@ -112,7 +112,7 @@ def test_strict_functions_are_called_right_or_not_at_all(llm: LLM) -> None:
 
 def test_a_stream_brings_the_same_calls(llm: LLM) -> None:
     """Piece by piece as the engine publishes them, against the whole text."""
-    plan = plan_tools(llm.model.tokenizer, ALL, "required", True)
+    plan = plan_of(llm.model.tokenizer, ALL, "required", True)
     for seed in range(10):
         params = SamplingParams(temperature=EVENLY, seed=seed, max_tokens=MAX_TOKENS, constraint=plan.constraint)
         messages = plan.messages([{"role": "user", "content": QUESTIONS[0]}])
@@ -132,14 +132,14 @@ def test_a_stream_brings_the_same_calls(llm: LLM) -> None:
 
 
 def test_functions_that_take_nothing_are_called_with_nothing(llm: LLM) -> None:
-    plan = plan_tools(llm.model.tokenizer, [PING], "required", False)
+    plan = plan_of(llm.model.tokenizer, [PING], "required", False)
     assert {call.arguments for parser, _ in answers(llm, plan, 9) for call in parser.calls} == {"{}"}
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_when_it_must_be(llm: LLM) -> None:
     never = function("never", {"properties": {"x": {"type": "string", "pattern": "(?=a)b"}}, "required": ["x"]})
     with pytest.raises(InvalidParameterError, match="constraint cannot be used") as caught:
-        list(answers(llm, plan_tools(llm.model.tokenizer, [never], "required", True), 1))
+        list(answers(llm, plan_of(llm.model.tokenizer, [never], "required", True), 1))
     assert caught.value.param == "constraint"
-    free = plan_tools(llm.model.tokenizer, [never], "auto", True)
+    free = plan_of(llm.model.tokenizer, [never], "auto", True)
     assert len(list(answers(llm, free, 3, 5))) == 3

@@ -19,10 +19,10 @@ from lockstep.executors.grammar import Grammar
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS
 from lockstep.server.tools.parser import ToolParser
-from lockstep.server.tools.tool_use import ToolPlan, plan_tools
+from lockstep.server.tools.tool_use import ToolPlan
 from tests.engine import text_models
 from tests.executors.grammars import ids_of
-from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, tokenizer_of
+from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, plan_of, tokenizer_of
 
 NAMED: Mapping[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 MODELS = [(family, has_markers) for family in TEMPLATES for has_markers in (True, False)]
@@ -105,7 +105,7 @@ def begin(tokenizer: Tokenizer, writer: Writer) -> str:
 @pytest.mark.parametrize("choice", ["required", "single", "named"])
 def test_a_forced_answer_is_calls_and_nothing_else(family: str, has_markers: bool, choice: str) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    plan = plan_tools(tokenizer, TOOLS, NAMED if choice == "named" else "required", choice == "required")
+    plan = plan_of(tokenizer, TOOLS, NAMED if choice == "named" else "required", choice == "required")
     numbers, names = set(), set()
     for seed in range(10):
         writer = Writer(family, has_markers, plan.constraint)
@@ -126,7 +126,7 @@ def test_a_forced_answer_is_calls_and_nothing_else(family: str, has_markers: boo
 def test_a_model_that_wants_many_calls_gets_as_many_as_may_be(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
     for parallel in (True, False):
-        plan = plan_tools(tokenizer, TOOLS, "required", parallel)
+        plan = plan_of(tokenizer, TOOLS, "required", parallel)
         form = plan.call_format
         writer = Writer(family, has_markers, plan.constraint)
         thoughts = begin(tokenizer, writer)
@@ -151,7 +151,7 @@ def test_a_strict_function_leaves_the_model_free_to_talk_but_not_to_call_as_it_l
     family: str, has_markers: bool
 ) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    plan = plan_tools(tokenizer, STRICT_TOOLS, "auto", True)
+    plan = plan_of(tokenizer, STRICT_TOOLS, "auto", True)
     for seed in range(8):
         writer = Writer(family, has_markers, plan.constraint)
         thoughts = "" if family == "qwen3" else begin(tokenizer, writer)
@@ -166,7 +166,7 @@ def test_a_strict_function_leaves_the_model_free_to_talk_but_not_to_call_as_it_l
 
 
 def test_an_answer_of_a_llama_may_begin_with_a_call_and_its_text_with_no_brace() -> None:
-    plan = plan_tools(tokenizer_of("llama3"), STRICT_TOOLS, "auto", True)
+    plan = plan_of(tokenizer_of("llama3"), STRICT_TOOLS, "auto", True)
     for seed in range(5):
         writer = Writer("llama3", True, plan.constraint)
         writer.say("{")
@@ -177,7 +177,7 @@ def test_an_answer_of_a_llama_may_begin_with_a_call_and_its_text_with_no_brace()
 
 
 def test_a_single_call_of_a_free_model_has_any_arguments() -> None:
-    plan = plan_tools(tokenizer_of("qwen3"), TOOLS, "auto", False)
+    plan = plan_of(tokenizer_of("qwen3"), TOOLS, "auto", False)
     writer = Writer("qwen3", True, plan.constraint)
     writer.say("<tool_call>", "\n", '{"name": "ping", "arguments": ', '{"new', '": ')
     writer.say('"x"', "}", "}", "\n", "</tool_call>")
@@ -189,7 +189,7 @@ def test_a_single_call_of_a_free_model_has_any_arguments() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "thoughts opened"])
 def test_a_model_that_thinks_may_think_before_a_forced_call(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    plan = plan_tools(tokenizer, TOOLS, "required", True)
+    plan = plan_of(tokenizer, TOOLS, "required", True)
     reasoning = tokenizer.reasoning_after(tokenizer.encode_chat([{"role": "user", "content": "Hello"}]))
     assert reasoning is not None
     for seed in range(6):
@@ -213,7 +213,7 @@ def test_a_model_that_thinks_may_think_before_a_forced_call(family: str, has_mar
 def test_whether_thoughts_are_open_is_asked_with_the_variables_of_the_request() -> None:
     template = "{{ messages[0].content }}{{ tools }}{% if deep %}<think>{% endif %}{{ '</think>' if false }}"
     tokenizer = Tokenizer(text_models.parts(text_models.byte_level(), template))
-    open_, closed = (plan_tools(tokenizer, TOOLS, "required", True, {"deep": deep}) for deep in (True, False))
+    open_, closed = (plan_of(tokenizer, TOOLS, "required", True, {"deep": deep}) for deep in (True, False))
     assert open_.constraint != closed.constraint
 
 
@@ -223,7 +223,7 @@ TICKET: Mapping[str, Any] = {"type": "object", "properties": {"urgent": {"type":
 @pytest.mark.parametrize(("family", "has_markers"), MODELS)
 def test_an_answer_that_must_be_json_is_that_or_calls(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    plan = plan_tools(tokenizer, TOOLS, "auto", True, told=Constraint.json_schema(TICKET))
+    plan = plan_of(tokenizer, TOOLS, "auto", True, told=Constraint.json_schema(TICKET))
     for seed, (first, is_call) in enumerate([('{"urgent":', False), (plan.call_format.begin, True)]):
         writer = Writer(family, has_markers, plan.constraint)
         if family == "thoughts opened":

@@ -7,26 +7,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.engine.request import MAX_CONTENT_PARTS, MAX_MESSAGES
-from lockstep.server.chat_request import (
-    MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
-    FunctionName,
-    Marked,
-    ReasoningEffort,
-    RefusalPart,
-    choice_kind,
-    part_kind,
-)
+from lockstep.server.chat_request import MAX_TOP_LOGPROBS, ReasoningEffort, RefusalPart, part_kind
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_SEQUENCE_TOKENS,
     Body,
     JsonObject,
+    Marked,
     Name,
     in_pieces,
     text_or_list,
 )
 from lockstep.server.generation import DeadlineMs, Labels, RequestBody
+from lockstep.server.tools.definitions import MAX_TOOLS, FunctionName, choice_kind
 
 MAX_ID_CHARS = 128
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]

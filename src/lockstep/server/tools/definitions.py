@@ -1,28 +1,84 @@
-"""The functions and the choice that a request names, checked. Shapes: OpenAI's chat completions."""
+"""Functions and choices of a request: their shapes, which are OpenAI's, and what shapes alone cannot refuse."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
 
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import closed
+from lockstep.server.fields import Body, JsonObject, Marked, text_or_object
 
 MAX_TOOLS = 128
 """Functions that one request may describe, as many as OpenAI takes."""
 MAX_SCHEMA_DEPTH = 64
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """What a function that describes no parameters takes."""
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(Marked):
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    """A JSON schema; absent: no parameters."""
+    strict: bool | None = None
+    """The arguments obey the schema."""
+
+
+class Tool(Marked):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: FunctionName
+
+
+class NamedToolChoice(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Body):
+    """Some of the tools: the model is told of all, and may call these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_kind(value: object) -> str:
+    """Which form of `tool_choice` a value is meant to be."""
+    if isinstance(value, dict):
+        return "[allowed]" if value.get("type") == "allowed_tools" else "[object]"
+    return "[text]"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[text]")]
+    | Annotated[NamedToolChoice, Tag("[object]")]
+    | Annotated[AllowedToolsChoice, Tag("[allowed]")],
+    Discriminator(choice_kind),
+]
+FunctionChoice = Annotated[
+    Annotated[Literal["none", "auto"], Tag("[text]")] | Annotated[NamedFunction, Tag("[object]")],
+    Discriminator(text_or_object),
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
-    """One function."""
+class CallableTool:
+    """One function as a model is told of it."""
 
     name: str
     description: str | None
@@ -67,17 +123,21 @@ class Choice:
         return self.names is None or name in self.names
 
 
-def checked_tools(tools: object) -> tuple[Tool, ...]:
+def checked_tools(functions: Sequence[Function]) -> tuple[CallableTool, ...]:
     """The functions of a request.
 
     Raises:
         InvalidParameterError: ``param`` names the place, e.g. ``tools[2].function.name``.
     """
-    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
-        raise _wrong("tools", tools, "a list of functions")
-    if len(tools) > MAX_TOOLS:
-        raise InvalidParameterError(f"tools has {len(tools)} entries; it must have at most {MAX_TOOLS}", param="tools")
-    checked = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+    checked = tuple(
+        CallableTool(
+            function.name,
+            function.description,
+            _parameters(function.parameters, f"tools[{index}].function.parameters"),
+            bool(function.strict),
+        )
+        for index, function in enumerate(functions)
+    )
     seen: dict[str, int] = {}
     for index, tool in enumerate(checked):
         if seen.setdefault(tool.name, index) != index:
@@ -88,44 +148,26 @@ def checked_tools(tools: object) -> tuple[Tool, ...]:
     return checked
 
 
-def checked_choice(choice: object, tools: Sequence[Tool]) -> Choice:
+def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> Choice:
     """What is chosen; None: ``auto`` where there are functions.
 
     Raises:
-        InvalidParameterError: it is no choice, or of a function that is not there.
+        InvalidParameterError: it is of a function that is not there.
     """
-    if choice is None:
-        return Choice(ChoiceMode.AUTO if tools else ChoiceMode.NONE)
-    right = 'none, auto, required or {"type": "function", "function": {"name": "..."}}'
-    if isinstance(choice, str):
-        if choice not in ("none", "auto", "required"):
-            raise _wrong("tool_choice", choice, right)
-        if choice == "required" and not tools:
-            raise InvalidParameterError("tool_choice is 'required', but there are no tools", param="tool_choice")
-        return Choice(ChoiceMode(choice) if tools else ChoiceMode.NONE)
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        return _allowed(choice.get("allowed_tools"), tools)
-    return Choice(ChoiceMode.NAMED, (_chosen(choice, "tool_choice", tools, right),))
+    if choice == "required" and not tools:
+        raise InvalidParameterError("tool_choice is 'required', but there are no tools", param="tool_choice")
+    if choice is None or isinstance(choice, str):
+        return Choice(ChoiceMode(choice or "auto") if tools else ChoiceMode.NONE)
+    if isinstance(choice, NamedToolChoice):
+        return Choice(ChoiceMode.NAMED, (_known(choice, "tool_choice", tools),))
+    allowed, where = choice.allowed_tools, "tool_choice.allowed_tools.tools"
+    names = (_known(one, f"{where}[{index}]", tools) for index, one in enumerate(allowed.tools))
+    return Choice(ChoiceMode(allowed.mode), tuple(dict.fromkeys(names)))
 
 
-def _allowed(allowed: object, tools: Sequence[Tool]) -> Choice:
-    """Some of the functions, which the model may or must call."""
-    where, right = "tool_choice.allowed_tools", '{"mode": "auto" or "required", "tools": [...]}'
-    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
-    chosen = allowed.get("tools") if isinstance(allowed, Mapping) else None
-    if mode not in ("auto", "required") or not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
-        raise _wrong(where, allowed, right)
-    right = '{"type": "function", "function": {"name": "..."}}'
-    names = (_chosen(one, f"{where}.tools[{index}]", tools, right) for index, one in enumerate(chosen))
-    return Choice(ChoiceMode(mode), tuple(dict.fromkeys(names)))
-
-
-def _chosen(choice: object, where: str, tools: Sequence[Tool], right: str) -> str:
+def _known(choice: NamedToolChoice, where: str, tools: Sequence[CallableTool]) -> str:
     """The name of a function that is there."""
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise _wrong(where, choice, right)
+    name = choice.function.name
     if name not in {tool.name for tool in tools}:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise InvalidParameterError(
@@ -135,31 +177,9 @@ def _chosen(choice: object, where: str, tools: Sequence[Tool], right: str) -> st
     return name
 
 
-def _tool(tool: object, where: str) -> Tool:
-    if not isinstance(tool, Mapping):
-        raise _wrong(where, tool, 'an object, {"type": "function", "function": {...}}')
-    if tool.get("type", "function") != "function":
-        raise _wrong(f"{where}.type", tool.get("type"), "function")
-    where = f"{where}.function"
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        raise _wrong(where, function, "an object with a name")
-    name, about = function.get("name"), function.get("description")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise _wrong(f"{where}.name", name, "1..64 letters of a-z, A-Z, 0-9, _ and -")
-    if about is not None and not isinstance(about, str):
-        raise _wrong(f"{where}.description", about, "a string")
-    strict = function.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise _wrong(f"{where}.strict", strict, "true or false")
-    return Tool(name, about, _parameters(function.get("parameters"), f"{where}.parameters"), bool(strict))
-
-
-def _parameters(schema: object, where: str) -> Mapping[str, Any]:
+def _parameters(schema: Mapping[str, Any] | None, where: str) -> Mapping[str, Any]:
     if schema is None:
         return NO_PARAMETERS
-    if not isinstance(schema, Mapping):
-        raise _wrong(where, schema, "a JSON schema of an object")
     if schema.get("type", "object") != "object":
         raise _wrong(f"{where}.type", schema["type"], "object")
     properties = schema.get("properties", {})

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.engine.output_rules import Reasoning
 from lockstep.executors.constraint import COMPACT, Constraint, schema_text
 from lockstep.server.tools.call_reader import CallFormat
-from lockstep.server.tools.definitions import Tool
+from lockstep.server.tools.definitions import CallableTool
 
 MAX_FORCED_CALLS = 16
 """Calls in one constrained answer: a model that cannot stop is stopped."""
@@ -32,7 +32,7 @@ class AnswerShape:
     """What a grammar leaves to the model."""
 
     call_format: CallFormat
-    tools: Sequence[Tool]
+    tools: Sequence[CallableTool]
     """Those that may be called."""
     at_most: int
     """Calls."""
@@ -105,7 +105,7 @@ def _one_call(shape: AnswerShape, marker_id: MarkerId) -> list[str]:
     return rules
 
 
-def _schema(tool: Tool, may_talk: bool) -> str:
+def _schema(tool: CallableTool, may_talk: bool) -> str:
     """A forced call obeys its schema; one that the model chose does where the function is strict."""
     schema: dict[str, Any] = tool.arguments_schema if tool.strict or not may_talk else {"type": "object"}
     return json.dumps({**schema, "x-guidance": _LAYOUT}, ensure_ascii=False)

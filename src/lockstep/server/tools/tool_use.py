@@ -16,7 +16,15 @@ from lockstep.errors import ChatTemplateError, InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.server.fields import FinishReasonName
 from lockstep.server.tools.call_reader import CallFormat, format_of
-from lockstep.server.tools.definitions import Choice, ChoiceMode, Tool, checked_choice, checked_tools
+from lockstep.server.tools.definitions import (
+    CallableTool,
+    Choice,
+    ChoiceMode,
+    Function,
+    ToolChoice,
+    checked_choice,
+    checked_tools,
+)
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS, AnswerShape, answer_grammar
 from lockstep.server.tools.parser import ToolParser
 
@@ -74,8 +82,8 @@ class ToolPlan:
 
 def plan_tools(
     tokenizer: Tokenizer,
-    tools: Sequence[Mapping[str, Any]],
-    choice: str | Mapping[str, Any] | None,
+    functions: Sequence[Function],
+    choice: ToolChoice | None,
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None = None,
     told: Constraint | None = None,
@@ -86,8 +94,7 @@ def plan_tools(
     the answer holds of calls parses and obeys the schemas. Otherwise the model writes what it wants.
 
     Args:
-        tools: the functions; none is as good as the choice ``none``.
-        choice: ``none``, ``auto``, ``required``, an object that names a function, or None.
+        functions: none is as good as the choice ``none``.
         parallel: whether there may be several calls.
         told: what an answer without calls must be, if it must be JSON; a forced call needs none.
         template_kwargs: what else the template will be given, which may decide whether the prompt opens thoughts.
@@ -96,7 +103,7 @@ def plan_tools(
         InvalidParameterError: the functions or the choice are wrong, or the model's answers cannot be constrained.
         ChatTemplateError: the model has no template.
     """
-    checked = checked_tools(tools)
+    checked = checked_tools(functions)
     chosen = checked_choice(choice, checked)
     tokenizer.check_chat_template()
     knows_tools = "tools" in tokenizer.template_variables
@@ -121,7 +128,7 @@ def _constraint(
     tokenizer: Tokenizer,
     form: CallFormat,
     choice: Choice,
-    tools: Sequence[Tool],
+    tools: Sequence[CallableTool],
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None,
     told: Constraint | None,
@@ -159,7 +166,7 @@ _PROBE = "Be brief."
 Message = Mapping[str, Any]
 
 
-def tools_as_text(tools: Sequence[Tool]) -> str:
+def tools_as_text(tools: Sequence[CallableTool]) -> str:
     """What a model is told whose template knows no tools."""
     functions = "\n".join(json.dumps(tool.shown["function"], ensure_ascii=False) for tool in tools)
     return (
