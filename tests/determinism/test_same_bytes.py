@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep import EngineOptions, LoadOptions, OpenVINOOptions
-from lockstep.core import planner
+from lockstep.core import step_builder
 from lockstep.engine.loading import load_model
 from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
 from tests.determinism.harness import ALONE, CASES, MATRIX, SAMPLINGS, Answer, Case, Subject
@@ -115,7 +115,7 @@ def test_a_prompt_chunk_of_one_token_breaks_it(subject: Subject, monkeypatch: py
         return min(1, room)
 
     alone = {name: subject.ask(ALONE, params)[0] for name, params in SAMPLINGS.items()}
-    monkeypatch.setattr(planner, "prompt_chunk", one_at_a_time)
+    monkeypatch.setattr(step_builder, "prompt_chunk", one_at_a_time)
     assert {name: subject.ask(ALONE, params)[0] for name, params in SAMPLINGS.items()} != alone
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lockstep.core.policy import SchedulerConfig
 from lockstep.replay.diff import Diff, diff_configs, diff_workloads
 from lockstep.replay.divergence import Change
-from lockstep.replay.reasons import names_of, sentences
+from lockstep.replay.explain import names_of, sentences
 from lockstep.replay.workload import ArrivalUnit
 from tests.replay.diff_cases import CASES, SHARED, THREE, Case
 from tests.replay.workloads import config, request, workload

@@ -135,8 +135,8 @@ MUTATIONS = {
     "resumption": (planner, "if missing <= 0:", "if missing > 0:"),
     "slots": (
         planner,
-        "builder.is_someone_left_out or running.num_running >= self._config.max_num_seqs",
-        "builder.is_someone_left_out or running.num_running < self._config.max_num_seqs",
+        "running.num_running >= self._config.max_num_seqs",
+        "running.num_running < self._config.max_num_seqs",
     ),
 }
 

@@ -1,16 +1,18 @@
-"""Decision of one step: the five lines of `StepPlanner.plan`, one function each, and the plan that they build."""
+"""Decision of one step: the five lines of `StepPlanner.plan`, one function each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from math import inf
 from operator import attrgetter
 
-from lockstep.core.kv import KVCache, Moves, choose_tails
-from lockstep.core.policy import SchedulerConfig, prefill_budget, prompt_chunk
+from lockstep.core.kv import KVCache, choose_tails
+from lockstep.core.policy import SchedulerConfig, prefill_budget
 from lockstep.core.queue import TenantLedger, WaitingQueue
 from lockstep.core.sequence import RunningLists, Sequence, SequenceState
-from lockstep.core.step import StepPlan
+from lockstep.core.step import Explain, Limit, Reason
+from lockstep.core.step_builder import Reached, StepBuilder
 
 Output = tuple[Sequence, int]
 """Who samples or replays, and the length of its segment."""
@@ -44,10 +46,15 @@ class StepPlanner:
         self._order_is_fixed = config.order != "fair" and not config.priority_aging_steps
         self._nobody_fits_at: tuple[int, int, int] | None = None
         """What could be had when all that were asked lacked blocks, and nothing else."""
+        self._explain: Explain | None = None
 
-    def plan(self, step: int) -> StepBuilder:
-        """Decide step number ``step``."""
-        running = self._running
+    def plan(self, step: int, explain: Explain | None = None) -> StepBuilder:
+        """Decide step number ``step``.
+
+        Args:
+            explain: told why sequences are passed over or get less than their rest; decides nothing.
+        """
+        running, self._explain = self._running, explain
         num_waiting = len(self._queue) + len(running.preempted) + len(running.prefilling)
         builder = StepBuilder(self._config, step, prefill_budget(self._config, num_waiting, len(running.decoding)))
         chosen, spare = self._choose_who_samples(builder)
@@ -86,6 +93,7 @@ class StepPlanner:
             length = seq.segment_length(seq.num_computed)
             if not self._reserve(builder, seq, length):
                 spare.append(seq)
+                self._tell_all(seq, builder.limits_on_output(length) if self._explain else ())
             elif seq.prompt_left <= 0:
                 chosen.append((seq, length))
         chosen.sort(key=lambda output: output[0].rank)
@@ -110,7 +118,7 @@ class StepPlanner:
                 builder.lengths.append(length)
             else:
                 builder.return_output(length)
-                builder.is_someone_left_out = True
+                builder.left_out.append(seq.seq_id)
         for seq in spare:
             length = seq.segment_length(seq.num_computed)
             if seq.state is SequenceState.RUNNING and self._reserve(builder, seq, length) and seq.prompt_left <= 0:
@@ -122,6 +130,7 @@ class StepPlanner:
         if missing > 0:
             victims = [*self._running.preempted_holders(), *self._running.running_behind(seq.rank)]
             if not self._take_blocks(builder, victims, missing):
+                self._tell_blocks(seq, (), num_positions)
                 return False
         return self._kv.hold(seq, (), num_positions)
 
@@ -147,26 +156,48 @@ class StepPlanner:
         """Chunks for admitted prompts that are not through."""
         for seq in self._running.prefilling:
             builder.return_ending(seq)
-            if not builder.add_prompt(seq) and not builder.lacks_only_a_turn(seq, seq.num_computed):
-                builder.is_someone_left_out = True
+            if not self._add_prompt(builder, seq) and not builder.lacks_only_a_turn(seq, seq.num_computed):
+                builder.left_out.append(seq.seq_id)
+
+    def _add_prompt(self, builder: StepBuilder, seq: Sequence) -> bool:
+        limits = builder.limits_on_prompt(seq, seq.num_computed) if self._explain is not None else []
+        added = builder.add_prompt(seq)
+        self._tell_all(seq, limits)
+        return added
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
 
     def _resume(self, builder: StepBuilder) -> None:
         """Let preempted sequences run again when all their blocks and one more fit; strictly by rank."""
         running = self._running
-        for seq in running.preempted.copy():
-            if builder.is_someone_left_out or running.num_running >= self._config.max_num_seqs:
-                return
-            if seq.seq_id in builder.victims or not self._bring_back(builder, seq):
+        waiting = iter(running.preempted.copy())
+        for seq in waiting:
+            if not self._may_resume(builder, seq):
+                self._tell_rest(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
                 return
             running.run(seq)
             builder.resumed.append(seq.seq_id)
             if seq.prompt_left > 0:
-                builder.add_prompt(seq)
-            elif builder.reserve_output(length := seq.segment_length(seq.num_computed)):
+                self._add_prompt(builder, seq)
+                continue
+            length = seq.segment_length(seq.num_computed)
+            self._tell_all(seq, builder.limits_on_output(length) if self._explain else ())
+            if builder.reserve_output(length):
                 builder.seqs.append(seq)
                 builder.lengths.append(length)
+
+    def _may_resume(self, builder: StepBuilder, seq: Sequence) -> bool:
+        """Whether a preempted sequence runs again; it then has its blocks."""
+        num_running, most = self._running.num_running, self._config.max_num_seqs
+        if builder.left_out:
+            self._tell(seq, Limit.STALLED, others=builder.left_out)
+        elif num_running >= most:
+            self._tell(seq, Limit.SEQS, num_running, most)
+        elif seq.seq_id in builder.victims:
+            self._tell(seq, Limit.VICTIM)
+        else:
+            return self._bring_back(builder, seq)
+        return False
 
     def _bring_back(self, builder: StepBuilder, seq: Sequence) -> bool:
         """Give a preempted sequence all its blocks, after taking from preempted ones behind it if need be."""
@@ -182,6 +213,7 @@ class StepPlanner:
                 return kv.hold(seq, hits, positions)
             behind = [other for other in self._running.preempted_holders() if other.rank > seq.rank]
             if not self._take_blocks(builder, behind, missing):
+                self._tell_blocks(seq, hits, positions, spare)
                 return False
 
     # -- 5: admitting -------------------------------------------------------------------------------------------------
@@ -194,20 +226,30 @@ class StepPlanner:
         """
         config, queue, running = self._config, self._queue, self._running
         supply = self._supply()
-        if builder.is_someone_left_out or not len(queue) or supply == self._nobody_fits_at:
+        if builder.left_out or not len(queue):
+            self._tell_rest(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
+            return
+        if supply == self._nobody_fits_at and self._explain is None:
             return
         blocked_from: float = running.preempted[0].request.priority if running.preempted else inf
+        blockers = list(running.preempted)
         is_only_blocks = self._order_is_fixed and not running.preempted
         passed: list[Sequence] = []
         admitted: list[Sequence] = []
-        for seq in queue.in_order(builder.step):
+        waiting = queue.in_order(builder.step)
+        for seq in waiting:
             if running.num_running >= config.max_num_seqs or builder.num_places < 1 or builder.chunk_room < 1:
                 is_only_blocks = False
+                self._tell_rest([seq, *waiting] if self._explain else (), self._limits_on_all(builder))
                 break
             if not self._is_sibling_ready(seq):
                 is_only_blocks = False
+                self._tell(seq, Limit.SIBLING)
                 continue
-            if queue.effective_class(seq, builder.step) < blocked_from and self._start(builder, seq):
+            is_blocked = queue.effective_class(seq, builder.step) >= blocked_from
+            if is_blocked:
+                self._tell_blockers(seq, blockers)
+            if not is_blocked and self._start(builder, seq):
                 admitted.append(seq)
                 for other in passed:
                     other.num_skips += 1
@@ -216,10 +258,12 @@ class StepPlanner:
                 passed.append(seq)
                 overtaken = [seq]
             if len(passed) > config.max_skips:
+                self._tell_rest(waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [each.seq_id for each in passed])
                 break
             for other in overtaken:
                 if other.num_skips >= config.max_skips:
                     blocked_from = min(blocked_from, queue.effective_class(other, builder.step))
+                    blockers.append(other)
         for seq in admitted:
             queue.remove(seq)
         is_only_blocks = is_only_blocks and not admitted and not builder.is_budget_short
@@ -238,8 +282,11 @@ class StepPlanner:
         start = len(hits) * self._config.block_size
         if not builder.chunk_length(seq, start) and not builder.lacks_only_a_turn(seq, start):
             builder.is_budget_short = True
+            self._tell_all(seq, builder.limits_on_prompt(seq, start) if self._explain else ())
             return False
-        if not self._kv.hold(seq, hits, seq.max_known if self._reserves else seq.num_prompt):
+        positions = seq.max_known if self._reserves else seq.num_prompt
+        if not self._kv.hold(seq, hits, positions):
+            self._tell_blocks(seq, hits, positions)
             return False
         seq.num_published = len(hits)
         seq.num_cached_tokens = start
@@ -247,7 +294,7 @@ class StepPlanner:
         seq.last_sampled_step = builder.step - 1  # its turn is before those who sample in this step, behind all others
         self._running.run(seq)
         self._ledger.charge(seq.request.tenant, seq.num_prompt)
-        if not builder.add_prompt(seq):
+        if not self._add_prompt(builder, seq):
             builder.num_prefill -= seq.prompt_left
         builder.admitted.append(seq.seq_id)
         return True
@@ -258,144 +305,38 @@ class StepPlanner:
         leader = None if first is None else self._sequences.get(first)
         return leader is None or leader.num_known > leader.num_prompt
 
+    # -- explaining ---------------------------------------------------------------------------------------------------
 
-class StepBuilder:
-    """The plan in the making: what is left of its budgets, and its rows so far.
+    def _tell(self, seq: Sequence, limit: Limit, used: int = 0, most: int = 0, others: Iterable[int] = ()) -> None:
+        if self._explain is not None:
+            self._explain(Reason(seq.seq_id, limit, used, most, others=tuple(others)))
 
-    Whoever samples or replays takes one of the ``num_width`` places.
-    """
+    def _tell_all(self, seq: Sequence, limits: Iterable[Reached]) -> None:
+        for limit, used, most in limits:
+            self._tell(seq, limit, used, most)
 
-    def __init__(self, config: SchedulerConfig, step: int, prefill_budget: int) -> None:
-        self._chunking = config.chunking
-        self._max_chunk = config.max_chunk_tokens if config.chunking else config.max_num_batched_tokens
-        self.step = step
-        self.num_tokens = config.max_num_batched_tokens
-        self.num_prefill = prefill_budget
-        self.num_width = config.decode_limit
-        self.num_places = config.step_limit
-        self.num_kept_places = 0
-        """Places that only a prompt may take."""
-        self.endings: set[int] = set()
-        """Ids that have a place to sample at the end of their prompt."""
-        self.is_someone_left_out = False
-        """Whether a running sequence lacks blocks or budget: then nobody new is admitted."""
-        self.is_budget_short = False
-        """Whether somebody in the queue lacked budget."""
-        self.seqs: list[Sequence] = []
-        self.lengths: list[int] = []
-        """The rows; each starts where its sequence is computed to."""
-        self.num_prompt_tokens = 0
-        self.admitted: list[int] = []
-        self.resumed: list[int] = []
-        self.preempted: list[int] = []
-        self.victims: set[int] = set()
-        """Ids that lost blocks in this step, preempted now or before; they do not come back in the same step."""
+    def _tell_rest(self, seqs: Iterable[Sequence], limits: Seq[Reached], others: Seq[int] = ()) -> None:
+        if self._explain is not None:
+            for seq in seqs:
+                for limit, used, most in limits:
+                    self._tell(seq, limit, used, most, others)
 
-    # -- sampling and replaying -------------------------------------------------------------------------------------
+    def _tell_blocks(self, seq: Sequence, hits: tuple[int, ...], num_positions: int, spare: int = 0) -> None:
+        if self._explain is not None:
+            pool, needed = self._kv.pool, self._kv.num_needed(seq, hits, num_positions) + spare
+            self._explain(
+                Reason(seq.seq_id, Limit.BLOCKS, pool.num_blocks - pool.num_available, pool.num_blocks, needed)
+            )
 
-    def reserve_output(self, length: int) -> bool:
-        """Take budgets for an output segment, if they last."""
-        if self.num_width < 1 or self.num_tokens < length or self.num_places <= self.num_kept_places:
-            return False
-        self.num_width -= 1
-        self.num_places -= 1
-        self.num_tokens -= length
-        return True
+    def _tell_blockers(self, seq: Sequence, blockers: list[Sequence]) -> None:
+        if self._explain is not None:
+            for limit, state in ((Limit.PREEMPTED, SequenceState.PREEMPTED), (Limit.OVERTAKEN, SequenceState.WAITING)):
+                others = [each.seq_id for each in blockers if each.state is state]
+                if others:
+                    self._tell(seq, limit, 0, self._config.max_skips, others)
 
-    def return_output(self, length: int) -> None:
-        """Give back what ``reserve_output`` took."""
-        self.num_width += 1
-        self.num_places += 1
-        self.num_tokens += length
-
-    def reserve_outputs(self, count: int, num_tokens: int) -> None:
-        """Take budgets for many output segments; the caller knows that they last."""
-        self.num_width -= count
-        self.num_places -= count
-        self.num_tokens -= num_tokens
-
-    # -- prompts ----------------------------------------------------------------------------------------------------
-
-    @property
-    def chunk_room(self) -> int:
-        """Tokens that a prompt can get now."""
-        return min(self.num_tokens, self.num_prefill, self._max_chunk)
-
-    def reserve_ending(self, seq: Sequence) -> bool:
-        """Take a place for a prompt that may end, and sample, in this step."""
-        if self.num_width < 1 or self.num_places < 1:
-            return False
-        self.num_width -= 1
-        self.num_places -= 1
-        self.num_kept_places = 0
-        self.endings.add(seq.seq_id)
-        return True
-
-    def return_ending(self, seq: Sequence) -> None:
-        """Give back what ``reserve_ending`` took, if it did."""
-        if seq.seq_id in self.endings:
-            self.endings.remove(seq.seq_id)
-            self.num_width += 1
-            self.num_places += 1
-
-    def chunk_length(self, seq: Sequence, start: int) -> int:
-        """How long the next chunk of a prompt is, as far as budgets last; 0: there is none."""
-        return self._chunk_length(seq, start, self.num_width > 0 or seq.num_known > seq.num_prompt)
-
-    def lacks_only_a_turn(self, seq: Sequence, start: int) -> bool:
-        """Whether nothing but a place to sample keeps a prompt from moving on: its turn will come."""
-        return self.num_width < 1 and self._chunk_length(seq, start, True) > 0
-
-    def _chunk_length(self, seq: Sequence, start: int, may_end: bool) -> int:
-        left = seq.num_prompt - start
-        room = self.chunk_room if self.num_places > 0 else 0
-        if self._chunking:
-            return prompt_chunk(left, room, may_end)
-        return left if may_end and room >= left else 0
-
-    def add_prompt(self, seq: Sequence) -> bool:
-        """Write a row for the next chunk of a prompt, if there is one."""
-        length = self.chunk_length(seq, seq.num_computed)
-        if length == 0:
-            return False
-        self.num_width -= seq.num_computed + length == seq.num_known
-        self.num_places -= 1
-        self.num_tokens -= length
-        self.num_prefill -= length
-        self.num_prompt_tokens += length
-        self.seqs.append(seq)
-        self.lengths.append(length)
-        return True
-
-    # -- the whole --------------------------------------------------------------------------------------------------
-
-    def remove_row(self, seq: Sequence) -> None:
-        """Take a victim out of the plan, if it is in, and give its budgets back.
-
-        Only output rows are written while victims are taken.
-        """
-        if seq in self.seqs:
-            index = self.seqs.index(seq)
-            self.return_output(self.lengths[index])
-            del self.seqs[index], self.lengths[index]
-        self.return_ending(seq)
-
-    def plan(self, moves: Moves) -> StepPlan:
-        """Freeze it."""
-        seqs, lengths = self.seqs, self.lengths
-        return StepPlan(
-            self.step,
-            moves.evicted,
-            moves.swap_out,
-            moves.swap_in,
-            (),
-            tuple([seq.seq_id for seq in seqs]),
-            tuple([seq.num_computed for seq in seqs]),
-            tuple(lengths),
-            tuple([seq.table for seq in seqs]),
-            tuple([seq.num_computed + length == seq.num_known for seq, length in zip(seqs, lengths, strict=True)]),
-            tuple(self.admitted),
-            tuple(self.resumed),
-            tuple(self.preempted),
-            self.num_prompt_tokens,
-        )
+    def _limits_on_all(self, builder: StepBuilder) -> list[Reached]:
+        """Which limits let nobody else in."""
+        num_running, most = self._running.num_running, self._config.max_num_seqs
+        slots = [(Limit.SEQS, num_running, most)] if num_running >= most else []
+        return [*slots, *builder.spent()]

@@ -27,7 +27,7 @@ from lockstep.core.sequence import (
 )
 from lockstep.core.state import SchedulerState, restored, saved
 from lockstep.core.stats import Counters, SchedulerStats
-from lockstep.core.step import Finish, StepEvents, StepPlan, StepResult
+from lockstep.core.step import Explain, Finish, StepEvents, StepPlan, StepResult
 
 
 class Scheduler:
@@ -130,17 +130,21 @@ class Scheduler:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, explain: Explain | None = None) -> StepPlan:
         """Decide the next step. It is committed or failed before the next one is decided; but where nobody is
         unfinished, the plan is empty, needs neither, and changed nothing: whoever was not asked for it decides on as
-        whoever was."""
+        whoever was.
+
+        Args:
+            explain: told why sequences are passed over or get less than they could; decides nothing.
+        """
         assert self._pending is None, "the step before is neither committed nor failed"
         if not self._sequences:
             return StepPlan(self._step, (), (), (), (), (), (), (), (), ())
-        plan = self._repeat()
+        plan = self._repeat() if explain is None else None
         if plan is None:
             self._leave_run()
-            builder = self._planner.plan(self._step)
+            builder = self._planner.plan(self._step, explain)
             plan = builder.plan(self._kv.take_moves())
             self._pending_seqs = builder.seqs
             self._counters.num_preemptions += len(builder.preempted)

@@ -6,8 +6,9 @@ cost more than the decisions themselves. It describes and never does; the engine
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, NamedTuple
 
 from lockstep.core.request import FinishReason
@@ -111,3 +112,38 @@ class StepEvents(NamedTuple):
     finished: tuple[Finish, ...]
     num_tokens: tuple[int, ...] = ()
     """What each sampling sequence got, in plan order: the result's counts, cut at the output limit."""
+
+
+class Limit(Enum):
+    """What passes a sequence over in a step, or cuts its chunk."""
+
+    SEQS = "sequences that run"
+    PLACES = "rows of the step"
+    WIDTH = "places to sample"
+    TOKENS = "budget"
+    PREFILL = "prefill budget"
+    CHUNK = "tokens of a chunk"
+    BLOCKS = "blocks"
+    STALLED = "running sequences without room"
+    PREEMPTED = "preempted sequences that come back first"
+    OVERTAKEN = "waiting sequences that let nobody pass any more"
+    VICTIM = "blocks that it lost in this step"
+    SIBLING = "the prompt of its first sibling"
+
+
+class Reason(NamedTuple):
+    """Why a step passes a sequence over or cuts its chunk, as the planner saw it when it decided so."""
+
+    seq_id: int
+    limit: Limit
+    used: int = 0
+    most: int = 0
+    """Of what the limit counts."""
+    needed: int = 0
+    """Blocks."""
+    others: tuple[int, ...] = ()
+    """Ids of the sequences that the limit names."""
+
+
+Explain = Callable[[Reason], None]
+"""Who asked for reasons."""

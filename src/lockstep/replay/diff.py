@@ -12,8 +12,7 @@ from lockstep.replay.inputs import differing_request
 from lockstep.replay.reproducer import Pair, Reproducer, Search
 from lockstep.replay.side_by_side import Divergence, Place, compare
 from lockstep.replay.simulator import Simulation
-from lockstep.replay.situation import Situation
-from lockstep.replay.witness import witness
+from lockstep.replay.snapshot import Snapshot, snapshot
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
 
 MAX_CAUSE_WORK = 8_000_000
@@ -30,8 +29,8 @@ class Diff:
     num_equal_steps: int
     divergence: Divergence | None
     """None: every step is the same on both sides; nothing below is known then."""
-    a: Situation | None = None
-    b: Situation | None = None
+    a: Snapshot | None = None
+    b: Snapshot | None = None
     cause: Cause | None = None
     num_arrived: int = 0
     """Requests that had come by then."""
@@ -62,8 +61,8 @@ def diff_configs(
         return Diff(names, len(requests), found.num_equal_steps, None)
     arrived = _arrived(workload, requests, divergence.a)
     start = replace(workload, requests=arrived)
-    here = witness("A", Simulation(start, a, cost), arrived, divergence.a)
-    there = witness("B", Simulation(start, b, cost), arrived, divergence.b)
+    here = snapshot("A", Simulation(start, a, cost), arrived, divergence.a)
+    there = snapshot("B", Simulation(start, b, cost), arrived, divergence.b)
     cause = _cause(start, a, b, cost, divergence)
     reproducer = _reproducer(start, arrived, Pair(a, b, cost), cause, divergence, here, there) if reproduces else None
     return Diff(names, len(requests), found.num_equal_steps, divergence, here, there, cause, len(arrived), reproducer)
@@ -82,8 +81,8 @@ def diff_workloads(
         asked = differing_request(requests_a, requests_b, a.unit)
     if divergence is None:
         return Diff(names, len(requests_a), found.num_equal_steps, None, input=asked)
-    here = witness("A", Simulation(sides[0], config_a, cost), requests_a, divergence.a)
-    there = witness("B", Simulation(sides[1], config_b, cost), requests_b, divergence.b)
+    here = snapshot("A", Simulation(sides[0], config_a, cost), requests_a, divergence.a)
+    there = snapshot("B", Simulation(sides[1], config_b, cost), requests_b, divergence.b)
     num_arrived = len(_arrived(a, requests_a, divergence.a))
     return Diff(names, len(requests_a), found.num_equal_steps, divergence, here, there, None, num_arrived, input=asked)
 
@@ -116,8 +115,8 @@ def _reproducer(
     pair: Pair,
     cause: Cause,
     divergence: Divergence,
-    here: Situation,
-    there: Situation,
+    here: Snapshot,
+    there: Snapshot,
 ) -> Reproducer:
     pairs = [pair]
     if cause.names and cause.names != differing_fields(pair.a, pair.b):

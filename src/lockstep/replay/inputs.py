@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import zip_longest
 
-from lockstep.replay.limits import called
+from lockstep.replay.explain import called
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, WorkloadRequest
 from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, Pinned, Swept
 

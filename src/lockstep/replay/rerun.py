@@ -16,7 +16,7 @@ from lockstep.core.request import FinishReason, Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import FinishedSequence
 from lockstep.core.state import STATE_VERSION, FingerprintState, SchedulerState
-from lockstep.core.step import StepEvents, StepPlan, StepResult
+from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
 from lockstep.errors import LockstepError, TraceError
 from lockstep.replay.decisions import Decision, decode_record
 from lockstep.worker.flight.entries import Aborted, Added, Checkpoint, Closed, Command, Pinned, Record, Swept
@@ -86,6 +86,8 @@ class EngineRerun:
         self.scheduler = scheduler_of(config)
         self.num_steps = 0
         """Decided again so far."""
+        self.explain: Explain | None = None
+        """Told why a step passes sequences over, from the next one on."""
         self._fingerprint = Fingerprint()
         self._next_step = 0
         self._commands: deque[Command] = deque()
@@ -197,7 +199,7 @@ class EngineRerun:
         """Decide one step; None: it repeats the one before."""
         yield from self._obey()
         try:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self.explain)
         except AssertionError as error:
             self._part(f"no plan can be made here: {error}", recorded=recorded)
         if replace(recorded, num_prompt_tokens=plan.num_prompt_tokens) != plan:

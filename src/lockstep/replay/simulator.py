@@ -16,6 +16,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Request
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.stats import SchedulerStats
+from lockstep.core.step import Explain
 from lockstep.errors import RequestError, UsageError
 from lockstep.replay.cache_oracle import UnboundedCache
 from lockstep.replay.cost import CostModel
@@ -91,7 +92,10 @@ class Simulation:
         """Names of the requests that were refused on arriving, in their order."""
         self._watchers = tuple(watchers)
         self._on_arrival = on_arrival
-        self._run_lengths = run_lengths
+        self.run_lengths = run_lengths
+        """Whether steps that repeat are counted; may change between two steps."""
+        self.explain: Explain | None = None
+        """Told why a step passes sequences over, from the next one on."""
         self._is_timed = cost is not None or workload.unit is ArrivalUnit.PS
         self._in_ticks = workload.unit is ArrivalUnit.TICKS
         self._fingerprint = Fingerprint()
@@ -216,7 +220,7 @@ class Simulation:
     def _busy(self) -> Tick:
         """One step, and those that repeat it."""
         scheduler, progress, fingerprint = self.scheduler, self._progress, self._fingerprint
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(self.explain)
         num_queued, num_active = scheduler.num_waiting, scheduler.num_running
         num_used_blocks = scheduler.num_held_blocks
         if plan.admitted:
@@ -233,7 +237,7 @@ class Simulation:
         num_ticks = 1
         if events.finished:
             self._end()
-        elif self._run_lengths:
+        elif self.run_lengths:
             num_more = self._num_repeats(self.now_ps + duration_ps, num_seqs, num_context + num_seqs)
             if num_more > 0:
                 scheduler.skip(num_more)

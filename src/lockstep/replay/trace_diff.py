@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from lockstep.core.sequence import SequenceView
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import Reason
 from lockstep.errors import TraceError
 from lockstep.replay.causes import differing_fields
 from lockstep.replay.divergence import Decision, Difference, difference
 from lockstep.replay.inputs import differing_command
 from lockstep.replay.playback import Playback, Played, played
-from lockstep.replay.rerun import Obeyed, Ran, request_of
-from lockstep.replay.situation import Situation, Standing
+from lockstep.replay.rerun import Obeyed, Ran
+from lockstep.replay.snapshot import Snapshot, Standing
 from lockstep.replay.trace import Trace
-from lockstep.replay.witness import standing_of
 from lockstep.worker.flight.entries import Added, Command, EngineEntry
 
 NOTHING = Decision(None, None)
@@ -33,8 +33,8 @@ class EngineDiff:
     """Of the configs, that differ."""
     num_equal_steps: int
     difference: Difference | None
-    a: Situation | None = None
-    b: Situation | None = None
+    a: Snapshot | None = None
+    b: Snapshot | None = None
     input: str = ""
     """What the two were told differently first, in words; empty: nothing, up to the difference."""
 
@@ -68,7 +68,7 @@ def _diff(number: int, a: Trace, engine_a: EngineEntry | None, b: Trace, engine_
         found = difference(decision_a, decision_b)
         if found is not None:
             here, there = (
-                _witness(label, trace, number, num_equal, decision)
+                _snapshot(label, trace, number, num_equal, decision)
                 for label, trace, decision in (("A", a, decision_a), ("B", b, decision_b))
             )
             told = differing_command(_commands(a, number, num_equal), _commands(b, number, num_equal))
@@ -99,12 +99,13 @@ def _decision(ran: Ran | None) -> Decision:
     return NOTHING if ran is None else Decision(ran.plan, ran.events)
 
 
-def _witness(label: str, trace: Trace, engine: int, num_steps: int, decision: Decision) -> Situation | None:
-    """What the engine's scheduler stood before after so many steps; None: there was no such engine."""
+def _snapshot(label: str, trace: Trace, engine: int, num_steps: int, decision: Decision) -> Snapshot | None:
+    """One engine as it stood after so many steps, before the next; None: there was no such engine."""
     playback = Playback(trace.entries())
     added: dict[int, Added] = {}
     standings: dict[int, Standing] = {}
-    num_seen, num_ended = 0, 0
+    reasons: list[Reason] = []
+    num_seen = num_ended = num_free_host_blocks = 0
     for event in played(trace, playback):
         if isinstance(event, Obeyed) and event.engine == engine and isinstance(event.command, Added):
             added[event.command.seq_id] = event.command
@@ -113,29 +114,39 @@ def _witness(label: str, trace: Trace, engine: int, num_steps: int, decision: De
             num_ended = len(event.ran.finished)
         if num_seen > num_steps:
             break
-        if num_seen == num_steps and engine in playback.engines:
-            standings = _standings(playback, engine, added)
+        rerun = playback.engines.get(engine)
+        if num_seen == num_steps and rerun is not None:
+            rerun.explain = reasons.append
+            standings = _standings(rerun.scheduler, added)
+            num_free_host_blocks = rerun.scheduler.stats().num_free_host_blocks
     rerun = playback.engines.get(engine)
     if rerun is None:
         return None
     stats = rerun.scheduler.stats()
-    return Situation(
+    return Snapshot(
         label=label,
         config=rerun.config,
         decision=decision,
         standings=standings,
         num_active=stats.num_running + num_ended,
         num_free_blocks=stats.num_blocks - stats.num_held_blocks,
-        num_free_host_blocks=stats.num_free_host_blocks,
+        num_free_host_blocks=num_free_host_blocks,
+        reasons=reasons,
     )
 
 
-def _standings(playback: Playback, engine: int, added: dict[int, Added]) -> dict[int, Standing]:
+def _standings(scheduler: Scheduler, added: dict[int, Added]) -> dict[int, Standing]:
     """Of those whose coming was recorded."""
-    scheduler = playback.engines[engine].scheduler
-    views: dict[int, SequenceView] = {seq_id: view for seq_id in added if (view := scheduler.view(seq_id)) is not None}
-    held = {block for view in views.values() for block in view.table}
+    views = {seq_id: view for seq_id in added if (view := scheduler.view(seq_id)) is not None}
     return {
-        seq_id: standing_of(scheduler, request_of(added[seq_id]), view, held, str(seq_id), seq_id)
+        seq_id: Standing(
+            seq_id,
+            str(seq_id),
+            view.state,
+            added[seq_id].request.priority,
+            str(added[seq_id].tenant),
+            view.num_prompt_tokens,
+            len(view.table),
+        )
         for seq_id, view in views.items()
     }

@@ -9,8 +9,8 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.step import Chunk
 from lockstep.replay.causes import Cause
 from lockstep.replay.diff import Diff
-from lockstep.replay.reasons import names_of, sentences, state_line
-from lockstep.replay.situation import Situation
+from lockstep.replay.explain import names_of, sentences, state_line
+from lockstep.replay.snapshot import Snapshot
 from lockstep.replay.trace_diff import EngineDiff
 from lockstep.replay.workload import PS_PER_MS
 from lockstep.report.document import ABSENT, Finding, Table, words
@@ -99,7 +99,7 @@ def _cause_line(cause: Cause, a: SchedulerConfig, b: SchedulerConfig) -> str:
     return "decided by more than one field; which of them was not found within the bound of the search"
 
 
-def _plans(a: Situation, b: Situation) -> Table:
+def _plans(a: Snapshot, b: Snapshot) -> Table:
     rows = list(_pairs(a, b))
     table = Table("Plans of this step", words("", "request", "A", "B"), id="plans")
     for name, cell_a, cell_b in sorted(rows, key=lambda row: row[1] == row[2])[:MAX_ROWS]:
@@ -109,7 +109,7 @@ def _plans(a: Situation, b: Situation) -> Table:
     return table
 
 
-def _pairs(a: Situation, b: Situation) -> Iterator[tuple[str, str, str]]:
+def _pairs(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, str, str]]:
     """Request, and its row on each side, empty where it has none; lists of ids where they are not empty."""
     rows_a, rows_b = _rows(a), _rows(b)
     for seq_id in dict.fromkeys((*rows_a, *rows_b)):
@@ -120,7 +120,7 @@ def _pairs(a: Situation, b: Situation) -> Iterator[tuple[str, str, str]]:
             yield what, lists[0], lists[1]
 
 
-def _rows(side: Situation) -> dict[int, Chunk]:
+def _rows(side: Snapshot) -> dict[int, Chunk]:
     plan = side.decision.plan
     return {} if plan is None else {row.seq_id: row for row in plan.chunks()}
 

@@ -1,29 +1,23 @@
-"""A divergence in words: what differs over which request, and which limit was reached. Pure."""
+"""A divergence in words: what differs over which request, and which limits the planner says were reached. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from lockstep.core.sequence import SequenceState
-from lockstep.core.step import StepPlan
+from lockstep.core.step import Limit, Reason, StepPlan
 from lockstep.replay.divergence import Change, Difference
-from lockstep.replay.limits import (
-    called,
-    listed,
-    why_no_longer_chunk,
-    why_no_turn,
-    why_not_admitted,
-    why_not_resumed,
-)
-from lockstep.replay.situation import Situation
+from lockstep.replay.snapshot import Snapshot
 
 MAX_REQUESTS = 3
 """Requests of one divergence that are told one by one."""
+MAX_NAMES = 4
+"""Names that one sentence lists; more are counted."""
 
-_States = Callable[[Situation, int], list[str]]
+_States = Callable[[Snapshot, int], list[str]]
 
 
-def sentences(found: Difference, a: Situation, b: Situation) -> list[str]:
+def sentences(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
     """What differs, and what each side's state says of it; without a full stop."""
     change = found.change
     if change is Change.REFUSAL:
@@ -39,7 +33,18 @@ def sentences(found: Difference, a: Situation, b: Situation) -> list[str]:
     return [sentence for each in told for sentence in each] + _more(found.only_a)
 
 
-def names_of(found: Difference, a: Situation, b: Situation) -> list[str]:
+def called(name: str) -> str:
+    """A request by its name: ``chat-7``, or ``request 7`` where the name is but a number."""
+    return f"request {name}" if name.isdigit() else name
+
+
+def listed(names: list[str]) -> str:
+    """``request 1, request 2 and 7 more``."""
+    shown = ", ".join(map(called, names[:MAX_NAMES]))
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+
+
+def names_of(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
     """The requests that the divergence is about, each once."""
     if found.change is Change.REFUSAL:
         return [name for here in (a, b) for name in here.decision.refused]
@@ -47,7 +52,7 @@ def names_of(found: Difference, a: Situation, b: Situation) -> list[str]:
     return list(dict.fromkeys(named))
 
 
-def _names(here: Situation, ids: tuple[int, ...]) -> str:
+def _names(here: Snapshot, ids: tuple[int, ...]) -> str:
     return listed([here.name(seq_id) for seq_id in ids])
 
 
@@ -56,7 +61,7 @@ def _more(ids: tuple[int, ...]) -> list[str]:
     return [f"and so for {count} more"] if count > 0 else []
 
 
-def _refusals(found: Difference, a: Situation, b: Situation) -> list[str]:
+def _refusals(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
     told = []
     for ids, here, other in ((found.only_a, a, b), (found.only_b, b, a)):
         names = [here.decision.refused[place] for place in ids]
@@ -68,19 +73,97 @@ def _refusals(found: Difference, a: Situation, b: Situation) -> list[str]:
     return told
 
 
+# -- why somebody is passed over ---------------------------------------------------------------------------------------
+
+
+def _nothing(here: Snapshot, seq_id: int) -> list[str]:
+    return []
+
+
+def _why_waits(here: Snapshot, seq_id: int) -> list[str]:
+    """Why a sequence has no part in the step, as the planner said it, and who comes first in the order."""
+    told = [words for reason in here.reasons_of(seq_id) if (words := _words(here, reason))]
+    own, plan = here.standings[seq_id], here.decision.plan
+    first = None if plan is None or not plan.admitted else here.standings.get(plan.admitted[0])
+    if first is not None and own.state is SequenceState.WAITING:
+        if here.config.order == "priority" and first.priority < own.priority:
+            told.append(f"{called(first.name)} of class {first.priority} comes before class {own.priority}")
+        elif here.config.order == "fair" and first.tenant != own.tenant:
+            told.append(f"{called(first.name)} comes first, as tenant {own.tenant!r} was served no less")
+    return list(dict.fromkeys(told))
+
+
+def _words(here: Snapshot, reason: Reason) -> str:
+    """A limit that keeps a sequence out of the step; empty: there is nothing to say of it."""
+    used, most = reason.used, reason.most
+    names = [here.name(other) for other in reason.others]
+    are = "is" if len(names) == 1 else "are"
+    match reason.limit:
+        case Limit.SEQS:
+            return f"{used} of {most} sequences run"
+        case Limit.PLACES:
+            return f"{used} of {most} places of the step are taken"
+        case Limit.WIDTH:
+            return f"{used} of {most} places to sample are taken"
+        case Limit.TOKENS | Limit.PREFILL:
+            return _spent(here, reason)
+        case Limit.BLOCKS:
+            return _lacking(here, reason)
+        case Limit.STALLED:
+            return f"{listed(names)} {are} running without room in the step, so that nobody comes in or back"
+        case Limit.PREEMPTED:
+            return f"{listed(names)} {are} preempted and must come back first"
+        case Limit.OVERTAKEN:
+            wait = "waits" if len(names) == 1 else "wait"
+            return f"{listed(names)} {wait} before it, and lets at most {most} pass (max_skips)"
+        case Limit.SIBLING:
+            return "the first of its siblings has not computed the prompt"
+    return ""
+
+
+def _spent(here: Snapshot, reason: Reason) -> str:
+    """A budget that leaves too little."""
+    if here.config.prefill_share == "adaptive" and reason.limit is Limit.PREFILL:
+        return f"{reason.most} prompt tokens are the share of the budget that prompts have now"
+    name = f"the {reason.limit.value}"
+    if reason.used >= reason.most:
+        return f"{name} of {reason.most} tokens is used up"
+    so = "too little to go on with"
+    if not here.config.chunking:
+        so = f"too little for its prompt of {here.standings[reason.seq_id].num_prompt_tokens} in one go"
+    return f"{reason.used} of {reason.most} tokens of {name} are used, and what is left is {so}"
+
+
+def _lacking(here: Snapshot, reason: Reason) -> str:
+    """Blocks that it needs and are not there."""
+    free = reason.most - reason.used
+    if here.standings[reason.seq_id].state is SequenceState.RUNNING and not free:
+        return f"none of {reason.most} blocks is free for it"
+    what = "prompt and output need" if here.config.admission == "reserve" else "it needs"
+    return f"{what} {reason.needed} block{'s' * (reason.needed != 1)}, {free} of {reason.most} are free"
+
+
+def _chunk_words(here: Snapshot, reason: Reason) -> str:
+    """A limit that cuts a chunk."""
+    if reason.limit is Limit.CHUNK:
+        return f"a chunk has at most {reason.most} tokens"
+    rest = ", so that the prompt stops short of its end" if reason.limit is Limit.WIDTH else ""
+    return _words(here, reason) + rest
+
+
 # -- what happens on one side only ------------------------------------------------------------------------------------
 
 _ONE_SIDED: dict[Change, tuple[str, str, _States]] = {
     # What happens on one side, what on the other, and why not there.
-    Change.VICTIM: ("preempts {}", "leaves {} running", lambda here, seq_id: []),
-    Change.TURN: ("lets {} take part in the step", "lets {} wait", why_no_turn),
-    Change.RESUMPTION: ("brings {} back", "leaves {} preempted", why_not_resumed),
-    Change.ADMISSION: ("admits {}", "lets {} wait", why_not_admitted),
-    Change.END: ("ends {} with this step", "goes on with {}", lambda here, seq_id: []),
+    Change.VICTIM: ("preempts {}", "leaves {} running", _nothing),
+    Change.TURN: ("lets {} take part in the step", "lets {} wait", _why_waits),
+    Change.RESUMPTION: ("brings {} back", "leaves {} preempted", _why_waits),
+    Change.ADMISSION: ("admits {}", "lets {} wait", _why_waits),
+    Change.END: ("ends {} with this step", "goes on with {}", _nothing),
 }
 
 
-def _one_sided(found: Difference, a: Situation, b: Situation) -> list[str]:
+def _one_sided(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
     does, does_not, why = _ONE_SIDED[found.change]
     told = []
     for ids, here, other in ((found.only_a, a, b), (found.only_b, b, a)):
@@ -98,7 +181,7 @@ def _one_sided(found: Difference, a: Situation, b: Situation) -> list[str]:
     return told
 
 
-def _why_victims(here: Situation, other: Situation) -> list[str]:
+def _why_victims(here: Snapshot, other: Snapshot) -> list[str]:
     plan = here.decision.plan
     assert plan is not None
     told = []
@@ -119,7 +202,7 @@ def _why_victims(here: Situation, other: Situation) -> list[str]:
 # -- what happens on both sides, differently --------------------------------------------------------------------------
 
 
-def _chunk(a: Situation, b: Situation, seq_id: int) -> list[str]:
+def _chunk(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     rows = []
     for here in (a, b):
         plan = _plan(here)
@@ -132,18 +215,18 @@ def _chunk(a: Situation, b: Situation, seq_id: int) -> list[str]:
         return [*told, f"its prompt has {prompts[0]} tokens in A, and {prompts[1]} in B"]
     less = a if length_a < length_b else b
     is_known = length_a != length_b and seq_id in less.standings
-    reasons = why_no_longer_chunk(less, seq_id) if is_known else []
+    reasons = [_chunk_words(less, reason) for reason in less.reasons_of(seq_id)] if is_known else []
     return told + ([f"in {less.label}, {'; '.join(reasons)}"] if reasons else [])
 
 
-def _cache(a: Situation, b: Situation, seq_id: int) -> list[str]:
+def _cache(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     starts = [_plan(here).starts[_plan(here).seq_ids.index(seq_id)] for here in (a, b)]
     standing = a.standings.get(seq_id)
     whole = "prompt tokens" if standing is None else f"{standing.num_prompt_tokens} prompt tokens"
     return [f"of the {whole} of {called(a.name(seq_id))}, {starts[0]} come from the cache in A, and {starts[1]} in B"]
 
 
-def _move(a: Situation, b: Situation, seq_id: int) -> list[str]:
+def _move(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     told = []
     for here in (a, b):
         count = len(_plan(here).swap_out)
@@ -158,7 +241,7 @@ def _move(a: Situation, b: Situation, seq_id: int) -> list[str]:
     return told
 
 
-def _block(a: Situation, b: Situation, seq_id: int) -> list[str]:
+def _block(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     table_a, table_b = (_plan(here).tables[_plan(here).seq_ids.index(seq_id)] for here in (a, b))
     if len(table_a) != len(table_b):
         return [f"{called(a.name(seq_id))} holds {len(table_a)} blocks in A, and {len(table_b)} in B"]
@@ -172,12 +255,12 @@ def _block(a: Situation, b: Situation, seq_id: int) -> list[str]:
     ]
 
 
-def _plan(here: Situation) -> StepPlan:
+def _plan(here: Snapshot) -> StepPlan:
     assert here.decision.plan is not None, "only steps that run have rows"
     return here.decision.plan
 
 
-_BOTH: dict[Change, Callable[[Situation, Situation, int], list[str]]] = {
+_BOTH: dict[Change, Callable[[Snapshot, Snapshot, int], list[str]]] = {
     Change.MOVE: _move,
     Change.CHUNK: _chunk,
     Change.CACHE: _cache,
@@ -185,7 +268,7 @@ _BOTH: dict[Change, Callable[[Situation, Situation, int], list[str]]] = {
 }
 
 
-def state_line(here: Situation) -> str:
+def state_line(here: Snapshot) -> str:
     """The side in one line."""
     count = here.num_in_state
     return (

@@ -1,0 +1,201 @@
+"""The plan in the making: what is left of a step's budgets, its rows so far, and which limits they have reached."""
+
+from __future__ import annotations
+
+from lockstep.core.kv import Moves
+from lockstep.core.policy import SchedulerConfig, prompt_chunk
+from lockstep.core.sequence import Sequence
+from lockstep.core.step import Limit, StepPlan
+
+Reached = tuple[Limit, int, int]
+"""A limit, how much of it is used, and how much there is."""
+
+
+class StepBuilder:
+    """Budgets and columns of one step. Whoever samples or replays takes one of the ``num_width`` places."""
+
+    def __init__(self, config: SchedulerConfig, step: int, prefill_budget: int) -> None:
+        self._config = config
+        self._prefill_budget = prefill_budget
+        self._chunking = config.chunking
+        self._max_chunk = config.max_chunk_tokens if config.chunking else config.max_num_batched_tokens
+        self.step = step
+        self.num_tokens = config.max_num_batched_tokens
+        self.num_prefill = prefill_budget
+        self.num_width = config.decode_limit
+        self.num_places = config.step_limit
+        self.num_kept_places = 0
+        """Places that only a prompt may take."""
+        self.endings: set[int] = set()
+        """Ids that have a place to sample at the end of their prompt."""
+        self.left_out: list[int] = []
+        """Ids of running sequences that lack blocks or budget: then nobody new is admitted."""
+        self.is_budget_short = False
+        """Whether somebody in the queue lacked budget."""
+        self.seqs: list[Sequence] = []
+        self.lengths: list[int] = []
+        """The rows; each starts where its sequence is computed to."""
+        self.num_prompt_tokens = 0
+        self.admitted: list[int] = []
+        self.resumed: list[int] = []
+        self.preempted: list[int] = []
+        self.victims: set[int] = set()
+        """Ids that lost blocks in this step, preempted now or before; they do not come back in the same step."""
+
+    # -- sampling and replaying -------------------------------------------------------------------------------------
+
+    def reserve_output(self, length: int) -> bool:
+        """Take budgets for an output segment, if they last."""
+        if self.num_width < 1 or self.num_tokens < length or self.num_places <= self.num_kept_places:
+            return False
+        self.num_width -= 1
+        self.num_places -= 1
+        self.num_tokens -= length
+        return True
+
+    def return_output(self, length: int) -> None:
+        """Give back what ``reserve_output`` took."""
+        self.num_width += 1
+        self.num_places += 1
+        self.num_tokens += length
+
+    def reserve_outputs(self, count: int, num_tokens: int) -> None:
+        """Take budgets for many output segments; the caller knows that they last."""
+        self.num_width -= count
+        self.num_places -= count
+        self.num_tokens -= num_tokens
+
+    # -- prompts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def chunk_room(self) -> int:
+        """Tokens that a prompt can get now."""
+        return min(self.num_tokens, self.num_prefill, self._max_chunk)
+
+    def reserve_ending(self, seq: Sequence) -> bool:
+        """Take a place for a prompt that may end, and sample, in this step."""
+        if self.num_width < 1 or self.num_places < 1:
+            return False
+        self.num_width -= 1
+        self.num_places -= 1
+        self.num_kept_places = 0
+        self.endings.add(seq.seq_id)
+        return True
+
+    def return_ending(self, seq: Sequence) -> None:
+        """Give back what ``reserve_ending`` took, if it did."""
+        if seq.seq_id in self.endings:
+            self.endings.remove(seq.seq_id)
+            self.num_width += 1
+            self.num_places += 1
+
+    def chunk_length(self, seq: Sequence, start: int) -> int:
+        """How long the next chunk of a prompt is, as far as budgets last; 0: there is none."""
+        return self._chunk_length(seq, start, self.num_width > 0 or seq.num_known > seq.num_prompt)
+
+    def lacks_only_a_turn(self, seq: Sequence, start: int) -> bool:
+        """Whether nothing but a place to sample keeps a prompt from moving on: its turn will come."""
+        return self.num_width < 1 and self._chunk_length(seq, start, True) > 0
+
+    def _chunk_length(self, seq: Sequence, start: int, may_end: bool) -> int:
+        left = seq.num_prompt - start
+        room = self.chunk_room if self.num_places > 0 else 0
+        if self._chunking:
+            return prompt_chunk(left, room, may_end)
+        return left if may_end and room >= left else 0
+
+    def add_prompt(self, seq: Sequence) -> bool:
+        """Write a row for the next chunk of a prompt, if there is one."""
+        length = self.chunk_length(seq, seq.num_computed)
+        if length == 0:
+            return False
+        self.num_width -= seq.num_computed + length == seq.num_known
+        self.num_places -= 1
+        self.num_tokens -= length
+        self.num_prefill -= length
+        self.num_prompt_tokens += length
+        self.seqs.append(seq)
+        self.lengths.append(length)
+        return True
+
+    # -- explaining ---------------------------------------------------------------------------------------------------
+
+    def limits_on_output(self, length: int) -> list[Reached]:
+        """Which limits have no room for an output segment."""
+        return self._reached(
+            (Limit.WIDTH, self.num_width < 1),
+            (Limit.PLACES, self.num_places <= self.num_kept_places),
+            (Limit.TOKENS, self.num_tokens < length),
+        )
+
+    def limits_on_prompt(self, seq: Sequence, start: int) -> list[Reached]:
+        """Which limits keep a prompt's next chunk from being all that is left of it; what is used of them then is said
+        once the chunk is taken."""
+        left, room = seq.num_prompt - start, self.chunk_room
+        reached = self._reached(
+            (Limit.PLACES, self.num_places < 1),
+            (Limit.TOKENS, self.num_tokens == room < left),
+            (
+                Limit.PREFILL,
+                self.num_prefill == room < left and self._prefill_budget < self._config.max_num_batched_tokens,
+            ),
+            (Limit.CHUNK, self._max_chunk == room < left and self._chunking),
+            (Limit.WIDTH, self.num_width < 1 and room >= left and seq.num_known == seq.num_prompt),
+        )
+        length = self.chunk_length(seq, start)
+        taken = {Limit.TOKENS, Limit.PREFILL}
+        return [(limit, used + length * (limit in taken), most) for limit, used, most in reached]
+
+    def spent(self) -> list[Reached]:
+        """Which limits leave nothing for any prompt."""
+        has_own = self._prefill_budget < self._config.max_num_batched_tokens
+        return self._reached(
+            (Limit.PLACES, self.num_places < 1),
+            (Limit.TOKENS, self.num_tokens < 1),
+            (Limit.PREFILL, self.num_prefill < 1 and has_own),
+        )
+
+    def _reached(self, *limits: tuple[Limit, bool]) -> list[Reached]:
+        config = self._config
+        left_of = {
+            Limit.WIDTH: (self.num_width, config.decode_limit),
+            Limit.PLACES: (self.num_places, config.step_limit),
+            Limit.TOKENS: (self.num_tokens, config.max_num_batched_tokens),
+            Limit.PREFILL: (self.num_prefill, self._prefill_budget),
+            Limit.CHUNK: (self._max_chunk, self._max_chunk),
+        }
+        reached = [(limit, *left_of[limit]) for limit, is_reached in limits if is_reached]
+        return [(limit, most - left, most) for limit, left, most in reached]
+
+    # -- the whole --------------------------------------------------------------------------------------------------
+
+    def remove_row(self, seq: Sequence) -> None:
+        """Take a victim out of the plan, if it is in, and give its budgets back.
+
+        Only output rows are written while victims are taken.
+        """
+        if seq in self.seqs:
+            index = self.seqs.index(seq)
+            self.return_output(self.lengths[index])
+            del self.seqs[index], self.lengths[index]
+        self.return_ending(seq)
+
+    def plan(self, moves: Moves) -> StepPlan:
+        """Freeze it."""
+        seqs, lengths = self.seqs, self.lengths
+        return StepPlan(
+            self.step,
+            moves.evicted,
+            moves.swap_out,
+            moves.swap_in,
+            (),
+            tuple([seq.seq_id for seq in seqs]),
+            tuple([seq.num_computed for seq in seqs]),
+            tuple(lengths),
+            tuple([seq.table for seq in seqs]),
+            tuple([seq.num_computed + length == seq.num_known for seq, length in zip(seqs, lengths, strict=True)]),
+            tuple(self.admitted),
+            tuple(self.resumed),
+            tuple(self.preempted),
+            self.num_prompt_tokens,
+        )
