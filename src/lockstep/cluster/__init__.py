@@ -1,1 +1,1 @@
-"""Who answers: models behind one narrow interface."""
+"""Cluster: models behind one narrow interface."""

@@ -1,4 +1,4 @@
-"""What the server knows of those who answer: one narrow interface, whether one model stands behind it or many.
+"""Cluster protocol: the one interface of the server to its models, whether there is one or many.
 
 `Cluster.stream` answers a request with batches of events: first `Accepted`, alone, then a `TokenOutput` for what each
 step brought to each of the ``n`` completions; the very last one carries the whole answer. Before `Accepted` comes
@@ -41,7 +41,7 @@ class Hop(msgspec.Struct, frozen=True):
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """Who answers is known and cannot begin at once: a model to be loaded, or another server. The call may still be
+    """Target of a routed call that cannot begin at once: a model to be loaded, or another server. The call may still be
     refused."""
 
     model: str
@@ -67,7 +67,7 @@ EventStream = AsyncGenerator[Sequence[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What can be said of a served model."""
+    """Facts on a served model."""
 
     name: str
     """The name in requests."""
@@ -104,7 +104,7 @@ def recording_warnings(*faults: str) -> tuple[str, ...]:
 
 
 class Cluster(Protocol):
-    """Who answers. Used from one event loop."""
+    """Server of requests by one model or many. Used from one event loop."""
 
     def cards(self) -> tuple[ModelCard, ...]:
         """Every model that is served, in order of definition."""
@@ -129,7 +129,7 @@ class Cluster(Protocol):
         ...
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
-        """By model; answered also while a step is running."""
+        """Metrics by model; answered also while a step is running."""
         ...
 
     def health(self) -> Health: ...

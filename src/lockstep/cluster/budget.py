@@ -1,4 +1,4 @@
-"""Who needs how many bytes, against which budget. Closed: sizes of files and of the machine enter as numbers."""
+"""Budgets in bytes, and what each model needs of them. Closed: sizes of files and of the machine enter as numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RAM_BUDGET = "ram_budget"
 
 
 class Origin(StrEnum):
-    """How a size is known."""
+    """Source of a size."""
 
     DECLARED = "declared"
     PREDICTED = "predicted"
@@ -26,7 +26,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one replica takes."""
+    """Memory that one replica takes."""
 
     resident_bytes: int
     """Under `gpu_budget`, while it is resident: weights and KV pool."""
@@ -44,7 +44,7 @@ def predict(
     host_bytes: int = 0,
     factor: float = WEIGHTS_FACTOR,
 ) -> Footprint:
-    """What a replica will take, before it was ever loaded.
+    """Predict what a replica will take, before it was ever loaded.
 
     Args:
         declared_bytes: what the manifest says that it needs, KV pool included; a stub declares its weights, and has no
@@ -61,7 +61,7 @@ def predict(
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is to share."""
+    """Memory that there is to share."""
 
     memory_bytes: int
     """That this process may still take. Loading takes no more at its height than the loaded model at its end."""
@@ -145,7 +145,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one model adds."""
+    """Need and verdict of one model."""
 
     model: str
     tier: Tier
@@ -160,7 +160,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BudgetTable:
-    """Who needs what, and whether all of it fits."""
+    """Placement table: the need of each model, and whether all fit."""
 
     rows: tuple[Row, ...]
     """In order of definition."""
@@ -248,7 +248,7 @@ def budget_texts(table: BudgetTable) -> list[str]:
 
 
 def budget_text(budget: Budget, needed_bytes: int) -> str:
-    """What is needed of a budget, and whether the machine has it, in one line."""
+    """A budget in one line: what is needed of it, and whether the machine has it."""
     needed = f"{budget.name}: {megabytes(needed_bytes)} needed"
     if budget.effective_bytes is None:
         return f"{needed}, no bound"
@@ -270,7 +270,7 @@ def cut_texts(budgets: Budgets) -> list[str]:
 
 
 def refusal(table: BudgetTable) -> str:
-    """What a boot over budget says: which budgets, by how much, and what would help; empty: nothing is exceeded."""
+    """Refusal of a boot over budget: which budgets, by how much, and what would help; empty: nothing is exceeded."""
     if table.is_kept:
         return ""
     budgets = ((table.budgets.gpu, table.gpu_needed_bytes), (table.budgets.ram, table.ram_needed_bytes))

@@ -1,4 +1,4 @@
-"""From the entry model's answer to the model that answers the request. Closed: values in, values out.
+"""Dispatch rule: from the entry model's answer to the model that answers the request. Closed: values in, values out.
 
 A rule is written ``<entry>.output.<field> -> <set>.{<field>}``: the field's value is the id of who answers; or
 ``<entry>.output.<field> -> <set>.<id>``: one model answers whatever is not `NONE_OF_THESE`. A map of literal values
@@ -30,7 +30,7 @@ _AROUND_A_WORD = " \t\r\n\"'`.,;:!"
 
 @dataclass(frozen=True, slots=True)
 class DispatchRule:
-    """How an entry's answer names who answers next."""
+    """Rule by which an entry's answer names the model that answers next."""
 
     entry: str
     field_name: str
@@ -43,12 +43,12 @@ class DispatchRule:
     """Values of the field that mean another id."""
 
     def __str__(self) -> str:
-        """As `parse_rule` reads it, without the literal map."""
+        """The rule as `parse_rule` reads it, without the literal map."""
         target = f"{{{self.field_name}}}" if self.target is None else self.target
         return f"{self.entry}.output.{self.field_name} -> {self.set}.{target}"
 
     def constraint_words(self, ids: Sequence[str]) -> tuple[str, ...]:
-        """What the entry may say: the words that lead to one of these ids, in their order, then `NONE_OF_THESE`.
+        """Words that the entry may say: those that lead to one of these ids, in their order, then `NONE_OF_THESE`.
 
         Args:
             ids: of the models in `set`, in order of definition.

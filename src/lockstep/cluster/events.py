@@ -1,4 +1,4 @@
-"""What happens in a cluster, for those who watch: a bounded log that any number of watchers read at their own pace."""
+"""Event log of a cluster: bounded, and read by any number of watchers at their own pace."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ class EventLog:
 
     @property
     def last_id(self) -> int:
-        """Of the newest event; 0: nothing has happened."""
+        """Id of the newest event; 0: nothing has happened."""
         return self._last_id
 
     def emit(self, type_: str, /, **fields: Any) -> None:
-        """Tell everybody; fields that the table does not have are a programming error.
+        """Append an event; fields that the table does not have are a programming error.
 
         ``from`` is a word of Python: write ``from_``.
         """

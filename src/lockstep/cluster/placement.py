@@ -1,4 +1,4 @@
-"""What booting a manifest would come to on this machine: where each model would be, and why it could not.
+"""Placement of a manifest on this machine: where each model would be after booting, and why it could not.
 
 Reads the files that are here, fetches and loads nothing. The numbers are those of the boot, from the same functions.
 """
@@ -56,7 +56,7 @@ class Placement:
     """What its author may not have meant."""
 
     def row(self, id_: str) -> Row | None:
-        """Of one model; None: nothing is known of its size."""
+        """The row of one model; None: nothing is known of its size."""
         return next((row for row in self.table.rows if row.model == id_), None)
 
 
@@ -127,7 +127,7 @@ def _state(source: str, base: LoadOptions) -> str:
 
 
 def _meant_otherwise(manifest: Manifest) -> list[str]:
-    """What is allowed, and has no effect."""
+    """Warnings about keys that are allowed and have no effect."""
     warnings = [
         f"{entry.id}: keep_alive has no effect, as a {entry.tier} model is never demoted for idling"
         for entry in manifest.entries
@@ -160,7 +160,7 @@ def _without_key(served: Manifest, environment: Mapping[str, str]) -> list[str]:
 
 
 def _found(table: BudgetTable, unknown: Mapping[str, str]) -> list[str]:
-    """What the machine and the files say."""
+    """Warnings that follow from the machine and the files."""
     warnings = [f"{id_}: {reason}" for id_, reason in unknown.items() if not reason.startswith(_BROKEN)]
     if unknown:
         warnings.append(f"the budgets do not count {listed(list(unknown))}; give `size:` to have it counted")

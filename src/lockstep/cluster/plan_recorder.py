@@ -1,4 +1,4 @@
-"""The planner's decisions as a recording: what it saw and what it said, each plan by itself.
+"""Recording of the planner's decisions: what it saw and what it decided, each plan by itself.
 
 A file is a sequence of zstd frames with checksums, as those of the device (worker/flight/entries.py), and has lines of
 JSON: a `PlanHeader`, then a `PlanRecord` for each plan. Whoever has the same planner gets the same actions. Replicas
@@ -27,7 +27,7 @@ ActionFields = tuple[str | None, ...]
 
 
 class PlanHeader(msgspec.Struct, frozen=True):
-    """What a file begins with."""
+    """Header of a file."""
 
     schema: int
     lockstep: str

@@ -1,4 +1,13 @@
-"""What the planner sees and what it says, as values; a shell imports them from `lockstep.cluster.planner`."""
+"""Planner: which replicas are loaded and which have to go, as one pure function from what is seen to what is done.
+
+Closed: no clock, no worker, no manifest. A shell observes its replicas, asks for a plan after every event and whenever
+`look_again_s` says so, and carries out all of it. What the shell owes to the planner:
+
+- Calls of a resident replica are admitted at once, unless the last plan names it in a `Drain`: then they wait.
+- The waiting calls of a replica are admitted in the moment in which it becomes resident, before the next plan.
+- Waiting calls are admitted in the order of their arrival.
+- A load that fails fails its waiters, and sets `retry_at_s`; so does one that `overshoot` finds too large.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +23,7 @@ OVER_BUDGET = ""
 
 
 class Phase(StrEnum):
-    """Where a replica is in its life."""
+    """Phase in the life of a replica."""
 
     ABSENT = "absent"
     LOADING = "loading"
@@ -33,7 +42,7 @@ MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What the planner sees of one replica."""
+    """One replica as the planner sees it."""
 
     key: str
     phase: Phase
@@ -82,7 +91,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class PlanPolicy:
-    """How patient the planner is."""
+    """Patience of the planner."""
 
     max_wait_s: float = 2.0
     """A resident model is served while its own requests come, until others have waited so long for its room."""
@@ -94,7 +103,7 @@ class PlanPolicy:
 
 
 class LoadReason(StrEnum):
-    """Why a replica is loaded."""
+    """Reason of a load."""
 
     REQUEST = "request"
     RESIDENT = "resident"
@@ -103,7 +112,7 @@ class LoadReason(StrEnum):
 
 
 class UnloadReason(StrEnum):
-    """Why a replica is unloaded."""
+    """Reason of an unload."""
 
     ROOM = "room"
     IDLE = "idle"
@@ -121,7 +130,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Nobody uses it: free it."""
+    """Free a replica that nobody uses."""
 
     key: str
     reason: UnloadReason
@@ -148,7 +157,7 @@ Action = Load | Unload | Drain | Refuse
 
 
 class Ledger:
-    """What is left to claim.
+    """Bytes of one budget while a plan is made: free, becoming free, and for whom. Knows no replica.
 
     Args:
         room: free bytes; negative when more is taken than the budget allows.
@@ -170,14 +179,14 @@ class Ledger:
             self._own[key] = min(self._own[key], claimed)
 
     def add_coming(self, key: str | None, num_bytes: int) -> None:
-        """These bytes become free."""
+        """Add bytes that become free."""
         if key in self._own:
             self._own[key] += num_bytes
         else:
             self._spare += num_bytes
 
     def lacking(self, key: str, num_bytes: int) -> int:
-        """How many bytes a claim lacks when all has become free that it may take; at most 0: it needs only wait."""
+        """Bytes that a claim lacks when all has become free that it may take; at most 0: it needs only wait."""
         return num_bytes - self._own[key] - self._spare - self.room
 
     def spend(self, key: str, num_bytes: int) -> None:
@@ -201,7 +210,7 @@ MIN_RELOAD_S = 1e-3
 
 
 def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, ...]:
-    """What to do now. Carried out, and asked again in the same moment, at most the same drains remain.
+    """Decide what to do now. Carried out, and asked again in the same moment, at most the same drains remain.
 
     - Room is given to those who waited too long, oldest first, then by priority and age. Who declared to be resident
       and is not waits since it could be loaded. Before all that, those over whose loads fewer workers ended.
@@ -211,7 +220,7 @@ def plan(observed: Observed, now_s: float, policy: PlanPolicy) -> tuple[Action, 
       worth their load: all whose room is needed drain, and when the last of them is idle they go together.
     - Warming takes free room and nothing else, and none while somebody waits for room.
     """
-    return () if _is_settled(observed) else _Draft(observed, now_s, policy).actions()
+    return () if _is_settled(observed) else _PlanBuilder(observed, now_s, policy).actions()
 
 
 def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float | None:
@@ -241,7 +250,7 @@ def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
 
 
 def _is_settled(observed: Observed) -> bool:
-    """Nobody who is absent is wanted, nobody present may be too idle, and all is within the budget: as it mostly is."""
+    """Whether nothing is to be decided: no absent replica is wanted, none may be too idle, the budget is kept."""
     absent, used = Phase.ABSENT, 0
     for replica in observed.replicas:
         if replica.phase is absent:
@@ -256,7 +265,7 @@ def _is_settled(observed: Observed) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """One who needs room."""
+    """Claim of a replica that needs room."""
 
     key: str
     bytes: int
@@ -266,7 +275,7 @@ class _Claim:
 
 
 class _Outcome(Enum):
-    """What became of a claim."""
+    """Outcome of a claim."""
 
     ON_ITS_WAY = auto()
     """Loading, or waiting for what is being unloaded."""
@@ -277,8 +286,8 @@ class _Outcome(Enum):
     """The same, for too long: nobody younger may take room."""
 
 
-class _Draft:
-    """A plan as it is made."""
+class _PlanBuilder:
+    """Builder of one plan."""
 
     def __init__(self, observed: Observed, now_s: float, policy: PlanPolicy) -> None:
         self._replicas = observed.replicas
@@ -307,7 +316,7 @@ class _Draft:
     # -- who wants what -------------------------------------------------------------------------------------------
 
     def _refuse(self) -> set[str]:
-        """Tell those who wait for what can never be loaded; who that is."""
+        """Refuse those who wait for what can never be loaded; returns the keys."""
         refused = set()
         pinned = sum(r.bytes for r in self._replicas if r.is_pinned)
         for index, replica in enumerate(self._replicas):
@@ -325,7 +334,7 @@ class _Draft:
         return refused
 
     def _rank(self) -> list[_Claim]:
-        """Who may be loaded now because it is needed, in the order in which they get room."""
+        """Claims of what may be loaded now because it is needed, in the order in which they get room."""
         ranked = []
         for index, replica in enumerate(self._replicas):
             if not self._may_load(replica) or not _is_needed(replica):
@@ -467,16 +476,16 @@ def _is_wanted(replica: Replica) -> bool:
 
 
 def _since_s(replica: Replica) -> float:
-    """Since when it is needed."""
+    """Time since which it is needed."""
     asked = [] if replica.waiting_since_s is None else [replica.waiting_since_s]
     return min(asked + ([replica.retry_at_s] if replica.is_pinned else []), default=math.inf)
 
 
 def _overdue_at_s(replica: Replica, policy: PlanPolicy) -> float:
-    """From when on others are drained for it."""
+    """Time from which others are drained for it."""
     return _since_s(replica) + policy.max_wait_s
 
 
 def _stays_until_s(replica: Replica, policy: PlanPolicy) -> float:
-    """From when on it may be drained."""
+    """Time from which it may be drained."""
     return replica.resident_since_s + policy.min_stay * replica.reload_s

@@ -66,7 +66,7 @@ class PublicTransport(httpx2.AsyncBaseTransport):
 
 
 async def _public_address(host: str, port: int, request: httpx2.Request) -> str:
-    """Where a name leads; NotPublicError where any of its addresses is not public."""
+    """The address that a name leads to; NotPublicError where any of its addresses is not public."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -1,4 +1,4 @@
-"""One attempt at another server: posted, watched for time, read event by event; whatever goes wrong has a name."""
+"""Exchange with another server: one attempt, posted, watched for time and read event by event."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Patience:
-    """How long one call waits, over all its attempts, and whether somebody ended it."""
+    """Deadlines of one call over all its attempts, and whether somebody ended it."""
 
     def __init__(self, call: GenerationRequest, now_s: float) -> None:
         self._began_s = now_s
@@ -86,8 +86,8 @@ class Patience:
     def _nearest(self, until_s: float | None, late: Exception) -> tuple[float | None, Exception]:
         call, bounds = self._call, [] if until_s is None else [(until_s, late)]
         if call.deadline_s is not None:
-            said = f"the answer was not complete after {call.deadline_s:g} s"
-            bounds.append((self._began_s + call.deadline_s, DeadlineError(said, param="deadline_s")))
+            text = f"the answer was not complete after {call.deadline_s:g} s"
+            bounds.append((self._began_s + call.deadline_s, DeadlineError(text, param="deadline_s")))
         if call.queue_deadline_s is not None and not self._is_answered:
             queue_late = QueueDeadlineError(f"nothing was computed within {call.queue_deadline_s:g} s")
             bounds.append((self._began_s + call.queue_deadline_s, queue_late))
@@ -148,8 +148,8 @@ class Exchange:
                 raise of_status(self._who, response.status_code, response.headers.get("retry-after"), body)
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != _EVENTS:
-                said = f"{self._who} answered with {kind[:64] or 'no content type'} in place of {_EVENTS}"
-                raise AttemptError(RemoteFailedError(f"{said}; is it an OpenAI-compatible server?"))
+                text = f"{self._who} answered with {kind[:64] or 'no content type'} in place of {_EVENTS}"
+                raise AttemptError(RemoteFailedError(f"{text}; is it an OpenAI-compatible server?"))
             events = aiter(httpx2.EventSource(response, MAX_EVENT_BYTES))
             self._events = cast("AsyncGenerator[httpx2.ServerSentEvent]", events)  # what it is, and may be closed
             self._first = await self._patience.wait(lambda: self._next_event(), until_s, late)
@@ -158,7 +158,7 @@ class Exchange:
         self._patience.answered()
 
     async def next(self) -> list[TokenOutput]:
-        """What the next event brings; may be nothing.
+        """Take the next event; returns what it brings, which may be nothing.
 
         Raises:
             AttemptError: the answer ends here, and is not whole.
@@ -187,7 +187,7 @@ class Exchange:
         return [*outputs, self._answer.end(self._loop.time(), self._queue_s)]
 
     async def _usage_event(self) -> httpx2.ServerSentEvent | None:
-        """What follows the last choice's end; None: nothing that is worth waiting for."""
+        """The event after the last choice's end; None: nothing that is worth waiting for."""
         until_s = self._finished_s + USAGE_S
         if self._loop.time() >= until_s:
             return None
@@ -230,11 +230,11 @@ class Exchange:
             error = UnavailableError(f"{who} has as many requests of ours as it gets; try again later")
             raise AttemptError(error, is_fault=False) from None
         except NotPublicError:
-            said = f"{who} is at no public address, and whoever brought its manifest may name no other"
-            raise AttemptError(RemoteFailedError(said)) from None
+            text = f"{who} is at no public address, and whoever brought its manifest may name no other"
+            raise AttemptError(RemoteFailedError(text)) from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            said = f"{who} cannot be reached ({type(error).__name__})"
-            raise AttemptError(RemoteFailedError(said, retry_after_s=RETRY_AFTER_S), may_retry=True) from None
+            text = f"{who} cannot be reached ({type(error).__name__})"
+            raise AttemptError(RemoteFailedError(text, retry_after_s=RETRY_AFTER_S), may_retry=True) from None
         except httpx2.TimeoutException:
             raise AttemptError(DeadlineError(f"{who} was silent for {self._silence_s:g} s")) from None
         except httpx2.SSEError as error:
@@ -246,7 +246,7 @@ class Exchange:
 
 
 async def _beginning(response: httpx2.Response) -> bytes:
-    """As much of a body as tells why."""
+    """As much of a body as is needed for the reason."""
     parts, size = [], 0
     with contextlib.suppress(httpx2.HTTPError):
         async for part in response.aiter_bytes():

@@ -114,13 +114,13 @@ def remote_request(id_: str, model: str, call: GenerationRequest) -> RemoteReque
 
 
 def _refuse(id_: str, call: GenerationRequest) -> None:
-    asked: Mapping[str, tuple[bool, str]] = {
+    unavailable: Mapping[str, tuple[bool, str]] = {
         "logprobs": (call.params.logprobs is not None, "log-probabilities"),
         "prompt_logprobs": (call.prompt_logprobs is not None, "log-probabilities of the prompt"),
         "input": (call.pooling is not None, "embeddings"),
         "prompt": (not isinstance(call.prompt, (str, Conversation)), "prompts of token ids"),
     }
-    for param, (is_asked, what) in asked.items():
+    for param, (is_asked, what) in unavailable.items():
         if is_asked:
             raise InvalidParameterError(
                 f"{param} cannot be served by {id_!r}, which another server answers: {what} would be in tokens that "
@@ -138,8 +138,11 @@ def _of_template(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the neutral value. The limit goes by its older name, ``max_tokens``: a server that does not
-    know the newer one might ignore it and never end, while one that has given up the older refuses it by name."""
+    """Parameters that differ from the neutral value.
+
+    The limit goes by its older name, ``max_tokens``: a server that does not know the newer one might ignore it and
+    never end, while one that has given up the older refuses it by name.
+    """
     body: dict[str, Any] = {}
     for field in fields(params):
         value = getattr(params, field.name)
@@ -249,7 +252,7 @@ class RemoteAnswer:
 
     @property
     def is_finished(self) -> bool:
-        """All choices have ended; what may follow is the usage."""
+        """Whether all choices have ended; what may follow is the usage."""
         return self._last is not None
 
     def feed(self, data: str, now_s: float) -> list[TokenOutput]:
@@ -399,29 +402,29 @@ def of_status(who: Named, status: int, retry_after: str | None, body: bytes) -> 
             RemoteFailedError(f"{who} refused our key ({status}); its entry has {given}"), is_fault=False
         )
     message, param, code = _error_of(body)
-    said = f"{who} answered {status}: {message}"
+    text = f"{who} answered {status}: {message}"
     if status in (400, 413, 422):
         kind = PromptTooLongError if code == "context_length_exceeded" else InvalidParameterError
-        return AttemptError(kind(said, param=param), is_fault=False)
+        return AttemptError(kind(text, param=param), is_fault=False)
     if status in (408, 504):
-        return AttemptError(DeadlineError(said), is_fault=status == 504)
+        return AttemptError(DeadlineError(text), is_fault=status == 504)
     if status == 502:
-        return AttemptError(RemoteFailedError(said), may_retry=True)
+        return AttemptError(RemoteFailedError(text), may_retry=True)
     if status in (429, 503, 529):
-        error = UnavailableError(said, retry_after_s=_seconds(retry_after))
+        error = UnavailableError(text, retry_after_s=_seconds(retry_after))
         is_overloaded = status in (429, 529)
         return AttemptError(error, is_fault=not is_overloaded, may_retry=not is_overloaded and retry_after is None)
     if status == 404:
-        said += "; correct its remote.base_url (OpenAI's ends in /v1) or remote.model"
-    return AttemptError(RemoteFailedError(said), is_fault=status < 400 or status >= 500, may_retry=status >= 500)
+        text += "; correct its remote.base_url (OpenAI's ends in /v1) or remote.model"
+    return AttemptError(RemoteFailedError(text), is_fault=status < 400 or status >= 500, may_retry=status >= 500)
 
 
 def of_frame(who: Named, error: Any) -> AttemptError:
     """The failure of an error in the middle of a stream."""
     type_ = error.get("type") if isinstance(error, dict) else None
-    said = f"{who} ended its answer: {_words(error)}"
+    text = f"{who} ended its answer: {_words(error)}"
     kind = DeadlineError if type_ == "timeout_error" else RemoteFailedError
-    return AttemptError(kind(said), is_fault=type_ not in _OF_THE_REQUEST)
+    return AttemptError(kind(text), is_fault=type_ not in _OF_THE_REQUEST)
 
 
 def _error_of(body: bytes) -> tuple[str, str | None, str | None]:

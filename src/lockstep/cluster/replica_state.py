@@ -36,7 +36,7 @@ STANDBY = "standby"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What there is to load. Models whose specs have the same key share a replica."""
+    """Specification of a load. Models whose specs have the same key share a replica."""
 
     key: str
     source: str
@@ -60,7 +60,7 @@ class Waiter(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ReplicaState:
-    """What there is to know of one replica; `Replicas` moves it from phase to phase, its models `pin` it."""
+    """State of one replica; `Replicas` moves it from phase to phase, its models `pin` it."""
 
     spec: ReplicaSpec
     priority: int = 0
@@ -103,7 +103,7 @@ class ReplicaState:
 
     @property
     def bytes(self) -> int:
-        """What it takes, as well as that is known."""
+        """Bytes that it takes, as well as that is known."""
         return self.spec.predicted_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property

@@ -94,7 +94,7 @@ class Replicas:
 
     @property
     def held_bytes(self) -> int:
-        """What the replicas that are not absent take of the machine."""
+        """Bytes that the replicas which are not absent take of the machine."""
         return sum(replica.bytes for replica in self._replicas.values() if replica.phase is not Phase.ABSENT)
 
     def of(self, spec: ReplicaSpec) -> ReplicaState:
@@ -375,7 +375,7 @@ class Replicas:
         task.add_done_callback(self._tasks.discard)
 
     def fail_all(self, error: LockstepError) -> None:
-        """Nobody waits any longer."""
+        """End the wait of all calls with an error."""
         for replica in self._replicas.values():
             replica.fail_waiting(error)
 

@@ -64,7 +64,7 @@ class RequestHandler:
         """Open calls without a session id."""
 
     async def stream(self, call: GenerationRequest) -> EventStream:
-        """As `lockstep.cluster.base.Cluster.stream`."""
+        """Answer a request, as `lockstep.cluster.base.Cluster.stream`."""
         model, models = self._state.find(call.model), self._state.models
         hops: tuple[Hop, ...] = ()
         self._state.counters.requests_total += 1
@@ -315,7 +315,7 @@ class PromptTokeniser:
     async def tokenised(
         self, tokenizer: Tokenizer, max_model_len: int, request: GenerationRequest
     ) -> GenerationRequest:
-        """As `lockstep.engine.input_processing.tokenised`.
+        """Tokenise a request's prompt, as `lockstep.engine.input_processing.tokenised`.
 
         Raises:
             QueueFullError: too much waits to be tokenised.

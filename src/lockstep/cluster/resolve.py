@@ -1,4 +1,4 @@
-"""From a manifest to what can be loaded: sources opened and checked, artifacts told apart by content, bytes counted.
+"""Resolve a manifest's artifacts: sources opened and checked, report apart by content, and their bytes counted.
 
 Reads files and may fetch them from the hub, so it runs on a thread of its own.
 """
@@ -65,7 +65,7 @@ def open_manifest(
         manifest: as the backend serves it.
         base: how models are loaded, where their own ``engine`` does not say otherwise.
         held_bytes: what loaded models take already, and a manifest that replaces theirs may take anew.
-        progress: told about each source, under the first of its models, and while it comes from the hub.
+        progress: report about each source, under the first of its models, and while it comes from the hub.
         is_alone: as `has_device_alone` of a manifest of which this is a part; None: it is whole.
 
     Raises:
@@ -145,7 +145,7 @@ def has_device_alone(manifest: Manifest) -> bool:
 
 
 def machine_of(manifest: Manifest, held_bytes: int = 0) -> Machine | None:
-    """What budgets are cut to; None: nothing is, as sizes are fictitious, or nobody shares.
+    """The machine that budgets are cut to; None: nothing is cut, as sizes are fictitious, or nobody shares.
 
     Args:
         manifest: as the backend serves it.
@@ -156,7 +156,7 @@ def machine_of(manifest: Manifest, held_bytes: int = 0) -> Machine | None:
 
 
 def corrected(opened: Opened, loaded: Mapping[str, Loaded]) -> Opened:
-    """The same, weighed by what loads have told.
+    """Weigh the same by what loads have measured.
 
     Args:
         loaded: what the last loads of replicas measured, by key.
@@ -191,10 +191,10 @@ class _Source:
             stub = StubOptions.parse(source)
             parts = partial(stub_tokenizer_parts, stub.name)
             return cls(source, source, DECLARED_BYTES, parts, stub.max_model_len, is_stub=True)
-        told: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
-        told("open", 0.0)
-        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(told))
-        told("open", 1.0)
+        tell: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
+        tell("open", 0.0)
+        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(tell))
+        tell("open", 1.0)
         return cls(
             source,
             artifact.fingerprint,

@@ -1,4 +1,4 @@
-"""What a routed request becomes at each of its hops. Pure: calls and answers in, calls and decisions out."""
+"""Routing: what a request becomes at each of its hops. Pure: requests and answers in, requests and decisions out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the entry model's answer means."""
+    """Meaning of the entry model's answer."""
 
     intent: str | None
     """What was read from it; None: nothing."""
@@ -72,7 +72,7 @@ class Router:
         )
 
     def decide(self, answer: str) -> Decision:
-        """Who answers next."""
+        """Decide who answers next."""
         return self._decisions.get(answer) or self._decided(answer)
 
     def _decided(self, answer: str) -> Decision:
@@ -83,7 +83,7 @@ class Router:
         return Decision(value, self._fallback, is_fallback=self._fallback is not None)
 
     def foresee(self, beginning: str) -> str | None:
-        """Who will answer next, as soon as the beginning of the entry's answer leaves one target only."""
+        """Foresee who will answer next, as soon as the beginning of the entry's answer leaves one target only."""
         possible = {target for choice, target in self._meanings if choice.startswith(beginning)}
         return possible.pop() if beginning and len(possible) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Conversations that keep their KV: how many a model may hold on the device, who waits, and who gives way.
+"""Sessions: conversations that keep their KV, how many a model may hold on the device, who waits, and who gives way.
 
 A request without a session id is a session of its own that ends with it. Event loop only; times are values.
 """
@@ -22,7 +22,7 @@ MAX_WAITING_SESSIONS = 1024
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What is known of one named conversation."""
+    """One named conversation."""
 
     id: str
     model: str
@@ -52,7 +52,7 @@ class Session:
 
 
 class ModelSessions:
-    """The sessions whose KV one model holds.
+    """Sessions whose KV one model holds.
 
     Args:
         limit: how many may be held at once; None: no request waits, and `MAX_SESSIONS` named ones are held when idle.
@@ -110,7 +110,7 @@ class ModelSessions:
             raise
 
     def leave(self, session: str | None) -> None:
-        """A request has ended; a named session stays as an idle one."""
+        """Let a request go that has ended; a named session stays as an idle one."""
         if session is None:
             self._num_ephemeral -= 1
         elif self._active[session] > 1:
@@ -132,12 +132,12 @@ class ModelSessions:
         return is_held
 
     def resize(self, limit: int | None) -> None:
-        """Another limit, for who comes from now on; who waits may have room now."""
+        """Set another limit, for who comes from now on; who waits may have room now."""
         self.limit = limit
         self._next()
 
     def fail_all(self, error: LockstepError) -> None:
-        """Nobody waits any longer."""
+        """End the wait of all with an error."""
         while self._waiting:
             turn, _ = self._waiting.popleft()
             if not turn.done():
@@ -149,7 +149,7 @@ class ModelSessions:
 
     @property
     def _num_excess(self) -> int:
-        """Of held sessions; without a limit, of idle ones."""
+        """How many sessions are held beyond the limit; without one, how many idle ones beyond `MAX_SESSIONS`."""
         return len(self._idle) - MAX_SESSIONS if self.limit is None else self.num_held - self.limit
 
     def _take(self, session: str | None) -> None:
@@ -178,7 +178,7 @@ class Sessions:
         self._known: dict[str, Session] = {}
 
     def begin(self, id_: str, model: str, now_s: float) -> bool:
-        """A request of a session; whether the session is new."""
+        """Note a request of a session; whether the session is new."""
         session = self._known.pop(id_, None)
         is_new = session is None
         if session is None:
@@ -191,7 +191,7 @@ class Sessions:
         return is_new
 
     def end(self, id_: str, now_s: float) -> None:
-        """It has been answered, whatever became of it."""
+        """Note the end of a request, whatever became of it."""
         session = self._known.get(id_)
         if session is not None:
             session.num_active = max(0, session.num_active - 1)  # one that was ended and began anew counts its own
@@ -202,12 +202,12 @@ class Sessions:
             self._known[id_].model = model
 
     def kept(self, id_: str, model: str, num_tokens: int) -> None:
-        """So many tokens of it are on the device now, for one model."""
+        """Note how many of its tokens are on the device now, for one model."""
         if id_ in self._known:
             self._known[id_].kept_tokens[model] = num_tokens
 
     def dropped(self, id_: str, model: str | None = None, *, is_held: bool) -> None:
-        """A model gave up its KV, or all did.
+        """Note that a model gave up its KV, or all did.
 
         Args:
             is_held: whether another one still has some.
@@ -228,7 +228,7 @@ class Sessions:
         return True
 
     def last_model(self, id_: str) -> str | None:
-        """Who answered it last; None: nobody knows it."""
+        """The model that answered it last; None: nobody knows it."""
         session = self._known.get(id_)
         return None if session is None else session.model
 
@@ -237,11 +237,11 @@ class Sessions:
         return tuple(self._known)
 
     def forget(self, id_: str) -> Session | None:
-        """Its client ended it; None: nobody knows it."""
+        """Forget a session that its client ended; None: nobody knows it."""
         return self._known.pop(id_, None)
 
     def idle(self, limits: SessionLimits, now_s: float) -> list[Session]:
-        """Those whose KV may be given up, as nobody came back for long, and who are one too many to remember."""
+        """Sessions whose KV may be given up, as nobody came back for long; those that are too many are forgotten."""
         excess = len(self._known) - MAX_SESSIONS
         for session in list(self._known.values())[: max(0, excess)]:
             if not session.num_active and not session.is_held:

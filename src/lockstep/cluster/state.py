@@ -50,7 +50,7 @@ LRU_REASONS = ("room", "idle")
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """How a manifest is served."""
+    """Options of how a manifest is served."""
 
     backend: Backend | OneModel = Backend.AUTO
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -258,7 +258,7 @@ class ClusterState:
         return self.worker.trouble or replica.trouble()
 
     def snapshot(self, is_replacing: bool, num_ephemeral: int) -> ClusterSnapshot:
-        """Everything at this moment.
+        """Snapshot of the whole cluster at this moment.
 
         Args:
             is_replacing: whether a manifest is being brought in.

@@ -1,4 +1,4 @@
-"""The process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_FORMAT LOG_LEVEL TRACE``.
+"""Process of a device worker: ``python -m lockstep.worker.child FD PARENT_PID LOG_FORMAT LOG_LEVEL TRACE``.
 
 FD is one end of a socket pair, TRACE the JSON of what is recorded, or empty. The process ends with its parent: at the
 end of the stream, and on Linux by a signal even where it is stuck in native code. Signals of the terminal are the

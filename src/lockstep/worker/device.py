@@ -228,7 +228,7 @@ class RequestAdmission:
         self._preparers.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self, replica: Replica, submit: Submit) -> None:
-        """On a preparing thread: as `_submit`, unless the request was aborted meanwhile."""
+        """Submit on a preparing thread, unless the request was aborted meanwhile."""
         if not self._preparing[submit.request_id]:
             self._submit(replica, submit)
         with self._lock:
@@ -262,7 +262,7 @@ def _not_loaded(key: str) -> UnavailableError:
 
 
 def _recorder(options: TraceOptions, turns: DeviceScheduler) -> Recorder:
-    """What it takes is imported by those alone who record."""
+    """Open the recorder; what it takes is imported by those alone who record."""
     from lockstep.worker.flight.recorder import Recorder
 
     return Recorder(options, turns)

@@ -53,7 +53,7 @@ WORKER_MOVES = {
 
 
 class LoadState(Enum):
-    """What the present worker is doing with a replica."""
+    """State of a replica at the present worker."""
 
     QUEUED = auto()
     """The worker was told to load it, and is about others."""
@@ -282,9 +282,9 @@ class Life:
 
     def lost_error(self, reason: str, what: str, *, is_suspect: bool = False) -> WorkerLostError:
         """The error of what ended with a worker."""
-        said = f"the device worker ended with {reason} while it {what}"
+        text = f"the device worker ended with {reason} while it {what}"
         retry_after_s = self.restarts.retry_after_s(time.monotonic())
-        return WorkerLostError(said, retry_after_s=retry_after_s, is_suspect=is_suspect)
+        return WorkerLostError(text, retry_after_s=retry_after_s, is_suspect=is_suspect)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

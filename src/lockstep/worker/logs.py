@@ -1,4 +1,4 @@
-"""How a process of ours logs: lines of text or JSON objects on standard error, with structured values at the end.
+"""Logging of our processes: lines of text or JSON objects on standard error, with structured values at the end.
 
 The server and its worker process log alike, so that one stream of lines can be read by one reader.
 """

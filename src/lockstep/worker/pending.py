@@ -63,7 +63,7 @@ class PendingRequests:
         return mailbox
 
     def leave(self, mailbox: Mailbox) -> bool:
-        """Nobody reads it any more; whether its request is still under way."""
+        """Drop a mailbox that nobody reads any more; whether its request is still under way."""
         return self._mailboxes.pop(mailbox.request_id, None) is not None and not mailbox.is_ended
 
     def unended(self) -> Iterator[Mailbox]:
@@ -123,7 +123,7 @@ class PendingRequests:
 
 
 class Mailbox:
-    """What came for one request and was not fetched yet.
+    """Mailbox of one request: what came for it and was not fetched yet.
 
     Bounded by its request: at most one output per token of its completions.
 

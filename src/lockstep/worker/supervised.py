@@ -98,7 +98,7 @@ class SupervisedWorker:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker's process; None: there is none."""
+        """Id of the worker's process; None: there is none."""
         return None if self._life.link is None else self._life.link.pid
 
     # -- replicas -------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class SupervisedWorker:
         return mailbox
 
     def leave(self, mailbox: Mailbox) -> None:
-        """Nobody reads this mailbox any more: its request is aborted if it has not ended."""
+        """Give a mailbox back; its request is aborted if it has not ended."""
         if self._open.leave(mailbox):
             self._life.send(Abort(mailbox.replica, (mailbox.request_id,)))
 
@@ -232,7 +232,7 @@ class SupervisedWorker:
     # -- questions ------------------------------------------------------------------------------------------------
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
-        """By replica; empty while there is no worker, or none that answers."""
+        """Metrics by replica; empty while there is no worker, or none that answers."""
         report = await self._ask(AskMetrics, ANSWER_LIMIT_S)
         return report.replicas if isinstance(report, MetricsReport) else {}
 
@@ -247,7 +247,7 @@ class SupervisedWorker:
         return report.num_blocks if isinstance(report, PrefixCacheReset) else 0
 
     async def sessions(self) -> Mapping[str, tuple[SessionReport, ...]]:
-        """By replica, least recently used first; empty while there is no worker, or none that answers."""
+        """Sessions by replica, least recently used first; empty while there is no worker, or none that answers."""
         report = await self._ask(AskSessions, CHECK_LIMIT_S)
         return report.replicas if isinstance(report, SessionsReport) else {}
 

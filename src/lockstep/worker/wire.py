@@ -46,7 +46,7 @@ def event_decoder() -> msgspec.msgpack.Decoder[Event]:
 
 
 def request_decoder() -> msgspec.msgpack.Decoder[GenerationRequest]:
-    """For requests that are kept, and not sent."""
+    """A decoder of requests that are kept, and not sent."""
     return msgspec.msgpack.Decoder(GenerationRequest, dec_hook=_decode)
 
 
@@ -107,8 +107,8 @@ class FrameReader:
 def _encode(value: object) -> object:
     if isinstance(value, LockstepError):
         known = next(kind for kind in type(value).__mro__ if getattr(errors, kind.__name__, None) is kind)
-        told = {key: held if isinstance(held, _PLAIN) else str(held) for key, held in vars(value).items()}
-        return known.__name__, str(value), told
+        attributes = {key: held if isinstance(held, _PLAIN) else str(held) for key, held in vars(value).items()}
+        return known.__name__, str(value), attributes
     if isinstance(value, np.ndarray):
         return value.astype("<f4").tobytes()
     if isinstance(value, Path):
@@ -118,10 +118,10 @@ def _encode(value: object) -> object:
 
 def _decode(kind: type, value: Any) -> object:
     if kind is LockstepError:
-        name, message, told = value
+        name, message, attributes = value
         known = getattr(errors, name)
         error = known.__new__(known, message)
-        vars(error).update(told)
+        vars(error).update(attributes)
         return error
     if kind is Path:
         return Path(value)
