@@ -225,6 +225,7 @@ class Scatter:
     """Candidates as points of any two figures; in text of the first two."""
 
     axes: Sequence[Axis]
+    """None: nothing is drawn, but a page can still sort its table of candidates."""
     points: Sequence[Point]
     chosen: str = ""
     """What being chosen means; empty: none is."""

@@ -50,11 +50,12 @@ def to_html(document: Document) -> str:
         autoescape=select_autoescape(default=True, default_for_string=True),
         loader=FunctionLoader(_asset),
         undefined=StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"printable": printable, "text": cell_text, "css_class": _css_class, "kind": _kind}
+    environment.filters |= {"text": cell_text, "css_class": _css_class, "kind": _kind}
     # Only files of this package and escaped JSON are markup.
     return environment.get_template("page.html.jinja").render(
         page=document,
@@ -79,14 +80,17 @@ def _charts(document: Document) -> Iterator[tuple[Timeline | Scatter, Mapping[st
 
 
 def _scatter_data(block: Scatter) -> dict[str, Any]:
-    names = [axis.name for axis in block.axes]
     return {
-        "metrics": {axis.name: {"label": axis.label, "better": axis.better} for axis in block.axes},
+        "metrics": {
+            printable(axis.name): {"label": printable(axis.label), "better": axis.better} for axis in block.axes
+        },
         "rows": [
             {
                 "label": printable(point.label),
                 "is_chosen": point.is_chosen,
-                "figures": {name: point.figures[name] for name in names if name in point.figures},
+                "figures": {
+                    printable(axis.name): point.figures[axis.name] for axis in block.axes if axis.name in point.figures
+                },
             }
             for point in block.points
         ],

@@ -119,6 +119,8 @@ def _finding_lines(finding: Finding) -> tuple[list[str], list[str]]:
 
 def _scatter_text(block: Scatter) -> str:
     """With an empty line on either side; nothing where there are no two points to compare."""
+    if not block.axes:
+        return ""
     there = [point for point in block.points if all(axis.name in point.figures for axis in block.first)]
     return "\n".join(["", *scatter_lines(there, *block.first), ""]) if len(there) > 1 else ""
 
@@ -170,7 +172,7 @@ def _drawn(table: Table) -> RichTable:
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     columns, rows = _without_pictures(table)
     for column in columns:
-        drawn.add_column(Text(column.name), justify="left" if column.is_word else "right", overflow="fold")
+        drawn.add_column(Text(printable(column.name)), justify="left" if column.is_word else "right", overflow="fold")
     for row in rows:
         cells = zip(columns, row, strict=True)
         drawn.add_row(*(Text(cell, _style(cell) if column.kind == "change" else "") for column, cell in cells))

@@ -12,9 +12,9 @@ from lockstep.replay.render.pages import MAX_CHANGED, changed_requests, comparis
 from lockstep.replay.workload import ArrivalUnit, Workload
 from lockstep.report.document import Finding
 from tests.replay.render.pairs import LIMITS, load, side_of, write_diff
-from tests.replay.render.visits import PAINTED, Visit, contrasts
 from tests.replay.shows import HOSTILE_NAMES
 from tests.replay.workloads import config, request, workload
+from tests.visits import PAINTED, Visit, contrasts
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from playwright.sync_api import Browser, expect
 from lockstep.replay.render.charts import chart_data
 from lockstep.replay.render.pages import replay_page
 from lockstep.replay.render.side import MAX_LINES, Side
-from tests.replay.render.visits import PAINTED, Visit, contrasts
 from tests.replay.shows import HOSTILE_NAMES, crowded, few
+from tests.visits import PAINTED, Visit, contrasts
 
 
 def write_few(path: Path, names: tuple[str, ...] = ("a", "b", "c", "d")) -> None:

@@ -13,8 +13,8 @@ from lockstep.replay.configs import Settings
 from lockstep.replay.render.sweep import Swept, facts, metrics_shown, sweep_notes, sweep_page, sweep_table, verdict
 from lockstep.replay.sweep import Outcome, cheapest, front
 from lockstep.report.document import cell_text
-from tests.replay.render.visits import Visit
 from tests.replay.shows import HOSTILE_NAMES
+from tests.visits import Visit
 
 TTFT, SPEED = "latency_ms.ttft.p99", "output_tokens_per_s"
 POINTS = ((100.0, 50.0, 0.5), (200.0, 90.0, 1.0), (300.0, 80.0, 0.995), (400.0, 120.0, 1.0))

@@ -1,10 +1,17 @@
-"""What tests of pages look at: requests and complaints of a page, what is painted, and how legible colours are."""
+"""Visits to pages in a real browser: requests and complaints, what is painted, how legible colours are.
+
+Packages that visit pages import the fixtures `browser` and `visit` into their conftest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Error, Page, Request
+
+from tests.browser import chromium
 
 PAINTED = """canvas => {
   const data = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer);
@@ -36,6 +43,22 @@ class Visit:
     def open(self, path: Path) -> Page:
         self.page.goto(path.as_uri())
         return self.page
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    with chromium() as launched:
+        yield launched
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Visit]:
+    """A page that has nothing to complain about when the test is over."""
+    page = browser.new_page(viewport={"width": 1180, "height": 900})
+    visit = Visit(page)
+    yield visit
+    page.close()
+    assert visit.complaints == []
 
 
 def contrasts(browser: Browser, path: Path, scheme: str, names: list[str]) -> list[float]:
