@@ -15,8 +15,6 @@ import psutil
 import pytest
 
 from lockstep.cli.main import invoke
-from lockstep.report.document import Axis, Point
-from lockstep.report.text import scatter_lines
 from tests.waiting import HANG_S, until
 
 Call = Callable[..., tuple[int, str, str]]
@@ -270,17 +268,3 @@ def test_a_sweep_says_that_one_of_its_processes_was_ended_from_outside(long_swee
     assert long_sweep.returncode == 2
     assert "a process of the sweep was ended from outside" in err
     assert "Traceback" not in err
-
-
-def test_points_fall_where_their_values_say() -> None:
-    x, y = Axis("x", "x", "x", "less"), Axis("y", "y", "y", "less")
-    places = ((0, 0, True), (10, 4, False), (5, 2, False))
-    points = [Point("", {"x": across, "y": up}, is_best) for across, up, is_best in places]
-    lines = scatter_lines(points, x, y, width=11, height=5)
-
-    assert lines[0] == "y"
-    assert lines[1] == "4 |          o"
-    assert lines[3] == "  |     o"
-    assert lines[5] == "0 |*"
-    assert lines[7].split() == ["0", "10"]
-    assert scatter_lines([], x, y) == []

@@ -23,7 +23,7 @@ REQUEST_LIMIT_S = 6 * 3600.0
 """A request that takes longer has failed."""
 OK = 200
 MAX_BODY_BYTES = 64 << 20
-"""Of one answer; a server that sends more is out of its mind."""
+"""Bytes of one answer; a server that sends more is out of its mind."""
 
 
 @dataclass(slots=True)
@@ -33,10 +33,10 @@ class Exchange:
     sent_s: float = 0.0
     status: int = 0
     reads: list[tuple[float, bytes]] = field(default_factory=list)
-    """When which piece of the body came, in order."""
+    """Pieces of the body with the time at which each came, in order."""
     ended_s: float = 0.0
     error: str = ""
-    """What went wrong with the connection; empty: the response is whole."""
+    """Fault of the connection; empty: the response is whole."""
     num_bytes: int = 0
 
 
@@ -187,7 +187,7 @@ class Outcome:
     text: str = ""
     error: str = ""
     send_delay_s: float = 0.0
-    """How long after its start it was really sent."""
+    """Seconds after its start at which it was really sent."""
 
     @property
     def tpot_s(self) -> float:

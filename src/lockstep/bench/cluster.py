@@ -34,13 +34,13 @@ from lockstep.report.text import to_lines
 from lockstep.worker.link import WorkerOptions
 
 OUTPUT_TOKENS = 8
-"""Of the last hop."""
+"""Tokens of the last hop."""
 CONCURRENCY = 32
 NUM_WARMUPS = 8
 """Calls before those that are measured: what is warmed by routing is then warm."""
 NUM_DECISIONS = 2_000
 NUM_SESSIONS = 64
-"""That take turns in the decision path."""
+"""Sessions that take turns in the decision path."""
 STREAM_INTERVAL_S = 0.02
 """As `lockstep serve` has it where nobody says otherwise."""
 PERCENTILES = (50, 95, 99)

@@ -36,7 +36,7 @@ class Units:
     """Texts that are put side by side, where there are no ids."""
     tokens_per_word: float = 1.0
     method: str = ""
-    """How token counts were come by: exact, or estimated."""
+    """Origin of token counts: exact, or estimated."""
 
     def fill(self, segments: Sequence[Segment], seed: int, *, more_tokens: int = 0) -> list[int] | str:
         """The prompt of these segments: token ids, or text.
@@ -86,7 +86,7 @@ class Asking:
 
 
 def prompt_of(sample: Sample, units: Units, seed: int, corrections: dict[tuple[int, ...], int]) -> Any:
-    """What a sample's recipe becomes: messages and texts as they are, segments filled.
+    """Prompt of a sample's recipe: messages and texts as they are, segments filled.
 
     Args:
         corrections: tokens by which the last segment of a key must be longer for the whole to be exact.

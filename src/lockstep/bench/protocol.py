@@ -29,7 +29,7 @@ class Target:
 
     @classmethod
     def parse(cls, base_url: str, api_key: str | None = None) -> Target:
-        """From a URL with or without ``/v1`` at its end; UsageError says what a URL would be."""
+        """Parse a URL with or without ``/v1`` at its end; UsageError says what a URL would be."""
         parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         try:
             port = parts.port
@@ -44,7 +44,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        """What the paths of endpoints are put behind."""
+        """Base URL that paths of endpoints are put behind."""
         return f"{'https' if self.tls else 'http'}://{self.authority}{self.root}"
 
     @property
@@ -54,7 +54,7 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """Headers of every request."""
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         return {"User-Agent": f"lockstep/{__version__}", **key}
 
@@ -78,7 +78,7 @@ MAX_REASON_CHARS = 300
 
 
 class Delta(msgspec.Struct):
-    """What a chat chunk adds."""
+    """Addition of a chat chunk."""
 
     content: str | None = None
     reasoning_content: str | None = None

@@ -15,7 +15,7 @@ from lockstep.errors import RemoteError
 
 CONNECT_LIMIT_S = 10.0
 READ_LIMIT_S = 600.0
-"""Of silence: a model may think for long before its first token."""
+"""Seconds of silence: a model may think for long before its first token."""
 _HINTS: Mapping[int, str] = {
     401: "; give the server's key by --api-key or OPENAI_API_KEY",
     403: "; give another key by --api-key or OPENAI_API_KEY",

@@ -111,7 +111,7 @@ class ServeResult:
     figures: dict[str, Any]
     outcomes: list[Outcome]
     prompts: str
-    """How prompts got their lengths."""
+    """Origin of the prompts' lengths."""
     was_interrupted: bool
 
     def as_json(self, *, detailed: bool) -> dict[str, Any]:

@@ -105,10 +105,10 @@ def serve(
     content = result.as_json(detailed=save_detailed)
     if save_result or save_detailed or result_filename is not None:
         _save(content, result_filename or _file_name(content))
-    _tell(result, options, as_json)
+    _print_result(result, options, as_json)
 
 
-def _tell(result: Any, options: Any, as_json: bool) -> None:
+def _print_result(result: Any, options: Any, as_json: bool) -> None:
     """Print the figures and say by the exit code what they are worth."""
     from lockstep.bench.statistics import failures, text_of, text_of_failures
 

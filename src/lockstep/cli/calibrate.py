@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.replay_options import open_and_tell
+from lockstep.cli.replay_options import open_with_notes
 from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import UsageError
 
@@ -43,7 +43,7 @@ def calibrate(
     from lockstep.report.text import show
 
     check_places([(output, "the cost model")], [trace])
-    recording = open_and_tell(trace.expanduser())
+    recording = open_with_notes(trace.expanduser())
     traced = _engine(recording, engine, trace)
     made_on = MadeOn(
         lockstep=recording.lockstep,
@@ -74,5 +74,5 @@ def _engine(recording: Trace, number: int | None, trace: Path) -> EngineEntry:
 
 
 def _machine(recording: Trace) -> str:
-    """What it was recorded on, and never what this command runs on."""
+    """Machine of the recording, and never the one that this command runs on."""
     return "no machine: a simulated run" if recording.is_simulated else recording.machine or "an unrecorded machine"

@@ -15,7 +15,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import refuse_others, with_flags
-from lockstep.cli.replay_options import config_of, file_settings, open_and_tell, settings_of, tell_order
+from lockstep.cli.replay_options import config_of, file_settings, open_with_notes, settings_of, warn_of_order
 from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import UsageError
 
@@ -56,7 +56,7 @@ SetB = Annotated[
 
 
 class Sides(NamedTuple):
-    """What is compared."""
+    """Both sides of a comparison."""
 
     workload: Workload
     a: SchedulerConfig
@@ -137,7 +137,7 @@ def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as
     from lockstep.replay.trace_diff import diff_traces
     from lockstep.report.text import show_block
 
-    found = diff_traces(open_and_tell(a.expanduser()), open_and_tell(b.expanduser()), engine)
+    found = diff_traces(open_with_notes(a.expanduser()), open_with_notes(b.expanduser()), engine)
     engines = [finding_of_engine(each) for each in found]
     if as_json:
         print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in found]}, indent=2))
@@ -178,7 +178,7 @@ def _sides(
             )
     source_a, source_b = ("--set", "--set-b") if workload is None or b is None else (a, b)
     config_a, config_b = config_of(file, fields_a, source_a), config_of(other or file, fields_b, source_b)
-    tell_order((file, fields_a), (other or file, fields_b))
+    warn_of_order((file, fields_a), (other or file, fields_b))
     return Sides(file, config_a, config_b, other)
 
 
@@ -220,7 +220,7 @@ def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: asked.CostFl
 
 
 VERSION = 1
-"""Of the JSON form."""
+"""Version of the JSON form."""
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")]
 From = Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Limits of A, as YAML or JSON.")]
@@ -254,7 +254,7 @@ def bisect(
     common, cost = settings_of(settings), costs.model()
     fields_a, fields_b = {**file_settings(config_a), **common}, {**file_settings(config_b), **common}
     a, b = config_of(workload, fields_a, str(config_a)), config_of(workload, fields_b, str(config_b))
-    tell_order((workload, fields_a), (workload, fields_b))
+    warn_of_order((workload, fields_a), (workload, fields_b))
 
     def metric_of(config: SchedulerConfig) -> float:
         numbers = numbers_of(report_of(Simulation(workload, config, cost).run()))

@@ -136,7 +136,7 @@ class LoadingLines:
 
 
 class ServingProgress:
-    """What a server shows of its loads: `tell` it of them, and `announce` lines on standard output beside it.
+    """Progress of a server's loads: `tell` it of them, and `announce` lines on standard output beside it.
 
     Args:
         console: where bars are drawn; None: nowhere, and lines are logged.

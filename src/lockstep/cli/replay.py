@@ -1,5 +1,7 @@
-"""`lockstep replay`: a workload on the real scheduler and a logical clock. Here are files, clocks and the terminal;
-what decides is in lockstep/replay and knows none of them."""
+"""`lockstep replay`: a workload on the real scheduler and a logical clock, or a recording decided or computed again.
+
+Here are files, clocks and the terminal; what decides is in lockstep/replay and knows none of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import refuse_others, with_flags
-from lockstep.cli.replay_options import open_and_tell, settings_of
+from lockstep.cli.replay_options import open_with_notes, settings_of
 from lockstep.cli.writing import Place, check_places, make_folder, write_file
 from lockstep.errors import UsageError
 
@@ -35,23 +37,23 @@ _OF_RECORDINGS = ("verify", "execute", "model", "allow_gaps", "as_json", "debug"
 
 
 class Files(NamedTuple):
-    """Where a run is written to while it goes on."""
+    """Files that a run is written to while it goes on."""
 
     trace: Path | None = None
     perfetto: Path | None = None
 
     def of_b(self) -> Files:
-        """Those of the second run of a comparison: ``steps-b.json`` beside ``steps.json``."""
+        """Files of the second run of a comparison: ``steps-b.json`` beside ``steps.json``."""
         return Files(*(path and path.with_stem(f"{path.stem}-b") for path in self))
 
     def places(self) -> tuple[Place, ...]:
-        """With their names."""
+        """Files with their names."""
         return (self.trace, "the recording"), (self.perfetto, "the trace")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is said of both runs of a comparison."""
+    """Settings of both runs of a comparison."""
 
     priced: Priced | None
     goals_ms: Mapping[str, float]
@@ -160,7 +162,7 @@ def _simulate(
         simulation = Simulation(workload, config, cost, watchers=watchers, on_arrival=on_arrival)
         start_s = time.perf_counter()
         replay = simulation.run()
-        _tell_speed(len(replay.outcomes), time.perf_counter() - start_s)
+        _print_speed(len(replay.outcomes), time.perf_counter() - start_s)
         if writer is not None:
             writer.add_requests(replay.outcomes)
     for path, what in files.places():
@@ -176,7 +178,7 @@ def _simulate(
     return report, side
 
 
-def _tell_speed(num_requests: int, passed_s: float) -> None:
+def _print_speed(num_requests: int, passed_s: float) -> None:
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
     print(
         f"{num_requests:,} requests in {passed_s:.2f} s: {num_requests / max(passed_s, 1e-9):,.0f} requests/s, "
@@ -208,7 +210,7 @@ def _show(reports: Sequence[Report]) -> None:
 
 
 VERSION = 2
-"""Of the JSON form."""
+"""Version of the JSON form of ``--verify`` and ``--execute``."""
 
 
 def replay_trace(verify: Path | None, execute: Path | None, model: str | None, allows_gaps: bool, as_json: bool) -> int:
@@ -258,7 +260,7 @@ def execute_trace(path: Path, model: str | None, as_json: bool) -> int:
     if model is None:
         raise UsageError("--execute computes with a model; name it with --model SOURCE")
     engines = []
-    for execution in computing.execute(open_and_tell(path), model):
+    for execution in computing.execute(open_with_notes(path), model):
         engines.append(computing.facts(execution))
         if not as_json:
             print("\n".join(computing.describe(execution)))

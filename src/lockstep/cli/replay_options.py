@@ -81,7 +81,7 @@ Model = Annotated[str | None, typer.Option(metavar="SOURCE", help="The model of 
 
 @dataclass(frozen=True, slots=True)
 class ReadFlags:
-    """What is made of a file's requests."""
+    """Changes to a file's requests."""
 
     speed: Annotated[float, typer.Option(metavar="X", help="Divides the gaps between arrivals.")] = 1.0
     limit: Annotated[int | None, typer.Option(metavar="N", help="The first requests only.", min=1)] = None
@@ -106,13 +106,13 @@ class ReadFlags:
         from lockstep.replay.readers import read_workload
 
         workload = read_workload(path, self.options())
-        tell(workload.notes)
+        print_notes(workload.notes)
         return workload
 
 
 @dataclass(frozen=True, slots=True)
 class CostFlags:
-    """How long a step takes."""
+    """Prices of a step."""
 
     cost: Annotated[
         Path | None, typer.Option(metavar="FILE", help="How long steps take, as `lockstep calibrate` says.")
@@ -138,7 +138,7 @@ class CostFlags:
 
 
 def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
-    """What ``--set a=1,b=2 --set c=3`` says: field to value as text."""
+    """Parse ``--set a=1,b=2 --set c=3``: field to value as text."""
     from lockstep.replay.configs import parse_overrides
 
     return parse_overrides([part for setting in settings or () for part in setting.replace(",", " ").split()])
@@ -167,7 +167,7 @@ def config_of(workload: Workload, overrides: dict[str, str], source: str) -> Sch
         raise UsageError(f"{source}: {error}") from None
 
 
-def tell_order(*sides: tuple[Workload, Mapping[str, str]]) -> None:
+def warn_of_order(*sides: tuple[Workload, Mapping[str, str]]) -> None:
     """Say on standard error in which order requests with priorities are admitted, where that is not plain.
 
     Args:
@@ -175,19 +175,19 @@ def tell_order(*sides: tuple[Workload, Mapping[str, str]]) -> None:
     """
     from lockstep.replay.configs import order_note
 
-    tell(dict.fromkeys(filter(None, (order_note(workload, overrides) for workload, overrides in sides))))
+    print_notes(dict.fromkeys(filter(None, (order_note(workload, overrides) for workload, overrides in sides))))
 
 
-def open_and_tell(path: Path) -> Recording:
+def open_with_notes(path: Path) -> Recording:
     """The recording, with what is to be said of its files on standard error."""
     from lockstep.replay.trace import open_trace
 
     trace = open_trace(path)
-    tell(map(str, trace.findings))
+    print_notes(map(str, trace.findings))
     return trace
 
 
-def tell(notes: Iterable[str]) -> None:
+def print_notes(notes: Iterable[str]) -> None:
     """Say on standard error what whoever uses a file should know of it."""
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -13,7 +13,7 @@ import typer
 from lockstep.cli import options as flags
 from lockstep.cli import replay_options as asked
 from lockstep.cli.flag_groups import with_flags
-from lockstep.cli.replay_options import settings_of, tell_order
+from lockstep.cli.replay_options import settings_of, warn_of_order
 from lockstep.cli.writing import check_places, write_file
 from lockstep.errors import UsageError
 
@@ -95,7 +95,7 @@ def sweep(
         raise UsageError(f"{twice[0]} is given by --set and by --grid; say it once")
     workload = reading.read(file)
     if "order" not in all_settings[0]:
-        tell_order((workload, common))
+        warn_of_order((workload, common))
     job = Job(workload, common, costs.priced(), goals)
     outcomes = _run(job, all_settings, jobs or available_cores())
     percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent

@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.errors import UsageError
 
 Place = tuple[Path | None, str]
-"""Where something is to be written, None for nowhere, and what it is called."""
+"""Path of something to be written, None for nowhere, and what it is called."""
 
 
 def expanded(path: Path | None) -> Path | None:
@@ -73,7 +73,7 @@ def _check(path: Path, what: str) -> None:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """What is read of a path: itself, or all that lies in it. What cannot be looked at, reading will tell."""
+    """Files of a path: itself, or all that lies in it. What cannot be looked at, reading will tell."""
     try:
         if path.is_dir():
             yield from sorted(path.iterdir())
@@ -84,7 +84,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_same(path: Path, file: Path) -> bool:
-    """By whatever names: links are followed."""
+    """Whether two names are one file: links are followed."""
     try:
         return path.samefile(file)
     except OSError:  # one of them is not there

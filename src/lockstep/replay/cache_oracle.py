@@ -1,4 +1,4 @@
-"""What a prefix cache can give at most: how many tokens of the prompts were there before. No scheduler takes part."""
+"""Upper bound of a prefix cache: tokens of the prompts that were there before. No scheduler takes part."""
 
 from __future__ import annotations
 

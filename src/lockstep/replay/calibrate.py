@@ -37,7 +37,7 @@ METHOD = "split conformal, relative residuals (Lei et al. 2018)"
 
 
 class MeasuredStep(Protocol):
-    """What a recording tells of a step (replay/trace)."""
+    """A step as recordings have it (replay/trace)."""
 
     @property
     def duration_us(self) -> int: ...
@@ -194,7 +194,7 @@ HUBER_K = 1.345
 """Residuals beyond this many deviations count linearly: 95 % efficient for normal errors (Huber, "Robust Statistics",
 1981)."""
 MAX_ROUNDS = 50
-"""Of reweighting; it settles in about ten."""
+"""Rounds of reweighting; it settles in about ten."""
 _MAD_TO_DEVIATION = 1.4826
 """Median absolute deviation to standard deviation, for normal errors."""
 _SETTLED = 1e-9
@@ -278,7 +278,7 @@ def deviation(residuals: Array) -> float:
 
 
 def dependence(features: Array) -> Array:
-    """How well each feature follows from the others, 0 to 1 (R squared); 1 where it never varies and is no constant."""
+    """Share of each feature that follows from the others (R squared); 1 where it never varies and is no constant."""
     num_features = features.shape[1]
     result = np.zeros(num_features)
     for index in range(1, num_features):

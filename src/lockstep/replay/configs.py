@@ -1,5 +1,4 @@
-"""The scheduler that a workload is replayed on: what its file says, what the command line sets over it, and defaults
-for the rest.
+"""Scheduler configs of replays: a workload's own, what the command line sets over it, defaults for the rest; and grids.
 
 Defaults are those of a server that refuses nobody, so that a trace runs whole whatever machine it was taken on:
 
@@ -92,7 +91,7 @@ def config_for(workload: Workload, overrides: Mapping[str, str] | None = None) -
 
 
 def order_note(workload: Workload, overrides: Mapping[str, str] | None = None) -> str:
-    """What a reader must know of the order in which requests with priorities are admitted; empty: nothing.
+    """Caveat on the order in which requests with priorities are admitted; empty: none.
 
     Args:
         overrides: as `config_for` got them.
@@ -115,7 +114,7 @@ def _has_priorities(workload: Workload) -> bool:
 
 
 def changed_fields(config: SchedulerConfig) -> dict[str, Any]:
-    """What differs from the defaults of ``SchedulerConfig``, in the order of its fields."""
+    """Fields that differ from the defaults of ``SchedulerConfig``, in their order."""
     pairs = {field.name: getattr(config, field.name) for field in fields(config)}
     return {name: value for name, value in pairs.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
 

@@ -44,7 +44,7 @@ class CostModel:
         return num_steps * self.step_ps(0, num_decode_seqs, num_context_tokens) + self.context_token_ps * growth
 
     def num_begun_within(self, gap_ps: int, num_steps: int, num_decode_seqs: int, num_context_tokens: int) -> int:
-        """How many of the steps of such a run begin before ``gap_ps`` is over, counted from the first one's begin."""
+        """Number of steps of such a run that begin before ``gap_ps`` is over, counted from the first one's begin."""
         if gap_ps <= 0:
             return 0
         if not self.context_token_ps:
@@ -85,7 +85,7 @@ class Extrapolation:
         self._num_beyond += tick.num_ticks if is_beyond else 0
 
     def note(self) -> str:
-        """What a reader of the times must know; empty: every step is of a size that was measured."""
+        """Caveat of the times; empty: every step is of a size that was measured."""
         beyond = [
             f"up to {most:,} {name} (measured: {limit:,})"
             for name, most, limit in zip(FEATURES, self._most, self._limits, strict=True)

@@ -16,7 +16,7 @@ from lockstep.report.document import Document, Number, Section, Style, Table, Ta
 
 KIND = "lockstep-cost"
 VERSION = 1
-"""Of the file's form; newer ones are refused."""
+"""Version of the file's form; newer ones are refused."""
 MAX_BYTES = 1 << 20
 """A cost model has a few kilobytes; what is larger is something else."""
 MAX_TICK_MS = 1e9
@@ -58,7 +58,7 @@ class Residuals(msgspec.Struct, frozen=True):
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """How the model does on steps that neither fit nor interval has seen."""
+    """Quality on steps that neither fit nor interval has seen."""
 
     steps: int
     coverage: float
@@ -68,7 +68,7 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 class MadeOn(msgspec.Struct, frozen=True):
-    """Where the prices hold: what the recording was made with and on."""
+    """Origin of the prices: model, machine and config of the recording."""
 
     lockstep: str
     machine: str
@@ -104,7 +104,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Prices(msgspec.Struct):
-    """What a reader needs; a file written by hand may have no more than the prices."""
+    """Fields that a reader needs; a file written by hand may have no more than the prices."""
 
     constant_ps: int
     prefill_token_ps: int
@@ -117,11 +117,11 @@ class _Prices(msgspec.Struct):
 
 
 class Priced(NamedTuple):
-    """What a replay is priced by."""
+    """Prices of a replay, and where they were measured."""
 
     model: CostModel
     ranges: Ranges
-    """Of what was measured; empty: nothing says."""
+    """Ranges of what was measured; empty: nothing says."""
 
 
 def to_bytes(file: CostFile) -> bytes:

@@ -1,4 +1,4 @@
-"""From outcomes to distributions of times. Exact: whole numbers are sorted and counted, and divided once at the end.
+"""Distributions of times from outcomes. Exact: whole numbers are sorted and counted, and divided once at the end.
 
 A request's times, from its arrival on (which is the begin of its arrival tick where arrivals count ticks):
 
@@ -24,7 +24,7 @@ from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.workload import PS_PER_MS
 
 DIGITS = 6
-"""Of every figure that is no whole number."""
+"""Decimals of every figure that is no whole number."""
 _PERCENTS = (50, 90, 95, 99)
 _MICROTICKS = 1_000_000
 """Per tick: mean times per token are whole millionths of ticks."""

@@ -14,7 +14,7 @@ from lockstep.replay.report import Report, figures
 from lockstep.spelling import nearest
 
 SHORT_FORMS = ("latency_ms", "latency_ticks")
-"""Where ``ttft_p99`` looks for ``ttft.p99``: times in ms if there are any, else in ticks."""
+"""Paths in which ``ttft_p99`` is looked for: times in ms if there are any, else in ticks."""
 MORE_IS_BETTER = (
     "requests_completed",
     "decode_tokens",
@@ -32,7 +32,7 @@ MORE_IS_BETTER = (
     "goodput.requests_per_s",
     "fairness",
 )
-"""Of all others one wants less."""
+"""Metrics that are better when they are more; all others when they are less."""
 
 
 def numbers_of(report: Report) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What each request of a replay has got so far, and when. Answers plans in the place of a model."""
+"""Progress of the requests of a replay, in tokens and times. Answers plans in the place of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAP_QUANTUM_PS = 1_000_000
 
 
 class Gaps:
-    """How often each time between two tokens of a request occurred."""
+    """Counts of each time between two tokens of a request."""
 
     def __init__(self) -> None:
         self.by_ticks: Counter[int] = Counter()
@@ -73,7 +73,7 @@ class Life:
         self.last_token_tick = self.last_token_ps = -1
 
     def outcome(self, end: FinishedSequence | None = None, refusal: str = "") -> RequestOutcome:
-        """What became of it."""
+        """Outcome of the request."""
         request = self.request
         return RequestOutcome(
             name=request.name,

@@ -1,4 +1,4 @@
-"""The figures of a replay as one versioned value, and as bytes that are the same whenever the replay is."""
+"""Figures of a replay as one versioned value, and as bytes that are the same whenever the replay is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.workload import PS_PER_MS
 
 VERSION = 2
-"""Of the report's form; it grows when a field changes its meaning or goes."""
+"""Version of the report's form; it grows when a field changes its meaning or goes."""
 _PS_PER_S = 1000 * PS_PER_MS
 _MEASURES = {"ttft": ttft_ps, "tpot": tpot_ps, "e2e": e2e_ps}
 GOALS = tuple(_MEASURES)
@@ -38,20 +38,20 @@ class Goodput(msgspec.Struct, frozen=True):
     goals_ms: dict[str, float]
     requests: int
     ratio: float
-    """Of all that arrived, refused ones too."""
+    """Share of all that arrived, refused ones too."""
     requests_per_s: float
     """By logical time."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay came to. Ratios and times have 6 decimals; a refused request counts as arrived only."""
+    """Result of a replay. Ratios and times have 6 decimals; a refused request counts as arrived only."""
 
     version: int = VERSION
     name: str
     config: dict[str, Any]
     """Of the scheduler."""
     cost_ps: dict[str, int]
-    """What a step takes (replay/cost.py)."""
+    """Prices of a step (replay/cost.py)."""
     arrivals: str
     """``ticks`` or ``ps``: what the arrivals of the workload count."""
     requests: int
@@ -69,15 +69,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int
     """Prompt tokens that were computed: without hits, those of recomputation again."""
     reserved_blocks: int
-    """What prompts and maximal outputs of the admitted come to."""
+    """Blocks that prompts and maximal outputs of the admitted come to."""
     peak_blocks: int
     peak_blocks_percent: float
     max_queued: int
     max_active: int
     queue_pressure_ticks: int
-    """In which somebody waited after admission."""
+    """Ticks in which somebody waited after admission."""
     active_capacity_ticks: int
-    """In which as many ran as may."""
+    """Ticks in which as many ran as may."""
     prefill_capacity: int
     """Prompt tokens that a tick may compute."""
     decode_capacity: int
@@ -269,7 +269,7 @@ def _ticks(replay: Replay, recorder: TickRecorder) -> tuple[TickRecord, ...]:
 
 
 def _notes(replay: Replay, ticks: Sequence[TickRecord] | None) -> tuple[str, ...]:
-    """Those of the simulation, why somebody was refused, and what was left out."""
+    """Notes of the simulation, the first refusal, and what was left out."""
     notes = list(replay.notes)
     refused = [each for each in replay.outcomes if each.refusal]
     if refused:

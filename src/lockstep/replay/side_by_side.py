@@ -15,7 +15,7 @@ STEP_WORK = 10
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one side stood when the two differed."""
+    """Place of one side when the two differed."""
 
     decision: Decision
     run_tick: int
@@ -41,12 +41,12 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What running two sides in lock-step came to."""
+    """Result of running two sides in lock-step."""
 
     divergence: Divergence | None
     num_equal_steps: int
     work: int
-    """What it cost: rows that both sides planned, and ``STEP_WORK`` for each plan."""
+    """Rows that both sides planned, and ``STEP_WORK`` for each plan."""
 
 
 class _Side:

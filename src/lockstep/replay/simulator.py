@@ -1,4 +1,4 @@
-"""Drives the scheduler that serves with a workload on a logical clock.
+"""Simulation: drives the scheduler that serves with a workload on a logical clock.
 
 Reads no clock, draws nothing at random and inspects no token: the same workload, config and cost give the same replay.
 Per step, in this order: commit of the step before, arrivals whose time has come, schedule. A step that only repeats
@@ -25,12 +25,12 @@ from lockstep.replay.timeline import RequestOutcome, Tick, Totals, Watcher
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest, content_hashes
 
 MAX_REQUESTS = 1_000_000
-"""Of one replay: what became of each is kept, about half a kilobyte."""
+"""Requests of one replay: the outcome of each is kept, about half a kilobyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a simulation came to."""
+    """Result of a simulation."""
 
     name: str
     """The workload's."""
@@ -54,7 +54,7 @@ class Replay:
     num_unbounded_hit_tokens: int | None = None
     """Prompt tokens that a cache without bounds would have had; None: nobody shares anything, or it is not known."""
     notes: tuple[str, ...] = ()
-    """What a reader of the figures must know."""
+    """Caveats of the figures."""
 
 
 class Simulation:
@@ -127,12 +127,12 @@ class Simulation:
             if self._next is None:
                 return None
             if self._in_ticks:
-                return self._told(self._idle(self._next.arrival - self.tick))
+                return self._emit(self._idle(self._next.arrival - self.tick))
             self.now_ps = self._next.arrival
-        return self._told(self._busy())
+        return self._emit(self._busy())
 
     def replay(self) -> Replay:
-        """What it has come to so far."""
+        """The result so far."""
         progress = self._progress
         progress.settle()
         under_way = {life.index: life for life in progress.lives.values()}
@@ -206,7 +206,7 @@ class Simulation:
 
     # -- ticks --------------------------------------------------------------------------------------------------------
 
-    def _told(self, tick: Tick) -> Tick:
+    def _emit(self, tick: Tick) -> Tick:
         self.tick += tick.num_ticks
         self.now_ps += tick.duration_ps
         self._totals.add(tick)
@@ -261,7 +261,7 @@ class Simulation:
         )
 
     def _num_repeats(self, end_ps: int, num_seqs: int, num_context: int) -> int:
-        """How often the step that ends at ``end_ps`` is sure to repeat before the next arrival joins."""
+        """Number of times that the step that ends at ``end_ps`` is sure to repeat before the next arrival joins."""
         most = min(self.scheduler.num_quiet_steps(), self._progress.num_quiet_steps)
         if self._next is None or most < 1:
             return most

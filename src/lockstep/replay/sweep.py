@@ -1,5 +1,7 @@
-"""Many configs on one workload, each in a replay of its own, in several processes. The order of answers is that of the
-configs, whoever was first."""
+"""Sweeps: many configs on one workload, each in a replay of its own, in several processes; the best and the cheapest.
+
+The order of answers is that of the configs, whoever was first.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from lockstep.worker.child import die_with_parent
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one combination came to."""
+    """Result of one combination."""
 
     settings: Settings
     config: SchedulerConfig | None
@@ -36,7 +38,7 @@ class Outcome:
     refusal: str = ""
     """Why there is no report."""
     note: str = ""
-    """What a reader of its times must know."""
+    """Caveat of its times."""
 
     @property
     def good_share(self) -> float | None:
@@ -46,12 +48,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What each process does: everything but the combination."""
+    """Work of each process: everything but the combination."""
 
     workload: Workload
     """With its requests as a tuple."""
     common: Settings
-    """What all combinations share."""
+    """Settings that all combinations share."""
     priced: Priced | None
     goals_ms: Mapping[str, float]
 
@@ -201,7 +203,7 @@ def _beats(other: Sequence[float], point: Sequence[float]) -> bool:
 
 
 def price(config: SchedulerConfig) -> tuple[int, ...]:
-    """What a config costs, for comparing: first KV memory in tokens, then host memory, then sequences at once, then
+    """Price of a config, for comparing: first KV memory in tokens, then host memory, then sequences at once, then
     tokens of a step."""
     return (
         config.num_blocks * config.block_size,

@@ -18,7 +18,7 @@ class Tick(NamedTuple):
     start_ps: int
     """Logical time at which the first begins."""
     duration_ps: int
-    """Of all of them."""
+    """Duration of all of them."""
     plan: StepPlan | None
     """Of the first; None: idle, nothing ran."""
     events: StepEvents | None
@@ -37,7 +37,7 @@ class Tick(NamedTuple):
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of one request. Ticks and times are of the logical clock; -1: it never came so far."""
+    """Outcome of one request. Ticks and times are of the logical clock; -1: it never came so far."""
 
     name: Final[str]
     seq_id: Final[int]
@@ -67,7 +67,7 @@ Watcher = Callable[[Tick], None]
 
 
 class Totals:
-    """What ticks add up to.
+    """Sums and peaks over ticks.
 
     Args:
         max_active: sequences that may run at once.

@@ -15,7 +15,7 @@ PS_PER_MS = 1_000_000_000
 
 
 class ArrivalUnit(Enum):
-    """What the arrivals of a workload count."""
+    """Unit of the arrivals of a workload."""
 
     TICKS = "ticks"
     """A request joins the queue before the step of that number; an idle tick is a tick."""
@@ -32,16 +32,16 @@ class WorkloadRequest:
     num_prompt_tokens: Final[int]
     max_output_tokens: Final[int]
     num_output_tokens: Final[int]
-    """What it gets if nothing ends it before; at most ``max_output_tokens``."""
+    """Tokens that it gets if nothing ends it before; at most ``max_output_tokens``."""
     arrival: Final[int]
-    """From the workload's start on, in its unit; never less than that of the request before."""
+    """Time from the workload's start on, in its unit; never less than that of the request before."""
     priority: Final[int] = Priority.NORMAL
     tenant: Final[str] = ""
     contents: Final[tuple[int, ...]] = ()
     """One dense id for each block of ``content_size`` tokens of the prompt, a partial last one included; equal ids are
     equal content with equal past. Blocks without an id, all of them or the last ones, share nothing."""
     place: Final[str] = ""
-    """Where it stands in its file, for messages: ``trace.jsonl:17``."""
+    """Place in its file, for messages: ``trace.jsonl:17``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class Workload:
     config: Mapping[str, object] = field(default_factory=dict)
     """Fields of ``SchedulerConfig`` that the file sets; what it leaves open has its default for replays."""
     notes: tuple[str, ...] = ()
-    """What whoever replays it should know of the files that it was read from: what of them is not there."""
+    """Caveats of the files that it was read from: what of them is not there."""
 
 
 ID_BYTES = 12
-"""Of a hash; the rest is the block's place within its content."""
+"""Bytes of a hash that are the content's id; the rest is the block's place within its content."""
 
 
 def content_hashes(

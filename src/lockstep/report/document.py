@@ -13,11 +13,11 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 ABSENT = "-"
-"""In the place of a value that there is not."""
+"""Text in the place of a value that there is not."""
 
 
 class Style(Enum):
-    """How a number is written."""
+    """Form of a written number."""
 
     EXACT = "exact"
     """Thousands apart; a fraction with six decimals, without zeros at the end."""
@@ -41,7 +41,7 @@ class Flag(NamedTuple):
 
     is_set: bool
     meaning: str
-    """What a page says of the mark."""
+    """Words for the mark on a page."""
     badge: str = ""
     """A distinction beside it; only on pages."""
 
@@ -72,7 +72,7 @@ Cell = str | Number | Flag | Remark | Strip
 
 
 class Column(NamedTuple):
-    """What the cells below each other are."""
+    """Name and kind of the cells below each other."""
 
     name: str
     kind: Literal["word", "number", "change", "alarm", "strip"] = "number"
@@ -128,7 +128,7 @@ class Tile(NamedTuple):
     label: str
     value: str
     more: str = ""
-    """What else is said of it, small."""
+    """A second figure beside it, small."""
     other: tuple[str, str] | None = None
     """Value and more of the other side of a comparison."""
 
@@ -141,7 +141,7 @@ class Tiles:
 
     @property
     def num_columns(self) -> int:
-        """Those that leave the fewest gaps."""
+        """Columns of tiles that leave the fewest gaps."""
         return min(4, 5, 3, key=lambda columns: -len(self.tiles) % columns)
 
 
@@ -155,19 +155,19 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked for and found, told in this order."""
+    """Result of a search, told in this order."""
 
     verdict: str
     """Whether, and where."""
     reasons: tuple[str, ...] = ()
     """Why, a sentence each."""
     states: tuple[str, ...] = ()
-    """What it was found in."""
+    """Circumstances in which it was found."""
     table: Table | None = None
     hint: str = ""
-    """How the table is read; only on pages."""
+    """Reading aid for the table; only on pages."""
     rest: tuple[str, ...] = ()
-    """What decided it, and how to see it again."""
+    """Causes, and ways to see it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +193,11 @@ class Timeline:
 
     charts: Sequence[Chart]
     data: Mapping[str, Any]
-    """What the page's script draws, columns by name (assets/timeline.js)."""
+    """Data of the page's script, columns by name (assets/timeline.js)."""
     has_times: bool
     """Whether the axis may count time, beside ticks."""
     sampling: str
-    """What the charts leave out."""
+    """Sentence on what the charts leave out."""
 
 
 class Axis(NamedTuple):
@@ -228,7 +228,7 @@ class Scatter:
     """None: nothing is drawn, but a page can still sort its table of candidates."""
     points: Sequence[Point]
     chosen: str = ""
-    """What being chosen means; empty: none is."""
+    """Meaning of being chosen; empty: none is."""
 
     @property
     def first(self) -> tuple[Axis, Axis]:
@@ -250,11 +250,11 @@ class Section:
 
 
 class Lead(NamedTuple):
-    """What a document is about, in a sentence."""
+    """Subject of a document in a sentence."""
 
     text: str
     code: str = ""
-    """What follows it, to be copied."""
+    """Fingerprint behind it, to be copied."""
     side: str = ""
     """A letter where two are compared."""
 
@@ -268,7 +268,7 @@ class Document:
     leads: Sequence[Lead] = ()
     verdict: str = ""
     notes: Sequence[str] = ()
-    """What a reader must know beside the figures."""
+    """Caveats beside the figures."""
 
 
 def format_number(value: float, style: Style = Style.EXACT) -> str:

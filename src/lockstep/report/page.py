@@ -70,7 +70,7 @@ def to_html(document: Document) -> str:
 
 
 def _charts(document: Document) -> Iterator[tuple[Timeline | Scatter, Mapping[str, Any]]]:
-    """What scripts draw, at most one of each kind."""
+    """Blocks that scripts draw, at most one of each kind, with their data."""
     for section in document.sections:
         for block in section.blocks:
             if isinstance(block, Timeline):
@@ -107,7 +107,7 @@ def _is_empty(block: Table | Tables) -> bool:
 
 
 def _kind(value: object) -> str:
-    """By which the template chooses: the type of a block or of a cell."""
+    """Type of a block or a cell, by which the template chooses."""
     return type(value).__name__
 
 

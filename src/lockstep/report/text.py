@@ -112,13 +112,13 @@ def _blocks(document: Document) -> Iterator[Block]:
 
 
 def _finding_lines(finding: Finding) -> tuple[list[str], list[str]]:
-    """What stands above and below its table."""
+    """Lines above and below its table."""
     above = [finding.verdict, *(f"  {reason}" for reason in finding.reasons), *finding.states]
     return [printable(line) for line in above], [printable(line) for line in finding.rest]
 
 
 def _scatter_text(block: Scatter) -> str:
-    """With an empty line on either side; nothing where there are no two points to compare."""
+    """Plot with an empty line on either side; nothing where there are no two points to compare."""
     if not block.axes:
         return ""
     there = [point for point in block.points if all(axis.name in point.figures for axis in block.first)]
@@ -180,7 +180,7 @@ def _drawn(table: Table) -> RichTable:
 
 
 def _style(cell: str) -> str:
-    """Of a difference: neither sign is better as such, so both are only made visible."""
+    """Style of a difference: neither sign is better as such, so both are only made visible."""
     return "cyan" if cell != ABSENT and cell.startswith(("+", "-", "differs")) else ""
 
 

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, cast
 from lockstep.errors import TraceError
 
 MAX_TOKENS = 1 << 30
-"""Of one request; far above any context."""
+"""Tokens of one request; far above any context."""
 MAX_ID = (1 << 63) - 1
-"""Of a block's content."""
+"""Greatest id of a block's content."""
 MAX_NAME_CHARS = 256
 PS_PER_S = 1_000_000_000_000
 PS_PER_NS = 1_000
@@ -104,7 +104,7 @@ def json_object_at(fields: Mapping[str, object], key: str, place: str) -> Mappin
 
 
 def json_fault(error: Exception) -> str:
-    """What is wrong with a JSON text, on one line."""
+    """Fault of a JSON text, on one line."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
     if isinstance(error, ArithmeticError):

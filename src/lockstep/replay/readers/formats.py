@@ -201,11 +201,11 @@ def _metric(metrics: Mapping[str, Any], names: Iterable[str], place: str) -> int
 
 VLLM_ARRAYS = ("input_lens", "output_lens", "start_times")
 VLLM_RUN_KEYS = ("num_prompts", "request_rate", "completed", "total_input_tokens")
-"""Of every result, detailed or not."""
+"""Keys of every result, detailed or not."""
 
 
 def vllm_bench_rows(document: Members, name: str) -> list[WorkloadRequest]:
-    """What ``vllm bench serve --save-result --save-detailed`` writes, and our own ``bench serve`` after it.
+    """Results of ``vllm bench serve --save-result --save-detailed``, and of our own ``bench serve`` after it.
 
     One JSON document with aligned arrays: ``input_lens``, ``output_lens``, ``start_times`` (seconds of any clock), in
     the order in which requests were sent. What else the file holds are measurements; they are not read.

@@ -42,7 +42,7 @@ _RANDOM_BITS = 64
 Timed = tuple[int, WorkloadRequest]
 """A request with the arrival that it is given."""
 HEAD_BYTES = 64 << 10
-"""What is looked at to tell formats apart."""
+"""Bytes that are looked at to tell formats apart."""
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]{1,64})"')
 KNOWN = (
     'a recording of lockstep serve --trace, a workload ({"config": ..., "requests": [...]}), a Mooncake trace '
@@ -55,7 +55,7 @@ MAX_UNSORTED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What is made of a file's arrivals."""
+    """Changes to a file's arrivals."""
 
     speed: float = 1.0
     """All gaps are divided by it."""
@@ -65,7 +65,7 @@ class ReadOptions:
     """Requests that share a stamp are spread uniformly up to the next one, in their order, at random from this seed;
     None: they stay together."""
     engine: int | None = None
-    """Of a recording: whose requests, by the engine's number; None: those of the only one."""
+    """Number of the engine whose requests are read from a recording; None: of the only one."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf:
@@ -151,7 +151,7 @@ def _some(requests: Iterable[WorkloadRequest], name: str) -> Iterator[WorkloadRe
 
 
 def _read_recording(path: Path, options: ReadOptions) -> Workload:
-    """What a live engine was asked, with its config."""
+    """Requests of a live engine, with its config."""
     trace = open_trace(path)
     number = options.engine
     if number is None:

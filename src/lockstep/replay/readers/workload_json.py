@@ -45,13 +45,13 @@ MAX_TICK = (1 << 62) - 1
 
 
 class Content(NamedTuple):
-    """What a workload file holds."""
+    """Content of a workload file."""
 
     config: dict[str, object]
     """The scheduler's fields that the file sets; whoever makes a scheduler of them checks them (replay/configs.py)."""
     unit: ArrivalUnit
     requests: list[WorkloadRequest]
-    """In order of arrival, those of one time in that of the file."""
+    """Requests in order of arrival, those of one time in that of the file."""
     block_size: int
     """0: not said."""
 
@@ -77,7 +77,7 @@ def _config(value: object, line: int, name: str) -> tuple[dict[str, object], int
 
 
 class _Reading:
-    """What requests have in common: their ids, the unit of their arrivals, and names of contents as dense ids."""
+    """State common to all requests: their ids, the unit of their arrivals, and names of contents as dense ids."""
 
     def __init__(self, block_size: int) -> None:
         self.unit: ArrivalUnit | None = None

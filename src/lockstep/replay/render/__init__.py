@@ -1,1 +1,1 @@
-"""How replays are shown: on a terminal, as one HTML page, as a trace for Perfetto."""
+"""Reports of replays: tables and pages as documents, and traces for Perfetto."""

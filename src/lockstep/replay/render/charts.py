@@ -53,7 +53,7 @@ def timeline_of(sides: Sequence[Side], mark: Mark | None = None) -> Timeline:
 
 
 def chart_data(sides: Sequence[Side], mark: Mark | None = None) -> dict[str, Any]:
-    """What the script draws; columns by name."""
+    """Data of the page's script; columns by name."""
     letters = ("",) if len(sides) == 1 else _LETTERS
     in_ticks = any(side.report.latency_ms is None for side in sides)
     is_counted = in_ticks or all(side.report.arrivals == ArrivalUnit.TICKS.value for side in sides)
@@ -66,7 +66,7 @@ def chart_data(sides: Sequence[Side], mark: Mark | None = None) -> dict[str, Any
 
 
 def _sampling_of(sides: Sequence[Side]) -> str:
-    """What the charts leave out."""
+    """Sentence on what the charts leave out."""
     if len(sides) > 1 and all(side.timeline.width == 1 for side in sides):
         words = ["Every tick of both is drawn."]
     elif len(sides) > 1:

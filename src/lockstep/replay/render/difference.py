@@ -20,7 +20,7 @@ MAX_ROWS = 24
 MAX_BLOCKS = 4
 """Block ids that are shown of a table: its last ones."""
 VERSION = 1
-"""Of the JSON form."""
+"""Version of the JSON form."""
 _HINT = (
     "A row reads `67+1 samples in 3 4 5`: from position 67 on one token, sampling, in a table that ends with these"
     " blocks."
@@ -28,7 +28,7 @@ _HINT = (
 
 
 def finding_of(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed: bool) -> Finding:
-    """Of two configs or workloads.
+    """Difference between two configs or workloads, in words.
 
     Args:
         is_timed: whether somebody said how long a step is; if not, a time means nothing.
@@ -47,7 +47,7 @@ def finding_of(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed:
 
 
 def finding_of_engine(found: EngineDiff) -> Finding:
-    """Of one engine of two recordings."""
+    """Difference between two recordings of one engine, in words."""
     head = f"engine {found.engine} ({found.name_a or found.name_b})"
     if found.difference is None:
         return Finding(f"{head}: identical, {found.num_equal_steps:,} steps")

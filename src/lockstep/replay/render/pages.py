@@ -103,7 +103,7 @@ def recordings_page(name_a: str, name_b: str, engines: Sequence[Finding]) -> str
 
 
 def changed_requests(a: Sequence[RequestOutcome], b: Sequence[RequestOutcome], *, is_timed: bool) -> Table:
-    """Those requests of both whose time to the end changed most; empty where the requests are not the same."""
+    """Requests of both whose time to the end changed most; empty where the requests are not the same."""
     unit = "ms" if is_timed else "ticks"
     first_token = (*numbers(f"first token, {unit}: A", "B"), *changes("B - A"))
     end = (*numbers(f"end to end, {unit}: A", "B"), *changes("B - A", "change"))
@@ -128,7 +128,7 @@ def _difference(findings: Sequence[Finding]) -> Iterator[Section]:
 
 
 def _what(report: Report) -> str:
-    """What was replayed, in a sentence."""
+    """The workload in a sentence."""
     requests = "1 request" if report.requests == 1 else f"{report.requests:,} requests"
     unit = "ticks" if report.arrivals == ArrivalUnit.TICKS.value else "logical time"
     return f"{requests} on the real scheduler, arrivals in {unit}."
@@ -188,7 +188,7 @@ def _times(outcome: RequestOutcome, is_timed: bool) -> tuple[float, float] | Non
 
 
 def _weight(a: RequestOutcome, b: RequestOutcome, is_timed: bool) -> float:
-    """By how much the time to the end changed; a request that only one side completed comes first."""
+    """Change of the time to the end; a request that only one side completed comes first."""
     times = _times(a, is_timed), _times(b, is_timed)
     return float("inf") if times[0] is None or times[1] is None else abs(times[1][1] - times[0][1])
 

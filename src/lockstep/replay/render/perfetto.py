@@ -44,7 +44,7 @@ class PerfettoWriter:
         self._separator = ""
         self._stalls = Stalls()
         self._end_ps = 0
-        """Of the step before."""
+        """End of the step before."""
         self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
         self._metadata("process_name", _SCHEDULER, 0, {"name": f"scheduler ({name})"})
         self._metadata("thread_name", _SCHEDULER, _STEPS, {"name": "steps"})
@@ -158,7 +158,7 @@ class PerfettoWriter:
 
 
 def phases(outcome: RequestOutcome) -> Iterator[tuple[str, int, int]]:
-    """What a request went through: name, begin and end in picoseconds; only what it came to."""
+    """Phases of a request: name, begin and end in picoseconds; only those that it came to."""
     borders = (
         ("queued", outcome.arrival_ps, outcome.admitted_ps),
         ("prefill", outcome.admitted_ps, outcome.first_token_ps),

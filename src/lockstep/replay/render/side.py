@@ -1,4 +1,4 @@
-"""What a page shows of one replay, kept in bounded memory while it runs."""
+"""Watchers for pages: the course of one replay in bounded memory, its preemptions and its first ticks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAX_BUCKETS = 2048
 """A plot shows about two thousand columns; this also bounds the memory of a sampler and the size of a page."""
 
 QUANTITIES = ("queued", "running", "blocks", "prefill", "decode")
-"""What is kept of a tick: requests that wait and that run, blocks held, prompt tokens and other tokens computed."""
+"""Quantities of a tick: requests that wait and that run, blocks held, prompt tokens and other tokens computed."""
 
 
 @dataclass(slots=True)
@@ -159,13 +159,13 @@ def _cut(tick: Tick, width: int) -> Iterator[Bucket]:
 
 
 def _values(tick: Tick) -> tuple[int, ...]:
-    """Of each of the ticks; see ``QUANTITIES``."""
+    """``QUANTITIES`` of each of the ticks."""
     num_decode = sum(tick.plan.lengths) - tick.num_prefill_tokens if tick.plan is not None else 0
     return tick.num_queued, tick.num_active, tick.num_used_blocks, tick.num_prefill_tokens, num_decode
 
 
 MAX_STALLS = 200_000
-"""That are kept; of a run that preempts more often, the first."""
+"""Stalls that are kept; of a run that preempts more often, the first."""
 
 
 class Stall(NamedTuple):
@@ -204,5 +204,5 @@ class Stalls:
                 self.num_left_out += 1
 
     def of(self, seq_id: int) -> tuple[Stall, ...]:
-        """Of one sequence, in order."""
+        """Stalls of one sequence, in order."""
         return tuple(self._by_id.get(seq_id, ()))

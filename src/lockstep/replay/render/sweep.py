@@ -32,11 +32,11 @@ from lockstep.report.document import (
 from lockstep.report.page import to_html
 
 VERSION = 1
-"""Of the JSON form."""
+"""Version of the JSON form."""
 _SHOWN = ("kv_occupancy", "preemptions", "requests_refused", "goodput.ratio")
 """Figures that a table has beside times, speed and objectives."""
 _SPEED = {"latency_ms": "output_tokens_per_s", "latency_ticks": "total_ticks"}
-"""By what times count: where nobody said how long a tick is, nothing is per second."""
+"""Speed by what times count: where nobody said how long a tick is, nothing is per second."""
 _CHEAPEST = "cheapest"
 
 
@@ -119,7 +119,7 @@ def scatter_of(swept: Swept) -> Scatter:
 
 
 def sweep_notes(swept: Swept) -> Iterator[str]:
-    """What a reader of the table must know."""
+    """Caveats of the table."""
     unit = _unit_of_times(metrics_shown(swept))
     if unit:
         yield f"times in {unit}"
@@ -177,7 +177,7 @@ def metrics_shown(swept: Swept) -> list[str]:
 
 
 def better(metric: str) -> Literal["more", "less"]:
-    """In which direction a figure is better."""
+    """Direction in which a figure is better."""
     return "more" if metric in MORE_IS_BETTER else "less"
 
 
@@ -197,7 +197,7 @@ def _extrapolation_notes(swept: Swept) -> Iterator[str]:
 
 
 def _unit_of_times(names: Sequence[str]) -> str:
-    """What the times among some figures count; empty: there are none."""
+    """Unit of the times among some figures; empty: there are none."""
     forms = [name.split(".")[0] for name in names]
     return "ms" if SHORT_FORMS[0] in forms else "ticks" if SHORT_FORMS[1] in forms else ""
 
@@ -207,12 +207,12 @@ def _objectives_text(swept: Swept) -> str:
 
 
 def _settings_text(outcome: Outcome) -> str:
-    """What the grid set."""
+    """Settings of the grid."""
     return ", ".join(f"{name}={value}" for name, value in outcome.settings.items())
 
 
 def _label(name: str) -> str:
-    """With the unit of a time, and the whole path where the short name is that of two."""
+    """Name with the unit of a time, and the whole path where the short name is that of two."""
     if name.startswith("latency_ticks."):
         return f"{short_name(name)}, ticks"
     return f"{short_name(name)}, ms" if name.startswith("latency_ms.") else name

@@ -48,7 +48,7 @@ def report_document(report: Report) -> Document:
 
 
 def comparison_document(one: Report, other: Report) -> Document:
-    """What was set differently, and all figures of both with the difference that B makes; for a terminal."""
+    """Settings that differ, and all figures of both with the difference that B makes; for a terminal."""
     settings = settings_table(one, other)
     tables = [settings] if settings.rows else []
     tables += [*figure_comparison(one, other), *latency_comparison(one, other)]
@@ -121,7 +121,7 @@ def difference(before: float, after: float, style: Style = Style.EXACT) -> tuple
 
 
 def settings_table(one: Report, other: Report) -> Table:
-    """What was set differently."""
+    """Settings that differ."""
     settings = Table("Settings that differ", (*words("settings that differ"), *numbers("A", "B")), id="settings")
     for name in sorted({*one.config, *other.config}):
         values = one.config.get(name), other.config.get(name)
@@ -286,7 +286,7 @@ def tiles_of(report: Report) -> Tiles:
 
 
 def twin_tiles(one: Report, other: Report) -> Tiles:
-    """Those that both have."""
+    """Tiles that both have."""
     there = {tile.label: (tile.value, tile.more) for tile in _tiles(other)}
     return Tiles([tile._replace(other=there[tile.label]) for tile in _tiles(one) if tile.label in there])
 
