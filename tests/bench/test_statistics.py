@@ -7,7 +7,16 @@ import math
 import pytest
 
 from lockstep.bench.client import Outcome
-from lockstep.bench.statistics import METRICS, failures, figures, parse_metrics, parse_percentiles, per_request
+from lockstep.bench.statistics import (
+    METRICS,
+    failures,
+    figures,
+    parse_metrics,
+    parse_percentiles,
+    per_request,
+    text_of,
+    text_of_failures,
+)
 from lockstep.errors import UsageError
 
 FIRST = Outcome(True, 0.0, ttft_s=0.1, itl_s=(0.1, 0.3), e2el_s=0.5, prompt_tokens=10, output_tokens=3)
@@ -92,3 +101,26 @@ def test_percentiles_and_metrics_are_checked() -> None:
             parse_percentiles(text)
     with pytest.raises(UsageError, match="there are ttft, tpot, itl, e2el"):
         parse_metrics("ttfb")
+
+
+def test_the_text_has_what_was_asked_for_in_the_order_of_vllm() -> None:
+    result = figures([FIRST], 2.0, ("ttft", "itl"), (90.0, 99.9), {})
+    result |= {"request_rate": "inf", "interrupted": 0, "max_concurrency": None}
+    lines = text_of(result, ("ttft", "itl"), (90.0, 99.9)).split("\n")
+    assert lines[0] == " Serving Benchmark Result ".center(56, "=")
+    labels = [line.split(":")[0] for line in lines if ":" in line]
+    assert labels[0] == "Successful requests"
+    assert not {"Request rate configured (RPS)", "Interrupted requests", "Maximum request concurrency"} & {*labels}
+    assert labels[-8:] == [
+        *(f"{kind} TTFT (ms)" for kind in ("Mean", "Median", "P90", "P99.9")),
+        *(f"{kind} ITL (ms)" for kind in ("Mean", "Median", "P90", "P99.9")),
+    ]
+    assert "Mean TTFT (ms):".ljust(42) + "100.00" in lines
+
+
+def test_the_first_reasons_of_failure_are_listed_and_the_others_counted() -> None:
+    reasons = [(f"reason {number}", number) for number in range(1, 8)]
+    lines = text_of_failures(reasons).split("\n")
+    assert lines[:2] == ["Failed requests:", "  1 x reason 1"]
+    assert lines[-1] == "  and 2 other reasons"
+    assert "other" not in text_of_failures(reasons[:5])
