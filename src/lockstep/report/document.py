@@ -179,12 +179,33 @@ class Folded:
     is_open: bool = False
 
 
+class Series(NamedTuple):
+    """A line of a chart, one for each side of its timeline."""
+
+    label: str
+    color: str
+    """Name of a colour of pages; sides of a comparison have their own."""
+    column: str
+    """Name of the column of each side's data."""
+    base: str = ""
+    """Name of a column that it stands on; empty: none."""
+
+
 class Chart(NamedTuple):
     """One of the pictures of a timeline."""
 
     id: str
     title: str
     summary: str
+    series: tuple[Series, ...] = ()
+    """Lines over time; none: the chart of single requests."""
+    height: int = 0
+    limit: tuple[str, str] | None = None
+    """Name of a capacity of each side, and its label; drawn as a dashed line."""
+    has_band: bool = True
+    """Whether extremes are drawn around a line whose side is sampled."""
+    has_marks: bool = False
+    """Whether ticks with a preemption are marked."""
 
 
 @dataclass(frozen=True, slots=True)

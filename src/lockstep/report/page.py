@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from lockstep.report.document import (
+    Chart,
     Column,
     Document,
     Number,
@@ -74,9 +75,13 @@ def _charts(document: Document) -> Iterator[tuple[Timeline | Scatter, Mapping[st
     for section in document.sections:
         for block in section.blocks:
             if isinstance(block, Timeline):
-                yield block, block.data
+                yield block, {**block.data, "charts": [_chart_data(chart) for chart in block.charts if chart.series]}
             elif isinstance(block, Scatter):
                 yield block, _scatter_data(block)
+
+
+def _chart_data(chart: Chart) -> dict[str, Any]:
+    return chart._asdict() | {"series": [series._asdict() for series in chart.series]}
 
 
 def _scatter_data(block: Scatter) -> dict[str, Any]:

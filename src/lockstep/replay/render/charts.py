@@ -8,24 +8,45 @@ from typing import Any, NamedTuple
 from lockstep.replay.render.side import QUANTITIES, Side
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit
-from lockstep.report.document import Chart, Timeline, printable
+from lockstep.report.document import Chart, Series, Timeline, printable
 
 MAX_LANES = 60
 """Requests that a page draws one below the other; those of a longer workload cannot be told apart. In a comparison
 each has two lanes."""
 _LETTERS = ("A", "B")
-_CHARTS = (
-    Chart("chart-queue", "Queue", "Requests that wait after admission."),
-    Chart("chart-running", "Running", "Requests that run after admission."),
-    Chart("chart-blocks", "KV blocks", "Blocks that sequences hold; red marks are preemptions."),
-    Chart("chart-batch", "Batch", "Tokens that a step computes: prompts on top of decoded ones."),
-    Chart("chart-lanes", "Requests", "Each from its arrival to its last token; red is preempted."),
+_QUEUE = Chart(
+    "chart-queue", "Queue", "Requests that wait after admission.", (Series("queued", "queued", "queued"),), 110
 )
+_RUNNING = Chart(
+    *("chart-running", "Running", "Requests that run after admission."),
+    series=(Series("running", "running", "running"),),
+    height=130,
+    limit=("seqs", "max_num_seqs"),
+)
+_BLOCKS = Chart(
+    *("chart-blocks", "KV blocks", "Blocks that sequences hold; red marks are preemptions."),
+    series=(Series("held", "blocks", "blocks"),),
+    height=140,
+    limit=("blocks", "capacity"),
+    has_marks=True,
+)
+_BATCH = Chart(
+    *("chart-batch", "Batch", "Tokens that a step computes: prompts on top of decoded ones."),
+    series=(Series("prefill tokens", "prefill", "prefill", "decode"), Series("decode tokens", "decode", "decode")),
+    height=150,
+    limit=("tokens", "max_num_batched_tokens"),
+    has_band=False,
+)
+_LANES = Chart("chart-lanes", "Requests", "Each from its arrival to its last token; red is preempted.")
+_CHARTS = (_QUEUE, _RUNNING, _BLOCKS, _BATCH, _LANES)
 _CHARTS_OF_TWO = (
-    *_CHARTS[:2],
-    Chart("chart-blocks", "KV blocks", "Blocks that sequences hold; marks above are preemptions."),
-    Chart("chart-batch", "Batch", "Tokens that a step computes, prompts and decoded ones together."),
-    Chart("chart-lanes", "Requests", "Each from its arrival to its last token, A above B; red is preempted."),
+    *(_QUEUE, _RUNNING),
+    _BLOCKS._replace(summary="Blocks that sequences hold; marks above are preemptions."),
+    _BATCH._replace(
+        summary="Tokens that a step computes, prompts and decoded ones together.",
+        series=(Series("tokens", "prefill", "tokens"),),
+    ),
+    _LANES._replace(summary="Each from its arrival to its last token, A above B; red is preempted."),
 )
 
 
@@ -113,6 +134,9 @@ def _side(side: Side, letter: str) -> dict[str, Any]:
             "low": [bucket.lows[index] for bucket in buckets],
             "high": [bucket.highs[index] for bucket in buckets],
         }
+    if letter:
+        prefill, decode = (columns[name]["mean"] for name in ("prefill", "decode"))
+        columns["tokens"] = {"mean": [round(one + other, 6) for one, other in zip(prefill, decode, strict=True)]}
     return {
         "name": letter,
         "width": side.timeline.width,

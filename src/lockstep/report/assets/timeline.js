@@ -126,46 +126,22 @@
     return values.map((value, side) => ({ value, label: `${data.sides[side].name} ${label}` }));
   }
 
-  // One line for each side, and a band around it where it is sampled
-  function gauge(id, height, label, valuesOf, colors, more) {
+  // A line for each series of each side, and a band around it where it is sampled
+  function lineChart({ id, height, series: wanted, has_band: hasBand, has_marks: hasMarks, limit }, colors) {
     const columns = [], series = [], bands = [];
-    data.sides.forEach((side, number) => {
-      const values = valuesOf(side.buckets);
-      const name = isPair ? side.name.toLowerCase() : more.color, fill = colors[`${name}Fill`];
-      columns.push(column(values.mean, number), column(values.high, number), column(values.low, number));
-      series.push(line(label, colors[name], values, number, isPair ? {} : { fill }), hidden("greatest"), hidden("least"));
-      if (side.width > 1) bands.push({ series: [3 * number + 2, 3 * number + 3], fill });
-    });
-    const greatest = Math.max(0, ...data.sides.flatMap((side) => valuesOf(side.buckets).high));
-    return { id, height, data: columns, series, bands, limits: [], greatest, ...more };
-  }
-
-  const queueChart = (colors) => gauge("chart-queue", 110, "queued", (buckets) => buckets.queued, colors, { color: "queued" });
-
-  const runningChart = (colors) => gauge("chart-running", 130, "running", (buckets) => buckets.running, colors, {
-    color: "running", limits: limitsOf("seqs", "max_num_seqs"),
-  });
-
-  const blocksChart = (colors) => gauge("chart-blocks", 140, "held", (buckets) => buckets.blocks, colors, {
-    color: "blocks", limits: limitsOf("blocks", "capacity"), hasMarks: true,
-  });
-
-  function batchChart(colors) {
-    const totals = data.sides.map(({ buckets: { prefill, decode } }) => prefill.mean.map((value, index) => value + decode.mean[index]));
-    const columns = totals.map(column);
-    const chart = { id: "chart-batch", height: 150, bands: [], limits: limitsOf("tokens", "max_num_batched_tokens"), greatest: Math.max(0, ...totals.flat()) };
-    if (isPair) {
-      const series = data.sides.map((side, number) => line("tokens", colors[side.name.toLowerCase()], { mean: totals[number] }, number));
-      return { ...chart, data: columns, series };
-    }
-    const { prefill, decode } = data.sides[0].buckets;
-    return {
-      ...chart, data: [...columns, column(decode.mean, 0)],
-      series: [
-        line("prefill tokens", colors.prefill, prefill, 0, { fill: colors.prefillFill }),
-        line("decode tokens", colors.running, decode, 0, { fill: colors.decodeFill }),
-      ],
-    };
+    let greatest = 0;
+    data.sides.forEach((side, number) => wanted.forEach(({ label, color, column: name, base }) => {
+      const values = side.buckets[name], ink = isPair ? side.name.toLowerCase() : color, fill = colors[`${ink}Fill`];
+      const drawn = base ? values.mean.map((value, index) => value + side.buckets[base].mean[index]) : values.mean;
+      columns.push(column(drawn, number));
+      series.push(line(label, colors[ink], values, number, isPair ? {} : { fill }));
+      greatest = Math.max(greatest, ...(hasBand ? values.high : drawn));
+      if (!hasBand) return;
+      columns.push(column(values.high, number), column(values.low, number));
+      series.push(hidden("greatest"), hidden("least"));
+      if (side.width > 1) bands.push({ series: [series.length - 1, series.length], fill });
+    }));
+    return { id, height, data: columns, series, bands, hasMarks, limits: limit ? limitsOf(...limit) : [], greatest };
   }
 
   function lanesChart(colors) {
@@ -307,7 +283,7 @@
 
   function palette() {
     const colors = {};
-    for (const name of ["queued", "queued-fill", "running", "running-fill", "blocks", "blocks-fill", "prefill", "prefill-fill", "decode-fill", "a", "a-fill", "b", "b-fill", "text", "muted", "grid", "alarm"]) {
+    for (const name of ["queued", "queued-fill", "running", "running-fill", "blocks", "blocks-fill", "prefill", "prefill-fill", "decode", "decode-fill", "a", "a-fill", "b", "b-fill", "text", "muted", "grid", "alarm"]) {
       colors[name.replace(/-f/, "F")] = css(`--${name}`);
     }
     return colors;
@@ -381,7 +357,7 @@
     for (const plot of plots.splice(0)) plot.destroy();
     const colors = palette(), { x } = units[unit].rows;
     view.full = [x[0], x[x.length - 1] > x[0] ? x[x.length - 1] : x[0] + units[unit].least];
-    const charts = [queueChart, runningChart, blocksChart, batchChart, lanesChart].map((make) => make(colors)).filter(Boolean);
+    const charts = [...data.charts.map((chart) => lineChart(chart, colors)), lanesChart(colors)].filter(Boolean);
     charts.forEach((chart, index) => plots.push(build(chart, colors, index === 0, index === charts.length - 1)));
     view.set(...(range || view.full));
   }
