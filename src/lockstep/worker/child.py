@@ -8,7 +8,6 @@ speaks: a process may be started ahead of who needs it, and in vain.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -18,6 +17,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from lockstep.worker.lifeline import die_with_parent
 from lockstep.worker.logs import LogFormat, log_to_stderr
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ EXIT_BROKEN = 70
 STOP_LIMIT_S = 4.0
 """For the step under way to end and the models to be freed."""
 _READ_BYTES = 1 << 18
-_PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
 
 
 def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace: str) -> None:
@@ -66,18 +64,6 @@ def main(fd: int, parent_pid: int, log_format: LogFormat, log_level: str, trace:
         log.exception("a command could not be obeyed")
         _exit(EXIT_BROKEN)
     _exit(0)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process when the thread that started it ends, also while it is stuck in native code.
-
-    Args:
-        parent_pid: who started it; if that one is gone already, this process ends at once.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(0)
 
 
 def _run(worker: DeviceWorker, outbox: Outbox) -> None:

@@ -24,9 +24,9 @@ import msgspec
 from lockstep.errors import ExecutorError, InvalidParameterError, QueueFullError, UsageError
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.health import HealthLimits
+from lockstep.worker.lifeline import signal_name
 from lockstep.worker.logs import LogFormat
 from lockstep.worker.messages import Command, Event, Stop, Submit, TrialOptions
-from lockstep.worker.preflight import signal_name
 from lockstep.worker.wire import FrameReader, command_encoder, event_decoder, framed
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from lockstep.engine.options import Progress
 from lockstep.errors import ArtifactError, LockstepError
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.version import __version__
+from lockstep.worker.lifeline import die_with_parent, signal_name
 from lockstep.worker.messages import Load, LoadFailed
 from lockstep.worker.wire import command_decoder, command_encoder, event_decoder, event_encoder
 
@@ -81,13 +81,6 @@ def run_trial(load: Load, command: Sequence[str]) -> None:
     raise _trial_error(ended.stdout, ended.returncode, load.source)
 
 
-def signal_name(number: int) -> str:
-    """A signal for people, e.g. ``signal 9 (SIGKILL)``."""
-    with contextlib.suppress(ValueError):
-        return f"signal {number} ({signal.Signals(number).name})"
-    return f"signal {number}"
-
-
 def _trial_error(output: bytes, code: int, source: str) -> LockstepError:
     """The error that a trial wrote before it ended."""
     try:
@@ -129,8 +122,6 @@ def _remember(record: Path) -> None:
 
 def main() -> int:
     """Run a trial in this process; returns the exit code."""
-    from lockstep.worker.child import die_with_parent
-
     die_with_parent(os.getppid())
     load = command_decoder().decode(sys.stdin.buffer.read())
     assert isinstance(load, Load), "a trial is asked to load"
