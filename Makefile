@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-perturbed test-avx2 test-avx512 cover surface lint measures format bench lock clean
+.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 cover surface lint measures format bench lock clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
@@ -15,6 +15,11 @@ WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS)
+
+# The default suite, and which of its files take longer than one may; on quiet cores.
+test-times: $(STAMP)
+	$(BIN)/python -m pytest $(WORKERS) --junitxml=$(VENV)/report.xml
+	$(BIN)/python -m tools.slow_tests $(VENV)/report.xml
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow"

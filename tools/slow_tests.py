@@ -1,0 +1,91 @@
+"""Which test files of a run take longer than a file of the default suite may: a ratchet that is no timed test.
+
+    make test-times
+
+Reads the report that `pytest --junitxml` writes. Exit code 1 names each file over `LIMIT_S` that is not `KNOWN`; a
+known one that has become faster is said, so that the list only shrinks. Measure on two quiet cores: seconds are the
+wall's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 8.0
+"""Files are what `--dist loadfile` hands out: the longest decides how evenly two workers end."""
+KNOWN = frozenset(
+    {
+        "tests/cli/test_models_hub.py",
+        "tests/cli/test_models.py",
+        "tests/cli/test_ps.py",
+        "tests/cli/test_replay_why.py",
+        "tests/cli/test_serve.py",
+        "tests/cli/test_serve_manifest.py",
+        "tests/cli/test_terminal.py",
+        "tests/cluster/test_remote.py",
+        "tests/cluster/test_supervision.py",
+        "tests/determinism/test_constrained.py",
+        "tests/determinism/test_same_bytes.py",
+        "tests/executors/openvino/test_architectures.py",
+        "tests/executors/openvino/test_precisions.py",
+        "tests/executors/test_rejection_sampling.py",
+        "tests/replay/render/test_replay_page.py",
+        "tests/replay/test_live.py",
+        "tests/server/responses/test_responses.py",
+        "tests/server/test_openapi.py",
+        "tests/server/test_promises.py",
+        "tests/server/test_run.py",
+        "tests/server/tools/test_generation.py",
+    }
+)
+"""Over the limit when it was set. Nothing is added."""
+
+
+def seconds_by_file(report: Path, root: Path = ROOT) -> dict[str, float]:
+    """Seconds of each test file with its set-up and teardown, longest first."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for case in ElementTree.parse(report).iter("testcase"):
+        seconds[_file_of(case.get("classname", ""), root)] += float(case.get("time", 0.0))
+    return dict(sorted(seconds.items(), key=lambda each: (-each[1], each[0])))
+
+
+def _file_of(class_name: str, root: Path) -> str:
+    """`tests.cli.test_ps` or `tests.cli.test_ps.TestClass` as a path; what is no file stays as it is named."""
+    parts = class_name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = "/".join(parts[:end]) + ".py"
+        if (root / path).is_file():
+            return path
+    return class_name
+
+
+def lines_about(seconds: Mapping[str, float], known: frozenset[str] = KNOWN) -> tuple[list[str], bool]:
+    """What to print, and whether a file is over the limit that may not be."""
+    over = {name: took for name, took in seconds.items() if took > LIMIT_S}
+    lines = [f"{took:7.1f} s  {name}{'' if name in known else '  over the limit'}" for name, took in over.items()]
+    lines += [
+        f"{seconds[name]:7.1f} s  {name}  is within {LIMIT_S:g} s: take it off KNOWN"
+        for name in sorted(known & seconds.keys() - over.keys())
+    ]
+    lines += [
+        f"      ? s  {name}  was not run: it is gone or has another name" for name in sorted(known - seconds.keys())
+    ]
+    return lines, not over.keys() <= known
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m tools.slow_tests REPORT.xml", file=sys.stderr)
+        return 2
+    lines, is_wrong = lines_about(seconds_by_file(Path(arguments[0])))
+    print("\n".join(lines))
+    return int(is_wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
