@@ -9,9 +9,10 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
 
-# Two processes; tests of one file stay together, since they share servers. A process that dies ends the run: xdist
-# would start another and may wait for ever for the tests that it lost.
-WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+# Two processes; tests of one file stay together, since they share servers, in the order of tests/conftest.py (not by
+# the number of their tests). A process that dies ends the run: xdist would start another and may wait for ever for the
+# tests that it lost.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS)

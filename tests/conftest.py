@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.waiting import Gate
+from tools.slow_tests import KNOWN
 
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("lockstep")  # no example is timed, and a failing one says how to have it again
@@ -30,7 +31,11 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Somebody watches the slow ones, and they may take long."""
+    """Files that take long come first, so that none is left to one worker alone at the end.
+
+    Somebody watches the slow ones, and they may take long.
+    """
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in KNOWN)
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(0))
