@@ -21,7 +21,7 @@ from lockstep.server.errors import HttpError
 from lockstep.server.logprobs import Tracer
 from tests.server.frames import events_of, texts_of
 from tests.server.making import TOKENIZER, answer_of, chat_encoder, completion_encoder, outputs_of
-from tests.server.tools.models import plan_of
+from tests.server.tools.models import tool_use_of
 
 PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), max_size=12)
 
@@ -113,11 +113,11 @@ def test_thoughts_have_both_names_and_are_counted() -> None:
 
 def test_calls_are_told_from_content_and_change_the_ending() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    plan = plan_of(TOKENIZER, tools, "auto", True)
+    tool_use = tool_use_of(TOKENIZER, tools, "auto", True)
     said = 'Well. <tool_call>\n{"name": "f", "arguments": {"x": [1, 2]}}\n</tool_call>'
 
     def fed() -> Answer:
-        choice = Choice(0, reader=CallsReader(plan, plan.parser(lambda: "call_1")), end_ids=frozenset([END_ID]))
+        choice = Choice(0, reader=CallsReader(tool_use, tool_use.parser(lambda: "call_1")), end_ids=frozenset([END_ID]))
         return Answer([Accepted("m", (1,))], [choice], chat_encoder())
 
     whole, streamed, data = fed(), fed(), b""
@@ -191,11 +191,11 @@ def test_token_ids_go_with_the_text() -> None:
 
 def test_of_one_call_a_chunk_has_one_piece_however_many_came() -> None:
     """Clients read the first of a chunk's calls and no other."""
-    plan = plan_of(TOKENIZER, [{"type": "function", "function": {"name": "f"}}], "auto", True)
+    tool_use = tool_use_of(TOKENIZER, [{"type": "function", "function": {"name": "f"}}], "auto", True)
     calls = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' * 2
     ids = iter(("call_1", "call_2"))
     answer = answer_of(chat_encoder(), num_choices=1)
-    answer.choices = [Choice(0, reader=CallsReader(plan, plan.parser(lambda: next(ids))))]
+    answer.choices = [Choice(0, reader=CallsReader(tool_use, tool_use.parser(lambda: next(ids))))]
     answer.feed(0, outputs_of([list(calls)]))
     frames = [json.loads(frame.removeprefix("data: ")) for frame in answer.take().decode().strip().split("\n\n")]
     deltas = [frame["choices"][0]["delta"].get("tool_calls", []) for frame in frames]

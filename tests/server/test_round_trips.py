@@ -26,7 +26,7 @@ from lockstep.server.responses.translation import items_of, messages_of
 from lockstep.server.tokenize import DetokenizeRequest, TokenizeRequest
 from lockstep.server.tools.definitions import Function
 from tests.server.making import TOKENIZER, answer_of, metadata, outputs_of
-from tests.server.tools.models import plan_of
+from tests.server.tools.models import tool_use_of
 
 DUMPS: Mapping[str, Callable[[Any], Any]] = {
     "as it came": lambda made: made.model_dump(exclude_unset=True),
@@ -47,9 +47,9 @@ def encoder(functions: list[Function] | None = None, **more: Any) -> ChatEncoder
 
 def answered(made: ChatEncoder, *pieces: str, thoughts: str = "") -> Any:
     """The official client's message of an answer that said these pieces."""
-    plan = plan_of(TOKENIZER, [TOOL], "auto", True)
+    tool_use = tool_use_of(TOKENIZER, [TOOL], "auto", True)
     answer = answer_of(made, num_choices=1)
-    answer.choices = [Choice(0, reader=CallsReader(plan, plan.parser(lambda: "call_1")))]
+    answer.choices = [Choice(0, reader=CallsReader(tool_use, tool_use.parser(lambda: "call_1")))]
     answer.feed(0, outputs_of([pieces], thoughts))
     return ChatCompletion.model_validate_json(answer.whole()).choices[0].message
 

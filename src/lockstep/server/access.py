@@ -1,5 +1,4 @@
-"""Who a request comes from: API keys, compared in constant time, the paths that need none or an operator's, and the
-origins of pages."""
+"""API keys, operators' paths and origins of pages: who may have what. Keys are compared in constant time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of a request that has ended, with its numbers.
+"""Access log: a line for each request that has ended, with its numbers.
 
 Prompts and answers are in no line unless ``--log-prompts`` is given, and neither is a refusal's message, which may
 repeat what the client sent; keys are in none at all. Whom a request was sent for is a hash, unless ``--log-user`` is

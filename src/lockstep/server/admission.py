@@ -1,4 +1,4 @@
-"""The middleware that decides who comes in: keys, draining, concurrency, rates. It adds nothing to a streamed chunk."""
+"""Admission middleware: keys, draining, concurrency and rates decide. It adds nothing to a streamed chunk."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application that answers with a cluster. Starting and closing the cluster is its owner's.
 
-    From the outside in: context, CORS, gate, body, routes.
+    From the outside in: context, CORS, admission, body, routes.
 
     Args:
         observers: told of every request that has ended, beside the log and the counters.

@@ -1,4 +1,7 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`: the route, the shapes of its answers, and their bytes.
+
+What is the same in every chunk of a choice is encoded once; a token costs the encoding of its text.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ def chat_answer(
         tokenizer,
         {"return_token_ids": tells_ids, "stream_options.continuous_usage_stats": metadata.continuous_usage},
     )
-    choices = open_choices(asked.call.params, tokenizer, accepted, plan=asked.plan, tells_ids=tells_ids)
+    choices = open_choices(asked.call.params, tokenizer, accepted, tool_use=asked.tool_use, tells_ids=tells_ids)
     hops = accepted.hops if _shows_route(body) else ()
     return Answer(
         [accepted], choices, ChatEncoder(metadata, tokenizer, body, len(choices), echo=_echo(body, asked), hops=hops)

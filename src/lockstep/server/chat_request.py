@@ -1,4 +1,4 @@
-"""The body of `POST /v1/chat/completions`."""
+"""Chat requests: the body of `POST /v1/chat/completions`, and the call that it becomes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from lockstep.server.tools.definitions import (
     Tool,
     ToolChoice,
 )
-from lockstep.server.tools.tool_use import ToolPlan, plan_tools
+from lockstep.server.tools.tool_use import ToolUse, resolve_tools
 
 MAX_TOP_LOGPROBS = 20
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -204,7 +204,7 @@ class ChatCall:
     """The call, how its answer is read, and what the request calls the engine's parameters."""
 
     call: GenerationRequest
-    plan: ToolPlan
+    tool_use: ToolUse
     names: Mapping[str, str]
     wishes: Mapping[str, frozenset[str]]
     """What the chat template is asked to heed: the variables by which it would, of which one is enough."""
@@ -240,8 +240,8 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
     length = _length(body)
     kwargs = {**caller.options.chat_template_kwargs, **_template_kwargs(body)}
     said = constraint_of(body)
-    plan = _plan(body, tokenizer, kwargs, said.constraint)
-    constrained = _constrained(said, plan)
+    tool_use = _tool_use(body, tokenizer, kwargs, said.constraint)
+    constrained = _constrained(said, tool_use)
     params = sampling_params(
         body,
         max_tokens=length[1],
@@ -249,8 +249,8 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
         constraint=constrained.constraint,
     )
     conversation = Conversation(
-        plan.messages(template_messages(body.messages)),
-        {**kwargs, **plan.template_kwargs},
+        tool_use.messages(template_messages(body.messages)),
+        {**kwargs, **tool_use.template_kwargs},
         caller.options.reasoning,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final=bool(body.continue_final_message),
@@ -261,24 +261,22 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
         conversation,
         params,
         prompt_logprobs=body.prompt_logprobs,
-        shown_specials=plan.shown_specials,
+        shown_specials=tool_use.shown_specials,
     )
     said_logprobs = "logprobs" if body.top_logprobs is None else "top_logprobs"
     names = param_names(constrained.param, max_tokens=length[0], logprobs=said_logprobs, prompt="messages")
-    return ChatCall(call, plan, names, _wishes(body))
+    return ChatCall(call, tool_use, names, _wishes(body))
 
 
-def _plan(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], said: Constraint | None) -> ToolPlan:
+def _tool_use(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], said: Constraint | None) -> ToolUse:
     told = said if said is not None and said.kind in JSON_KINDS else None
     if body.functions is not None or body.function_call is not None:
-        return _plan_functions(body, tokenizer, kwargs, told)
+        return _functions_use(body, tokenizer, kwargs, told)
     functions = [tool.function for tool in body.tools or ()]
-    return plan_tools(tokenizer, functions, body.tool_choice, body.parallel_tool_calls is not False, kwargs, told)
+    return resolve_tools(tokenizer, functions, body.tool_choice, body.parallel_tool_calls is not False, kwargs, told)
 
 
-def _plan_functions(
-    body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], told: Constraint | None
-) -> ToolPlan:
+def _functions_use(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], told: Constraint | None) -> ToolUse:
     """The same of the deprecated parameters, which know one call only."""
     if body.tools is not None or body.tool_choice is not None:
         raise InvalidParameterError(
@@ -288,7 +286,7 @@ def _plan_functions(
     named = body.function_call
     choice = NamedToolChoice(type="function", function=named) if isinstance(named, NamedFunction) else named
     try:
-        return plan_tools(tokenizer, body.functions or (), choice, False, kwargs, told)
+        return resolve_tools(tokenizer, body.functions or (), choice, False, kwargs, told)
     except InvalidParameterError as error:
         param = None if error.param is None else _as_functions(error.param)
         raise InvalidParameterError(_as_functions(str(error)), param=param) from None
@@ -301,17 +299,17 @@ def _as_functions(text: str) -> str:
     return text.replace("tool_choice", "function_call")
 
 
-def _constrained(said: Constrained, plan: ToolPlan) -> Constrained:
+def _constrained(said: Constrained, tool_use: ToolUse) -> Constrained:
     """What the answer must be: by the tools, by a parameter that says so, or a call or else what that says."""
     constraint = said.constraint
-    is_free = bool(plan.names) and plan.choice.mode is ChoiceMode.AUTO
+    is_free = bool(tool_use.names) and tool_use.choice.mode is ChoiceMode.AUTO
     if constraint is not None and constraint.kind not in JSON_KINDS and is_free:
         raise InvalidParameterError(
             f"{said.param} and tools both say what the answer must be, and only JSON can be told from a call; leave "
             "one out, or send tool_choice none or required",
             param=said.param,
         )
-    return said if plan.constraint is None else Constrained(plan.constraint, "tools")
+    return said if tool_use.constraint is None else Constrained(tool_use.constraint, "tools")
 
 
 def _length(body: ChatBody) -> tuple[str, int | None]:

@@ -1,4 +1,4 @@
-"""One choice of an answer while it comes: what has been generated and not yet been shown.
+"""Choices of an answer in the making: generated text, thoughts, calls and log-probabilities not yet shown.
 
 A stream shows it piece by piece, a whole answer takes everything at its end, so that the two cannot differ.
 """
@@ -19,7 +19,7 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.server.fields import FinishReasonName
 from lockstep.server.logprobs import Entry, Tracer
 from lockstep.server.tools.parser import CallDelta, Delta, ToolCall, ToolParser
-from lockstep.server.tools.tool_use import ToolPlan
+from lockstep.server.tools.tool_use import ToolUse
 
 LOGPROB_BYTES = 128
 """What a log-probability with its token weighs while it waits for a slow reader, roughly."""
@@ -29,7 +29,7 @@ LOGPROB_BYTES = 128
 class CallsReader:
     """What tells the calls of one choice from its content."""
 
-    plan: ToolPlan
+    tool_use: ToolUse
     parser: ToolParser
 
 
@@ -259,7 +259,7 @@ class Choice:
             raise RequestFailedError(f"the request ended with {reason and reason.value} before its answer was complete")
         if self._reader is not None:
             self._sort(self._reader.parser.flush())
-            self.finish_reason = self._reader.plan.finish_reason(self.finish_reason, bool(self.whole_calls))
+            self.finish_reason = self._reader.tool_use.finish_reason(self.finish_reason, bool(self.whole_calls))
         if isinstance(stop_reason, str) or stop_reason not in self._end_ids:
             self.stop_reason = stop_reason
         if isinstance(stop_reason, int) and self._held and not self._is_text(self._held[-1]):
@@ -280,13 +280,13 @@ def open_choices(
     accepted: Accepted,
     *,
     first_index: int = 0,
-    plan: ToolPlan | None = None,
+    tool_use: ToolUse | None = None,
     new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     tells_ids: bool = False,
 ) -> list[Choice]:
     """The choices of an accepted call, which nothing has been generated of."""
     prompt_ids, end_ids = accepted.prompt_token_ids, frozenset(tokenizer.end_token_ids)
-    specials = () if plan is None else plan.shown_specials
+    specials = () if tool_use is None else tool_use.shown_specials
 
     def tracer() -> Tracer:
         return Tracer(
@@ -300,7 +300,9 @@ def open_choices(
         Choice(
             first_index + index,
             tracer=None if params.logprobs is None else tracer(),
-            reader=CallsReader(plan, plan.parser(new_call_id)) if plan is not None and plan.names else None,
+            reader=CallsReader(tool_use, tool_use.parser(new_call_id))
+            if tool_use is not None and tool_use.names
+            else None,
             end_ids=end_ids,
             tells_ids=tells_ids,
             shows_end=params.include_stop_str_in_output,

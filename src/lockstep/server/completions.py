@@ -1,4 +1,4 @@
-"""The body of `POST /v1/completions`."""
+"""`POST /v1/completions`: its body, its calls (one per prompt), and its answers as bytes."""
 
 from __future__ import annotations
 

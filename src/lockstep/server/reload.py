@@ -1,4 +1,4 @@
-"""The manifest's file, brought in again when it is asked for or, watched, when it has changed."""
+"""Reload of the manifest's file, when it is asked for or, where it is watched, when it has changed."""
 
 from __future__ import annotations
 

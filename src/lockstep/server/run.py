@@ -1,4 +1,4 @@
-"""One server's life in a process: it makes sure, listens, loads, answers, drains on SIGTERM and leaves nothing open."""
+"""`run_server`: one server in a process, which listens, loads, answers, drains on SIGTERM and leaves nothing open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server is doing with its life, and how many requests it is answering: the two facts that draining needs."""
+"""One server's shared state: its cluster and options, its phase of life, and how many requests it is answering."""
 
 from __future__ import annotations
 

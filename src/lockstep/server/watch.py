@@ -1,4 +1,4 @@
-"""`GET /v1/events`: what happens in the cluster, as server-sent events until the watcher leaves or the server ends."""
+"""`GET /v1/events`: the cluster's events as server-sent events, until the watcher leaves or the server ends."""
 
 from __future__ import annotations
 

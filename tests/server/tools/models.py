@@ -18,7 +18,7 @@ from lockstep.executors.stub import stub_tokenizer_parts
 from lockstep.server.chat_request import ChatBody
 from lockstep.server.errors import of_validation
 from lockstep.server.tools.definitions import Function
-from lockstep.server.tools.tool_use import ToolPlan, plan_tools
+from lockstep.server.tools.tool_use import ToolUse, resolve_tools
 from tests.engine import chat_templates, text_models
 
 LLAMA3 = (
@@ -142,14 +142,14 @@ def functions_of(tools: object) -> list[Function]:
     return [tool.function for tool in chat_body(tools).tools or ()]
 
 
-def plan_of(
+def tool_use_of(
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]],
     choice: object,
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None = None,
     told: Constraint | None = None,
-) -> ToolPlan:
-    """The plan of such a request."""
+) -> ToolUse:
+    """What such a request means for its model."""
     body = chat_body(list(tools), choice)
-    return plan_tools(tokenizer, functions_of(list(tools)), body.tool_choice, parallel, template_kwargs, told)
+    return resolve_tools(tokenizer, functions_of(list(tools)), body.tool_choice, parallel, template_kwargs, told)

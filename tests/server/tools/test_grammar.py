@@ -19,10 +19,10 @@ from lockstep.executors.grammar import Grammar
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS
 from lockstep.server.tools.parser import ToolParser
-from lockstep.server.tools.tool_use import ToolPlan
+from lockstep.server.tools.tool_use import ToolUse
 from tests.engine import text_models
 from tests.executors.grammars import ids_of
-from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, plan_of, tokenizer_of
+from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, tokenizer_of, tool_use_of
 
 NAMED: Mapping[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 MODELS = [(family, has_markers) for family in TEMPLATES for has_markers in (True, False)]
@@ -76,9 +76,9 @@ class Writer:
         return b"".join(map(table.of, self.tokens)).decode("utf-8", "replace")
 
 
-def parse(plan: ToolPlan, text: str) -> ToolParser:
+def parse(tool_use: ToolUse, text: str) -> ToolParser:
     ids = itertools.count()
-    parser = plan.parser(lambda: f"call_{next(ids)}")
+    parser = tool_use.parser(lambda: f"call_{next(ids)}")
     parser.append(text)
     parser.flush()
     return parser
@@ -105,13 +105,13 @@ def begin(tokenizer: Tokenizer, writer: Writer) -> str:
 @pytest.mark.parametrize("choice", ["required", "single", "named"])
 def test_a_forced_answer_is_calls_and_nothing_else(family: str, has_markers: bool, choice: str) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    plan = plan_of(tokenizer, TOOLS, NAMED if choice == "named" else "required", choice == "required")
+    tool_use = tool_use_of(tokenizer, TOOLS, NAMED if choice == "named" else "required", choice == "required")
     numbers, names = set(), set()
     for seed in range(10):
-        writer = Writer(family, has_markers, plan.constraint)
+        writer = Writer(family, has_markers, tool_use.constraint)
         thoughts = begin(tokenizer, writer)
         assert writer.go_on(seed), (seed, writer.text)
-        parser = parse(plan, writer.text[len(thoughts) :])
+        parser = parse(tool_use, writer.text[len(thoughts) :])
         assert parser.content == "", (seed, writer.text)
         check(parser, TOOLS)
         numbers.add(len(parser.calls))
@@ -126,9 +126,9 @@ def test_a_forced_answer_is_calls_and_nothing_else(family: str, has_markers: boo
 def test_a_model_that_wants_many_calls_gets_as_many_as_may_be(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
     for parallel in (True, False):
-        plan = plan_of(tokenizer, TOOLS, "required", parallel)
-        form = plan.call_format
-        writer = Writer(family, has_markers, plan.constraint)
+        tool_use = tool_use_of(tokenizer, TOOLS, "required", parallel)
+        form = tool_use.call_format
+        writer = Writer(family, has_markers, tool_use.constraint)
         thoughts = begin(tokenizer, writer)
         named = f"ping{form.arguments_marker}" if form.arguments_marker else f'{{"name": "ping", "{form.key}": '
         call = [form.layout, *([named] if not form.arguments_marker else ["ping", form.arguments_marker]), "{", "}"]
@@ -143,7 +143,7 @@ def test_a_model_that_wants_many_calls_gets_as_many_as_may_be(family: str, has_m
         if form.close:
             writer.say(form.close)
         assert writer.grammar.is_complete, writer.text
-        assert len(parse(plan, writer.text[len(thoughts) :]).calls) == (MAX_FORCED_CALLS if parallel else 1)
+        assert len(parse(tool_use, writer.text[len(thoughts) :]).calls) == (MAX_FORCED_CALLS if parallel else 1)
 
 
 @pytest.mark.parametrize(("family", "has_markers"), MODELS)
@@ -151,49 +151,49 @@ def test_a_strict_function_leaves_the_model_free_to_talk_but_not_to_call_as_it_l
     family: str, has_markers: bool
 ) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    plan = plan_of(tokenizer, STRICT_TOOLS, "auto", True)
+    tool_use = tool_use_of(tokenizer, STRICT_TOOLS, "auto", True)
     for seed in range(8):
-        writer = Writer(family, has_markers, plan.constraint)
+        writer = Writer(family, has_markers, tool_use.constraint)
         thoughts = "" if family == "qwen3" else begin(tokenizer, writer)
         writer.say("Let me see. ")
         assert set(tokenizer.end_token_ids) & set(ids_of(writer.grammar.allowed())), "it may have said all"
-        writer.say(plan.call_format.begin)
+        writer.say(tool_use.call_format.begin)
         assert writer.go_on(seed), writer.text
-        parser = parse(plan, writer.text[len(thoughts) :])
+        parser = parse(tool_use, writer.text[len(thoughts) :])
         assert parser.content == "Let me see."
         assert parser.calls
         check(parser, STRICT_TOOLS)
 
 
 def test_an_answer_of_a_llama_may_begin_with_a_call_and_its_text_with_no_brace() -> None:
-    plan = plan_of(tokenizer_of("llama3"), STRICT_TOOLS, "auto", True)
+    tool_use = tool_use_of(tokenizer_of("llama3"), STRICT_TOOLS, "auto", True)
     for seed in range(5):
-        writer = Writer("llama3", True, plan.constraint)
+        writer = Writer("llama3", True, tool_use.constraint)
         writer.say("{")
         assert writer.go_on(seed)
-        parser = parse(plan, writer.text)
+        parser = parse(tool_use, writer.text)
         assert parser.calls
         check(parser, STRICT_TOOLS)
 
 
 def test_a_single_call_of_a_free_model_has_any_arguments() -> None:
-    plan = plan_of(tokenizer_of("qwen3"), TOOLS, "auto", False)
-    writer = Writer("qwen3", True, plan.constraint)
+    tool_use = tool_use_of(tokenizer_of("qwen3"), TOOLS, "auto", False)
+    writer = Writer("qwen3", True, tool_use.constraint)
     writer.say("<tool_call>", "\n", '{"name": "ping", "arguments": ', '{"new', '": ')
     writer.say('"x"', "}", "}", "\n", "</tool_call>")
     assert writer.grammar.is_complete
-    assert [call.arguments for call in parse(plan, writer.text).calls] == ['{"new": "x"}']
+    assert [call.arguments for call in parse(tool_use, writer.text).calls] == ['{"new": "x"}']
 
 
 @pytest.mark.parametrize("has_markers", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "thoughts opened"])
 def test_a_model_that_thinks_may_think_before_a_forced_call(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    plan = plan_of(tokenizer, TOOLS, "required", True)
+    tool_use = tool_use_of(tokenizer, TOOLS, "required", True)
     reasoning = tokenizer.reasoning_after(tokenizer.encode_chat([{"role": "user", "content": "Hello"}]))
     assert reasoning is not None
     for seed in range(6):
-        writer = Writer(family, has_markers, plan.constraint)
+        writer = Writer(family, has_markers, tool_use.constraint)
         if not reasoning.is_open:
             writer.say("<think>")
         assert not writer.may_say("<tool_call>") or not has_markers, "thoughts come to their end first"
@@ -202,18 +202,18 @@ def test_a_model_that_thinks_may_think_before_a_forced_call(family: str, has_mar
         splitter = ReasoningSplitter(reasoning)
         thoughts, content = splitter.append(writer.text)
         assert (thoughts, splitter.flush()) == ("Hm. It is cold.", ("", ""))
-        parser = parse(plan, content)
+        parser = parse(tool_use, content)
         assert parser.content == ""
         check(parser, TOOLS)
         assert parser.calls
     if not reasoning.is_open:
-        Writer(family, has_markers, plan.constraint).say("<tool_call>")
+        Writer(family, has_markers, tool_use.constraint).say("<tool_call>")
 
 
 def test_whether_thoughts_are_open_is_asked_with_the_variables_of_the_request() -> None:
     template = "{{ messages[0].content }}{{ tools }}{% if deep %}<think>{% endif %}{{ '</think>' if false }}"
     tokenizer = Tokenizer(text_models.parts(text_models.byte_level(), template))
-    open_, closed = (plan_of(tokenizer, TOOLS, "required", True, {"deep": deep}) for deep in (True, False))
+    open_, closed = (tool_use_of(tokenizer, TOOLS, "required", True, {"deep": deep}) for deep in (True, False))
     assert open_.constraint != closed.constraint
 
 
@@ -223,16 +223,16 @@ TICKET: Mapping[str, Any] = {"type": "object", "properties": {"urgent": {"type":
 @pytest.mark.parametrize(("family", "has_markers"), MODELS)
 def test_an_answer_that_must_be_json_is_that_or_calls(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    plan = plan_of(tokenizer, TOOLS, "auto", True, told=Constraint.json_schema(TICKET))
-    for seed, (first, is_call) in enumerate([('{"urgent":', False), (plan.call_format.begin, True)]):
-        writer = Writer(family, has_markers, plan.constraint)
+    tool_use = tool_use_of(tokenizer, TOOLS, "auto", True, told=Constraint.json_schema(TICKET))
+    for seed, (first, is_call) in enumerate([('{"urgent":', False), (tool_use.call_format.begin, True)]):
+        writer = Writer(family, has_markers, tool_use.constraint)
         if family == "thoughts opened":
             writer.say("I must ", "call.", "</think>")
         thoughts = writer.text
         assert not writer.may_say("Hello")
         writer.say(first)
         assert writer.go_on(seed), writer.text
-        parser = parse(plan, writer.text[len(thoughts) :])
+        parser = parse(tool_use, writer.text[len(thoughts) :])
         assert bool(parser.calls) == is_call
         if is_call:
             assert parser.content == ""

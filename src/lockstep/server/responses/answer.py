@@ -1,4 +1,4 @@
-"""A response while it comes: what was written so far, and each change of it as one of OpenAI's events. Pure.
+"""Responses in the making: what was written so far, each change of it as one of OpenAI's events, and their shapes.
 
 A response is a list of items: thoughts, text, calls of tools. One item is open at a time; another kind of writing
 closes it. Every event has the next sequence number, and the last is exactly one of `response.completed`,

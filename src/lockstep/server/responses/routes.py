@@ -91,7 +91,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
             warnings=context.warnings,
         )
         [choice] = open_choices(
-            asked.call.params, tokenizer, called, plan=asked.plan, new_call_id=lambda: _new_id("call")
+            asked.call.params, tokenizer, called, tool_use=asked.tool_use, new_call_id=lambda: _new_id("call")
         )
         writer = ResponseWriter(response_base(body, response_id, called.model, created_s), _new_id)
         answers.append(ResponseAnswer(writer, choice, metadata, called))

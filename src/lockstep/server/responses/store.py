@@ -1,4 +1,4 @@
-"""Where answered responses are kept so that a later request can continue them: a protocol, and memory.
+"""Stores of answered responses, which later requests may continue: a protocol, memory, and a SQLite file.
 
 A store is bounded by count and by bytes, oldest first. What one tenant stored does not exist for another.
 """

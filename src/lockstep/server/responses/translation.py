@@ -1,4 +1,4 @@
-"""Items of the Responses API and the messages that chat templates read: pure.
+"""Translation of response requests to chat requests, and of parameters' names back: pure.
 
 Items are what is stored and shown; messages are what a model is given. A run of thoughts, text and tool calls of the
 assistant is one message, however many items it has, so that a conversation reads the same whether it was continued by

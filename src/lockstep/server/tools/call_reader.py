@@ -1,4 +1,7 @@
-"""How families of models write calls: one row each.
+"""Readers of single calls as families of models write them: one row a family, JSON in pieces, and a call in pieces.
+
+A reader takes text until the call is complete or broken, that is until it cannot become a call of a known function any
+more. What it has to tell is handed out once by `take`.
 
 Sources: the chat templates of Qwen 2.5 and 3 and Hermes 2 (hermes), of Llama 3.1 and 3.2 (llama3_json), and of Mistral
 v0.3 (mistral_list) and Small 3.2 (mistral_named).

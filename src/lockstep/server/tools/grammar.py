@@ -1,4 +1,4 @@
-"""What a constrained answer with calls must look like: a grammar in llguidance's dialect of Lark, made of texts alone.
+"""Grammars of constrained answers with calls, in llguidance's dialect of Lark, made of texts alone.
 
 Source of the dialect: llguidance's docs/syntax.md. A marker that is one token of the model is named by its id, since
 text never becomes such a token there. Thoughts come first where the model has them, as free text up to their end tag;

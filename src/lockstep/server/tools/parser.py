@@ -1,4 +1,4 @@
-"""Calls told from content, in a text that arrives in pieces.
+"""Parser that tells calls from content, in a text that arrives in pieces.
 
 White space around calls belongs to them. Nothing is shown that may yet become a marker. A call is announced with its
 name and the first of its arguments, and whole when its own JSON is; what a model writes in place of a call that is

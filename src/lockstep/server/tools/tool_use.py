@@ -1,5 +1,8 @@
-"""What the functions of a request mean for one model: what its template is shown, what its answer must be, how calls
-are read from it."""
+"""Use of a request's functions by one model: what its template is shown, what its answer must be, how calls are read.
+
+Where a template knows no tools, functions, calls and results become text, in the hermes format: the calls of a model
+that was told of it are read like those of a model that was trained on it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @dataclass(frozen=True, slots=True)
-class ToolPlan:
+class ToolUse:
     """How one request is put to a model and its answer read."""
 
     call_format: CallFormat
@@ -80,14 +83,14 @@ class ToolPlan:
         return "tool_calls" if called else reason
 
 
-def plan_tools(
+def resolve_tools(
     tokenizer: Tokenizer,
     functions: Sequence[Function],
     choice: ToolChoice | None,
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None = None,
     told: Constraint | None = None,
-) -> ToolPlan:
+) -> ToolUse:
     """Plan one request.
 
     ``required``, a named function, a ``strict`` one and at most one call are promises, and kept by a constraint: what
@@ -109,9 +112,9 @@ def plan_tools(
     knows_tools = "tools" in tokenizer.template_variables
     form = format_of(tokenizer.chat_template, knows_tools)
     if chosen.mode is ChoiceMode.NONE:
-        return ToolPlan(form, chosen, (), knows_tools=knows_tools)
+        return ToolUse(form, chosen, (), knows_tools=knows_tools)
     callable_ = [tool for tool in checked if chosen.takes(tool.name)]
-    return ToolPlan(
+    return ToolUse(
         form,
         chosen,
         tuple(tool.name for tool in callable_),

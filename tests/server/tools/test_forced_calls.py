@@ -16,8 +16,8 @@ from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_TEMPERATURE
 from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
-from lockstep.server.tools.tool_use import ToolPlan
-from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, function, plan_of
+from lockstep.server.tools.tool_use import ToolUse
+from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, function, tool_use_of
 
 MAX_TOKENS = 700
 """Four times what a call can have, were each of its bytes a token; whether another follows is a toss of a coin."""
@@ -63,16 +63,18 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def answers(
-    llm: LLM, plan: ToolPlan, count: int, max_tokens: int = MAX_TOKENS, temperature: float = EVENLY
+    llm: LLM, tool_use: ToolUse, count: int, max_tokens: int = MAX_TOKENS, temperature: float = EVENLY
 ) -> Iterator[tuple[ToolParser, str]]:
     """Parsers of `count` answers, each with its seed, and why they ended."""
-    conversations = [plan.messages([{"role": "user", "content": question}]) for question in QUESTIONS]
+    conversations = [tool_use.messages([{"role": "user", "content": question}]) for question in QUESTIONS]
     each = -(-count // len(QUESTIONS))
-    params = SamplingParams(temperature=temperature, seed=1, n=each, max_tokens=max_tokens, constraint=plan.constraint)
-    for output in llm.chat(conversations, params, template_kwargs=plan.template_kwargs):
+    params = SamplingParams(
+        temperature=temperature, seed=1, n=each, max_tokens=max_tokens, constraint=tool_use.constraint
+    )
+    for output in llm.chat(conversations, params, template_kwargs=tool_use.template_kwargs):
         for completion in output.completions:
             ids = itertools.count()
-            parser = plan.parser(lambda ids=ids: f"call_{next(ids):024x}")  # type: ignore[misc]  # bound per answer
+            parser = tool_use.parser(lambda ids=ids: f"call_{next(ids):024x}")  # type: ignore[misc]  # bound per answer
             parser.append(completion.text)
             parser.flush()
             yield parser, completion.finish_reason.value
@@ -90,8 +92,8 @@ def check(parser: ToolParser) -> None:
     ids=["required", "single", "named"],
 )
 def test_a_forced_call_is_read_and_obeys_its_schema(llm: LLM, choice: Any, parallel: bool) -> None:
-    plan = plan_of(llm.model.tokenizer, ALL, choice, parallel)
-    read = list(answers(llm, plan, 45))
+    tool_use = tool_use_of(llm.model.tokenizer, ALL, choice, parallel)
+    read = list(answers(llm, tool_use, 45))
     for parser, reason in read:
         assert (parser.content, reason) == ("", FinishReason.STOP.value)
         assert len(parser.calls) == 1 or (parallel and choice == "required" and parser.calls)
@@ -103,24 +105,24 @@ def test_a_forced_call_is_read_and_obeys_its_schema(llm: LLM, choice: Any, paral
 
 
 def test_strict_functions_are_called_right_or_not_at_all(llm: LLM) -> None:
-    plan = plan_of(llm.model.tokenizer, STRICT_TOOLS, "auto", True)
-    assert plan.constraint is not None
-    for parser, _ in answers(llm, plan, 30, 60, temperature=1.0):
+    tool_use = tool_use_of(llm.model.tokenizer, STRICT_TOOLS, "auto", True)
+    assert tool_use.constraint is not None
+    for parser, _ in answers(llm, tool_use, 30, 60, temperature=1.0):
         check(parser)
         assert parser.calls or "<tool_call>" not in parser.content
 
 
 def test_a_stream_brings_the_same_calls(llm: LLM) -> None:
     """Piece by piece as the engine publishes them, against the whole text."""
-    plan = plan_of(llm.model.tokenizer, ALL, "required", True)
+    tool_use = tool_use_of(llm.model.tokenizer, ALL, "required", True)
     for seed in range(10):
-        params = SamplingParams(temperature=EVENLY, seed=seed, max_tokens=MAX_TOKENS, constraint=plan.constraint)
-        messages = plan.messages([{"role": "user", "content": QUESTIONS[0]}])
-        request = GenerationRequest(Conversation(messages, plan.template_kwargs), params)
+        params = SamplingParams(temperature=EVENLY, seed=seed, max_tokens=MAX_TOKENS, constraint=tool_use.constraint)
+        messages = tool_use.messages([{"role": "user", "content": QUESTIONS[0]}])
+        request = GenerationRequest(Conversation(messages, tool_use.template_kwargs), params)
         outputs: list[TokenOutput] = []
         llm.engine.submit(request, outputs.append)
         llm.engine.run_until_idle()
-        streamed, whole = plan.parser(lambda: "id"), plan.parser(lambda: "id")
+        streamed, whole = tool_use.parser(lambda: "id"), tool_use.parser(lambda: "id")
         deltas = [delta for output in outputs for delta in streamed.append(output.text)] + streamed.flush()
         whole.append("".join(output.text for output in outputs))
         whole.flush()
@@ -132,14 +134,14 @@ def test_a_stream_brings_the_same_calls(llm: LLM) -> None:
 
 
 def test_functions_that_take_nothing_are_called_with_nothing(llm: LLM) -> None:
-    plan = plan_of(llm.model.tokenizer, [PING], "required", False)
-    assert {call.arguments for parser, _ in answers(llm, plan, 9) for call in parser.calls} == {"{}"}
+    tool_use = tool_use_of(llm.model.tokenizer, [PING], "required", False)
+    assert {call.arguments for parser, _ in answers(llm, tool_use, 9) for call in parser.calls} == {"{}"}
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_when_it_must_be(llm: LLM) -> None:
     never = function("never", {"properties": {"x": {"type": "string", "pattern": "(?=a)b"}}, "required": ["x"]})
     with pytest.raises(InvalidParameterError, match="constraint cannot be used") as caught:
-        list(answers(llm, plan_of(llm.model.tokenizer, [never], "required", True), 1))
+        list(answers(llm, tool_use_of(llm.model.tokenizer, [never], "required", True), 1))
     assert caught.value.param == "constraint"
-    free = plan_of(llm.model.tokenizer, [never], "auto", True)
+    free = tool_use_of(llm.model.tokenizer, [never], "auto", True)
     assert len(list(answers(llm, free, 3, 5))) == 3

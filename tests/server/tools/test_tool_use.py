@@ -10,9 +10,9 @@ import pytest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
 from lockstep.server.tools.call_reader import HERMES, LLAMA3_JSON, MISTRAL_LIST, MISTRAL_NAMED, CallFormat
-from lockstep.server.tools.tool_use import ToolPlan, short_id
+from lockstep.server.tools.tool_use import ToolUse, short_id
 from tests.engine import text_models
-from tests.server.tools.models import PING, STRICT_TOOLS, TEMPLATES, TOOLS, function, plan_of, tokenizer_of
+from tests.server.tools.models import PING, STRICT_TOOLS, TEMPLATES, TOOLS, function, tokenizer_of, tool_use_of
 
 FORMATS: dict[str, CallFormat] = {
     "qwen3": HERMES,
@@ -41,22 +41,22 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-def rendered(family: str, plan: ToolPlan, messages: list[dict[str, Any]]) -> str:
-    return tokenizer_of(family).render_chat(plan.messages(messages), template_kwargs=plan.template_kwargs)
+def rendered(family: str, tool_use: ToolUse, messages: list[dict[str, Any]]) -> str:
+    return tokenizer_of(family).render_chat(tool_use.messages(messages), template_kwargs=tool_use.template_kwargs)
 
 
 @pytest.mark.parametrize("family", FORMATS)
 def test_the_template_tells_the_format(family: str) -> None:
-    plan = plan_of(tokenizer_of(family), TOOLS, None, True)
-    assert plan.call_format is FORMATS[family]
-    assert plan.knows_tools == (family not in TOLD_IN_WORDS)
-    assert (plan.system_text is not None) == (family in TOLD_IN_WORDS)
-    assert plan.constraint is None, "the model is free"
-    assert plan.names == ("get_weather", "get_weather_time", "ping")
+    tool_use = tool_use_of(tokenizer_of(family), TOOLS, None, True)
+    assert tool_use.call_format is FORMATS[family]
+    assert tool_use.knows_tools == (family not in TOLD_IN_WORDS)
+    assert (tool_use.system_text is not None) == (family in TOLD_IN_WORDS)
+    assert tool_use.constraint is None, "the model is free"
+    assert tool_use.names == ("get_weather", "get_weather_time", "ping")
 
 
 def test_markers_that_are_special_tokens_are_shown() -> None:
-    shown = {family: plan_of(tokenizer_of(family), TOOLS, None, True).shown_specials for family in FORMATS}
+    shown = {family: tool_use_of(tokenizer_of(family), TOOLS, None, True).shown_specials for family in FORMATS}
     assert {family: texts for family, texts in shown.items() if texts} == {
         "llama3": ("<|python_tag|>",),
         "mistral list": ("[TOOL_CALLS]",),
@@ -66,13 +66,13 @@ def test_markers_that_are_special_tokens_are_shown() -> None:
 
 @pytest.mark.parametrize("family", FORMATS)
 def test_functions_reach_the_prompt_unless_none_may_be_called(family: str) -> None:
-    free = plan_of(tokenizer_of(family), TOOLS, "auto", True)
+    free = tool_use_of(tokenizer_of(family), TOOLS, "auto", True)
     hello = [{"role": "user", "content": "Hello"}]
     prompt = rendered(family, free, hello)
     assert '"get_weather_time"' in prompt
     assert '"fahrenheit"' in prompt
     assert "Hello" in prompt
-    none = plan_of(tokenizer_of(family), TOOLS, "none", True)
+    none = tool_use_of(tokenizer_of(family), TOOLS, "none", True)
     assert "get_weather" not in rendered(family, none, hello)
     assert (none.names, none.constraint, none.shown_specials, dict(none.template_kwargs)) == ((), None, (), {})
 
@@ -81,7 +81,7 @@ def test_functions_reach_the_prompt_unless_none_may_be_called(family: str) -> No
 @pytest.mark.parametrize("tools", [TOOLS, ()], ids=["with functions", "without"])
 def test_past_calls_and_results_reach_the_prompt(family: str, tools: Any) -> None:
     history = HISTORY if family != "mistral list" else HISTORY[:3]
-    prompt = rendered(family, plan_of(tokenizer_of(family), tools, None, True), history)
+    prompt = rendered(family, tool_use_of(tokenizer_of(family), tools, None, True), history)
     call = {
         HERMES: '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
         LLAMA3_JSON: '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
@@ -95,25 +95,25 @@ def test_past_calls_and_results_reach_the_prompt(family: str, tools: Any) -> Non
 
 
 def test_the_text_for_models_without_tools_has_a_place_of_its_own_or_in_the_first_message() -> None:
-    words = plan_of(tokenizer_of("chatml"), [PING], None, True)
+    words = tool_use_of(tokenizer_of("chatml"), [PING], None, True)
     text = words.system_text
     assert text is not None
     user, system = {"role": "user", "content": "Hello"}, {"role": "developer", "content": "Be kind."}
     assert words.messages([user]) == [{"role": "system", "content": text}, user]
     assert words.messages([system, user]) == [{"role": "developer", "content": f"Be kind.\n\n{text}"}, user]
-    assert not plan_of(tokenizer_of("stub"), [PING], None, True).knows_tools
+    assert not tool_use_of(tokenizer_of("stub"), [PING], None, True).knows_tools
 
     refusing = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
     )
-    plan = plan_of(Tokenizer(text_models.parts(text_models.byte_level(), refusing)), [PING], None, True)
-    assert plan.messages([user]) == [{"role": "user", "content": f"{text}\n\nHello"}]
+    tool_use = tool_use_of(Tokenizer(text_models.parts(text_models.byte_level(), refusing)), [PING], None, True)
+    assert tool_use.messages([user]) == [{"role": "user", "content": f"{text}\n\nHello"}]
 
 
 def test_results_in_a_row_are_one_message() -> None:
-    plan = plan_of(tokenizer_of("chatml"), (), None, True)
+    tool_use = tool_use_of(tokenizer_of("chatml"), (), None, True)
     results = [{"role": "tool", "tool_call_id": str(n), "content": f"r{n}"} for n in range(2)]
-    told = plan.messages([HISTORY[0], {**HISTORY[1], "content": "Let me see."}, *results, HISTORY[4]])
+    told = tool_use.messages([HISTORY[0], {**HISTORY[1], "content": "Let me see."}, *results, HISTORY[4]])
     assert [message["role"] for message in told] == ["user", "assistant", "user", "user"]
     assert told[1]["content"].startswith("Let me see.\n<tool_call>\n")
     assert told[2]["content"] == "<tool_response>\nr0\n</tool_response>\n<tool_response>\nr1\n</tool_response>"
@@ -121,8 +121,8 @@ def test_results_in_a_row_are_one_message() -> None:
 
 
 def test_a_template_that_wants_short_ids_gets_them_and_equal_ones_stay_equal() -> None:
-    plan = plan_of(tokenizer_of("mistral list"), TOOLS, None, True)
-    told = plan.messages(HISTORY)
+    tool_use = tool_use_of(tokenizer_of("mistral list"), TOOLS, None, True)
+    told = tool_use.messages(HISTORY)
     short = told[1]["tool_calls"][0]["id"]
     assert short == told[2]["tool_call_id"] == short_id(CALL_ID)
     assert len(short) == 9
@@ -137,9 +137,9 @@ def test_a_template_that_wants_short_ids_gets_them_and_equal_ones_stay_equal() -
     "message", [5, {"role": "assistant", "tool_calls": 3}, {"role": "assistant", "tool_calls": [5]}]
 )
 def test_messages_that_are_none_are_refused_by_name(family: str, message: Any) -> None:
-    plan = plan_of(tokenizer_of(family), TOOLS, None, True)
+    tool_use = tool_use_of(tokenizer_of(family), TOOLS, None, True)
     with pytest.raises(InvalidParameterError) as caught:
-        rendered(family, plan, [{"role": "user", "content": "x"}, message])
+        rendered(family, tool_use, [{"role": "user", "content": "x"}, message])
     assert str(caught.value.param).startswith("messages[1]")
 
 
@@ -147,44 +147,44 @@ def test_messages_that_are_none_are_refused_by_name(family: str, message: Any) -
 def test_a_conversation_that_is_none_is_refused(messages: Any) -> None:
     for family in ("mistral list", "stub", "qwen3"):
         with pytest.raises(InvalidParameterError) as caught:
-            rendered(family, plan_of(tokenizer_of(family), TOOLS, None, True), messages)
+            rendered(family, tool_use_of(tokenizer_of(family), TOOLS, None, True), messages)
         assert caught.value.param == "messages"
 
 
 def test_the_reason_is_tool_calls_unless_the_function_was_named() -> None:
     named = {"type": "function", "function": {"name": "ping"}}
-    plans = {mode: plan_of(tokenizer_of("qwen3"), TOOLS, mode, True) for mode in ("auto", "required")}
-    for plan in plans.values():
-        assert plan.finish_reason("stop", True) == "tool_calls"
-        assert plan.finish_reason("stop", False) == "stop"
-        assert plan.finish_reason("length", True) == "length"
-    assert plan_of(tokenizer_of("qwen3"), TOOLS, named, True).finish_reason("stop", True) == "stop"
+    plans = {mode: tool_use_of(tokenizer_of("qwen3"), TOOLS, mode, True) for mode in ("auto", "required")}
+    for tool_use in plans.values():
+        assert tool_use.finish_reason("stop", True) == "tool_calls"
+        assert tool_use.finish_reason("stop", False) == "stop"
+        assert tool_use.finish_reason("length", True) == "length"
+    assert tool_use_of(tokenizer_of("qwen3"), TOOLS, named, True).finish_reason("stop", True) == "stop"
 
 
 def test_a_promise_needs_a_model_whose_answers_can_be_constrained() -> None:
     endless = Tokenizer(text_models.parts(text_models.byte_level(), TEMPLATES["qwen3"], end="no such token"))
-    assert plan_of(endless, TOOLS, "auto", True).constraint is None
+    assert tool_use_of(endless, TOOLS, "auto", True).constraint is None
     for tools, choice, parallel in ((TOOLS, "required", True), (STRICT_TOOLS, "auto", True), (TOOLS, "auto", False)):
         with pytest.raises(InvalidParameterError, match="cannot be constrained") as caught:
-            plan_of(endless, tools, choice, parallel)
+            tool_use_of(endless, tools, choice, parallel)
         assert caught.value.param == "tool_choice"
 
 
 def test_schemas_too_large_for_a_grammar_are_refused_by_name() -> None:
     large = function("f", {"properties": {"x": {"enum": ["y" * 100_000]}}})
-    assert plan_of(tokenizer_of("qwen3"), [large], "auto", True).constraint is None
+    assert tool_use_of(tokenizer_of("qwen3"), [large], "auto", True).constraint is None
     with pytest.raises(InvalidParameterError, match=r"the tools' schemas cannot be enforced: .* bytes") as caught:
-        plan_of(tokenizer_of("qwen3"), [large], "required", True)
+        tool_use_of(tokenizer_of("qwen3"), [large], "required", True)
     assert caught.value.param == "tools"
 
 
 def test_a_model_without_a_template_takes_no_functions() -> None:
     with pytest.raises(ChatTemplateError):
-        plan_of(Tokenizer(text_models.parts(text_models.byte_level())), TOOLS, None, True)
+        tool_use_of(Tokenizer(text_models.parts(text_models.byte_level())), TOOLS, None, True)
 
 
 def test_what_a_model_is_told_in_words_shows_every_function_as_json() -> None:
-    text = plan_of(tokenizer_of("stub"), TOOLS, None, True).system_text
+    text = tool_use_of(tokenizer_of("stub"), TOOLS, None, True).system_text
     assert text is not None
     functions = [
         json.loads(line) for line in text.splitlines() if line.startswith('{"name": "get_') or '"ping"' in line

@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.process import ServerProcess
 from tests.server.responses.shapes import check_events, check_response
-from tests.server.responses.test_responses import HELLO, frames
+from tests.server.responses.test_routes import HELLO, frames
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
