@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.output_rules import StopStrings
-from lockstep.engine.tokenizer import Detokenizer, Tokenizer
+from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.sampling import SamplerState, sample
 from lockstep.executors.sampling_params import ResolvedSampling
 from lockstep.executors.stub import stub_tokenizer_parts

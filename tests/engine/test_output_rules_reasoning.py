@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from lockstep import LLM, AsyncEngine, EngineOptions, FinishReason, LoadOptions, SamplingParams
+from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.output_rules import (
     MAX_HELD_BLANKS,
     THINK_TAGS,
@@ -21,7 +22,7 @@ from lockstep.engine.output_rules import (
     ThinkTags,
     tags_of_template,
 )
-from lockstep.engine.tokenizer import Detokenizer, Tokenizer
+from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from tests.engine.chat_templates import CHATML, QWEN3
 from tests.engine.text_models import byte_level, parts

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lockstep.engine.request import MAX_MESSAGES
+from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.engine.template_budget import MAX_WORK
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError

@@ -18,8 +18,8 @@ import pytest
 
 from lockstep import LLM, AsyncEngine, EngineOptions, GenerationRequest, LoadOptions, SamplingParams
 from lockstep.core.request import FinishReason
+from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.engine import Engine
-from lockstep.engine.tokenizer import Detokenizer
 from lockstep.errors import RequestFailedError, UsageError
 from tests.engine.conftest import MakeEngine
 from tests.waiting import HANG_S

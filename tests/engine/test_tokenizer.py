@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.request import MAX_MESSAGES
+from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.engine.template_budget import MAX_RENDERED_CHARS
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError

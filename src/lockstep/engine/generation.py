@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.request import FinishReason
+from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.input_processing import Prepared
 from lockstep.engine.metrics import SequenceSpan
 from lockstep.engine.output_rules import BadWords, Pooler, PromptLogprobs, ReasoningSplitter, StopStrings
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
-from lockstep.engine.tokenizer import Detokenizer
 from lockstep.errors import LockstepError, RequestFailedError
 from lockstep.executors.grammar import TokenBits
 from lockstep.executors.logits import TokenLogprobs

@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepPlan, StepResult
+from lockstep.engine.detokenizer import Detokenizer
 from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.output_rules import Pooler
 from lockstep.engine.outputs import TokenOutput
-from lockstep.engine.tokenizer import Detokenizer
 from lockstep.errors import NumericsError
 from lockstep.executors.base import HiddenStates, Logits, SequenceObserver, StepBatch
 from lockstep.executors.grammar import TokenBits

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.errors import ChatTemplateError, InvalidParameterError
@@ -35,24 +34,14 @@ Transform = Callable[[str, bool], str]
 """(text, whether the assistant said it) to text."""
 
 
-class GuardedPrompt(msgspec.Struct, frozen=True):
-    """A rendered conversation."""
+class Encoder(Protocol):
+    """The part of a tokenizer that makes tokens of a rendered conversation."""
 
-    text: str
-    """With the private character where a caller wrote a special token."""
-    private: str
-    is_plain: bool
-    """Every special token in it is the template's: it may be tokenised as it is."""
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]: ...
 
-    def until(self, end: str) -> GuardedPrompt:
-        """The part before the last mark of `SpecialTokenGuard.mark_end`; ChatTemplateError where there is none."""
-        text, mark, _ = self.text.rpartition(end)
-        if not mark:
-            raise ChatTemplateError(
-                "the chat template does not show the last message's content, so that nothing can go on with it",
-                param="continue_final_message",
-            )
-        return msgspec.structs.replace(self, text=text.replace(end, ""))
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def check_length(self, texts: Sequence[str], most: int) -> None: ...
 
 
 class SpecialTokenGuard:
@@ -69,6 +58,7 @@ class SpecialTokenGuard:
         strong = {i: token for i, token in added.items() if token.special or i in end_token_ids}
         weak = {i: token for i, token in added.items() if i not in strong and token.content in template.source}
         self._ids: dict[str, int] = {token.content: i for i, token in chain(strong.items(), weak.items())}
+        self._template = template
         self._tokens: dict[str, AddedToken] = {t.content: t for t in chain(strong.values(), weak.values())}
         self._literal = frozenset(token.content for token in chain(strong.values(), weak.values()) if not token.special)
         """Disabling special tokens does not disable these."""
@@ -83,7 +73,54 @@ class SpecialTokenGuard:
         self._used = frozenset(template.source)
         self._normalizer = tokenizer.normalizer if any(token.normalized for token in strong.values()) else None
 
-    def mark_end(self, context: dict[str, object]) -> str:
+    def encode(
+        self,
+        context: dict[str, object],
+        now: datetime | None,
+        encoder: Encoder,
+        *,
+        continue_final: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
+        """Tokens of a rendered conversation.
+
+        Args:
+            context: the template's checked variables.
+            now: what ``strftime_now`` tells the template.
+            continue_final: end with the content of the last message.
+            most: tokens that there may be; None: any number.
+
+        Raises:
+            ChatTemplateError: the template failed or does not show that content, or the vocabulary makes a special
+                token of plain text, whatever is done.
+            PromptTooLongError: there are more than ``most``, as far as that is known.
+        """
+        end = self._mark_end(context) if continue_final else ""
+        text, private = self._rendered(context, now)
+        if end:
+            text, mark, _ = text.rpartition(end)
+            if not mark:
+                raise ChatTemplateError(
+                    "the chat template does not show the last message's content, so that nothing can go on with it",
+                    param="continue_final_message",
+                )
+            text = text.replace(end, "")
+        if most is not None:
+            encoder.check_length([text], most)
+        if private is None:
+            return encoder.encode(text, add_special_tokens=False, most=most)
+        ids: list[int] = []
+        cut = 0
+        skip_space = False
+        for match in self._anyone.finditer(text):
+            token = self._tokens[match[0]]
+            section = text[cut : match.start()]
+            ids += self._section(_trimmed(section, skip_space, token.lstrip), private, encoder)
+            ids.append(self._ids[match[0]])
+            cut, skip_space = match.end(), token.rstrip
+        return ids + self._section(_trimmed(text[cut:], skip_space, False), private, encoder)
+
+    def _mark_end(self, context: dict[str, object]) -> str:
         """Put a private character behind the content of the last message of a template's variables; returns it."""
         end = self._private(_strings(context))
         messages = context["messages"]
@@ -91,12 +128,13 @@ class SpecialTokenGuard:
         context["messages"] = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{end}"}]
         return end
 
-    def render(self, context: Mapping[str, object], render: Callable[[Mapping[str, object]], str]) -> GuardedPrompt:
-        """Render so that the callers' special tokens can be told from the template's."""
+    def _rendered(self, context: Mapping[str, object], now: datetime | None) -> tuple[str, str | None]:
+        """The text, and the private character that stands where a caller wrote a special token; None: every special
+        token in it is the template's."""
         texts = _strings(context)
         hazardous = self._begins.search("".join(self._as_seen(texts))) is not None
         if not hazardous and not self._may_be_completed:
-            return GuardedPrompt(render(context), "", is_plain=True)
+            return self._template.render(context, now), None
         private = self._private(texts)
 
         def breaking(pattern: re.Pattern[str]) -> Callable[[str], str]:
@@ -104,35 +142,17 @@ class SpecialTokenGuard:
 
         by_anyone, by_assistant, after_begins = map(breaking, (self._anyone, self._assistant, self._begins))
         first = private if self._may_be_completed else ""
-        text = render(
-            _mapped(context, lambda text, own: by_assistant(text) if own else by_anyone(text)) if hazardous else context
+        broken = _mapped(context, lambda text, own: by_assistant(text) if own else by_anyone(text))
+        text = self._template.render(broken if hazardous else context, now)
+        certain = self._template.render(
+            _mapped(context, lambda text, own: first + after_begins(text) if text else text), now
         )
-        certain = render(_mapped(context, lambda text, own: first + after_begins(text) if text else text))
         agree = self._assistant.findall(text) == self._assistant.findall(certain)
         text = text if agree else certain
         hidden = self._normalizer is not None and any(self._anyone.search(seen) for seen in self._as_seen(texts))
-        return GuardedPrompt(text, private, is_plain=private not in text and not hidden)
+        return text, private if private in text or hidden else None
 
-    def encode(self, prompt: GuardedPrompt, encode_plain: Callable[[Sequence[str]], list[list[int]]]) -> list[int]:
-        """Tokens of a prompt that holds special tokens of both kinds.
-
-        Raises:
-            ChatTemplateError: the vocabulary makes a special token of plain text, whatever is done.
-        """
-        ids: list[int] = []
-        cut = 0
-        skip_space = False
-        for match in self._anyone.finditer(prompt.text):
-            token = self._tokens[match[0]]
-            section = prompt.text[cut : match.start()]
-            ids += self._section(_trimmed(section, skip_space, token.lstrip), prompt.private, encode_plain)
-            ids.append(self._ids[match[0]])
-            cut, skip_space = match.end(), token.rstrip
-        return ids + self._section(_trimmed(prompt.text[cut:], skip_space, False), prompt.private, encode_plain)
-
-    def _section(
-        self, section: str, private: str, encode_plain: Callable[[Sequence[str]], list[list[int]]]
-    ) -> list[int]:
+    def _section(self, section: str, private: str, encoder: Encoder) -> list[int]:
         """Tokens of a text without borders; where the whole gives one all the same, of its pieces."""
         whole = section.replace(private, "") if private else section
         if not whole:
@@ -141,7 +161,7 @@ class SpecialTokenGuard:
         halves = [whole[begin:end] for begin, end in pairwise(cuts)]
         attempts = [[whole], halves, list(whole)]
         for pieces in attempts[any(text in whole for text in self._literal) :]:
-            ids = list(chain.from_iterable(encode_plain(pieces)))
+            ids = list(chain.from_iterable(encoder.encode_plain(pieces)))
             if not self._forged(ids):
                 return ids
         raise ChatTemplateError("a message writes a special token that this vocabulary cannot write as plain text")

@@ -1,18 +1,17 @@
-"""Tokenizer of a model: text to tokens, conversations to prompts, and tokens to text, at once or as they come."""
+"""Tokenizer of a model: text to tokens, conversations to prompts, and tokens to text."""
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.chat_template import ChatTemplate
+from lockstep.engine.detokenizer import TokenBytes, byte_alphabet, decoder_rules, steps_of
 from lockstep.engine.output_rules import Reasoning, tags_of_template
 from lockstep.engine.special_token_guard import SpecialTokenGuard
-from lockstep.engine.token_bytes import TokenBytes, TokenReach, decoder_rules
 from lockstep.errors import ChatTemplateError, InvalidParameterError, PromptTooLongError
 from lockstep.executors.grammar_compiler import Vocabulary
 
@@ -24,6 +23,14 @@ _TAIL_TOKENS = 32
 """Enough for a tag, spelled letter by letter, and the blanks after it."""
 _LONG_CHARS = 4_096
 """A longer text is tokenised by a call that lets other threads run meanwhile."""
+MAX_COMPOSED = 4
+"""Characters that a composing normal form of Unicode makes one of, at most: none decomposes into more."""
+_GROWING = frozenset({"Prepend", "NFD", "NFKD", "Lowercase", "ByteLevel"})
+_COMPOSING = frozenset({"NFC", "NFKC"})
+_SPLITTING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
+"""Steps that cut a text and drop nothing of it."""
+_BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+"""What Unicode calls white space, and an added token may take in beside it."""
 
 
 class Tokenizer:
@@ -213,19 +220,9 @@ class Tokenizer:
         template = self._chat_template()
         assert self._guard is not None
         context = template.context(messages, add_generation_prompt and not continue_final, template_kwargs)
-        checked = context["messages"]
-        assert isinstance(checked, list), "they were checked"
-        if most is not None:  # told before a template that is written in vain
-            self.check_length([str(message["content"]) for message in checked], most)
-        end = self._guard.mark_end(context) if continue_final else ""
-        prompt = self._guard.render(context, lambda guarded: template.render(guarded, now))
-        if end:
-            prompt = prompt.until(end)
-        if most is not None:
-            self.check_length([prompt.text], most)
-        if prompt.is_plain:
-            return self.encode(prompt.text, add_special_tokens=False, most=most)
-        return self._guard.encode(prompt, self.encode_plain)
+        if most is not None:  # told before a template is written in vain
+            self.check_length([str(message["content"]) for message in context["messages"]], most)  # type: ignore[attr-defined]  # checked messages
+        return self._guard.encode(context, now, self, continue_final=continue_final, most=most)
 
     def reasoning_after(self, prompt: Sequence[int]) -> Reasoning | None:
         """How the answer to a prompt of `encode_chat` tells its thoughts from its content; None: it has none."""
@@ -294,114 +291,69 @@ def _is_marker(content: str) -> bool:
     return content.startswith("<") and content.endswith(">")
 
 
-_utf8 = codecs.getincrementaldecoder("utf-8")
-_REPLACEMENT = "\ufffd"
-_MAX_WINDOW_TOKENS = 64
-"""For decoders without a byte table: how many tokens may be held before they are shown as they are."""
+class TokenReach:
+    """How much text a token can stand for: tells from a text's length alone that no context holds it.
 
-
-class Detokenizer:
-    """Text from one sequence's tokens as they come: every piece ends at a character, and the pieces together are the
-    whole decode. `append` costs a table look-up and the decoding of the token's bytes.
-
-    Args:
-        after: the token before the first one, usually the prompt's last. None or a special token: a new text begins,
-            and SentencePiece models drop its leading space; otherwise the text goes on, and the space stays.
-        verbatim: the space stays in either case, because a constraint asked for it.
-        shown: special tokens that are text here.
+    A tokenizer is a chain of steps, each of which says how many characters it may make one of. Where a step may swallow
+    text without a bound (blanks that are dropped, unknown characters that become one token together) nothing follows
+    from a length, and nothing is claimed. Making one reads the whole vocabulary, for some tenths of a second.
     """
 
-    __slots__ = ("_decoder", "_first", "_read", "_shown", "_strip", "_table", "_tokenizer", "_whole", "_window")
+    def __init__(self, tokenizer: Library) -> None:
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._absorbs_blanks = any(token.lstrip or token.rstrip for token in added)
+        composed = _composed(steps_of(tokenizer.normalizer, "normalizers"))
+        is_lossless = _cuts_only(steps_of(tokenizer.pre_tokenizer, "pretokenizers")) and _knows_all(tokenizer)
+        self._chars_per_token = 0
+        if composed and is_lossless:
+            longest = max(map(len, (*tokenizer.get_vocab(), *(token.content for token in added))), default=1)
+            self._chars_per_token = composed * longest
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        after: int | None = None,
-        verbatim: bool = False,
-        shown: frozenset[int] = frozenset(),
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._table = tokenizer.token_bytes
-        self._shown = shown
-        self._decoder = _utf8("replace")
-        begins = not verbatim and (after is None or after in tokenizer.special_token_ids)
-        rules = None if self._table is None else self._table.rules
-        self._first = begins
-        self._whole: dict[int, str] = {}
-        """Tokens whose text is known without a look at what is open: the table's, where nothing is."""
-        self._strip = rules.strip_first if rules is not None and begins else ""
-        self._window: list[int] = [] if begins or after is None else [after]
-        self._read = len(self._window)
-        """How much of the window is only context, its text already shown."""
+    def exceeds(self, texts: Sequence[str], num_tokens: int) -> bool:
+        """Whether texts have more than so many tokens together for certain."""
+        num_chars, most = sum(map(len, texts)), num_tokens * self._chars_per_token
+        if not self._chars_per_token or num_chars <= most:
+            return False
+        if self._absorbs_blanks:
+            num_chars -= sum(text.count(blank) for text in texts for blank in _BLANKS)
+        return num_chars > most
 
-    def special_text(self, token_id: int) -> str:
-        """How a special token, whose text `append` leaves out, is written; empty for any other."""
-        return self._tokenizer.special_text(token_id)
 
-    def append(self, token_id: int) -> str:
-        """The text that is complete now; empty when a character is still open or the token special and not shown."""
-        text = self._whole.get(token_id)
-        return self._append(token_id) if text is None else text
+def _composed(steps: list[dict[str, Any]]) -> int:
+    """Characters of the text that may become one of the normal text; 0: there is no bound."""
+    factor = 1
+    for step in steps:
+        if step["type"] in _COMPOSING:
+            factor *= MAX_COMPOSED
+        elif step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1 and step["content"]:
+            continue
+        elif step["type"] not in _GROWING:
+            return 0
+    return factor
 
-    def _append(self, token_id: int) -> str:
-        table = self._table
-        if token_id in self._shown:
-            return self._show(token_id)
-        if table is None:
-            return self._append_to_window(token_id)
-        if token_id in table.skipped:
-            return ""
-        if not self._first:
-            return self._decoded(table, token_id)
-        self._first = bool(self._strip)
-        text = self._decoder.decode(table.of_first(token_id))
-        return self._stripped(text) if self._strip else text
 
-    def _decoded(self, table: TokenBytes, token_id: int) -> str:
-        """The text of a token behind others."""
-        was_open = self._decoder.getstate()[0]
-        text = self._decoder.decode(table.of(token_id))
-        is_open = self._decoder.getstate()[0]
-        self._whole = {} if is_open else table.texts
-        if not (was_open or is_open):
-            table.texts[token_id] = text
-        return text
+def _cuts_only(steps: list[dict[str, Any]]) -> bool:
+    return all(
+        step["type"] in _SPLITTING
+        or (step["type"] in ("Split", "Punctuation") and step.get("behavior", "Removed") != "Removed")
+        for step in steps
+    )
 
-    def flush(self) -> str:
-        """What an unfinished character leaves when no more tokens come: U+FFFD, or nothing."""
-        if self._table is None:
-            text = self._new_text()
-            self._read = len(self._window)
-            return text
-        text = self._decoder.decode(b"", final=True)
-        return self._stripped(text) if self._strip else text
 
-    def _show(self, token_id: int) -> str:
-        """The text of a special token, after what the tokens before it left open."""
-        text = self.flush() + self.special_text(token_id)
-        self._window, self._read = [], 0
-        self._strip, self._first = "", False
-        return text
+def _knows_all(tokenizer: Library) -> bool:
+    """Whether every character becomes at least a token of its own, known or not."""
+    from tokenizers import models
 
-    def _stripped(self, text: str) -> str:
-        if not text:
-            return text
-        text, self._strip, self._first = text.removeprefix(self._strip), "", False
-        return text
-
-    def _append_to_window(self, token_id: int) -> str:
-        """Decode a short window twice and show the difference, for decoders that only know whole lists."""
-        self._window.append(token_id)
-        text = self._new_text()
-        pending = len(self._window) - self._read
-        if not text or (text.endswith(_REPLACEMENT) and pending < _MAX_WINDOW_TOKENS):
-            return ""
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
-        return text
-
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._window[: self._read])
-        whole = self._tokenizer.decode(self._window)
-        return whole[len(before) :]
+    model = tokenizer.model
+    if not isinstance(model, models.BPE):
+        return False
+    kinds = {step["type"] for step in steps_of(tokenizer.pre_tokenizer, "pretokenizers")} | {
+        step["type"] for step in steps_of(tokenizer.normalizer, "normalizers")
+    }
+    if "ByteLevel" in kinds:
+        needed = list(byte_alphabet())
+    elif model.byte_fallback:
+        needed = [f"<0x{byte:02X}>" for byte in range(256)]
+    else:
+        return model.unk_token is not None and not model.fuse_unk
+    return all(model.token_to_id(token) is not None for token in needed)

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.cluster.base import Accepted, Cluster, Hop
-from lockstep.engine.request import Conversation, checked_messages
+from lockstep.engine.chat_template import checked_messages
+from lockstep.engine.request import Conversation
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.answer import (
     Answer,

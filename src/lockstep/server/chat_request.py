@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from lockstep.engine.request import MAX_CONTENT_PARTS, MAX_MESSAGES, Conversation, GenerationRequest
+from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES
+from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint, ConstraintKind

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from lockstep.engine.tokenizer import Detokenizer, Tokenizer
+from lockstep.engine.detokenizer import Detokenizer
+from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.logits import TokenLogprobs
 from lockstep.server.fields import Shape
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from lockstep.engine.request import MAX_MESSAGES, checked_messages
+from lockstep.engine.chat_template import MAX_MESSAGES, checked_messages
 from lockstep.errors import InvalidParameterError
 from lockstep.server.responses.schema import Input
 from lockstep.server.responses.translation import items_of, messages_of

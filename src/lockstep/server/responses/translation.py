@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep.engine.request import MAX_MESSAGES
+from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError, RequestError
 from lockstep.server.chat_request import ChatBody
 from lockstep.server.errors import of_validation

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.engine.chat_template import checked_messages
 from lockstep.engine.output_rules import Reasoning, tags_of_template
-from lockstep.engine.request import checked_messages
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
 from lockstep.executors.constraint import Constraint

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
-from lockstep.engine.tokenizer import Detokenizer, Tokenizer
+from lockstep.engine.detokenizer import Detokenizer
+from lockstep.engine.tokenizer import Tokenizer
 from tests.engine.text_models import TEXTS, byte_level, metaspace, parts, sentencepiece, wordpiece
 
 FAMILIES: dict[str, Callable[[], Library]] = {

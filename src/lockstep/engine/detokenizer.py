@@ -1,0 +1,253 @@
+"""Detokenizer: text from tokens as they come, by a table of the bytes that each token stands for.
+
+Decoders of `tokenizers` work on whole lists. The two families that language models use can be said per token:
+byte-level BPE (every character of a token is a byte, after R. Sennrich's BPE on GPT-2's byte alphabet) and
+SentencePiece ("▁" is a space, ``<0x0A>`` is a byte, one space at the beginning of a text is dropped). Any other
+decoder has no table.
+
+Where bytes are not UTF-8 each faulty part becomes U+FFFD, as Python's and Rust's lossy decoding have it. `tokenizers`
+does so for byte-level BPE; for SentencePiece it spoils the valid neighbours too, which a stream cannot take back.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_utf8 = codecs.getincrementaldecoder("utf-8")
+_REPLACEMENT = "\ufffd"
+_MAX_WINDOW_TOKENS = 64
+"""For decoders without a byte table: how many tokens may be held before they are shown as they are."""
+
+
+class Detokenizer:
+    """Text from one sequence's tokens as they come: every piece ends at a character, and the pieces together are the
+    whole decode. `append` costs a table look-up and the decoding of the token's bytes.
+
+    Args:
+        after: the token before the first one, usually the prompt's last. None or a special token: a new text begins,
+            and SentencePiece models drop its leading space; otherwise the text goes on, and the space stays.
+        verbatim: the space stays in either case, because a constraint asked for it.
+        shown: special tokens that are text here.
+    """
+
+    __slots__ = ("_decoder", "_first", "_read", "_shown", "_strip", "_table", "_tokenizer", "_whole", "_window")
+
+    def __init__(
+        self,
+        tokenizer: Decoding,
+        *,
+        after: int | None = None,
+        verbatim: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._table = tokenizer.token_bytes
+        self._shown = shown
+        self._decoder = _utf8("replace")
+        begins = not verbatim and (after is None or after in tokenizer.special_token_ids)
+        rules = None if self._table is None else self._table.rules
+        self._first = begins
+        self._whole: dict[int, str] = {}
+        """Tokens whose text is known without a look at what is open: the table's, where nothing is."""
+        self._strip = rules.strip_first if rules is not None and begins else ""
+        self._window: list[int] = [] if begins or after is None else [after]
+        self._read = len(self._window)
+        """How much of the window is only context, its text already shown."""
+
+    def special_text(self, token_id: int) -> str:
+        """How a special token, whose text `append` leaves out, is written; empty for any other."""
+        return self._tokenizer.special_text(token_id)
+
+    def append(self, token_id: int) -> str:
+        """The text that is complete now; empty when a character is still open or the token special and not shown."""
+        text = self._whole.get(token_id)
+        return self._append(token_id) if text is None else text
+
+    def _append(self, token_id: int) -> str:
+        table = self._table
+        if token_id in self._shown:
+            return self._show(token_id)
+        if table is None:
+            return self._append_to_window(token_id)
+        if token_id in table.skipped:
+            return ""
+        if not self._first:
+            return self._decoded(table, token_id)
+        self._first = bool(self._strip)
+        text = self._decoder.decode(table.of_first(token_id))
+        return self._stripped(text) if self._strip else text
+
+    def _decoded(self, table: TokenBytes, token_id: int) -> str:
+        """The text of a token behind others."""
+        was_open = self._decoder.getstate()[0]
+        text = self._decoder.decode(table.of(token_id))
+        is_open = self._decoder.getstate()[0]
+        self._whole = {} if is_open else table.texts
+        if not (was_open or is_open):
+            table.texts[token_id] = text
+        return text
+
+    def flush(self) -> str:
+        """What an unfinished character leaves when no more tokens come: U+FFFD, or nothing."""
+        if self._table is None:
+            text = self._new_text()
+            self._read = len(self._window)
+            return text
+        text = self._decoder.decode(b"", final=True)
+        return self._stripped(text) if self._strip else text
+
+    def _show(self, token_id: int) -> str:
+        """The text of a special token, after what the tokens before it left open."""
+        text = self.flush() + self.special_text(token_id)
+        self._window, self._read = [], 0
+        self._strip, self._first = "", False
+        return text
+
+    def _stripped(self, text: str) -> str:
+        if not text:
+            return text
+        text, self._strip, self._first = text.removeprefix(self._strip), "", False
+        return text
+
+    def _append_to_window(self, token_id: int) -> str:
+        """Decode a short window twice and show the difference, for decoders that only know whole lists."""
+        self._window.append(token_id)
+        text = self._new_text()
+        pending = len(self._window) - self._read
+        if not text or (text.endswith(_REPLACEMENT) and pending < _MAX_WINDOW_TOKENS):
+            return ""
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._window[: self._read])
+        whole = self._tokenizer.decode(self._window)
+        return whole[len(before) :]
+
+
+class Decoding(Protocol):
+    """The part of a tokenizer that turns tokens into text."""
+
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """None: tokens have a text as whole lists only."""
+        ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def special_text(self, token_id: int) -> str:
+        """What a special token is written as; empty for any other."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderRules:
+    """A decoder of one of the two families, as data."""
+
+    byte_level: bool
+    replacements: tuple[tuple[str, str], ...] = ()
+    """In order, within a token."""
+    byte_tokens: bool = False
+    """Whether ``<0x0A>`` stands for a byte."""
+    strip_first: str = ""
+    """Dropped once from the beginning of the text."""
+    blank_first: str = ""
+    """Dropped wherever it occurs in the first token."""
+
+
+@dataclass(slots=True)
+class TokenBytes:
+    """The table, filled as tokens are met. Shared by all sequences of a model."""
+
+    tokenizer: Tokenizer
+    rules: DecoderRules
+    skipped: frozenset[int]
+    """Special tokens: no text."""
+    alphabet: dict[str, int] = field(default_factory=lambda: byte_alphabet())
+    known: dict[int, bytes] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    """Of tokens that were met and are whole characters, wherever in a text they stand but at its beginning."""
+
+    def of(self, token_id: int) -> bytes:
+        """The bytes of a token; none for an id outside the vocabulary."""
+        data = self.known.get(token_id)
+        if data is None:
+            data = self.known[token_id] = self._of_text(self.tokenizer.id_to_token(token_id) or "")
+        return data
+
+    def of_first(self, token_id: int) -> bytes:
+        """The bytes of a token that begins a text, before `strip_first`."""
+        blank = self.rules.blank_first
+        if not blank:
+            return self.of(token_id)
+        return self._of_text((self.tokenizer.id_to_token(token_id) or "").replace(blank, ""))
+
+    def _of_text(self, token: str) -> bytes:
+        rules = self.rules
+        if rules.byte_level:
+            if all(char in self.alphabet for char in token):
+                return bytes(self.alphabet[char] for char in token)
+            return token.encode("utf-8", "replace")
+        for old, new in rules.replacements:
+            token = token.replace(old, new)
+        match = _BYTE_TOKEN.fullmatch(token) if rules.byte_tokens else None
+        return bytes([int(match[1], 16)]) if match else token.encode("utf-8", "replace")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte: itself where it is printable, else the next free from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    alphabet = {chr(byte): byte for byte in sorted(printable)}
+    for offset, byte in enumerate(byte for byte in range(256) if byte not in printable):
+        alphabet[chr(0x100 + offset)] = byte
+    return alphabet
+
+
+def decoder_rules(tokenizer: Tokenizer) -> DecoderRules | None:
+    """Read a tokenizer's decoder; None: it is of another family."""
+    if tokenizer.decoder is None:
+        return None
+    steps = steps_of(tokenizer.decoder, "decoders")
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return DecoderRules(byte_level=True)
+    replacements: list[tuple[str, str]] = []
+    strip = blank = ""
+    for index, step in enumerate(steps):
+        if step["type"] == "Replace" and "String" in step["pattern"]:
+            replacements.append((step["pattern"]["String"], step["content"]))
+        elif step["type"] == "Metaspace":
+            replacements.append((step["replacement"], " "))
+            blank = step["replacement"] if step["prepend_scheme"] != "never" else ""
+        elif step["type"] == "Strip" and "Fuse" in kinds[:index] and step["stop"] == 0:
+            strip = step["content"] * step["start"]
+        elif step["type"] not in ("ByteFallback", "Fuse"):
+            return None
+    if len(strip) > 1 or (kinds.index("Fuse") if "Fuse" in kinds else len(kinds)) < len(kinds) - 1 - bool(strip):
+        return None
+    return DecoderRules(False, tuple(replacements), "ByteFallback" in kinds, strip, blank)
+
+
+def steps_of(part: Any, members: str) -> list[dict[str, Any]]:
+    """A decoder, normalizer or pre-tokenizer as its steps, sequences within each other laid out; none of None."""
+    if part is None:
+        return []
+
+    def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+        return [each for inner in step[members] for each in flat(inner)] if step["type"] == "Sequence" else [step]
+
+    return flat(json.loads(part.__getstate__()))
