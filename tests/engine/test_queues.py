@@ -21,8 +21,10 @@ from tests.waiting import HANG_S
 @pytest.fixture
 def lives(make_engine: MakeEngine) -> list[LiveRequest]:
     engine = make_engine()
-    prepared = prepare(engine.model, engine.config, GenerationRequest("hello"))
-    return [LiveRequest(number, prepared, 0.0, None) for number in range(3)]
+    requests = [prepare(engine.model, engine.config, GenerationRequest("hello")) for _ in range(3)]
+    for number, request in enumerate(requests):
+        request.request_id = number
+    return requests
 
 
 def output(request_id: int) -> RequestOutput:

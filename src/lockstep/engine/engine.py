@@ -96,11 +96,11 @@ class Engine:
             QueueFullError: too many requests wait.
             UsageError: the engine was stopped.
         """
-        prepared = prepare(self.model, self.config, request)
+        live = prepare(self.model, self.config, request)
         self._inbox.check_room()
-        is_kept = callback is None and request_id is None
-        request_id = next(self._ids) if request_id is None else request_id
-        live = LiveRequest(request_id, prepared, self._now_s(), callback, is_kept=is_kept)
+        live.is_kept = callback is None and request_id is None
+        live.request_id = request_id = next(self._ids) if request_id is None else request_id
+        live.arrival_s, live.sink = self._now_s(), callback
         self._open[request_id] = live
         try:
             self._inbox.put(live)
@@ -322,7 +322,7 @@ class Engine:
             return
         if is_first and not self._schedule(live, now_s):
             return
-        self._deadlines.add(live.request_id, live.arrival_s, live.prepared.request)
+        self._deadlines.add(live.request_id, live.arrival_s, live.request)
         self._deadlines.forget_stale(self._open)
         self._accepted.append(live.request_id)
 
@@ -331,7 +331,7 @@ class Engine:
         first: int | None = None
         for index in range(live.num_open):
             try:
-                seq_id = self.scheduler.add(live.prepared.core_request_of(first))
+                seq_id = self.scheduler.add(live.core_request_of(first))
             except LockstepError as error:
                 self._refuse(live, error)
                 return False

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.request import FinishReason
+from lockstep.core.request import FinishReason, Request
 from lockstep.engine.detokenizer import Detokenizer
-from lockstep.engine.input_processing import Prepared
 from lockstep.engine.metrics import SequenceSpan
-from lockstep.engine.output_rules import BadWords, Pooler, PromptLogprobs, ReasoningSplitter, StopStrings
+from lockstep.engine.output_rules import BadWords, Pooler, PromptLogprobs, ReasoningSplitter, Runs, StopStrings
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, RequestFailedError
-from lockstep.executors.grammar import TokenBits
+from lockstep.executors.grammar import Grammar, TokenBits
 from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.sampling import SamplerState
+from lockstep.executors.sampling_params import ResolvedSampling
 
 Sink = Callable[[TokenOutput], None]
 
@@ -70,34 +72,33 @@ class Generation:
         detokenizer: Detokenizer,
         max_step_tokens: int,
     ) -> None:
-        prepared = live.prepared
-        params = prepared.request.params
+        params = live.request.params
         self.live = live
         self.index = index
         self.seq_id = seq_id
-        self.tokens = list(prepared.prompt_ids)
+        self.tokens = list(live.prompt_ids)
         self.prompt_len = len(self.tokens)
         self.min_len = self.prompt_len + params.min_tokens
-        self.max_len = self.prompt_len + prepared.max_output_tokens
-        self.grammar = prepared.grammars[index] if prepared.grammars else None
-        self.max_forced = max_step_tokens - 1 if prepared.core_request.allows_forced else 0
+        self.max_len = self.prompt_len + live.max_output_tokens
+        self.grammar = live.grammars[index] if live.grammars else None
+        self.max_forced = max_step_tokens - 1 if live.core_request.allows_forced else 0
         """Tokens that may ride with a sampled one."""
-        self.ignored_ends = prepared.ignored_end_ids
+        self.ignored_ends = live.ignored_end_ids
         self.fault: LockstepError | None = None
         """Why its next token cannot be chosen."""
-        pooling = prepared.request.pooling
+        pooling = live.request.pooling
         self.pooler = None if pooling is None else Pooler(pooling, self.prompt_len)
-        wanted = prepared.request.prompt_logprobs
-        self.prompt_logprobs = None if wanted is None or index else PromptLogprobs(prepared.prompt_ids, wanted)
+        wanted = live.request.prompt_logprobs
+        self.prompt_logprobs = None if wanted is None or index else PromptLogprobs(live.prompt_ids, wanted)
         """Of the first sequence only: its siblings have the same prompt."""
         self.sampler = sampler
         self.detokenizer = detokenizer
         self.shows_end = params.include_stop_str_in_output
         """Whether what ends it is shown, where that is text."""
         self.stops = StopStrings(params.stop, shows_stop=self.shows_end) if params.stop else None
-        self.ends = frozenset(prepared.end_ids)
-        self.suppressed = prepared.end_ids
-        self.bad_words = BadWords(prepared.banned_runs) if prepared.banned_runs else None
+        self.ends = frozenset(live.end_ids)
+        self.suppressed = live.end_ids
+        self.bad_words = BadWords(live.banned_runs) if live.banned_runs else None
         self.takes_likeliest = (
             sampler.is_plain_greedy
             and self.grammar is None
@@ -106,7 +107,7 @@ class Generation:
             and params.logprobs is None
         )
         """Whether each of its tokens is the most likely one, and nobody asks how likely."""
-        reasoning = prepared.request.reasoning
+        reasoning = live.request.reasoning
         self.splitter = None if reasoning is None else ReasoningSplitter(reasoning)
         self.texts: list[str] = []
         self.thoughts: list[str] = []
@@ -298,46 +299,53 @@ class Generation:
         )
 
 
+@dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request between submission and its last token."""
+    """A request between submission and its last token: what input processing made of it, and what became of it."""
 
-    __slots__ = (
-        "arrival_s",
-        "error",
-        "first_scheduled_s",
-        "first_token_s",
-        "generations",
-        "is_in_session",
-        "is_kept",
-        "num_cached_tokens",
-        "num_open",
-        "num_preemptions",
-        "num_told",
-        "prepared",
-        "request_id",
-        "sink",
-    )
+    request: GenerationRequest
+    prompt_ids: tuple[int, ...]
+    core_request: Request
+    max_output_tokens: int
+    sampling: ResolvedSampling
+    seed: int
+    """Of the first sequence; sibling ``i`` draws with ``seed + i``."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a sequence, in a fixed order."""
+    ignored_end_ids: tuple[int, ...] = ()
+    """The model's end tokens where the request goes on after them."""
+    grammars: tuple[Grammar, ...] = ()
+    """One per sequence of a constrained request; else empty."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens whose text is part of the answer's."""
+    banned_runs: Runs = ()
+    """Tokens that may not come in a row."""
+    request_id: int = -1
+    """Known, as is what follows, when it is submitted."""
+    arrival_s: float = 0.0
+    sink: Sink | None = None
+    is_kept: bool = False
+    """The whole answer is kept until it is asked for."""
+    generations: list[Generation] = field(default_factory=list)
+    num_open: int = field(init=False)
+    num_told: int = 0
+    """Sequences whose last output was taken: of several that end in one step, the last one tells the whole."""
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    is_in_session: bool = False
+    """It counts as a busy request of its session."""
+    error: LockstepError | None = None
 
-    def __init__(
-        self, request_id: int, prepared: Prepared, arrival_s: float, sink: Sink | None, *, is_kept: bool = False
-    ) -> None:
-        self.request_id = request_id
-        self.prepared = prepared
-        self.arrival_s = arrival_s
-        self.sink = sink
-        self.is_kept = is_kept
-        """The whole answer is kept until it is asked for."""
-        self.generations: list[Generation] = []
-        self.num_open = prepared.request.params.n
-        self.num_told = 0
-        """Sequences whose last output was taken: of several that end in one step, the last one tells the whole."""
-        self.first_scheduled_s: float | None = None
-        self.first_token_s: float | None = None
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.is_in_session = False
-        """It counts as a busy request of its session."""
-        self.error: LockstepError | None = None
+    def __post_init__(self) -> None:
+        self.num_open = self.request.params.n
+
+    def core_request_of(self, first: int | None) -> Request:
+        """One sequence in the core's terms: the first, or a sibling of it, which needs no prompt row and may share."""
+        if first is None:
+            return self.core_request
+        return replace(self.core_request, sibling_of=first, reads_cache=True)
 
     def output(self, now_s: float) -> RequestOutput:
         """The whole answer, once every sequence has ended."""
@@ -346,7 +354,7 @@ class LiveRequest:
         ttft = None if self.first_token_s is None else self.first_token_s - arrival
         return RequestOutput(
             self.request_id,
-            self.prepared.prompt_ids,
+            self.prompt_ids,
             tuple(generation.completion() for generation in self.generations),
             self.num_cached_tokens,
             self.num_preemptions,

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Sequence
 
-import msgspec
 from msgspec.structs import replace
 
 from lockstep.core.policy import SchedulerConfig, output_limit
 from lockstep.core.prefix import block_hashes
 from lockstep.core.request import Request
 from lockstep.engine.deadlines import check_deadlines
+from lockstep.engine.generation import LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.output_rules import POOLINGS, Runs
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer, too_many_tokens
 from lockstep.errors import InvalidParameterError
-from lockstep.executors.grammar import Grammar
-from lockstep.executors.sampling_params import ResolvedSampling, SamplingParams, check_logprobs
+from lockstep.executors.sampling_params import SamplingParams, check_logprobs
 
 MAX_SHOWN_SPECIALS = 64
 """Special tokens that one request may want to see."""
@@ -30,36 +28,8 @@ REASONING = ("auto", "off")
 """What a conversation may say of thoughts."""
 
 
-class Prepared(msgspec.Struct, frozen=True):
-    """A request that can be served, in the terms of the engine."""
-
-    request: GenerationRequest
-    prompt_ids: tuple[int, ...]
-    core_request: Request
-    max_output_tokens: int
-    end_ids: tuple[int, ...]
-    """Tokens that end a sequence, in a fixed order."""
-    ignored_end_ids: tuple[int, ...]
-    """The model's end tokens where the request goes on after them."""
-    grammars: tuple[Grammar, ...]
-    """One per sequence of a constrained request; else empty."""
-    shown_ids: frozenset[int]
-    """Special tokens whose text is part of the answer's."""
-    banned_runs: Runs
-    """Tokens that may not come in a row."""
-    sampling: ResolvedSampling
-    seed: int
-    """Of the first sequence; sibling ``i`` draws with ``seed + i``."""
-
-    def core_request_of(self, first: int | None) -> Request:
-        """One sequence in the core's terms: the first, or a sibling of it, which needs no prompt row and may share."""
-        if first is None:
-            return self.core_request
-        return dataclasses.replace(self.core_request, sibling_of=first, reads_cache=True)
-
-
-def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequest) -> Prepared:
-    """Check everything that can be known without the engine's state.
+def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequest) -> LiveRequest:
+    """Check everything that can be known without the engine's state, and put the request in the engine's terms.
 
     Raises:
         InvalidParameterError: a parameter, or a token of the prompt, is out of range.
@@ -89,7 +59,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     )
     model_ends = model.tokenizer.end_token_ids
     end_ids, ignored_end_ids = ((), model_ends) if params.ignore_eos else (model_ends, ())
-    return Prepared(
+    return LiveRequest(
         request=request,
         prompt_ids=prompt_ids,
         core_request=core_request,
@@ -167,7 +137,7 @@ def banned_runs(tokenizer: Tokenizer, words: Sequence[str]) -> Runs:
 
 def _prepare_pooling(
     model: LoadedModel, config: SchedulerConfig, request: GenerationRequest, prompt_ids: tuple[int, ...]
-) -> Prepared:
+) -> LiveRequest:
     """A prompt that is computed whole and past the cache, since every position's hidden state is wanted."""
     if not hasattr(type(model.executor), "hidden_states"):
         raise InvalidParameterError(f"model {model.name!r} gives no hidden states to pool", param="pooling")
@@ -176,16 +146,11 @@ def _prepare_pooling(
     if request.prompt_logprobs is not None:
         raise InvalidParameterError("a pooled request has no prompt_logprobs", param="prompt_logprobs")
     core_request = Request(len(prompt_ids), 1, (), request.priority, request.tenant, reads_cache=False)
-    return Prepared(
+    return LiveRequest(
         request=replace(request, params=SamplingParams(temperature=0.0, max_tokens=1)),
         prompt_ids=prompt_ids,
         core_request=core_request,
         max_output_tokens=output_limit(config, core_request),
-        end_ids=(),
-        ignored_end_ids=(),
-        grammars=(),
-        shown_ids=frozenset(),
-        banned_runs=(),
         sampling=SamplingParams(temperature=0.0).resolve({}),
         seed=0,
     )

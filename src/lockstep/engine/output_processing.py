@@ -46,19 +46,19 @@ class OutputProcessor:
 
     def open(self, live: LiveRequest, index: int, seq_id: int, max_step_tokens: int) -> Generation:
         """One of a request's sequences has its place in the queue."""
-        prepared, model = live.prepared, self._model
-        sampler = SamplerState(prepared.sampling, prepared.seed + index, prepared.prompt_ids, model.vocab_size)
+        model = self._model
+        sampler = SamplerState(live.sampling, live.seed + index, live.prompt_ids, model.vocab_size)
         detokenizer = Detokenizer(
             model.tokenizer,
-            after=prepared.prompt_ids[-1],
-            verbatim=bool(prepared.grammars),
-            shown=prepared.shown_ids,
+            after=live.prompt_ids[-1],
+            verbatim=bool(live.grammars),
+            shown=live.shown_ids,
         )
         generation = Generation(live, index, seq_id, sampler, detokenizer, max_step_tokens)
         live.generations.append(generation)
         self.generations[seq_id] = generation
         if self._observer is not None:
-            self._observer.begin(seq_id, prepared.prompt_ids, prepared.max_output_tokens)
+            self._observer.begin(seq_id, live.prompt_ids, live.max_output_tokens)
         return generation
 
     def retire(self, seq_id: int) -> None:

@@ -115,7 +115,7 @@ class Sessions:
         Raises:
             QueueFullError: as many wait as may.
         """
-        if live.prepared.request.session_id is None or self._open(live, now_s):
+        if live.request.session_id is None or self._open(live, now_s):
             return True
         most = self._scheduler.config.max_num_queued_reqs
         if len(self._waiting) >= most:
@@ -137,20 +137,20 @@ class Sessions:
 
     def leave(self, live: LiveRequest, now_s: float) -> None:
         """A request has ended, wherever it was; one whose prompt was never computed leaves its session as it was."""
-        if live.prepared.request.session_id is None:
+        if live.request.session_id is None:
             return
         if not live.is_in_session:
             if live in self._waiting:
                 self._waiting.remove(live)
             return
         live.is_in_session, self._has_changed = False, True
-        session = self._sessions.get(_key_of(live.prepared.request))
+        session = self._sessions.get(_key_of(live.request))
         if session is None:
             return
         session.num_busy -= 1
         self._use(session, now_s)
         if not session.is_ended and live.first_token_s is not None:
-            self._keep(session, live.prepared.core_request.block_hashes)
+            self._keep(session, live.core_request.block_hashes)
         elif session.is_ended and not session.num_busy:
             self._forget(session, "ended")
 
@@ -184,7 +184,7 @@ class Sessions:
     # -- one session ----------------------------------------------------------------------------------------------
 
     def _open(self, live: LiveRequest, now_s: float) -> bool:
-        request = live.prepared.request
+        request = live.request
         key = _key_of(request)
         session = self._sessions.get(key)
         if session is None:

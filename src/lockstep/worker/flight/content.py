@@ -8,27 +8,27 @@ from msgspec.structs import replace
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import StepResult
-from lockstep.engine.generation import Generation
-from lockstep.engine.input_processing import Prepared
+from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.worker.wire import request_decoder, request_encoder
 
 
-def encode_request(prepared: Prepared, name_of: Callable[[str], int]) -> bytes:
+def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
     """The request as msgpack: its prompt as token ids, its seed as it was drawn, its salt by a number; without tenant,
-    session and deadlines, whose effects are recorded as commands."""
-    request = prepared.request
+    session, model and deadlines, whose effects are recorded as commands."""
+    request = live.request
     return request_encoder().encode(
         replace(
             request,
-            prompt=prepared.prompt_ids,
-            params=replace(request.params, seed=prepared.seed),
+            prompt=live.prompt_ids,
+            params=replace(request.params, seed=live.seed),
             cache_salt=str(name_of(request.cache_salt)) if request.cache_salt else "",
             tenant="",
             deadline_s=None,
             queue_deadline_s=None,
             session_id=None,
             session_owner="",
+            model=None,
         )
     )
 

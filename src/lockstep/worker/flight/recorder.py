@@ -408,12 +408,12 @@ class EngineRecorder:
     def came(self, generation: Generation, waited_s: float) -> None:
         if not self._records():
             return
-        prepared, seq_id = generation.live.prepared, generation.seq_id
-        request = prepared.request
+        live, seq_id = generation.live, generation.seq_id
+        request = live.request
         deadlines = _ms(request.deadline_s), _ms(request.queue_deadline_s)
-        self._put(Came(self.number, seq_id, round(waited_s * 1e6), prepared.seed, *deadlines))
+        self._put(Came(self.number, seq_id, round(waited_s * 1e6), live.seed, *deadlines))
         if self._recorder.has_content and generation.index == 0:
-            self._put(RequestEntry(self.number, seq_id, encode_request(prepared, self._recorder.tenants.of)))
+            self._put(RequestEntry(self.number, seq_id, encode_request(live, self._recorder.tenants.of)))
 
     @guarded
     def committed(self, record: bytes | None, result: StepResult, touched: Seq[Generation]) -> None:
