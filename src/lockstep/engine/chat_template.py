@@ -219,7 +219,7 @@ def _wrong(where: str, value: object, right: str) -> InvalidParameterError:
 
 
 class _Refusal(Exception):  # noqa: N818 - raised by the template itself: a message, not an error of ours
-    """What a template says with `raise_exception`."""
+    """Refusal by the template itself, with `raise_exception`."""
 
 
 def _refuse(message: object) -> NoReturn:
@@ -358,7 +358,7 @@ def literals(tree: Template) -> frozenset[str]:
 
 
 def _parts(node: Node, seen: set[Node]) -> Iterator[Node]:
-    """What is written one behind the other; ``seen`` is told of sums and the like that were taken apart for it."""
+    """Nodes that are written one behind the other; ``seen`` gets sums and the like that were taken apart for it."""
     from jinja2 import nodes
 
     if isinstance(node, nodes.Add):
@@ -374,7 +374,7 @@ def _parts(node: Node, seen: set[Node]) -> Iterator[Node]:
 
 
 def _runs(parts: Sequence[Node], roles: Set[Node]) -> Iterator[list[Node]]:
-    """What of some parts stands together and is the template's own."""
+    """Parts that stand together and are the template's own."""
     run: list[Node] = []
     for part in parts:
         if part in roles or _text(part) is not None:

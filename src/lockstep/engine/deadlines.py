@@ -39,7 +39,7 @@ class Due:
     """As it was asked for."""
 
     def error(self) -> DeadlineError:
-        """What its request ends with."""
+        """The error that its request ends with."""
         if not self.while_running:
             return QueueDeadlineError(
                 f"none of the request's tokens was computed within {self.after_s:g} s; send it again when there is "
@@ -53,7 +53,7 @@ class Due:
 
 
 class Deadlines:
-    """What is due, earliest first; of two at once, the request that came first."""
+    """Heap of deadlines, earliest first; of two at once, the request that came first."""
 
     def __init__(self) -> None:
         self._heap: list[Due] = []
@@ -79,7 +79,7 @@ class Deadlines:
 
     @property
     def next_s(self) -> float | None:
-        """When the next one passes."""
+        """Time at which the next one passes; None: there is none."""
         return self._heap[0].at_s if self._heap else None
 
 

@@ -98,7 +98,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What an unfinished character leaves when no more tokens come: U+FFFD, or nothing."""
+        """Text of an unfinished character when no more tokens come: U+FFFD, or nothing."""
         if self._table is None:
             text = self._new_text()
             self._read = len(self._window)
@@ -150,7 +150,7 @@ class Decoding(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     def special_text(self, token_id: int) -> str:
-        """What a special token is written as; empty for any other."""
+        """Text that a special token is written as; empty for any other."""
         ...
 
 

@@ -142,7 +142,7 @@ class Engine:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no more requests are taken, since it was stopped or ``run`` broke."""
+        """True when no more requests are taken, since it was stopped or ``run`` broke."""
         return self._inbox.is_closed
 
     def wait(self, timeout_s: float) -> None:
@@ -249,7 +249,7 @@ class Engine:
         return StepOutputs(plan if plan.has_work else None, outputs)
 
     def take(self) -> Published:
-        """What was published since the last call, or since the last step began, which throws away what is left."""
+        """Take what was published since the last call, or since the last step began, which throws away what is left."""
         published = Published(self._accepted, self._publisher.outputs)
         self._accepted, self._publisher.outputs = [], []
         return published

@@ -24,7 +24,7 @@ Sink = Callable[[TokenOutput], None]
 
 
 class Generation:
-    """One sequence of a request: what the executor is fed and what the caller has been told."""
+    """One sequence of a request: its tokens, its text so far, and the state of every rule on it."""
 
     __slots__ = (
         "bad_words",
@@ -249,7 +249,7 @@ class Generation:
             self.delta_reasoning += thoughts
 
     def take_output(self, now_s: float) -> TokenOutput:
-        """What happened since the last call, as a value."""
+        """Take what happened since the last call, as a value."""
         live = self.live
         ended = self.finish_reason is not None
         live.num_told += ended

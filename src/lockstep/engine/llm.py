@@ -112,7 +112,7 @@ class LLM:
         return unit_vectors(vectors) if normalize else vectors
 
     def stream(self, request: GenerationRequest) -> Generator[TokenOutput]:
-        """What each step brings, as it comes; leaving the loop, or an interrupt in it, aborts the request.
+        """Stream what each step brings; leaving the loop, or an interrupt in it, aborts the request.
 
         Raises:
             RequestError: the request is refused.

@@ -156,7 +156,7 @@ def _tokenizer(parts: TokenizerParts, options: LoadOptions) -> Tokenizer:
 
 
 def default_cache_dir() -> Path:
-    """Where this user's caches lie by the platform's convention."""
+    """Folder of this user's caches by the platform's convention."""
     import platformdirs
 
     return platformdirs.user_cache_path("lockstep")

@@ -1,4 +1,4 @@
-"""What the engine counts. Names, units and buckets are vLLM's, so that existing boards and alerts apply."""
+"""Metrics of an engine. Names, units and buckets are vLLM's, so that existing boards and alerts apply."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class MetricsSnapshot:
 
 
 class SequenceSpan(msgspec.Struct, frozen=True):
-    """When a sequence reached what, on the engine's clock, and how much that was."""
+    """Times of a sequence on the engine's clock, and its lengths."""
 
     arrival_s: float
     scheduled_s: float | None
@@ -180,7 +180,7 @@ def cache_config_labels(config: SchedulerConfig) -> Mapping[str, str]:
 
 
 class Unscheduled(NamedTuple):
-    """What the engine knows of requests that its scheduler has not seen."""
+    """Counts of requests that the scheduler has not seen."""
 
     num_waiting: int
     num_rejected: int

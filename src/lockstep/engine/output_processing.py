@@ -204,11 +204,14 @@ class OutputProcessor:
 
     def deliver(self, touched: Iterable[Generation], now_s: float) -> list[int]:
         """Tell what each got; returns the requests whose sink raised."""
-        return [
-            generation.live.request_id
-            for generation in touched
-            if not self.tell(generation.live, generation.take_output(now_s))
-        ]
+        lost: list[int] = []
+        for generation in touched:
+            live, output = generation.live, generation.take_output(now_s)
+            if live.sink is None:
+                self.outputs.append(output)
+            elif not self.tell(live, output):
+                lost.append(live.request_id)
+        return lost
 
     def _pool(self) -> None:
         executor = self._executor

@@ -48,7 +48,7 @@ class StopStrings:
         self._link()
 
     def append(self, text: str) -> tuple[str, str | None]:
-        """What may be shown now, and the stop string that was completed (nothing after it counts), or None."""
+        """Take text; returns what may be shown now, and the stop string that it completed (nothing after it counts)."""
         goto, fail = self._goto, self._fail
         state = self._state
         for index, char in enumerate(text):
@@ -67,7 +67,7 @@ class StopStrings:
         return whole[:cut], None
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Release what was held back, when no more text comes."""
         held, self._held, self._state = self._held, "", _ROOT
         return held
 
@@ -143,7 +143,7 @@ MAX_HELD_BLANKS = 256
 
 @dataclass(frozen=True, slots=True)
 class ThinkTags:
-    """How a family of models writes that it thinks."""
+    """Tags by which a family of models marks its thoughts."""
 
     begin: str
     end: str
@@ -163,7 +163,7 @@ THINK_TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What to look for in one answer."""
+    """Thoughts of one answer: their tags, and whether they are open at its beginning."""
 
     tags: ThinkTags
     is_open: bool = False
@@ -224,7 +224,7 @@ class ReasoningSplitter:
         return thoughts, text
 
     def flush(self) -> tuple[str, str]:
-        """What was held back, when no more text comes."""
+        """Release what was held back, when no more text comes."""
         held, self._held = self._held, ""
         if self._part is _Part.BEFORE and not self._is_open:
             return "", held
@@ -256,7 +256,7 @@ class ReasoningSplitter:
 
 
 def _shown(text: str, cut: int) -> int:
-    """How much of the text up to `cut` is shown whatever follows: all but its last blanks."""
+    """Length of the text up to `cut` that is shown whatever follows: all but its last blanks."""
     return max(len(text[:cut].rstrip()), cut - MAX_HELD_BLANKS)
 
 

@@ -32,7 +32,7 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's time went, in seconds, measured at engine steps."""
+    """Durations of a request in seconds, measured at engine steps."""
 
     queue_s: float
     """Submission to the first step that computed one of its tokens."""
@@ -42,7 +42,7 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
-    """How many tokens an answer cost, where another server counted them and their ids are not known here."""
+    """Token counts of an answer, where another server counted them and their ids are not known here."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -100,7 +100,7 @@ class CallPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one step brought for one sequence; the last one of a sequence carries its finish reason."""
+    """New tokens and text of one sequence in one step; the last one of a sequence carries its finish reason."""
 
     request_id: int
     index: int
@@ -134,7 +134,7 @@ class Published(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """What one step of an engine did."""
+    """Plan and outputs of one step of an engine."""
 
     plan: StepPlan | None
     """None: there was nothing to compute."""

@@ -103,7 +103,7 @@ class Inbox:
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
     def take(self) -> Iterator[LiveRequest | Abort]:
-        """What is there now, and not what comes meanwhile."""
+        """Take what is there now, and not what comes meanwhile."""
         for _ in range(len(self._commands)):
             yield self._commands.popleft()
 
@@ -138,7 +138,7 @@ class Results:
         return self._outputs.pop(request_id, None)
 
     def take_all(self) -> tuple[RequestOutput, ...]:
-        """What is here now, oldest first, once."""
+        """Take what is here now, oldest first."""
         taken = [self._take_oldest() for _ in range(len(self._outputs))]
         return tuple(output for output in taken if output is not None)
 

@@ -29,7 +29,7 @@ SweepReason = Literal["idle", "room", "ended", "unloaded"]
 
 
 class SessionChange(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a session."""
+    """Change of a session: admitted, kept or swept."""
 
     owner: str
     session_id: str
@@ -58,7 +58,7 @@ class SessionReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Swept(NamedTuple):
-    """What a sweep did."""
+    """Result of a sweep."""
 
     num_sessions: int
     num_blocks: int

@@ -1,4 +1,4 @@
-"""What a foreign chat template may cost: a budget of work per rendering, counted and not timed.
+"""Budget of work for a foreign chat template: counted per rendering, and not timed.
 
 Jinja's sandbox keeps a template from touching anything, not from running for ever. A clock would refuse on a busy
 machine what it allows on an idle one, and cannot interrupt one long operation. So every operation whose cost depends on

@@ -44,7 +44,7 @@ class Task(Generic[News, Result]):
             self.news.put(None)
 
     def result(self) -> Result:
-        """What the work returned, once; raises what it raised."""
+        """Take what the work returned; raises what it raised."""
         error, self._error = self._error, None
         if error is None:
             return self._results.pop()
@@ -72,7 +72,7 @@ class Aside:
 
     @property
     def is_alive(self) -> bool:
-        """Whether tasks are done: it was not ended, and this is no fork of its process.
+        """True while tasks are done: it was not ended, and this is no fork of its process.
 
         The thread is not asked: `Thread.is_alive` takes a lock, and says no for ever once it was interrupted there.
         """

@@ -54,7 +54,7 @@ class Tokenizer:
 
     @property
     def parts(self) -> TokenizerParts:
-        """What it was made of."""
+        """The artifact's parts that it was made of."""
         return self._parts
 
     @property
@@ -73,7 +73,7 @@ class Tokenizer:
 
     @property
     def takes_grammars(self) -> bool:
-        """Whether `vocabulary` can be expected to give one, without making it."""
+        """True where `vocabulary` can be expected to give one; it is not made for that."""
         return self.token_bytes is not None and bool(self.end_token_ids)
 
     def marker_id(self, text: str) -> int | None:
@@ -225,7 +225,7 @@ class Tokenizer:
         return self._guard.encode(context, now, self, continue_final=continue_final, most=most)
 
     def reasoning_after(self, prompt: Sequence[int]) -> Reasoning | None:
-        """How the answer to a prompt of `encode_chat` tells its thoughts from its content; None: it has none."""
+        """Find how the answer to a prompt of `encode_chat` tells its thoughts from its content; None: it has none."""
         tags = None if self._parts.chat_template is None else tags_of_template(self._parts.chat_template)
         if tags is None:
             return None
@@ -233,7 +233,7 @@ class Tokenizer:
         return Reasoning(tags, is_open=tail.endswith(tags.begin))
 
     def special_text(self, token_id: int) -> str:
-        """What a special token, which `decode` may skip, is written as; empty for any other."""
+        """Text of a special token, which `decode` may skip; empty for any other."""
         return (self._tokenizer.id_to_token(token_id) or "") if token_id in self.special_token_ids else ""
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
@@ -260,7 +260,7 @@ class Tokenizer:
 
 
 def too_many_tokens(num_tokens: int, most: int) -> PromptTooLongError:
-    """What is said of a prompt that was counted."""
+    """The error for a prompt that was counted."""
     return PromptTooLongError(
         f"the prompt has {num_tokens} tokens, but the context holds {most + 1} (prompt and output); at most {most} "
         "are possible",
@@ -287,12 +287,12 @@ def _without_special(tokenizer: Library) -> Library:
 
 
 def _is_marker(content: str) -> bool:
-    """Whether an added token that is not special is a marker all the same, like ``<think>``."""
+    """True for an added token that is not special and a marker all the same, like ``<think>``."""
     return content.startswith("<") and content.endswith(">")
 
 
 class TokenReach:
-    """How much text a token can stand for: tells from a text's length alone that no context holds it.
+    """Bound of the text that a token can stand for: tells from a text's length alone that no context holds it.
 
     A tokenizer is a chain of steps, each of which says how many characters it may make one of. Where a step may swallow
     text without a bound (blanks that are dropped, unknown characters that become one token together) nothing follows
@@ -310,7 +310,7 @@ class TokenReach:
             self._chars_per_token = composed * longest
 
     def exceeds(self, texts: Sequence[str], num_tokens: int) -> bool:
-        """Whether texts have more than so many tokens together for certain."""
+        """True where texts have more than so many tokens together for certain."""
         num_chars, most = sum(map(len, texts)), num_tokens * self._chars_per_token
         if not self._chars_per_token or num_chars <= most:
             return False
@@ -341,7 +341,7 @@ def _cuts_only(steps: list[dict[str, Any]]) -> bool:
 
 
 def _knows_all(tokenizer: Library) -> bool:
-    """Whether every character becomes at least a token of its own, known or not."""
+    """True where every character becomes at least a token of its own, known or not."""
     from tokenizers import models
 
     model = tokenizer.model
