@@ -133,11 +133,7 @@ MUTATIONS = {
     "growth": (planner, "end <= len(seq.table) * block_size", "end > len(seq.table) * block_size"),
     "admission": (planner, "queue.effective_class(seq, builder.step) >= blocked_from", "blocked_from >= 0"),
     "resumption": (planner, "if missing <= 0:", "if missing > 0:"),
-    "slots": (
-        planner,
-        "running.num_running >= self._config.max_num_seqs",
-        "running.num_running < self._config.max_num_seqs",
-    ),
+    "slots": (planner, "elif num_running >= most:", "elif num_running < most:"),
 }
 
 
