@@ -12,12 +12,12 @@ from lockstep.errors import TraceError, UsageError
 from lockstep.replay.calibrate import calibrate
 from lockstep.replay.cost import CostModel
 from lockstep.replay.cost_file import MadeOn
+from lockstep.replay.diff import diff_traces
 from lockstep.replay.live import live_requests, live_steps, workload_of
 from lockstep.replay.recording import RunRecording
 from lockstep.replay.simulator import Replay, Simulation
 from lockstep.replay.timeline import Tick
 from lockstep.replay.trace import open_trace
-from lockstep.replay.trace_diff import diff_traces
 from lockstep.replay.verify import verify
 from lockstep.replay.wholeness import Kind
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload

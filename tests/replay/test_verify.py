@@ -16,9 +16,8 @@ from lockstep.core import kv, planner
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
-from lockstep.replay.decisions import decode_record
 from lockstep.replay.playback import Playback, Played
-from lockstep.replay.rerun import EngineRerun, Obeyed
+from lockstep.replay.rerun import EngineRerun, Obeyed, decode_record
 from lockstep.replay.trace import Trace, open_trace
 from lockstep.replay.verify import side_by_side, verify
 from lockstep.worker.flight.entries import Entry, Record, Turn

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from lockstep.core.policy import SchedulerConfig
-    from lockstep.replay.bisect import Bisection
+    from lockstep.replay.causes import Bisection
     from lockstep.replay.cost import CostModel
     from lockstep.replay.diff import Diff
     from lockstep.replay.render.side import Side
@@ -132,9 +132,9 @@ def _are_recordings(a: Path, b: Path) -> bool:
 
 
 def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as_json: bool) -> None:
+    from lockstep.replay.diff import diff_traces
     from lockstep.replay.render.difference import VERSION, engine_facts, finding_of_engine
     from lockstep.replay.render.pages import recordings_page
-    from lockstep.replay.trace_diff import diff_traces
     from lockstep.report.text import show_block
 
     found = diff_traces(open_with_notes(a.expanduser()), open_with_notes(b.expanduser()), engine)
@@ -242,7 +242,7 @@ def bisect(
     debug: flags.Debug = False,
 ) -> None:
     """Take over each differing field alone, and all but each, and tell which of them makes the metric."""
-    from lockstep.replay.bisect import bisect_fields
+    from lockstep.replay.causes import bisect_fields
     from lockstep.replay.metrics import check_metric, metric_named, numbers_of
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation

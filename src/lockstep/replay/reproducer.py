@@ -1,7 +1,7 @@
 """From a long workload to a few of its requests that still show a divergence of the same kind.
 
 Only what arrived until the divergence counts, and who was unfinished then is asked first; those who ended before join
-only when it takes them. Then requests are left out one after another (replay/minimise.py).
+only when it takes them. Then requests are left out one after another (`causes.minimise`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.core.policy import SchedulerConfig
+from lockstep.replay.causes import minimise
 from lockstep.replay.cost import CostModel
-from lockstep.replay.minimise import minimise
-from lockstep.replay.side_by_side import Divergence, compare
+from lockstep.replay.divergence import Divergence, compare
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import Workload, WorkloadRequest
 

@@ -9,8 +9,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import Reason
-from lockstep.replay.divergence import Decision
-from lockstep.replay.side_by_side import Place
+from lockstep.replay.divergence import Decision, Place
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import WorkloadRequest
 

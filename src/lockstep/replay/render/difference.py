@@ -8,10 +8,9 @@ from typing import Any
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.step import Chunk
 from lockstep.replay.causes import Cause
-from lockstep.replay.diff import Diff
+from lockstep.replay.diff import Diff, EngineDiff
 from lockstep.replay.explain import names_of, sentences, state_line
 from lockstep.replay.snapshot import Snapshot
-from lockstep.replay.trace_diff import EngineDiff
 from lockstep.replay.workload import PS_PER_MS
 from lockstep.report.document import ABSENT, Finding, Table, words
 

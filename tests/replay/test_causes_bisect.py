@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.core.policy import SchedulerConfig
-from lockstep.replay.bisect import bisect_fields
+from lockstep.replay.causes import bisect_fields
 from tests.replay.workloads import config
 
 A = config(max_num_seqs=8, max_num_batched_tokens=512, num_blocks=100, max_skips=64)

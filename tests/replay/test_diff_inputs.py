@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from lockstep.core.request import FinishReason, Request
-from lockstep.replay.inputs import differing_command, differing_request
+from lockstep.replay.diff import differing_command, differing_request
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, WorkloadRequest
 from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, Swept
 from tests.replay.workloads import request

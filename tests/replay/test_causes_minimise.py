@@ -7,7 +7,7 @@ from itertools import chain, combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.replay.minimise import minimise
+from lockstep.replay.causes import minimise
 
 ITEMS = tuple("abcdefg")
 subsets = st.frozensets(st.sampled_from(ITEMS))
