@@ -49,6 +49,12 @@ def test_a_bucket_lets_no_more_through_than_it_promises(per_minute: int, pauses_
     assert taken <= per_minute + now_s * per_minute / 60 + 1e-6
 
 
+def test_nobody_saves_more_than_a_minutes_worth() -> None:
+    bucket = TokenBucket(10, 0.0)
+    bucket.take(10, 3_600.0)
+    assert bucket.wait_s(3_600.0) > 0, "an hour without requests is worth no more than a minute"
+
+
 def test_waiting_as_long_as_told_is_enough() -> None:
     limits = RateLimits(requests_per_minute=2, tokens_per_minute=None)
     assert [limits.admit("a", 0.0) for _ in range(2)] == [None, None]
