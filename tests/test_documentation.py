@@ -59,3 +59,13 @@ def test_what_is_told_of_engines_is_there() -> None:
     names = re.findall(r"`(\w+)(?:\([^)`]*\))?`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)))
     assert len(names) >= 15
     assert [name for name in names if not hasattr(Engine, name)] == []
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/decisions.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    """By their path from the repository, from the package, or from the folder of either's rooms."""
+    root = PAGE.parent.parent
+    named = set(re.findall(r"`([\w/]+/[\w/]*\.py)`", (root / page).read_text()))
+    assert [
+        name for name in sorted(named) if not any((base / name).exists() for base in (root, root / "src" / "lockstep"))
+    ] == []
