@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 cover surface lint measures format bench lock clean
+.PHONY: demo test test-times test-slow test-perturbed test-avx2 test-avx512 cover surface lint measures format bench lock clean map
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
@@ -53,6 +53,10 @@ lint: $(STAMP)
 # The measures of the house, with what each verb imports and the way of a chat request through it.
 measures: $(STAMP)
 	$(BIN)/python -m tools.measures --verbs --trace
+
+# The map of files in ARCHITECTURE.md, from the first sentences of their docstrings.
+map: $(STAMP)
+	$(BIN)/python -m tools.measures --map
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
