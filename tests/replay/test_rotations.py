@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.state import SchedulerState
-from lockstep.core.step import StepPlan
+from lockstep.core.step import Explain, StepPlan
 from lockstep.errors import TraceError
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import Verification, describe, verify
@@ -59,10 +59,10 @@ def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
     """The defect that was: the rows of the last step are frozen, and only a live scheduler makes empty plans."""
     decide, plain_state = Scheduler.schedule, Scheduler.state
 
-    def schedule(self: Scheduler) -> StepPlan:
+    def schedule(self: Scheduler, explain: Explain | None = None) -> StepPlan:
         if not self.has_unfinished:
             self._pending_seqs = []
-        return decide(self)
+        return decide(self, explain)
 
     def state(self: Scheduler) -> SchedulerState:
         kept = plain_state(self)
