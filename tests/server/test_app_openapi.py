@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import load_all_checks
@@ -31,8 +32,18 @@ MAX_EXAMPLES = 12
     suppress_health_check=list(HealthCheck),
 )
 def check_operation(case: schemathesis.Case[Any], server: ServerProcess) -> None:
-    """All of schemathesis' checks but one: a body may fit its schema and still ask for what no model can do."""
-    case.call_and_validate(server.base_url, excluded_checks=[positive_data_acceptance], timeout=30)
+    """All of schemathesis' checks but one: a body may fit its schema and still ask for what no model can do.
+
+    Events are a stream without an end, which schemathesis would read for as long as it waits: its head is checked.
+    """
+    if case.operation.path != "/v1/events":
+        case.call_and_validate(server.base_url, excluded_checks=[positive_data_acceptance], timeout=30)
+        return
+    with requests.request(**case.as_transport_kwargs(server.base_url), timeout=30, stream=True) as response:
+        if response.ok:
+            assert response.headers["content-type"].startswith("text/event-stream")
+        else:
+            case.validate_response(response, excluded_checks=[positive_data_acceptance])
 
 
 def test_every_operation_does_what_the_document_says(server: ServerProcess, subtests: pytest.Subtests) -> None:
