@@ -160,10 +160,9 @@ class StepPlanner:
                 builder.left_out.append(seq.seq_id)
 
     def _add_prompt(self, builder: StepBuilder, seq: Sequence) -> bool:
-        limits = builder.limits_on_prompt(seq, seq.num_computed) if self._explain is not None else []
-        added = builder.add_prompt(seq)
-        self._tell_all(seq, limits)
-        return added
+        if self._explain is not None:
+            self._tell_all(seq, builder.limits_on_prompt(seq, seq.num_computed))
+        return builder.add_prompt(seq)
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
 
@@ -173,7 +172,8 @@ class StepPlanner:
         waiting = iter(running.preempted.copy())
         for seq in waiting:
             if not self._may_resume(builder, seq):
-                self._tell_rest(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
+                if self._explain is not None:
+                    self._tell_rest(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
                 return
             running.run(seq)
             builder.resumed.append(seq.seq_id)
@@ -227,7 +227,8 @@ class StepPlanner:
         config, queue, running = self._config, self._queue, self._running
         supply = self._supply()
         if builder.left_out or not len(queue):
-            self._tell_rest(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
+            if self._explain is not None:
+                self._tell_rest(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
             return
         if supply == self._nobody_fits_at and self._explain is None:
             return
@@ -240,7 +241,8 @@ class StepPlanner:
         for seq in waiting:
             if running.num_running >= config.max_num_seqs or builder.num_places < 1 or builder.chunk_room < 1:
                 is_only_blocks = False
-                self._tell_rest([seq, *waiting] if self._explain else (), self._limits_on_all(builder))
+                if self._explain is not None:
+                    self._tell_rest([seq, *waiting], self._limits_on_all(builder))
                 break
             if not self._is_sibling_ready(seq):
                 is_only_blocks = False
@@ -258,7 +260,8 @@ class StepPlanner:
                 passed.append(seq)
                 overtaken = [seq]
             if len(passed) > config.max_skips:
-                self._tell_rest(waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [each.seq_id for each in passed])
+                if self._explain is not None:
+                    self._tell_rest(waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [each.seq_id for each in passed])
                 break
             for other in overtaken:
                 if other.num_skips >= config.max_skips:
@@ -316,10 +319,9 @@ class StepPlanner:
             self._tell(seq, limit, used, most)
 
     def _tell_rest(self, seqs: Iterable[Sequence], limits: Seq[Reached], others: Seq[int] = ()) -> None:
-        if self._explain is not None:
-            for seq in seqs:
-                for limit, used, most in limits:
-                    self._tell(seq, limit, used, most, others)
+        for seq in seqs:
+            for limit, used, most in limits:
+                self._tell(seq, limit, used, most, others)
 
     def _tell_blocks(self, seq: Sequence, hits: tuple[int, ...], num_positions: int, spare: int = 0) -> None:
         if self._explain is not None:
