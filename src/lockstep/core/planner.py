@@ -93,7 +93,7 @@ class StepPlanner:
             length = seq.segment_length(seq.num_computed)
             if not self._reserve(builder, seq, length):
                 spare.append(seq)
-                self._tell_all(seq, builder.limits_on_output(length) if self._explain else ())
+                self._tell_all([seq], builder.limits_on_output(length) if self._explain else ())
             elif seq.prompt_left <= 0:
                 chosen.append((seq, length))
         chosen.sort(key=lambda output: output[0].rank)
@@ -161,7 +161,7 @@ class StepPlanner:
 
     def _add_prompt(self, builder: StepBuilder, seq: Sequence) -> bool:
         if self._explain is not None:
-            self._tell_all(seq, builder.limits_on_prompt(seq, seq.num_computed))
+            self._tell_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
         return builder.add_prompt(seq)
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class StepPlanner:
         for seq in waiting:
             if not self._may_resume(builder, seq):
                 if self._explain is not None:
-                    self._tell_rest(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
+                    self._tell_all(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
                 return
             running.run(seq)
             builder.resumed.append(seq.seq_id)
@@ -181,7 +181,7 @@ class StepPlanner:
                 self._add_prompt(builder, seq)
                 continue
             length = seq.segment_length(seq.num_computed)
-            self._tell_all(seq, builder.limits_on_output(length) if self._explain else ())
+            self._tell_all([seq], builder.limits_on_output(length) if self._explain else ())
             if builder.reserve_output(length):
                 builder.seqs.append(seq)
                 builder.lengths.append(length)
@@ -228,7 +228,7 @@ class StepPlanner:
         supply = self._supply()
         if builder.left_out or not len(queue):
             if self._explain is not None:
-                self._tell_rest(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
+                self._tell_all(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
             return
         if supply == self._nobody_fits_at and self._explain is None:
             return
@@ -242,7 +242,7 @@ class StepPlanner:
             if running.num_running >= config.max_num_seqs or builder.num_places < 1 or builder.chunk_room < 1:
                 is_only_blocks = False
                 if self._explain is not None:
-                    self._tell_rest([seq, *waiting], self._limits_on_all(builder))
+                    self._tell_all([seq, *waiting], self._limits_on_all(builder))
                 break
             if not self._is_sibling_ready(seq):
                 is_only_blocks = False
@@ -261,7 +261,7 @@ class StepPlanner:
                 overtaken = [seq]
             if len(passed) > config.max_skips:
                 if self._explain is not None:
-                    self._tell_rest(waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [each.seq_id for each in passed])
+                    self._tell_all(waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [each.seq_id for each in passed])
                 break
             for other in overtaken:
                 if other.num_skips >= config.max_skips:
@@ -285,7 +285,7 @@ class StepPlanner:
         start = len(hits) * self._config.block_size
         if not builder.chunk_length(seq, start) and not builder.lacks_only_a_turn(seq, start):
             builder.is_budget_short = True
-            self._tell_all(seq, builder.limits_on_prompt(seq, start) if self._explain else ())
+            self._tell_all([seq], builder.limits_on_prompt(seq, start) if self._explain else ())
             return False
         positions = seq.max_known if self._reserves else seq.num_prompt
         if not self._kv.hold(seq, hits, positions):
@@ -314,11 +314,7 @@ class StepPlanner:
         if self._explain is not None:
             self._explain(Reason(seq.seq_id, limit, used, most, others=tuple(others)))
 
-    def _tell_all(self, seq: Sequence, limits: Iterable[Reached]) -> None:
-        for limit, used, most in limits:
-            self._tell(seq, limit, used, most)
-
-    def _tell_rest(self, seqs: Iterable[Sequence], limits: Seq[Reached], others: Seq[int] = ()) -> None:
+    def _tell_all(self, seqs: Iterable[Sequence], limits: Seq[Reached], others: Seq[int] = ()) -> None:
         for seq in seqs:
             for limit, used, most in limits:
                 self._tell(seq, limit, used, most, others)
