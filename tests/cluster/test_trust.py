@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Entry, Manifest, Remote
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.remote import RemoteModel
@@ -67,7 +67,7 @@ def machine(root: Path, options: ServerOptions) -> Iterator[Machine]:
     (folder / "away").symlink_to(outside)
     text = FIRST.format(vouched=outside / "model.gguf")
     placed = ClusterOptions(worker=WorkerOptions("thread"), folder=folder)
-    with living_cluster(ManifestCluster(parse(text), placed), options) as server:
+    with living_cluster(Cluster(parse(text), placed), options) as server:
         yield Machine(server, folder, outside)
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from lockstep.cluster.base import Accepted, EventStream, Hop
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.server.app import create_app
@@ -28,7 +28,7 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "I was charged t
 CHAT = "/v1/chat/completions"
 
 
-class Routing(ManifestCluster):
+class Routing(Cluster):
     """One model, and a router before it that always says the same."""
 
     hop = ROUTER

@@ -36,7 +36,7 @@ from lockstep.errors import UsageError
 from lockstep.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from lockstep.cluster.base import Cluster
+    from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.resolve import LoadProgress
     from lockstep.server.reload import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
@@ -181,7 +181,7 @@ def _cluster(
     progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
     """Make the cluster behind the server, and the reload of its manifest where there is one."""
-    from lockstep.cluster.cluster import ManifestCluster
+    from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.state import ClusterOptions
     from lockstep.server.reload import ManifestReload, stamp_of
@@ -204,9 +204,9 @@ def _cluster(
         assert model is not None, "one of the two is given"
         template = flags.read_template(model_flags.chat_template)
         manifest = Manifest.of_model(model, model_flags.served_model_name or (model,), template)
-        return ManifestCluster(manifest, options, progress=progress), None
+        return Cluster(manifest, options, progress=progress), None
     seen = stamp_of(cluster_flags.manifest)  # before it is read: what is written from now on is brought in
-    cluster = ManifestCluster(read_manifest(cluster_flags.manifest), options, progress=progress)
+    cluster = Cluster(read_manifest(cluster_flags.manifest), options, progress=progress)
     return cluster, ManifestReload(cluster, cluster_flags.manifest, os.environ, seen, watches=cluster_flags.watch)
 
 

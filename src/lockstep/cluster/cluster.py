@@ -1,4 +1,5 @@
-"""Cluster of a manifest: one model or many on one device worker, and some of other servers."""
+"""Cluster of a manifest, and all that the server knows of its models: one or many on one device worker, and some of
+other servers."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ STEPS_PER_S = 4.0
 Validators = Mapping[str, Validator]
 
 
-class ManifestCluster:
-    """Implements `lockstep.cluster.base.Cluster`.
+class Cluster:
+    """Server of requests by one model or many. Used from one event loop.
 
     Args:
         manifest: what is served at first.
         validators: of other rooms' blocks, for manifests that replace it.
-        progress: told about the stages of the first loading.
+        progress: called with the stages of the first loading.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ManifestCluster:
 
     @property
     def events(self) -> EventLog:
-        """What happens in this cluster."""
+        """Its transitions, hops and steps, as they happen."""
         return self._state.events
 
     @property
@@ -78,15 +79,18 @@ class ManifestCluster:
         """Id of the device worker's process; None: it is a thread, or lost."""
         return self._state.worker.pid
 
-    # -- base.Cluster ---------------------------------------------------------------------------------------------
+    # -- models and their answers ---------------------------------------------------------------------------------
 
     def cards(self) -> tuple[ModelCard, ...]:
+        """Every model that is served, in order of definition."""
         return tuple(map(self._card, self._state.names.ids))
 
     def card(self, name: str | None) -> ModelCard:
+        """The model of a name or alias; ModelNotFoundError when there is none."""
         return self._card(self._state.names.find(name))
 
     def tokenizer(self, name: str | None) -> Tokenizer:
+        """A model's tokenizer and template; ModelNotFoundError, or UnavailableError until it is loaded."""
         model = self._state.find(name)
         if model.remote is not None:
             return model.remote.tokenizer
@@ -95,11 +99,19 @@ class ManifestCluster:
             raise UnavailableError("the model is loading")
         return model.replica.tokenizer
 
-    def stream(self, call: GenerationRequest) -> EventStream:
-        return self._handler.stream(call)
+    def stream(self, request: GenerationRequest) -> EventStream:
+        """Answer a request. Leaving the stream early aborts it within one step.
+
+        Raises (from the first ``anext``, as far as it is known by then):
+            ModelNotFoundError, InvalidParameterError, PromptTooLongError, ChatTemplateError: it can never be served.
+            QueueFullError, UnavailableError: not now.
+            QueueDeadlineError, DeadlineError, RequestFailedError, WorkerLostError: accepted, then ended.
+        """
+        return self._handler.stream(request)
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
-        """Metrics of each replica under its first model, since others that share it are counted with it."""
+        """Metrics of each replica under its first model, since others that share it are counted with it; read also
+        while a step is running."""
         by_replica = await self._state.worker.metrics()
         found = {}
         for replica in self._state.replicas.all():
@@ -126,22 +138,28 @@ class ManifestCluster:
         return ""
 
     async def check(self) -> str:
+        """The invariant of the KV blocks that does not hold, looked at between two steps; empty when all do."""
         checked = await self._state.worker.check()
         return "the worker does not answer" if checked is None else checked.fault
 
     async def reset_prefix_cache(self) -> int:
+        """Forget what is cached and not in use; returns how many blocks that were."""
         return await self._state.worker.reset_prefix_cache()
 
     @property
     def num_open(self) -> int:
+        """Calls that are being answered."""
         return self._handler.num_open
 
     async def prepare(self) -> None:
+        """Open and weigh what is on this machine; nothing is fetched or loaded. LockstepError: `start` would be in
+        vain."""
         opened = await self._state.open(self._manifest, self._progress, fetches=False)
         if len(opened.needs) == len(self._manifest.entries):
             self._prepared = opened
 
     async def start(self) -> None:
+        """Load what is to be served; returns when it can answer. LockstepError: it cannot be loaded."""
         state = self._state
         try:
             await state.worker.start()  # first: a process has its imports to do, while the sources are opened
@@ -162,6 +180,7 @@ class ManifestCluster:
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     def abort_all(self, error: LockstepError) -> None:
+        """End every open call with this error."""
         self._state.worker.abort_all(error)
         self._state.replicas.fail_all(error)
         if self._state.is_set:
@@ -171,6 +190,7 @@ class ManifestCluster:
                     model.remote.abort_all(error)
 
     async def close(self) -> None:
+        """End what is open, free the models and end the processes that were started."""
         self.abort_all(UnavailableError("the server is closing"))
         tasks: list[asyncio.Task[Any]] = [task for task in (self._sweeping, self._replacing) if task is not None]
         for task in tasks:
@@ -183,24 +203,28 @@ class ManifestCluster:
                     await model.remote.close()
         await self._state.close()
 
-    # -- from above -----------------------------------------------------------------------------------------------
+    # -- management -----------------------------------------------------------------------------------------------
 
     @property
     def is_fixed(self) -> bool:
+        """True where no request may change what is served: it was made of a command line, and has no manifest to show.
+        What follows of manifests, loading and unloading is for others."""
         return self._state.options.is_fixed
 
     def snapshot(self) -> ClusterSnapshot:
+        """The whole cluster at this moment; UnavailableError until its models have been opened."""
         return self._state.snapshot(self._is_replacing, self._handler.num_ephemeral)
 
     def manifest_text(self) -> str:
-        """The manifest that holds, as text that could replace it."""
+        """The effective manifest as YAML; `replace` takes it."""
         return dump(self._state.models.declared)
 
     def manifest_plain(self) -> Mapping[str, Any]:
+        """The same as maps, lists and scalars; `replace` takes it as JSON."""
         return plain(self._state.models.declared)
 
     async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
-        """Serve another manifest; see `lockstep.cluster.reload`. Goes on when the caller leaves.
+        """Bring a new manifest in, as one unit; see `lockstep.cluster.reload`. Goes on when the caller leaves.
 
         Args:
             environment: what the text may refer to; None: to nothing, as it came from the network.
@@ -224,20 +248,32 @@ class ManifestCluster:
         return await asyncio.shield(self._replacing)
 
     async def load_model(self, id_: str) -> None:
-        """Make a model resident; LockstepError says why it cannot be."""
+        """Promote a model; returns when it can answer at once.
+
+        Raises:
+            ModelNotFoundError: there is none of that id or alias.
+            InvalidParameterError: it is remote.
+            LockstepError: it cannot be loaded.
+        """
         replica = self._replica(id_)
         replica.is_dismissed = False
         self._state.pin(replica, self._state.models)
         await self._state.bring_up(replica)
 
     async def unload_model(self, id_: str) -> None:
-        """Take a model, and those that share its replica, off the device; the next request brings it back."""
+        """Take a model, and those that share its replica, off the device; the next request brings it back. Returns when
+        its calls have ended and its memory is free.
+
+        Raises:
+            ModelNotFoundError, InvalidParameterError: as in `load_model`.
+        """
         replica = self._replica(id_)
         replica.is_dismissed = True
         replica.is_pinned = False
         await self._state.replicas.unload(replica, self._state.options.drain_s, "by hand")
 
     def sessions(self) -> tuple[SessionSnapshot, ...]:
+        """All named sessions, least recently used first."""
         return self._state.sessions.snapshot(time.monotonic())
 
     async def end_session(self, id_: str) -> None:

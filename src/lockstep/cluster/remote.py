@@ -132,7 +132,7 @@ class RemoteModel:
         return Health(not is_resting, str(self._rested()) if is_resting else "")
 
     async def stream(self, call: GenerationRequest) -> EventStream:
-        """Answer a call, as `lockstep.cluster.base.Cluster.stream`. Leaving the stream closes the connection.
+        """Answer a call, as `lockstep.cluster.cluster.Cluster.stream`. Leaving the stream closes the connection.
 
         Raises:
             InvalidParameterError: what is asked cannot be had there, or is refused there.

@@ -64,7 +64,7 @@ class RequestHandler:
         """Open calls without a session id."""
 
     async def stream(self, call: GenerationRequest) -> EventStream:
-        """Answer a request, as `lockstep.cluster.base.Cluster.stream`."""
+        """Answer a request, as `lockstep.cluster.cluster.Cluster.stream`."""
         model, models = self._state.find(call.model), self._state.models
         hops: tuple[Hop, ...] = ()
         self._state.counters.requests_total += 1

@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lockstep.cluster.base import Accepted, Cluster, Event, EventStream, Routed
+from lockstep.cluster.base import Accepted, Event, EventStream, Routed
+from lockstep.cluster.cluster import Cluster
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import RequestError, RequestFailedError, SlowReaderError

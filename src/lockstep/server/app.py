@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from lockstep.cluster.base import Cluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.errors import LockstepError
 from lockstep.server import chat, cluster_routes, completions, embeddings, metrics, responses, status, tokenize, watch
 from lockstep.server.access import OriginMiddleware

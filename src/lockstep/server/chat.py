@@ -12,7 +12,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.base import Accepted, Cluster, Hop
+from lockstep.cluster.base import Accepted, Hop
+from lockstep.cluster.cluster import Cluster
 from lockstep.engine.chat_template import checked_messages
 from lockstep.engine.request import Conversation
 from lockstep.engine.tokenizer import Tokenizer

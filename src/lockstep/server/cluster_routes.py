@@ -12,7 +12,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from lockstep.cluster.base import Cluster, ModelCard
+from lockstep.cluster.base import ModelCard
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
 from lockstep.errors import (
     InvalidJsonError,

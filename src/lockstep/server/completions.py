@@ -11,7 +11,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.base import Accepted, Cluster
+from lockstep.cluster.base import Accepted
+from lockstep.cluster.cluster import Cluster
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.cluster.base import Cluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_yaml import read_text
 from lockstep.errors import LockstepError, ManifestError, UnavailableError
 

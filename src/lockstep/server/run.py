@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import uvicorn
 from fastapi import FastAPI
 
-from lockstep.cluster.base import Cluster
 from lockstep.cluster.budget import megabytes
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, EngineSnapshot
 from lockstep.errors import LockstepError, UnavailableError, UsageError
 from lockstep.server.app import create_app

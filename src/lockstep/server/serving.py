@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from lockstep.cluster.base import Cluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.threads import Workbench
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import context_of
