@@ -201,4 +201,4 @@ async def test_routing_is_charged_and_recorded() -> None:
     [record] = records
     assert record.hops == [ROUTER]
     assert record.num_tokens == answer["usage"]["total_tokens"] + 21
-    assert record.usage().num_output_tokens == answer["usage"]["completion_tokens"]
+    assert record.totals.num_output_tokens == answer["usage"]["completion_tokens"]

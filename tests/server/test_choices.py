@@ -15,12 +15,12 @@ from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import RequestFailedError
 from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.stub import END_ID
-from lockstep.server.answer import Answer
+from lockstep.server.answer_response import Answer
 from lockstep.server.choices import CallsReader, Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.logprobs import Tracer
 from tests.server.frames import events_of, texts_of
-from tests.server.making import TOKENIZER, answer_of, chat_encoder, completion_encoder, outputs_of
+from tests.server.making import TOKENIZER, answer_of, chat_encoder, completion_encoder, context, outputs_of
 from tests.server.tools.models import tool_use_of
 
 PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), max_size=12)
@@ -118,7 +118,7 @@ def test_calls_are_told_from_content_and_change_the_ending() -> None:
 
     def fed() -> Answer:
         choice = Choice(0, reader=CallsReader(tool_use, tool_use.parser(lambda: "call_1")), end_ids=frozenset([END_ID]))
-        return Answer([Accepted("m", (1,))], [choice], chat_encoder())
+        return Answer([Accepted("m", (1,))], [choice], chat_encoder(), context())
 
     whole, streamed, data = fed(), fed(), b""
     whole.feed(0, outputs_of([list(said)]))
@@ -183,7 +183,7 @@ def test_tokens_behind_a_stop_string_are_not_told() -> None:
 
 
 def test_token_ids_go_with_the_text() -> None:
-    choice = Choice(0, tells_ids=True)
+    choice = Choice(0, returns_ids=True)
     choice.feed(TokenOutput(1, 0, (65, 66), "AB"))
     assert choice.token_ids == [65, 66]
     assert not choice.is_plain

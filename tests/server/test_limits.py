@@ -94,7 +94,7 @@ async def test_answers_are_charged_to_their_key(monkeypatch: pytest.MonkeyPatch)
 
     @router.post("/cost")
     async def cost(request: Request) -> None:
-        context_of(request).outputs.append(RequestOutput(1, (1,) * 50, (), 0, 0, Timings(0.0, None, 0.0)))
+        context_of(request).conclude([RequestOutput(1, (1,) * 50, (), 0, 0, Timings(0.0, None, 0.0))])
 
     monkeypatch.setattr(app_module, "ROUTERS", (router,))
     async with client_of(options=ServerOptions(tokens_per_minute=40)) as client:

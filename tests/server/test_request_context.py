@@ -160,7 +160,7 @@ def test_a_stream_that_fails_is_remembered_by_its_error_and_what_it_brought(path
     assert record.error is not None
     assert (record.status, record.error.status, record.error.code) == (500, 500, "internal_error")
     assert record.finish_reasons == []
-    assert record.usage().num_output_tokens > 0
+    assert record.totals.num_output_tokens > 0
 
 
 def test_a_stream_whose_time_is_up_is_remembered_as_late() -> None:

@@ -41,7 +41,7 @@ class Choice:
         tracer: not None where log-probabilities are asked for.
         reader: not None where functions may be called; tells calls from content.
         end_ids: tokens of the model that end an answer, which is no `stop_reason`.
-        tells_ids: whether token ids are asked for.
+        returns_ids: whether token ids are asked for.
         shows_end: whether a stop token that is text is part of it.
         num_prompt_tokens: 0: not known yet.
     """
@@ -52,8 +52,8 @@ class Choice:
         "_held",
         "_num_chars",
         "_reader",
+        "_returns_ids",
         "_shows_end",
-        "_tells_ids",
         "_texts",
         "_thoughts",
         "_told_calls",
@@ -80,7 +80,7 @@ class Choice:
         tracer: Tracer | None = None,
         reader: CallsReader | None = None,
         end_ids: frozenset[int] = frozenset(),
-        tells_ids: bool = False,
+        returns_ids: bool = False,
         shows_end: bool = False,
         num_prompt_tokens: int = 0,
     ) -> None:
@@ -90,7 +90,7 @@ class Choice:
         self._tracer = tracer
         self._reader = reader
         self._end_ids = end_ids
-        self._tells_ids = tells_ids
+        self._returns_ids = returns_ids
         self._shows_end = shows_end
         self._held: deque[Entry] = deque()
         self._num_chars = 0
@@ -194,7 +194,7 @@ class Choice:
             self._take_calls(output.calls)
         if not self._content_seen:
             self.num_reasoning_tokens += len(output.token_ids)
-        if self._tells_ids:
+        if self._returns_ids:
             self.token_ids += output.token_ids
             self.num_pending_bytes += 8 * len(output.token_ids)
         if self._tracer is not None and output.logprobs is not None:
@@ -282,7 +282,7 @@ def open_choices(
     first_index: int = 0,
     tool_use: ToolUse | None = None,
     new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
-    tells_ids: bool = False,
+    returns_ids: bool = False,
 ) -> list[Choice]:
     """The choices of an accepted call, which nothing has been generated of."""
     prompt_ids, end_ids = accepted.prompt_token_ids, frozenset(tokenizer.end_token_ids)
@@ -304,7 +304,7 @@ def open_choices(
             if tool_use is not None and tool_use.names
             else None,
             end_ids=end_ids,
-            tells_ids=tells_ids,
+            returns_ids=returns_ids,
             shows_end=params.include_stop_str_in_output,
             num_prompt_tokens=len(prompt_ids),
         )

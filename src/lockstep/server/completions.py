@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -18,19 +18,11 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_LOGPROBS
-from lockstep.server.answer import (
-    Answer,
-    Chunks,
-    Extension,
-    ResponseMetadata,
-    Usage,
-    documented,
-    encode,
-    metadata_of,
-)
-from lockstep.server.answer_response import AnswerResponse, Job
+from lockstep.server.answer import Extension, ResponseMetadata, Usage, documented, encode, metadata_of
+from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.choices import Choice, open_choices
+from lockstep.server.chunk_encoder import ChunkEncoder
 from lockstep.server.fields import (
     MAX_SEQUENCE_TOKENS,
     FinishReasonName,
@@ -126,13 +118,13 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Go on with one text or several."""
     serving, context = serving_of(request), context_of(request)
     context.model = serving.cluster.card(body.model).name
-    context.labels = labels_of(body)
+    context.labels, context.session_id = labels_of(body), body.session_id
     asked = await translated(request, lambda: completion_calls(body, Caller(context.tenant, serving.options)))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         return completion_answer(serving.cluster, body, asked, accepted, context)
 
-    return AnswerResponse(request, Job(asked.calls, make_answer, asked.names, bool(body.stream)))
+    return AnswerResponse(request, asked.calls, make_answer, asked.names, is_stream=bool(body.stream))
 
 
 def completion_answer(
@@ -143,14 +135,14 @@ def completion_answer(
     context: RequestContext,
 ) -> Answer:
     """The answer to accepted calls, still empty."""
-    params, tells_ids = asked.calls[0].params, bool(body.return_token_ids)
+    params, returns_ids = asked.calls[0].params, bool(body.return_token_ids)
     tokenizer, cuts_prompt = cluster.tokenizer(accepted[0].model), body.truncate_prompt_tokens is not None
     context.warnings = not_stored(body)
-    metadata = metadata_of("cmpl", cluster.card(accepted[0].model), body, context)
+    metadata = metadata_of("cmpl", cluster.card(accepted[0].model), body)
     check_tokens_known(
         tokenizer,
         {
-            "return_token_ids": tells_ids,
+            "return_token_ids": returns_ids,
             "echo": bool(body.echo) and cuts_prompt,
             "stream_options.continuous_usage_stats": metadata.continuous_usage,
         },
@@ -164,9 +156,9 @@ def completion_answer(
     choices = [
         choice
         for index, call in enumerate(accepted)
-        for choice in open_choices(params, tokenizer, call, first_index=index * params.n, tells_ids=tells_ids)
+        for choice in open_choices(params, tokenizer, call, first_index=index * params.n, returns_ids=returns_ids)
     ]
-    return Answer(accepted, choices, CompletionEncoder(metadata, tokenizer, body, params.n, echoes))
+    return Answer(accepted, choices, CompletionEncoder(metadata, tokenizer, body, params.n, echoes), context)
 
 
 Prompt = str | tuple[int, ...]
@@ -213,8 +205,8 @@ def prompts_of(given: str | Sequence[int] | Sequence[str | Sequence[int]]) -> tu
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in given)  # type: ignore[arg-type]  # as above
 
 
-class CompletionEncoder:
-    """Completions as bytes: the chunks of a stream, and the whole answer. Implements `Encoder`.
+class CompletionEncoder(ChunkEncoder):
+    """Completions as bytes: the chunks of a stream, and the whole answer.
 
     Args:
         num_choices: of each prompt.
@@ -230,38 +222,31 @@ class CompletionEncoder:
         echoes: Sequence[str],
     ) -> None:
         text = b'"text":', b',"logprobs":null,"finish_reason":null}]'
-        self.chunks = Chunks(metadata, "text_completion", text, num_choices * len(echoes))
+        plain = {"text": "", "logprobs": None, "finish_reason": None}
+        super().__init__(metadata, "text_completion", plain, text, num_choices * len(echoes))
         self._tokenizer = tokenizer
         self._body = body
         self._num_choices = num_choices
         self._echoes = echoes
 
-    def opening(self, choices: Sequence[Choice]) -> bytes:
-        return b""
+    def beginning(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
+        if echo := self._echo(choice):
+            yield {"text": echo}
 
-    def chunk(self, choice: Choice, extension: Extension | None) -> bytes:
-        opening = b""
-        if not choice.has_begun:
-            choice.has_begun = True
-            echo = self._echo(choice)
-            opening = self._frame(choice, {"text": echo}, is_echo=True) if echo else b""
-        if choice.is_plain:
-            return opening + self.chunks.text(choice)
-        frames = [opening]
+    def news(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
         if choice.text or choice.entries or choice.token_ids:
-            told: dict[str, Any] = {"text": choice.text}
+            members: dict[str, Any] = {"text": choice.text}
             if choice.entries:
-                told["logprobs"] = completion_logprobs(choice.entries, len(self._echo(choice)))
+                members["logprobs"] = completion_logprobs(choice.entries, len(self._echo(choice)))
             if choice.token_ids:
-                told["token_ids"] = choice.token_ids
-            frames.append(self._frame(choice, told))
-        if choice.finish_reason is not None:
-            ending = {"text": "", "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-            frames.append(self._frame(choice, ending, extension))
-        return b"".join(frames)
+                members["token_ids"] = choice.token_ids
+            yield members
+
+    def ending(self, choice: Choice) -> Mapping[str, Any]:
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
     def whole(self, answer: Answer) -> bytes:
-        metadata, outputs = self.chunks.metadata, answer.outputs
+        metadata, outputs = self.metadata, answer.outputs
         completion: Completion = {
             "id": metadata.id,
             "object": "text_completion",
@@ -304,10 +289,3 @@ class CompletionEncoder:
 
     def _echo(self, choice: Choice) -> str:
         return self._echoes[choice.index // self._num_choices]
-
-    def _frame(
-        self, choice: Choice, told: dict[str, Any], extension: Extension | None = None, *, is_echo: bool = False
-    ) -> bytes:
-        usage = choice.usage_before if is_echo else choice.usage
-        members = {"index": choice.index, "logprobs": None, "finish_reason": None, **told}
-        return self.chunks.choice(members, usage, extension)

@@ -21,7 +21,7 @@ from lockstep.engine.output_rules import unit_vectors
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
-from lockstep.server.answer_response import ClientLeft, all_of, while_connected
+from lockstep.server.answer_response import ClientLeft, all_of, disconnected, unless_gone
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, Shape, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.options import ServerOptions
@@ -92,11 +92,11 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     context.labels = {} if body.user is None else {"user": body.user}
     calls = await translated(request, lambda: calls_of(body, context.tenant, serving.options))
     try:
-        outputs = await while_connected(request.receive, _answer_all(serving.cluster, body, calls), context)
+        outputs = await unless_gone(disconnected(request.receive), _answer_all(serving.cluster, body, calls), context)
     except ClientLeft:
         context.status = CLIENT_LEFT_STATUS
         return Response(status_code=CLIENT_LEFT_STATUS)
-    context.outputs.extend(outputs)
+    context.conclude(outputs)
     content = await asyncio.to_thread(lambda: msgspec.json.encode(embeddings_object(body, model, outputs)))
     return Response(content, media_type="application/json")
 

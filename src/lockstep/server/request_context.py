@@ -37,12 +37,43 @@ PEOPLE = ("user", "safety_identifier", "prompt_cache_key")
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of a prompt and its answer, or of one HTTP request: summed over its prompts."""
+class Totals:
+    """Tokens and times of one HTTP request, over all of its prompts; the times are taken at the engine's steps."""
 
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Only of prompts that were answered: the last output of a call says it."""
+    num_output_tokens: int = 0
+    num_answered: int = 0
+    """Prompts whose answers came to their end; what follows is theirs."""
+    num_unanswered: int = 0
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    """The longest wait for a first step."""
+    ttft_s: float | None = None
+    """The earliest first token."""
+    total_s: float = 0.0
+    """The latest end."""
+
+
+def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> Totals:
+    """Sum up the answers to a request's prompts.
+
+    Args:
+        unanswered: tokens of prompt and answer for each prompt whose answer broke off.
+    """
+    timings = [output.timings for output in outputs]
+    return Totals(
+        sum(output.num_prompt_tokens for output in outputs) + sum(num_prompt for num_prompt, _ in unanswered),
+        sum(output.num_cached_tokens for output in outputs),
+        sum(output.num_output_tokens for output in outputs) + sum(num_output for _, num_output in unanswered),
+        len(outputs),
+        len(unanswered),
+        sum(output.num_preemptions for output in outputs),
+        max((each.queue_s for each in timings), default=0.0),
+        min((each.ttft_s for each in timings if each.ttft_s is not None), default=None),
+        max((each.total_s for each in timings), default=0.0),
+    )
 
 
 @dataclass(slots=True)
@@ -61,19 +92,20 @@ class RequestContext:
     traceparent: str | None = None
     model: str | None = None
     is_stream: bool = False
-    outputs: list[RequestOutput] = field(default_factory=list)
-    """One per prompt that was answered: usage and timings are read from them."""
-    unfinished: list[Usage] = field(default_factory=list)
-    """One per prompt whose answer broke off: what was computed for it all the same."""
+    session_id: str | None = None
+    totals: Totals = Totals()
+    """Of those who answered; known when the request has ended."""
+    answers: Sequence[str] = ()
+    """Texts of the answers; kept for ``--log-prompts`` only, as is `body`."""
     hops: list[Hop] = field(default_factory=list)
-    """Of models that were asked before those who answered; their tokens are not in `outputs`."""
+    """Of models that were asked before those who answered; their tokens are not in `totals`."""
     finish_reasons: list[str] = field(default_factory=list)
     labels: Mapping[str, str] = field(default_factory=dict)
     """The client's own labels."""
     num_body_bytes: int = 0
     """Of the request, once it has been read."""
     body: str | None = None
-    """The request as it was sent; kept for ``--log-prompts`` only."""
+    """The request as it was sent."""
     warnings: Sequence[str] = ()
     """What was asked for and is not done, a sentence each; told in a header and in the answer."""
     error: HttpError | None = None
@@ -83,23 +115,17 @@ class RequestContext:
     """How it ended: what the client was told; of a stream that failed, its error's, although its head said 200;
     `CLIENT_LEFT_STATUS` when the client left before the end."""
 
-    def usage(self) -> Usage:
-        answered = [
-            Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
-            for output in self.outputs
-        ] + self.unfinished
-        return Usage(
-            sum(each.num_prompt_tokens for each in answered),
-            sum(each.num_cached_tokens for each in answered),
-            sum(each.num_output_tokens for each in answered),
-        )
+    def conclude(self, outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> None:
+        """Take down what became of the request's prompts; the arguments are those of `totals_of`."""
+        self.totals = totals_of(outputs, unanswered)
+        if self.body is not None:
+            self.answers = [completion.text for output in outputs for completion in output.completions]
 
     @property
     def num_tokens(self) -> int:
-        """What the request cost in all, routing included."""
-        usage = self.usage()
+        """Tokens that the request cost in all, routing included."""
         hops = sum(hop.num_prompt_tokens + hop.num_output_tokens for hop in self.hops)
-        return usage.num_prompt_tokens + usage.num_output_tokens + hops
+        return self.totals.num_prompt_tokens + self.totals.num_output_tokens + hops
 
 
 def context_of(request: Request) -> RequestContext:
@@ -151,7 +177,7 @@ class _Exchange:
     """The two channels of a request, watched for how it ends."""
 
     def __init__(self, context: RequestContext, receive: Receive, send: Send) -> None:
-        self._record = context
+        self._context = context
         self._receive = receive
         self._send = send
         self.status: int | None = None
@@ -160,7 +186,7 @@ class _Exchange:
 
     async def receive(self) -> Message:
         message = await self._receive()
-        if message["type"] == "http.disconnect" and not self._record.is_sent:  # which is said after the end as well
+        if message["type"] == "http.disconnect" and not self._context.is_sent:  # which is said after the end as well
             self.has_left = True
         return message
 
@@ -168,13 +194,13 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [pair for pair in message.get("headers", ()) if pair[0] != REQUEST_ID_HEADER]
-            headers.append((REQUEST_ID_HEADER, self._record.request_id.encode()))
-            if self._record.warnings:
-                headers.append((WARNING_HEADER, "; ".join(self._record.warnings).encode("ascii", "replace")))
+            headers.append((REQUEST_ID_HEADER, self._context.request_id.encode()))
+            if self._context.warnings:
+                headers.append((WARNING_HEADER, "; ".join(self._context.warnings).encode("ascii", "replace")))
             message = {**message, "headers": headers}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._record.is_sent = True
+            self._context.is_sent = True
 
 
 def _new_context(scope: Scope, now_s: float) -> RequestContext:

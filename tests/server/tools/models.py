@@ -15,7 +15,7 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.stub import stub_tokenizer_parts
-from lockstep.server.chat_request import ChatBody
+from lockstep.server.chat import ChatBody
 from lockstep.server.errors import of_validation
 from lockstep.server.tools.definitions import Function
 from lockstep.server.tools.tool_use import ToolUse, resolve_tools

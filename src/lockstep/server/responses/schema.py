@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES
-from lockstep.server.chat_request import MAX_TOP_LOGPROBS, ReasoningEffort, RefusalPart, part_kind
+from lockstep.server.chat import MAX_TOP_LOGPROBS, ReasoningEffort, RefusalPart, part_kind
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_SEQUENCE_TOKENS,

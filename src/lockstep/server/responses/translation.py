@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError, RequestError
-from lockstep.server.chat_request import ChatBody
+from lockstep.server.chat import ChatBody
 from lockstep.server.errors import of_validation
 from lockstep.server.generation import RequestBody, in_the_requests_words
 from lockstep.server.responses.schema import (
