@@ -16,8 +16,9 @@ from lockstep.cluster.base import Hop
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings
 from lockstep.errors import UsageError
+from lockstep.server.answer_response import totals_of
 from lockstep.server.errors import HttpError
-from lockstep.server.request_context import RequestContext, totals_of
+from lockstep.server.request_context import RequestContext
 from lockstep.server.tracing import RequestTracer, span_attributes, span_name
 from tests.server.process import IN_THREAD, serve
 from tests.waiting import HANG_S

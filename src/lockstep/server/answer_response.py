@@ -26,7 +26,7 @@ from lockstep.server.answer import Extension, Usage, extension_of, usage_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.generation import in_the_requests_words
-from lockstep.server.request_context import CLIENT_LEFT_STATUS, RequestContext, Totals, context_of, totals_of
+from lockstep.server.request_context import CLIENT_LEFT_STATUS, RequestContext, Totals, context_of
 from lockstep.server.serving import serving_of
 
 A = TypeVar("A")
@@ -266,7 +266,7 @@ class AnswerResponse(Response):
                 await stream.aclose()
             if answer is not None:
                 outputs = answer.outputs
-                context.conclude(outputs, answer.unanswered)
+                conclude(context, outputs, answer.unanswered)
                 context.finish_reasons = [each.finish_reason.value for output in outputs for each in output.completions]
 
     async def _read(self, answer: Answer, call: int, stream: EventStream) -> None:
@@ -348,6 +348,35 @@ class AnswerResponse(Response):
                     self._news.set()
         finally:
             leaving.cancel()
+
+
+def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> Totals:
+    """Sum up the answers to a request's prompts.
+
+    Args:
+        unanswered: tokens of prompt and answer for each prompt whose answer broke off.
+    """
+    timings = [output.timings for output in outputs]
+    return Totals(
+        sum(output.num_prompt_tokens for output in outputs) + sum(num_prompt for num_prompt, _ in unanswered),
+        sum(output.num_cached_tokens for output in outputs),
+        sum(output.num_output_tokens for output in outputs) + sum(num_output for _, num_output in unanswered),
+        len(outputs),
+        len(unanswered),
+        sum(output.num_preemptions for output in outputs),
+        max((each.queue_s for each in timings), default=0.0),
+        min((each.ttft_s for each in timings if each.ttft_s is not None), default=None),
+        max((each.total_s for each in timings), default=0.0),
+    )
+
+
+def conclude(
+    context: RequestContext, outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()
+) -> None:
+    """Take down what became of a request's prompts; the arguments are those of `totals_of`."""
+    context.totals = totals_of(outputs, unanswered)
+    if context.body is not None:
+        context.answers = [completion.text for output in outputs for completion in output.completions]
 
 
 async def accepted_of(streams: Sequence[EventStream], *, when_routed: bool = False) -> list[Accepted]:

@@ -222,7 +222,7 @@ class CompletionEncoder(ChunkEncoder):
         echoes: Sequence[str],
     ) -> None:
         text = b'"text":', b',"logprobs":null,"finish_reason":null}]'
-        plain = {"text": "", "logprobs": None, "finish_reason": None}
+        plain = {"logprobs": None, "finish_reason": None, "text": ""}
         super().__init__(metadata, "text_completion", plain, text, num_choices * len(echoes))
         self._tokenizer = tokenizer
         self._body = body

@@ -21,7 +21,7 @@ from lockstep.engine.output_rules import unit_vectors
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
-from lockstep.server.answer_response import ClientLeft, all_of, disconnected, unless_gone
+from lockstep.server.answer_response import ClientLeft, all_of, conclude, disconnected, unless_gone
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, Shape, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.options import ServerOptions
@@ -96,7 +96,7 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     except ClientLeft:
         context.status = CLIENT_LEFT_STATUS
         return Response(status_code=CLIENT_LEFT_STATUS)
-    context.conclude(outputs)
+    conclude(context, outputs)
     content = await asyncio.to_thread(lambda: msgspec.json.encode(embeddings_object(body, model, outputs)))
     return Response(content, media_type="application/json")
 

@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.cluster.base import Hop
-from lockstep.engine.outputs import RequestOutput
 from lockstep.server.errors import HttpError, error_response, http_error
 
 log = logging.getLogger(__name__)
@@ -54,26 +53,6 @@ class Totals:
     """The earliest first token."""
     total_s: float = 0.0
     """The latest end."""
-
-
-def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> Totals:
-    """Sum up the answers to a request's prompts.
-
-    Args:
-        unanswered: tokens of prompt and answer for each prompt whose answer broke off.
-    """
-    timings = [output.timings for output in outputs]
-    return Totals(
-        sum(output.num_prompt_tokens for output in outputs) + sum(num_prompt for num_prompt, _ in unanswered),
-        sum(output.num_cached_tokens for output in outputs),
-        sum(output.num_output_tokens for output in outputs) + sum(num_output for _, num_output in unanswered),
-        len(outputs),
-        len(unanswered),
-        sum(output.num_preemptions for output in outputs),
-        max((each.queue_s for each in timings), default=0.0),
-        min((each.ttft_s for each in timings if each.ttft_s is not None), default=None),
-        max((each.total_s for each in timings), default=0.0),
-    )
 
 
 @dataclass(slots=True)
@@ -114,12 +93,6 @@ class RequestContext:
     status: int | None = None
     """How it ended: what the client was told; of a stream that failed, its error's, although its head said 200;
     `CLIENT_LEFT_STATUS` when the client left before the end."""
-
-    def conclude(self, outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> None:
-        """Take down what became of the request's prompts; the arguments are those of `totals_of`."""
-        self.totals = totals_of(outputs, unanswered)
-        if self.body is not None:
-            self.answers = [completion.text for output in outputs for completion in output.completions]
 
     @property
     def num_tokens(self) -> int:
