@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message
 
 from lockstep.cluster.base import Accepted, EventStream
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
@@ -168,7 +168,7 @@ def test_a_reader_that_is_too_slow_is_told_so_and_its_request_aborted() -> None:
         assert len(texts_of(events)[0]) < 8000
 
 
-class Endless(ManifestCluster):
+class Endless(Cluster):
     """One model whose answers never end."""
 
     is_closed = False
