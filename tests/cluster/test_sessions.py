@@ -142,7 +142,7 @@ def test_only_idle_sessions_of_some_age_are_given_up() -> None:
     assert [session.id for session in sessions.idle(limits, 35)] == ["a"]
     assert [session.id for session in sessions.idle(limits, 100)] == ["a", "b"]
     assert sessions.idle(SessionLimits(idle_threshold_s=None), 1e9) == []
-    sessions.dropped("a", "m", is_held=False)
+    sessions.by_id["a"].is_held = False
     assert not sessions.begin("b", "m", 101)
     assert [session.id for session in sessions.idle(limits, 200)] == []
     assert [(s.id, s.state, s.idle_s) for s in sessions.snapshot(200)] == [

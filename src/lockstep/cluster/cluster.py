@@ -15,6 +15,7 @@ from lockstep.cluster.base import EventStream, Health, ModelCard
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse, plain
+from lockstep.cluster.models import Model
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.reload import replace_manifest
 from lockstep.cluster.replica_state import ReplicaState
@@ -83,11 +84,11 @@ class Cluster:
 
     def cards(self) -> tuple[ModelCard, ...]:
         """Every model that is served, in order of definition."""
-        return tuple(map(self._card, self._state.names.ids))
+        return tuple(map(self._card, self._state.models.by_id.values()))
 
     def card(self, name: str | None) -> ModelCard:
         """The model of a name or alias; ModelNotFoundError when there is none."""
-        return self._card(self._state.names.find(name))
+        return self._card(self._state.models.find(name))
 
     def tokenizer(self, name: str | None) -> Tokenizer:
         """A model's tokenizer and template; ModelNotFoundError, or UnavailableError until it is loaded."""
@@ -183,11 +184,10 @@ class Cluster:
         """End every open call with this error."""
         self._state.worker.abort_all(error)
         self._state.replicas.fail_all(error)
-        if self._state.is_set:
-            for model in self._state.models.by_id.values():
-                model.sessions.fail_all(error)
-                if model.remote is not None:
-                    model.remote.abort_all(error)
+        for model in self._state.models.by_id.values():
+            model.sessions.fail_all(error)
+            if model.remote is not None:
+                model.remote.abort_all(error)
 
     async def close(self) -> None:
         """End what is open, free the models and end the processes that were started."""
@@ -197,10 +197,9 @@ class Cluster:
             task.cancel()
         await self._state.replicas.close()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._state.is_set:
-            for model in self._state.models.by_id.values():
-                if model.remote is not None:
-                    await model.remote.close()
+        for model in self._state.models.by_id.values():
+            if model.remote is not None:
+                await model.remote.close()
         await self._state.close()
 
     # -- management -----------------------------------------------------------------------------------------------
@@ -213,15 +212,16 @@ class Cluster:
 
     def snapshot(self) -> ClusterSnapshot:
         """The whole cluster at this moment; UnavailableError until its models have been opened."""
+        self._state.check_opened()
         return self._state.snapshot(self._is_replacing, self._handler.num_ephemeral)
 
     def manifest_text(self) -> str:
         """The effective manifest as YAML; `replace` takes it."""
-        return dump(self._state.models.declared)
+        return dump(self._declared)
 
     def manifest_plain(self) -> Mapping[str, Any]:
         """The same as maps, lists and scalars; `replace` takes it as JSON."""
-        return plain(self._state.models.declared)
+        return plain(self._declared)
 
     async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
         """Bring a new manifest in, as one unit; see `lockstep.cluster.reload`. Goes on when the caller leaves.
@@ -278,7 +278,7 @@ class Cluster:
 
     async def end_session(self, id_: str) -> None:
         """Give up a session's KV and forget it; SessionNotFoundError when nobody knows it."""
-        if self._state.sessions.forget(id_) is None:
+        if self._state.sessions.by_id.pop(id_, None) is None:
             raise SessionNotFoundError(f"No session with id '{id_}'.", param="session_id")
         for model in self._state.models.by_id.values():
             model.sessions.drop(id_)
@@ -286,6 +286,11 @@ class Cluster:
                 await self._state.worker.end_session(model.replica.key, id_, model.id)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _declared(self) -> Manifest:
+        self._state.check_opened()
+        return self._state.models.declared
 
     @property
     def _is_replacing(self) -> bool:
@@ -335,23 +340,19 @@ class Cluster:
             raise UnavailableError("the models are being loaded for the first time; try again when they are there")
 
     def _replica(self, id_: str) -> ReplicaState:
+        self._state.check_opened()
         replica = self._state.models.find(id_).replica
         self._check_booted()
         if replica is None:
             raise InvalidParameterError(f"{id_} is remote: there is nothing to load here", param="model")
         return replica
 
-    def _card(self, id_: str) -> ModelCard:
-        state = self._state
-        if not state.is_set:
-            entry = state.first.entry(id_)
-            return ModelCard(id_, entry.aliases, entry.source, self._created_s, "loading", None, None, None)
-        model = state.models.by_id[id_]
+    def _card(self, model: Model) -> ModelCard:
         replica = model.replica
         loaded = None if replica is None else replica.loaded
         probe = None if loaded is None else loaded.probe
         tokenizer = None if replica is None else replica.tokenizer
-        mates = () if replica is None else state.models_on(replica)
+        mates = () if replica is None else self._state.models_on(replica)
         return ModelCard(
             name=model.id,
             aliases=model.entry.aliases,

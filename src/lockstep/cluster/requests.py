@@ -65,14 +65,14 @@ class RequestHandler:
 
     async def stream(self, call: GenerationRequest) -> EventStream:
         """Answer a request, as `lockstep.cluster.cluster.Cluster.stream`."""
-        model, models = self._state.find(call.model), self._state.models
+        model, router = self._state.find(call.model), self._state.models.router
         hops: tuple[Hop, ...] = ()
         self._state.counters.requests_total += 1
         self.num_open += 1
         self._begin_session(call, model)
         try:
-            if models.router is not None and call.pooling is None and models.is_routed(call.model):
-                routed = await self._route(models.router, model, call)
+            if router is not None and model.id == router.entry and call.pooling is None:
+                routed = await self._route(router, model, call)
                 hops = (routed.hop,)
                 if routed.target is None:
                     yield (replace(routed.accepted, hops=hops),)
@@ -127,8 +127,8 @@ class RequestHandler:
             duration_ms=round(latency_s * 1e3, 3),
         )
         if target is not None:
-            if call.session_id is not None:
-                self._state.sessions.answered_by(call.session_id, target.id)
+            if (session := self._state.sessions.by_id.get(call.session_id or "")) is not None:
+                session.model = target.id
             self._state.counters.dispatch_hits += not decision.is_fallback
             self._state.counters.dispatch_fallbacks += decision.is_fallback
         return _EntryAnswer(accepted, outputs, hop, target)

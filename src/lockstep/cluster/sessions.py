@@ -172,18 +172,19 @@ class ModelSessions:
 
 
 class Sessions:
-    """All named sessions of a cluster, in order of last use."""
+    """All named sessions of a cluster."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Session] = {}
+        self.by_id: dict[str, Session] = {}
+        """Least recently used first."""
 
     def begin(self, id_: str, model: str, now_s: float) -> bool:
         """Note a request of a session; whether the session is new."""
-        session = self._known.pop(id_, None)
+        session = self.by_id.pop(id_, None)
         is_new = session is None
         if session is None:
             session = Session(id_, model, now_s, now_s)
-        self._known[id_] = session
+        self.by_id[id_] = session
         session.model, session.last_used_s = model, now_s
         session.is_held, session.is_evicted = True, False
         session.num_requests += 1
@@ -192,66 +193,23 @@ class Sessions:
 
     def end(self, id_: str, now_s: float) -> None:
         """Note the end of a request, whatever became of it."""
-        session = self._known.get(id_)
+        session = self.by_id.get(id_)
         if session is not None:
             session.num_active = max(0, session.num_active - 1)  # one that was ended and began anew counts its own
             session.last_used_s = now_s
 
-    def answered_by(self, id_: str, model: str) -> None:
-        if id_ in self._known:
-            self._known[id_].model = model
-
-    def kept(self, id_: str, model: str, num_tokens: int) -> None:
-        """Note how many of its tokens are on the device now, for one model."""
-        if id_ in self._known:
-            self._known[id_].kept_tokens[model] = num_tokens
-
-    def dropped(self, id_: str, model: str | None = None, *, is_held: bool) -> None:
-        """Note that a model gave up its KV, or all did.
-
-        Args:
-            is_held: whether another one still has some.
-        """
-        if (session := self._known.get(id_)) is not None:
-            session.is_held = is_held
-            if model is None:
-                session.kept_tokens.clear()
-            else:
-                session.kept_tokens.pop(model, None)
-
-    def evict(self, id_: str) -> bool:
-        """Note that its KV was given up; False: it was before, with no request since, or nobody knows it."""
-        session = self._known.get(id_)
-        if session is None or session.is_evicted:
-            return False
-        session.is_evicted = True
-        return True
-
-    def last_model(self, id_: str) -> str | None:
-        """The model that answered it last; None: nobody knows it."""
-        session = self._known.get(id_)
-        return None if session is None else session.model
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self._known)
-
-    def forget(self, id_: str) -> Session | None:
-        """Forget a session that its client ended; None: nobody knows it."""
-        return self._known.pop(id_, None)
-
     def idle(self, limits: SessionLimits, now_s: float) -> list[Session]:
         """Sessions whose KV may be given up, as nobody came back for long; those that are too many are forgotten."""
-        excess = len(self._known) - MAX_SESSIONS
-        for session in list(self._known.values())[: max(0, excess)]:
+        excess = len(self.by_id) - MAX_SESSIONS
+        for session in list(self.by_id.values())[: max(0, excess)]:
             if not session.num_active and not session.is_held:
-                del self._known[session.id]
+                del self.by_id[session.id]
         threshold_s = limits.idle_threshold_s
         if threshold_s is None:
             return []
         return [
             session
-            for session in self._known.values()
+            for session in self.by_id.values()
             if session.is_held
             and not session.num_active
             and now_s - session.last_used_s >= threshold_s
@@ -259,4 +217,4 @@ class Sessions:
         ]
 
     def snapshot(self, now_s: float) -> tuple[SessionSnapshot, ...]:
-        return tuple(session.snapshot(now_s) for session in self._known.values())
+        return tuple(session.snapshot(now_s) for session in self.by_id.values())

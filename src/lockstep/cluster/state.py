@@ -18,7 +18,7 @@ from lockstep.cluster.base import recording_warnings
 from lockstep.cluster.budget import cut_texts, refusal, table_text
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
-from lockstep.cluster.models import Model, ModelSet, Names
+from lockstep.cluster.models import Model, ModelSet
 from lockstep.cluster.plan_recorder import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy, UnloadReason
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
@@ -75,8 +75,8 @@ class ClusterState:
 
     def __init__(self, options: ClusterOptions, manifest: Manifest) -> None:
         self.options = options
-        self.first = served_by(manifest, options.backend)
-        self._first_names = Names(self.first)
+        self.models = ModelSet(manifest, served_by(manifest, options.backend), _unopened)
+        """The models that calls go to, or will when they have been opened."""
         self.worker = SupervisedWorker(options.worker, self._noticed)
         self.events = EventLog()
         self.counters = Counters()
@@ -87,33 +87,20 @@ class ClusterState:
         on_planned = None if self._plans is None else self._plans.planned
         self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned)
         self.opened: Opened | None = None
-        """The resolved artifacts of the models that calls go to."""
+        """The resolved artifacts of the models that calls go to; None: nothing was opened yet."""
         self.is_booted = False
-        self._models: ModelSet | None = None
         self._coming: ModelSet | None = None
         """The models of a manifest that is being brought in."""
 
     @property
-    def models(self) -> ModelSet:
-        """The models that calls go to; UnavailableError until their sources have been opened."""
-        if self._models is None:
-            raise UnavailableError(self.loading)
-        return self._models
-
-    @property
-    def is_set(self) -> bool:
-        """Whether there are models yet."""
-        return self._models is not None
-
-    @property
-    def names(self) -> Names:
-        """Names of the models that calls go to, or will."""
-        return self._first_names if self._models is None else self._models.names
-
-    @property
     def loading(self) -> str:
         """Why nobody is answered before the boot has ended, in one sentence."""
-        return "the model is loading" if len(self.names.ids) == 1 else "the models are loading"
+        return "the model is loading" if len(self.models.by_id) == 1 else "the models are loading"
+
+    def check_opened(self) -> None:
+        """Refuse what needs the models' sources; UnavailableError until they have been opened."""
+        if self.opened is None:
+            raise UnavailableError(self.loading)
 
     def find(self, name: str | None) -> Model:
         """The model that a call is for.
@@ -122,10 +109,10 @@ class ClusterState:
             ModelNotFoundError: nobody is called so.
             UnavailableError: nobody is answered yet.
         """
-        id_ = self.names.find(name)
+        model = self.models.find(name)
         if not self.is_booted:
             raise UnavailableError(self.loading)
-        return self.models.by_id[id_]
+        return model
 
     # -- from a manifest to models --------------------------------------------------------------------------------
 
@@ -161,12 +148,12 @@ class ClusterState:
 
     def build(self, manifest: Manifest, opened: Opened) -> ModelSet:
         """Make the models of a manifest; those that it does not change go on as they are."""
-        before = self._models
+        before = self.models.by_id if self.opened is not None else {}
 
         def make(declared: Entry, entry: Entry) -> Model:
             spec = opened.specs.get(entry.id)
             replica = None if spec is None else self.replicas.of(spec)
-            old = None if before is None else before.by_id.get(entry.id)
+            old = before.get(entry.id)
             limit = _session_limit(entry, manifest)
             if old is not None and (old.entry, old.declared, old.replica) == (entry, declared, replica):
                 return old
@@ -207,7 +194,7 @@ class ClusterState:
         notes = (*models.declared.notes, *cut_texts(opened.table.budgets)) if opened is not self.opened else ()
         for note in notes:
             log.warning("%s", note)
-        self._models, self._coming, self.opened = models, None, opened
+        self.models, self._coming, self.opened = models, None, opened
         for model in models.by_id.values():
             model.sessions.resize(_session_limit(model.entry, models.declared))
         self.replicas.budget_bytes = opened.table.budgets.gpu.effective_bytes
@@ -249,7 +236,7 @@ class ClusterState:
 
     def models_on(self, replica: ReplicaState) -> tuple[Model, ...]:
         """The models that share a replica, those that are coming included."""
-        sets = [models for models in (self._coming, self._models) if models is not None]
+        sets = [models for models in (self._coming, self.models) if models is not None]
         found = {m.id: m for models in sets for m in models.by_id.values() if m.replica is replica}
         return tuple(found.values())
 
@@ -294,19 +281,21 @@ class ClusterState:
 
     # -- sessions -------------------------------------------------------------------------------------------------
 
-    def swept(self, session: str, owners: Sequence[str], reason: str) -> None:
+    def swept(self, session_id: str, owners: Sequence[str], reason: str) -> None:
         """Note that models gave up a session's KV. However many they are, and when: until its next request that is one
         eviction. Of remote models, which keep none, it is none."""
-        by_id = self.models.by_id
-        is_held = any(model.sessions.holds(session) for model in by_id.values())
+        by_id, session = self.models.by_id, self.sessions.by_id.get(session_id)
+        if session is None or not owners:
+            return
+        session.is_held = any(model.sessions.holds(session_id) for model in by_id.values())
         for owner in owners:
-            self.sessions.dropped(session, owner, is_held=is_held)
+            session.kept_tokens.pop(owner, None)
         local = [owner for owner in owners if owner in by_id and by_id[owner].replica is not None]
-        if local and self.sessions.evict(session):
-            last = self.sessions.last_model(session)
+        if local and not session.is_evicted:
+            session.is_evicted = True
             self.counters.lru_evictions += reason in LRU_REASONS
-            shown = last if last in local else local[0]
-            self.events.emit("session_evicted", session=session, model=shown, reason=reason)
+            shown = session.model if session.model in local else local[0]
+            self.events.emit("session_evicted", session=session_id, model=shown, reason=reason)
 
     async def free(self, session: str, model: str) -> None:
         """Let the worker unpin what an idle session keeps for a model."""
@@ -319,7 +308,8 @@ class ClusterState:
 
     def _session_changed(self, change: SessionChange) -> None:
         if change.what == "kept":
-            self.sessions.kept(change.session_id, change.owner, change.num_tokens)
+            if (session := self.sessions.by_id.get(change.session_id)) is not None:
+                session.kept_tokens[change.owner] = change.num_tokens
             return
         model = self.models.by_id.get(change.owner)
         if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
@@ -334,14 +324,12 @@ class ClusterState:
             return -by_id[session.model].entry.priority if session.model in by_id else -PRIORITIES["low"]
 
         for session in sorted(self.sessions.idle(self.models.declared.sessions, now_s), key=urgency):
-            await self._sweep(session.id)
-
-    async def _sweep(self, session: str) -> None:
-        holders = [model.id for model in self.models.by_id.values() if model.sessions.holds(session)]
-        self._gave_up(session, "idle")
-        self.sessions.dropped(session, is_held=False)  # also where the model that held it is gone from the manifest
-        for model in holders:
-            await self.free(session, model)
+            holders = [model.id for model in by_id.values() if model.sessions.holds(session.id)]
+            self._gave_up(session.id, "idle")
+            session.is_held = False  # also where the model that held it is gone from the manifest
+            session.kept_tokens.clear()
+            for model in holders:
+                await self.free(session.id, model)
 
     # -- notices --------------------------------------------------------------------------------------------------
 
@@ -364,7 +352,7 @@ class ClusterState:
                     self._session_changed(change)
             case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
-                for session in self.sessions.ids:
+                for session in tuple(self.sessions.by_id):
                     self._gave_up(session, LOST)
                 self.replicas.worker_lost()
             case Back():
@@ -395,6 +383,11 @@ class ClusterState:
         elif (before, after) == (Phase.RESIDENT, Phase.UNLOADING) and reason != REPLACED:
             self.counters.demotions += 1
             self.counters.model_evictions += reason == UnloadReason.ROOM
+
+
+def _unopened(declared: Entry, entry: Entry) -> Model:
+    """A model that is known by its names, and answers nobody yet."""
+    return Model(entry, declared, None, None, ModelSessions(None, lambda session: None))
 
 
 def _shown(phase: Phase) -> str:
