@@ -14,8 +14,9 @@ import pytest
 from lockstep.replay.live import live_requests, live_steps, workload_of
 from lockstep.replay.trace import Trace, open_trace
 from lockstep.replay.verify import verify
+from tests.processes import ROOT
 from tests.replay.live import happenings, manifest_in, mixed_load
-from tests.server.process import ROOT, ServerProcess, serve
+from tests.server.process import ServerProcess, serve
 from tests.waiting import until
 
 NUM_REQUESTS = 216
