@@ -23,6 +23,7 @@ from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.choices import open_choices
 from lockstep.server.chunk_encoder import ChatCompletion, ChatEncoder
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_SEQUENCE_TOKENS,
@@ -206,7 +207,7 @@ class ChatBody(GenerationBody):
     web_search_options: Annotated[None, absent("models here do not search the web")] = None
 
 
-router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
+router = APIRouter(route_class=LongBodyRoute, tags=["completions"], responses=ERROR_RESPONSES)
 
 
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion))

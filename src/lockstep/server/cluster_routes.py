@@ -26,11 +26,12 @@ from lockstep.errors import (
 )
 from lockstep.server.access import powers_of
 from lockstep.server.body import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of
 
-router = APIRouter(prefix="/v1", tags=["cluster"])
-models_router = APIRouter(prefix="/v1/models", tags=["models"])
+router = APIRouter(prefix="/v1", tags=["cluster"], responses=ERROR_RESPONSES)
+models_router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERROR_RESPONSES)
 _FORMS: dict[str, Any] = {JSON_TYPE: {"schema": {"type": "object"}}} | {
     each: {"schema": {"type": "string"}} for each in YAML_TYPES
 }

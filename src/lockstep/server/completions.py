@@ -23,6 +23,7 @@ from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.choices import Choice, open_choices
 from lockstep.server.chunk_encoder import ChunkEncoder
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import (
     MAX_SEQUENCE_TOKENS,
     FinishReasonName,
@@ -84,7 +85,7 @@ class CompletionBody(GenerationBody):
     suffix: Annotated[None, absent("texts are only gone on with here, not filled in")] = None
 
 
-router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
+router = APIRouter(route_class=LongBodyRoute, tags=["completions"], responses=ERROR_RESPONSES)
 
 
 class CompletionChoice(Shape):

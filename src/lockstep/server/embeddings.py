@@ -23,6 +23,7 @@ from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
 from lockstep.server.answer_response import ClientLeft, all_of, conclude, disconnected, unless_gone
 from lockstep.server.body import LongBodyRoute
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, Shape, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, context_of
@@ -33,7 +34,7 @@ MAX_INPUTS = 2_048
 MAX_OPEN_INPUTS = 64
 """Inputs of one request that are in the queue at once, so that one request cannot fill it."""
 
-router = APIRouter(route_class=LongBodyRoute)
+router = APIRouter(route_class=LongBodyRoute, responses=ERROR_RESPONSES)
 
 Inputs = Annotated[
     Annotated[str, Tag("[text]")]

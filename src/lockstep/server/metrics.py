@@ -23,6 +23,7 @@ from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, RemoteSnapshot
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.errors import UnavailableError
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import RequestContext
 from lockstep.server.serving import serving_of
 
@@ -74,7 +75,7 @@ HELP: Mapping[str, str] = {
 }
 """What is not described here is described by its name."""
 
-router = APIRouter(tags=["metrics"])
+router = APIRouter(tags=["metrics"], responses=ERROR_RESPONSES)
 
 
 class HttpCounts:

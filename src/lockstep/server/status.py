@@ -17,14 +17,15 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse
 
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.serving import Serving, serving_of
 from lockstep.version import __version__
 
 RETRY_AFTER_S = "2"
 """What is not ready is worth asking again after this."""
-router = APIRouter(tags=["health"])
-home_router = APIRouter(tags=["home"])
-debug_router = APIRouter(tags=["debug"])
+router = APIRouter(tags=["health"], responses=ERROR_RESPONSES)
+home_router = APIRouter(tags=["home"], responses=ERROR_RESPONSES)
+debug_router = APIRouter(tags=["debug"], responses=ERROR_RESPONSES)
 
 
 class HealthBody(BaseModel):

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.server.body import LongBodyRoute
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import Body, in_pieces
 from lockstep.server.generation import check_tokens_known
 from lockstep.server.request_context import context_of
@@ -20,7 +21,7 @@ MAX_TOKEN_IDS = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_INLINE_BYTES = 4_096
 """Longer bodies are answered on another thread."""
-router = APIRouter(route_class=LongBodyRoute, tags=["tokenizer"])
+router = APIRouter(route_class=LongBodyRoute, tags=["tokenizer"], responses=ERROR_RESPONSES)
 
 
 class TokenizeRequest(Body):

@@ -15,13 +15,14 @@ from starlette.types import Receive, Scope, Send
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
 from lockstep.server.answer_response import HEADERS, MAX_STALL_S, PING, disconnected
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.serving import Lifecycle, Traffic, serving_of
 
 MAX_WATCHERS = 64
 """Each costs the encoding of every event."""
 MAX_EVENT_ID = 2**53 - 1
 """What a JSON number holds exactly."""
-router = APIRouter(tags=["cluster"])
+router = APIRouter(tags=["cluster"], responses=ERROR_RESPONSES)
 
 
 def description() -> str:

@@ -18,6 +18,7 @@ from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.chat import ChatCall, chat_call
 from lockstep.server.choices import open_choices
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import Shape
 from lockstep.server.generation import Caller, labels_of
 from lockstep.server.request_context import context_of
@@ -31,7 +32,7 @@ MAX_ITEMS = 100
 """Of one page, as with OpenAI; so is the default."""
 DEFAULT_ITEMS = 20
 
-router = APIRouter(route_class=LongBodyRoute)
+router = APIRouter(route_class=LongBodyRoute, responses=ERROR_RESPONSES)
 
 
 def store_of(request: Request) -> ResponseStore:
