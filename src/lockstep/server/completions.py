@@ -223,7 +223,7 @@ class CompletionEncoder(ChunkEncoder):
         echoes: Sequence[str],
     ) -> None:
         text = b'"text":', b',"logprobs":null,"finish_reason":null}]'
-        plain = {"logprobs": None, "finish_reason": None, "text": ""}
+        plain = {"text": "", "logprobs": None, "finish_reason": None}
         super().__init__(metadata, "text_completion", plain, text, num_choices * len(echoes))
         self._tokenizer = tokenizer
         self._body = body
