@@ -19,7 +19,7 @@ from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from lockstep.cli.main import main as lockstep
 from tests.waiting import HANG_S
@@ -160,13 +160,11 @@ def _run(
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.environ.clear()
     os.environ.update(environment)
-    sys.stdin = sys.__stdin__ = _text(0, "r")  # type: ignore[misc]  # as an interpreter sets them at its start
-    sys.stdout = sys.__stdout__ = _text(1, "w")  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _text(2, "w")  # type: ignore[misc]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        mode, buffering = ("w" if number else "r"), (1 if name == "stderr" else -1)
+        text = open(number, mode, buffering, closefd=False)  # noqa: SIM115 - as long as the process
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
     sys.argv = ["lockstep", *words]
     warnings.simplefilter("error")
     main()
-
-
-def _text(number: int, mode: str) -> IO[str]:
-    return open(number, mode, buffering=1 if number == 2 else -1, closefd=False)
