@@ -12,7 +12,7 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.trace import read_frames
-from lockstep.worker.flight.entries import ChunkReader, ChunkWriter, Entry
+from lockstep.worker.flight.entries import ChunkReader, ChunkWriter, Entry, Header
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, ResetPrefixCache, Submit
 from tests.worker.support import Bench, running
@@ -70,8 +70,9 @@ def rewrite_entries(path: Path, change: Callable[[list[Entry]], None]) -> None:
     entries = entries_in(path)
     change(entries)
     writer = ChunkWriter()
-    writer.put(entries[0])
-    held = writer.take()
+    header = entries[0]
+    assert isinstance(header, Header)
+    held = writer.begin_file(header)
     for entry in entries[1:]:
         writer.put(entry)
     path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(held + writer.take()))

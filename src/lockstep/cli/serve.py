@@ -215,10 +215,15 @@ def trace_options(report: ReportFlags) -> TraceOptions | None:
     from lockstep.worker.flight.options import TraceOptions
 
     if report.trace is None:
-        if report.trace_content:
-            raise UsageError("--trace-content is said of a recording; give --trace DIR, or leave it out")
+        given = {"--trace-content": report.trace_content, "--trace-key": report.trace_key is not None}
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            raise UsageError(f"{flag} is said of a recording; give --trace DIR, or leave it out")
         return None
-    return TraceOptions(str(report.trace.absolute()), report.trace_max_mb << 20, report.trace_content)
+    key_file = "" if report.trace_key is None else str(report.trace_key.expanduser().absolute())
+    directory = str(report.trace.absolute())
+    options = TraceOptions(directory, report.trace_max_mb << 20, report.trace_content, key_file)
+    options.secret()  # what is wrong with it is said now
+    return options
 
 
 def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: ClusterFlags) -> None:

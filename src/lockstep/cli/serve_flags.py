@@ -192,6 +192,10 @@ class ReportFlags:
     trace_content: Annotated[
         bool, typer.Option("--trace-content", help="Record prompts and answers too, as token ids.")
     ] = False
+    trace_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A secret of the recording; digests under equal ones compare."),
+    ] = None
     trace_max_mb: Annotated[
         int, typer.Option(metavar="MB", help="Recordings in DIR take as much; the oldest go first.", min=1)
     ] = DEFAULT_MAX_MB

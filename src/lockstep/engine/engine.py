@@ -387,6 +387,8 @@ class Engine:
     def _close(self, generation: Generation, reason: FinishReason, now_s: float) -> None:
         """Account for a sequence that ended, and for its request with the last of them."""
         generation.end(reason)
+        if self._recorder is not None:
+            self._recorder.ended(generation)
         live = generation.live
         live.num_open -= 1
         self._metrics.observe_finished(generation.span(), generation.finish_reason or reason, now_s)

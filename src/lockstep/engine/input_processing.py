@@ -24,6 +24,8 @@ MAX_SHOWN_SPECIALS = 64
 MAX_SESSION_CHARS = 512
 MAX_OWNER_CHARS = 4_096
 """An owner is a model, which may be called by its path."""
+MAX_EXTERNAL_ID_CHARS = 128
+MAX_SEGMENT_CHARS = 64
 REASONING = ("auto", "off")
 """What a conversation may say of thoughts."""
 
@@ -39,6 +41,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     params.validate(vocab_size)
     check_deadlines(request)
     _check_session(request)
+    _check_labels(request)
     request = tokenised(model.tokenizer, config.max_model_len, request)
     prompt_ids: tuple[int, ...] = request.prompt  # type: ignore[assignment]  # tokens by now
     _check_ids(prompt_ids, vocab_size)
@@ -172,6 +175,12 @@ def _check_session(request: GenerationRequest) -> None:
         )
     if request.pooling is not None:
         raise InvalidParameterError("a pooled request leaves a session nothing to keep", param="session_id")
+
+
+def _check_labels(request: GenerationRequest) -> None:
+    for name, most in (("external_id", MAX_EXTERNAL_ID_CHARS), ("segment", MAX_SEGMENT_CHARS)):
+        if len(getattr(request, name)) > most:
+            raise InvalidParameterError(f"{name} must have at most {most} characters", param=name)
 
 
 def _shown_ids(model: LoadedModel, request: GenerationRequest) -> frozenset[int]:

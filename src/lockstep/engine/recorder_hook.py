@@ -27,6 +27,10 @@ class RecorderHook(CommandListener, Protocol):
         """A step has brought this; ``record`` is what it closed, ``touched`` are those that sampled."""
         ...
 
+    def ended(self, generation: Generation) -> None:
+        """A sequence has ended, in a step or outside, and its last token and reason are known."""
+        ...
+
     def failed(self, record: bytes | None) -> None:
         """A step failed; ``record`` is what it closed."""
         ...

@@ -75,6 +75,8 @@ class _Listener:
     def committed(self, record: bytes | None, result: StepResult, touched: Sequence[Generation]) -> None:
         self._rows = tokens_of(result, touched)
 
+    def ended(self, generation: Generation) -> None: ...
+
     def failed(self, record: bytes | None) -> None:
         self._rows = None
 

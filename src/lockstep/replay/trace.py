@@ -14,7 +14,15 @@ import zstandard
 
 from lockstep.errors import ConfigError, TraceError
 from lockstep.replay.wholeness import Finding, Kind, Part, arranged
-from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, ChunkReader, EngineEntry, Entry, Header
+from lockstep.worker.flight.entries import (
+    SCHEMA_VERSION,
+    SUFFIX,
+    ChangedChunkError,
+    ChunkReader,
+    EngineEntry,
+    Entry,
+    Header,
+)
 
 MAX_FRAME_BYTES = 256 << 20
 """Of one frame, decompressed: the checkpoint of a large pool has megabytes."""
@@ -120,9 +128,11 @@ def read_entries(path: Path) -> Iterator[Entry | Cut]:
                     _check_header(path, entry)
                     is_first = False
                 yield entry
-        except _NO_ENTRY as error:
+        except (ChangedChunkError, *_NO_ENTRY) as error:
+            where = f"{path}: the chunk at byte {reader.offset} of the frame at byte {frame.offset}"
+            if isinstance(error, ChangedChunkError):
+                raise TraceError(f"{where} {error}") from error
             if frame.is_whole:
-                where = f"{path}: the chunk at byte {reader.offset} of the frame at byte {frame.offset}"
                 raise TraceError(f"{where} is no entry of a recording: {error}") from error
     if frame is None or not frame.is_whole or reader.end is None:
         yield Cut(path, path.stat().st_size)
@@ -136,11 +146,11 @@ def part_of(path: Path) -> Part:
     """
     header: Header | None = None
     frame: Frame | None = None
-    reader = ChunkReader()
+    reader = ChunkReader(is_at_beginning=False)
     for frame in read_frames(path):
         header = header or _header_in(path, frame)
     if frame is not None:
-        with suppress(*_NO_ENTRY):  # whoever reads it all tells where
+        with suppress(ChangedChunkError, *_NO_ENTRY):  # whoever reads it all tells where
             deque(reader.read(frame.data), maxlen=0)
     num_bytes = path.stat().st_size
     if frame is None or header is None:
@@ -154,7 +164,7 @@ def part_of(path: Path) -> Part:
 def _header_in(path: Path, frame: Frame) -> Header | None:
     """What the file begins with; None: it ends before that does."""
     try:
-        return _check_header(path, next(ChunkReader().read(frame.data)))
+        return _check_header(path, next(ChunkReader(is_at_beginning=False).read(frame.data)))
     except (StopIteration, *_NO_ENTRY) as error:
         if frame.is_whole:
             raise TraceError(f"{path}: byte {frame.offset} is no entry of a recording: {error!r}") from None

@@ -216,7 +216,8 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     serving, context = serving_of(request), context_of(request)
     context.model = serving.cluster.card(body.model).name
     context.labels, context.session_id = labels_of(body), body.session_id
-    caller, tokenizer = Caller(context.tenant, serving.options), serving.cluster.tokenizer(body.model)
+    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    tokenizer = serving.cluster.tokenizer(body.model)
     asked = await translated(request, lambda: chat_call(body, caller, tokenizer))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:

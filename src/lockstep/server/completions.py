@@ -120,7 +120,8 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     serving, context = serving_of(request), context_of(request)
     context.model = serving.cluster.card(body.model).name
     context.labels, context.session_id = labels_of(body), body.session_id
-    asked = await translated(request, lambda: completion_calls(body, Caller(context.tenant, serving.options)))
+    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    asked = await translated(request, lambda: completion_calls(body, caller))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         return completion_answer(serving.cluster, body, asked, accepted, context)

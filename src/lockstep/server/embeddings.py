@@ -25,7 +25,7 @@ from lockstep.server.answer_response import ClientLeft, all_of, conclude, discon
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, Shape, TextOrTokens, Tokens, tokens_or_list
-from lockstep.server.options import ServerOptions
+from lockstep.server.generation import Caller
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, context_of
 from lockstep.server.serving import serving_of, translated
 
@@ -91,7 +91,8 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     serving, context = serving_of(request), context_of(request)
     context.model = model = serving.cluster.card(body.model).name
     context.labels = {} if body.user is None else {"user": body.user}
-    calls = await translated(request, lambda: calls_of(body, context.tenant, serving.options))
+    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    calls = await translated(request, lambda: calls_of(body, caller))
     try:
         outputs = await unless_gone(disconnected(request.receive), _answer_all(serving.cluster, body, calls), context)
     except ClientLeft:
@@ -102,7 +103,7 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-def calls_of(body: EmbeddingBody, tenant: str, options: ServerOptions) -> list[GenerationRequest]:
+def calls_of(body: EmbeddingBody, caller: Caller) -> list[GenerationRequest]:
     """One call per input, in order."""
     said = body.input
     is_one = isinstance(said, str) or isinstance(said[0], int)
@@ -111,11 +112,13 @@ def calls_of(body: EmbeddingBody, tenant: str, options: ServerOptions) -> list[G
         GenerationRequest(
             prompt if isinstance(prompt, str) else tuple(prompt),
             model=body.model,
-            tenant=tenant or body.user or "",
-            queue_deadline_s=options.queue_timeout_s,
-            deadline_s=options.request_timeout_s,
+            tenant=caller.tenant or body.user or "",
+            queue_deadline_s=caller.options.queue_timeout_s,
+            deadline_s=caller.options.request_timeout_s,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             pooling=body.pooling or "mean",
+            external_id=caller.request_id,
+            segment=caller.segment,
         )
         for prompt in prompts
     ]

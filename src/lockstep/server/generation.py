@@ -176,6 +176,8 @@ class Caller:
     tenant: str
     """Name of the API key; empty where none is asked for."""
     options: ServerOptions
+    request_id: str = ""
+    segment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +342,8 @@ def call_of(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         prompt_logprobs=prompt_logprobs,
         shown_specials=shown_specials,
+        external_id=caller.request_id,
+        segment=caller.segment,
     )
 
 

@@ -23,10 +23,12 @@ from lockstep.server.errors import HttpError, error_response, http_error
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
+SEGMENT_HEADER = b"x-lockstep-segment"
 WARNING_HEADER = b"x-lockstep-warning"
 UNROUTED = "unrouted"
 """The endpoint of requests that no route takes; their paths are the client's and without number."""
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
+_SEGMENT = re.compile(rb"[ -~]{1,64}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 CLIENT_LEFT_STATUS = 499
 """In logs and metrics, of a request whose client left; nobody is there to be told."""
@@ -69,6 +71,8 @@ class RequestContext:
     tenant: str = ""
     """Name of the API key that was used; never the key."""
     traceparent: str | None = None
+    segment: str = ""
+    """The client's ``x-lockstep-segment``: the part of the traffic that the request belongs to."""
     model: str | None = None
     is_stream: bool = False
     session_id: str | None = None
@@ -177,18 +181,21 @@ class _Exchange:
 
 
 def _new_context(scope: Scope, now_s: float) -> RequestContext:
-    request_id, traceparent = None, None
+    request_id, traceparent, segment = None, None, ""
     for name, value in scope["headers"]:
         if name == REQUEST_ID_HEADER and _SANE_ID.fullmatch(value):
             request_id = value.decode()
         elif name == b"traceparent" and _TRACEPARENT.fullmatch(value):
             traceparent = value.decode()
+        elif name == SEGMENT_HEADER and _SEGMENT.fullmatch(value):
+            segment = value.decode()
     return RequestContext(
         request_id or f"req-{uuid.uuid4().hex}",
         scope["path"],
         now_s,
         method=scope["method"],
         traceparent=traceparent,
+        segment=segment,
     )
 
 

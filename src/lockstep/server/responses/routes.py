@@ -64,6 +64,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     """Answer, and keep the answer so that it can be continued."""
     serving, context, store = serving_of(request), context_of(request), store_of(request)
     cluster, tenant = serving.cluster, context.tenant
+    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
     context.model, context.session_id = cluster.card(body.model).name, body.session_id
     earlier = () if body.previous_response_id is None else await chain_to(store, body.previous_response_id, tenant)
     tokenizer = cluster.tokenizer(body.model)
@@ -71,7 +72,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     def translate() -> tuple[tuple[JsonObject, ...], ChatCall]:
         items = items_of(body.input, _new_id)
         messages = messages_of(body.instructions, [*_said(earlier), *items])
-        return items, _chat_call(body, messages, Caller(tenant, serving.options), request)
+        return items, _chat_call(body, messages, caller, request)
 
     items, asked = await translated(request, translate)
     response_id = _new_id("resp")

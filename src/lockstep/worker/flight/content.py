@@ -15,7 +15,7 @@ from lockstep.worker.wire import request_decoder, request_encoder
 
 def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
     """The request as msgpack: its prompt as token ids, its seed as it was drawn, its salt by a number; without tenant,
-    session, model and deadlines, whose effects are recorded as commands."""
+    session, model and deadlines, whose effects are recorded as commands, and without the caller's names for it."""
     request = live.request
     return request_encoder().encode(
         replace(
@@ -29,6 +29,8 @@ def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
             session_id=None,
             session_owner="",
             model=None,
+            external_id="",
+            segment="",
         )
     )
 

@@ -25,10 +25,12 @@ from lockstep.core.state import STATE_VERSION
 from lockstep.core.step import StepResult
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
+from lockstep.errors import UsageError
 from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.content import encode_request, tokens_of
+from lockstep.worker.flight.digests import Digests
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
@@ -44,9 +46,11 @@ from lockstep.worker.flight.entries import (
     Entry,
     Header,
     Idle,
+    OutputDigest,
     Pinned,
     Priorities,
     Record,
+    RequestDigest,
     RequestEntry,
     SeatsEntry,
     Swept,
@@ -123,6 +127,7 @@ class Recorder:
 
     def __init__(self, options: TraceOptions, turns: DeviceScheduler) -> None:
         self.has_content = options.has_content
+        self.digests = Digests(_secret_of(options))
         self.chunk = ChunkWriter()
         """Entries that were not handed over yet."""
         self.is_on = False
@@ -270,10 +275,10 @@ class Recorder:
             files.num_files + 1,
             self.has_content,
             machine_name(),
+            key_name=self.digests.key_name,
             gap=files.gap,
         )
-        self.chunk.put(header)
-        beginning = self.chunk.take()
+        beginning = self.chunk.begin_file(header)
         self.contents.forget_others()
         self.tenants.forget_others()
         for engine in self._engines.values():
@@ -412,7 +417,12 @@ class EngineRecorder:
         request = live.request
         deadlines = _ms(request.deadline_s), _ms(request.queue_deadline_s)
         self._put(Came(self.number, seq_id, round(waited_s * 1e6), live.seed, *deadlines))
-        if self._recorder.has_content and generation.index == 0:
+        if generation.index:
+            return
+        digests = self._recorder.digests
+        prompt, parameters = digests.prompt(live), digests.parameters(live)
+        self._put(RequestDigest(self.number, seq_id, prompt, parameters, request.external_id, request.segment))
+        if self._recorder.has_content:
             self._put(RequestEntry(self.number, seq_id, encode_request(live, self._recorder.tenants.of)))
 
     @guarded
@@ -420,6 +430,16 @@ class EngineRecorder:
         self._step(record)
         if self._recorder.has_content and self._records():
             self._put(Tokens(self.number, tuple(tokens_of(result, touched))))
+
+    @guarded
+    def ended(self, generation: Generation) -> None:
+        if self._records():
+            assert generation.finish_reason is not None, "it has ended"
+            output = self._recorder.digests.output(generation)
+            entry = OutputDigest(
+                self.number, generation.seq_id, generation.finish_reason, generation.num_output, output
+            )
+            self._put(entry)
 
     @guarded
     def failed(self, record: bytes | None) -> None:
@@ -444,6 +464,15 @@ class EngineRecorder:
 
     def _put(self, entry: Entry) -> None:
         self._recorder.chunk.put(entry)
+
+
+def _secret_of(options: TraceOptions) -> bytes:
+    """The operator's secret; empty where there is none, or none any more."""
+    try:
+        return options.secret()
+    except UsageError as error:
+        log.warning("%s; the recording has a key of its own, and compares with no other", error)
+        return b""
 
 
 def _ms(seconds: float | None) -> int | None:
