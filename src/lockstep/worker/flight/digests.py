@@ -10,9 +10,9 @@ token of either.
   ``tokens`` or ``vector``. Without the key nobody can guess a prompt and look for its digest. Two things that differ
   have equal digests once in 2**64.
 - Tokens are unsigned numbers of four bytes, vectors floats of four bytes, both little-endian.
-- Parameters are msgpack, keys text and sorted: an array of what the request named of `SamplingParams`, and its pooling or nil.
-  That is all of a request that decides its model's output beside the prompt, but for the seed, which is drawn where
-  none was named and is in the recording by itself. ``n`` and ``logprobs`` decide nothing and are left out.
+- Parameters are msgpack, keys text and sorted: an array of what the request named of `SamplingParams`, and its pooling
+  or nil. That is all of a request that decides its model's output beside the prompt, but for the seed, which is drawn
+  where none was named and is in the recording by itself. ``n`` and ``logprobs`` decide nothing and are left out.
 """
 
 from __future__ import annotations
