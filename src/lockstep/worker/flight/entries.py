@@ -73,7 +73,7 @@ class Header(_Entry, frozen=True, tag=1):
     is_simulated: bool = False
     """Whether a replay wrote it: its times are logical ones."""
     key_name: str = ""
-    """Of the key of its digests (`lockstep.worker.flight.digests`), which compare with those under a key of this name.
+    """Of the key of its digests (`lockstep.worker.flight.content`), which compare with those under a key of this name.
     Empty: it has no digests, as a simulated one."""
     gap: str = ""
     """Why what came before could not be written; empty: it was, or nothing did."""
@@ -186,7 +186,7 @@ class RequestDigest(_Entry, frozen=True, tag=20):
     engine: int
     seq_id: int
     prompt: bytes
-    """Keyed digests, as `lockstep.worker.flight.digests` makes them."""
+    """Keyed digests, as `lockstep.worker.flight.content` makes them."""
     parameters: bytes
     external_id: str
     """The caller's name for it; one HTTP request may be several here."""

@@ -21,7 +21,7 @@ class TraceOptions(msgspec.Struct, frozen=True):
     has_content: bool = False
     """Also prompts and answers, so that `replay --execute` can compute them again."""
     key_file: str = ""
-    """Holds the secret of its digests (`lockstep.worker.flight.digests`); empty: each recording has its own. A file,
+    """Holds the secret of its digests (`lockstep.worker.flight.content`); empty: each recording has its own. A file,
     since anybody may read what a process is started with."""
 
     def secret(self) -> bytes:

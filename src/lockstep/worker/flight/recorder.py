@@ -29,8 +29,7 @@ from lockstep.errors import UsageError
 from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
-from lockstep.worker.flight.content import encode_request, tokens_of
-from lockstep.worker.flight.digests import Digests
+from lockstep.worker.flight.content import Digests, encode_request, tokens_of
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
