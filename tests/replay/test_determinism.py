@@ -17,9 +17,9 @@ import pytest
 
 from lockstep.replay.configs import config_for
 from lockstep.replay.cost import CostModel
-from lockstep.replay.records import TickRecorder
 from lockstep.replay.report import from_json, report_of, to_json
 from lockstep.replay.simulator import Simulation
+from lockstep.replay.timeline import TickRecorder
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload
 from tests.replay.sample import request, workload
 from tests.waiting import HANG_S

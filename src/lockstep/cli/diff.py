@@ -142,15 +142,15 @@ def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as
     if as_json:
         print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in found]}, indent=2))
     else:
-        for each, finding in zip(found, engines, strict=True):
+        for (number, _, _, its), finding in zip(found, engines, strict=True):
             show_block(finding)
-            if each.fields and each.b is not None:
-                words = ["lockstep", "diff", str(a), "--engine", str(each.engine), *_set_b(each.fields, each.b.config)]
+            if its.fields and its.b is not None:
+                words = ["lockstep", "diff", str(a), "--engine", str(number), *_set_b(its.fields, its.b.config)]
                 print(f"what decides, and on how few requests: {shlex.join(words)}")
     if html is not None:
         write_file(html, recordings_page(str(a), str(b), engines).encode(), "the page")
         print(f"page written to {html}", file=sys.stderr)
-    if any(each.difference is not None for each in found):
+    if any(each.diff.divergence is not None for each in found):
         raise typer.Exit(EXIT_DIVERGED)
 
 

@@ -136,11 +136,11 @@ def _simulate(
     from lockstep.replay.configs import config_for, order_note
     from lockstep.replay.cost import CostModel, Extrapolation
     from lockstep.replay.recording import RunRecording
-    from lockstep.replay.records import MAX_TICKS, MAX_TICKS_UNASKED, TickRecorder
     from lockstep.replay.render.perfetto import PerfettoWriter
     from lockstep.replay.render.side import Side
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
+    from lockstep.replay.timeline import MAX_TICKS, MAX_TICKS_UNASKED, TickRecorder
 
     config = config_for(workload, overrides)
     cost, ranges = settings.priced or (None, {})
@@ -239,7 +239,7 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False) -> int
     if files != (path,):
         trace = open_trace(path)
         verification = deciding.verify(trace)
-        facts |= deciding.facts(verification)
+        facts |= deciding.facts(verification, trace)
         lines += deciding.describe(verification, trace)
         is_in_order, may_be_meant = (verification.is_in_order(allows) for allows in (allows_gaps, True))
     if files:

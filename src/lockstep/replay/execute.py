@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import compress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,10 +26,10 @@ from lockstep.errors import LockstepError, TraceError
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
-from lockstep.replay.playback import Playback, Played
-from lockstep.replay.rerun import Obeyed, PartedError
+from lockstep.replay.playback import Arrived, Event, Playback
+from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError
 from lockstep.replay.trace import Trace
-from lockstep.replay.verify import parted_facts, side_by_side
+from lockstep.replay.verify import divergence_facts, divergence_lines
 from lockstep.worker.flight.content import decode_request, tokens_of
 from lockstep.worker.flight.entries import Aborted, Added, CacheReset, EngineEntry, Pinned, RequestEntry, Swept, Tokens
 
@@ -37,7 +38,7 @@ Rows = Sequence[tuple[int, ...]]
 
 @dataclass(slots=True)
 class Execution:
-    """What computing one engine's recording again came to."""
+    """Result of computing one engine's recording again."""
 
     engine: EngineEntry
     notes: list[str] = field(default_factory=list)
@@ -46,12 +47,12 @@ class Execution:
     num_requests: int = 0
     num_tokens: int = 0
     """That are equal."""
-    parted: PartedError | None = None
+    diverged: DivergedError | None = None
     """The first thing that is not computed as it was recorded; None: everything is."""
 
 
 class _Listener:
-    """What the engine that computes was asked and did in its last step; implements `RecorderHook`."""
+    """`RecorderHook` of the engine that computes: the requests that it took, and the tokens of its last step."""
 
     def __init__(self) -> None:
         self.added_requests: deque[tuple[int, Request]] = deque()
@@ -81,7 +82,7 @@ class _Listener:
         self._rows = None
 
     def take_rows(self) -> Rows | None:
-        """What each row that sampled in the last step got; None: it failed, or there was none."""
+        """Tokens of each row that sampled in the last step; None: it failed, or there was none."""
         rows, self._rows = self._rows, None
         return rows
 
@@ -109,22 +110,22 @@ class _Engine:
         """What the ids of block contents stand for."""
         self._step = 0
 
-    def take(self, event: object) -> None:
+    def take(self, event: Event) -> None:
         match event:
             case RequestEntry(_, seq_id, data):
                 self._requests[seq_id] = decode_request(data)
             case Tokens(_, rows):
                 self._tokens.append(rows)
-            case Obeyed(_, Added() as added):
+            case AppliedCommand(_, Added() as added):
                 self._add(added)
-            case Obeyed(_, Aborted() as aborted):
+            case AppliedCommand(_, Aborted() as aborted):
                 request_id = self._request_of.get(aborted.seq_id)
                 if request_id is not None:
                     self._engine.abort(request_id)
-            case Obeyed(_, command):
+            case AppliedCommand(_, command):
                 self._engine.drain()
                 self._command(command)
-            case Played():
+            case DecidedStep():
                 self._compute(event)
 
     def _command(self, command: object) -> None:
@@ -164,27 +165,27 @@ class _Engine:
             self._differ(f"the request of sequence {added.seq_id} was taken then, and is not now")
         return self._hook.added_requests.popleft()
 
-    def _compute(self, played: Played) -> None:
-        self._step = played.ran.plan.step
+    def _compute(self, step: DecidedStep) -> None:
+        self._step = step.plan.step
         self._plans.clear()
         self._engine.step()
         rows = self._hook.take_rows()
         self._execution.num_steps += 1
-        if played.ran.events is None:
+        if step.events is None:
             if rows is not None:
                 self._differ("the step failed then, and does not now")
             return
         if rows is None:
             self._differ("the step fails here, and did not then")
-        if self._plans[0] != played.ran.plan:
-            self._differ("the engine computes another plan than was recorded", played.ran.plan, self._plans[0])
+        if self._plans[0] != step.plan:
+            self._differ("the engine computes another plan than was recorded", step.plan, self._plans[0])
         recorded = self._tokens.popleft()
         if tuple(rows) != tuple(recorded):
-            self._differ(_first_difference(played.ran.plan, recorded, rows))
+            self._differ(_first_difference(step.plan, recorded, rows))
         self._execution.num_tokens += sum(map(len, recorded))
 
     def _differ(self, what: str, recorded: StepPlan | None = None, computed: StepPlan | None = None) -> NoReturn:
-        raise PartedError(self._execution.engine.number, self._step, what, recorded, computed)
+        raise DivergedError(self._execution.engine.number, self._step, what, recorded, computed)
 
 
 def execute(trace: Trace, source: str, cache_dir: Path | None = None) -> Iterator[Execution]:
@@ -217,29 +218,28 @@ def execute(trace: Trace, source: str, cache_dir: Path | None = None) -> Iterato
 
 def describe(execution: Execution) -> Iterator[str]:
     """The verdict, line by line; the first is the short one."""
-    engine, parted = execution.engine, execution.parted
+    engine, diverged = execution.engine, execution.diverged
     counted = (
         f"execute: {execution.num_tokens:,} tokens of {execution.num_requests:,} requests in {execution.num_steps:,} "
         f"steps of engine {engine.number} ({engine.name})"
     )
-    yield f"{counted}, every token equal" if parted is None else f"{counted} are equal, but step {parted.step} is not"
+    rest = ", every token equal" if diverged is None else f" are equal, but step {diverged.step} is not"
+    yield counted + rest
     yield from execution.notes
-    if parted is not None:
-        yield parted.what
-        yield from side_by_side(parted.recorded, parted.decided)
+    yield from divergence_lines(diverged)
 
 
 def facts(execution: Execution) -> dict[str, Any]:
-    """The same as an object."""
+    """The verdict as an object."""
     return {
         "engine": execution.engine.number,
         "name": execution.engine.name,
-        "identical": execution.parted is None,
+        "identical": execution.diverged is None,
         "tokens": execution.num_tokens,
         "requests": execution.num_requests,
         "steps": execution.num_steps,
         "notes": execution.notes,
-        "parted": None if execution.parted is None else parted_facts(execution.parted),
+        "parted": divergence_facts(execution.diverged),
     }
 
 
@@ -257,20 +257,11 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel) -> Execution
     computing = _Engine(model, execution)
     try:
         for event in Playback(trace.entries()).play():
-            if _engine_of(event) == engine.number:
+            if not isinstance(event, Arrived) and event.engine == engine.number:
                 computing.take(event)
-    except PartedError as parted:
-        execution.parted = parted
+    except DivergedError as diverged:
+        execution.diverged = diverged
     return execution
-
-
-def _engine_of(event: object) -> int:
-    match event:
-        case Played():
-            return event.ran.engine
-        case Obeyed() | RequestEntry() | Tokens():
-            return event.engine
-    return -1
 
 
 def _check_complete(trace: Trace) -> None:
@@ -315,8 +306,7 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None) -> LoadOptions:
 
 
 def _first_difference(plan: StepPlan, recorded: Rows, computed: Rows) -> str:
-    sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
-    for seq_id, then, now in zip(sampling, recorded, computed, strict=False):
+    for seq_id, then, now in zip(compress(plan.seq_ids, plan.samples), recorded, computed, strict=False):
         if tuple(then) != tuple(now):
             return f"sequence {seq_id} got the tokens {list(then)}, and gets {list(now)} here"
     return f"{len(recorded)} sequences got tokens, and {len(computed)} do here"

@@ -88,8 +88,8 @@ def _why_waits(here: Snapshot, seq_id: int) -> list[str]:
     if first is not None and own.state is SequenceState.WAITING:
         if here.config.order == "priority" and first.priority < own.priority:
             told.append(f"{called(first.name)} of class {first.priority} comes before class {own.priority}")
-        elif here.config.order == "fair" and first.tenant != own.tenant:
-            told.append(f"{called(first.name)} comes first, as tenant {own.tenant!r} was served no less")
+        elif here.config.order == "fair" and first.outcome.tenant != own.outcome.tenant:
+            told.append(f"{called(first.name)} comes first, as tenant {own.outcome.tenant!r} was served no less")
     return list(dict.fromkeys(told))
 
 

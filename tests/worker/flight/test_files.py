@@ -61,11 +61,11 @@ def test_old_files_go_and_what_is_left_verifies_file_by_file_and_together(
     assert sum(path.stat().st_size for path in kept) <= most + most // 4, "beyond the bound is one chunk at most"
     assert not kept[0].name.endswith("-000001.lstrace")
     together = verify(open_trace(tmp_path))
-    assert together.is_identical, together.parted
+    assert together.is_identical, together.diverged
     assert together.findings == (), "the oldest files are gone, and that is normal"
     alone = [verify(open_trace(path)) for path in kept]
     assert all(each.is_identical for each in alone)
-    assert sum(each.num_steps for each in alone) == together.num_steps > 20
+    assert sum(each.tally.num_steps for each in alone) == together.tally.num_steps > 20
 
 
 def test_a_directory_that_cannot_be_written_is_a_warning_and_a_counter(
@@ -115,7 +115,7 @@ with running(trace=options(folder)) as bench:
     gaps, fault = report().num_gaps, report().fault
 found = verify(open_trace(folder))
 kinds = {each.kind.value for each in found.findings}
-print(gaps > 0, found.is_in_order(False), kinds, found.num_steps > 0, found.parted, fault)
+print(gaps > 0, found.is_in_order(False), kinds, found.tally.num_steps > 0, found.diverged, fault)
 """
 
 
@@ -204,7 +204,7 @@ def test_ids_are_bounded_by_beginning_another_file(tmp_path: Path, monkeypatch: 
     record(tmp_path, 60)
     assert len(files_of(tmp_path)) > 2
     found = verify(open_trace(tmp_path))
-    assert found.is_identical, found.parted
+    assert found.is_identical, found.diverged
 
 
 def test_neither_hashes_nor_tenants_nor_tokens_are_written(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_what_was_recorded_a_second_ago_survives_a_kill(tmp_path: Path) -> None:
         assert process.stdout.readline() == "done\n"
         os.kill(process.pid, signal.SIGKILL)
     found = verify(open_trace(tmp_path))
-    assert found.is_identical, found.parted
+    assert found.is_identical, found.diverged
     [path] = files_of(tmp_path)
     [finding] = found.findings
     assert (finding.kind, finding.file, finding.byte) == (Kind.OPEN, path.name, path.stat().st_size)
-    assert found.num_steps > 50
-    assert found.num_unchecked_steps < 40, "only records that were open are missing"
+    assert found.tally.num_steps > 50
+    assert found.tally.num_unchecked_steps < 40, "only records that were open are missing"

@@ -17,8 +17,8 @@ from typing import IO, Any
 from lockstep.errors import UsageError
 from lockstep.replay.render.side import Stalls
 from lockstep.replay.timeline import RequestOutcome, Tick
+from lockstep.replay.workload import PS_PER_US
 
-_PS_PER_US = 1_000_000
 _SCHEDULER, _REQUESTS = 1, 2
 """Process ids in the trace; their threads are the tracks."""
 _STEPS = 1
@@ -98,7 +98,7 @@ class PerfettoWriter:
         busy: list[tuple[int, int]] = []
         num_lanes = 0
         for outcome in sorted(outcomes, key=lambda each: (each.arrival_ps, each.seq_id)):
-            if outcome.finished_ps < 0:
+            if not outcome.is_completed:
                 continue
             while busy and busy[0][0] <= outcome.arrival_ps:
                 heapq.heappush(free, heapq.heappop(busy)[1])
@@ -174,7 +174,7 @@ def phases(outcome: RequestOutcome) -> Iterator[tuple[str, int, int]]:
 
 def _us(ps: int) -> float | int:
     """Microseconds; a whole number where it is one, so that the common case is short."""
-    return ps // _PS_PER_US if ps % _PS_PER_US == 0 else ps / _PS_PER_US
+    return ps // PS_PER_US if ps % PS_PER_US == 0 else ps / PS_PER_US
 
 
 def _step_name(tick: Tick) -> str:

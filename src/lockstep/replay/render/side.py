@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lockstep.replay.records import TickRecorder
 from lockstep.replay.report import Report
-from lockstep.replay.timeline import RequestOutcome, Tick
+from lockstep.replay.timeline import RequestOutcome, Tick, TickRecorder
 
 MAX_LINES = 500
 """Lines that the table of ticks has; more nobody reads, and a page that has them is slow."""
