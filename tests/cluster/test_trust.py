@@ -17,7 +17,7 @@ from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Entry, Manifest, Remote
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.remote import RemoteModel
-from lockstep.cluster.remote_address import NotPublicError, PublicTransport, is_plainly_private, is_public
+from lockstep.cluster.remote_exchange import NotPublicError, PublicTransport, is_plainly_private, is_public
 from lockstep.cluster.state import ClusterOptions
 from lockstep.cluster.trust import ADDRESS_REFUSED, NONE, SOURCE_REFUSED, Vouchers
 from lockstep.errors import ArtifactError, ManifestError, RequestFailedError

@@ -17,7 +17,8 @@ from typing import cast
 import httptools
 import msgspec
 
-from lockstep.bench.protocol import Chunk, ChunkReader, Target, Usage, error_message
+from lockstep.bench.protocol import ChunkReader, Target
+from lockstep.cluster.completion_chunks import Chunk, Usage, error_message
 
 REQUEST_LIMIT_S = 6 * 3600.0
 """A request that takes longer has failed."""

@@ -11,6 +11,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import httpx2
@@ -19,8 +20,7 @@ from lockstep.artifacts.model import TokenizerParts
 from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
-from lockstep.cluster.remote_address import PublicTransport
-from lockstep.cluster.remote_exchange import Exchange, Patience
+from lockstep.cluster.remote_exchange import Exchange, Patience, PublicTransport
 from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, Named, RemoteRequest, remote_request
 from lockstep.cluster.snapshot import RemoteSnapshot
 from lockstep.engine.metrics import HISTOGRAMS, Histogram
@@ -148,16 +148,14 @@ class RemoteModel:
             exchange, admission = await self._begin(request, patience)
             try:
                 yield (Accepted(self.entry.id, ()),)
-                is_whole = False
-                while not is_whole:
-                    outputs = await exchange.next()
-                    is_whole = exchange.is_whole
-                    if is_whole:
-                        self._breaker.succeeded(admission)
-                        if exchange.is_cut:
-                            log.warning("remote %s said more than was asked for, and was cut", self.entry.id)
-                    if outputs:
-                        yield outputs
+                async with aclosing(exchange.outputs()) as stream:
+                    async for outputs in stream:
+                        if exchange.is_whole:
+                            self._breaker.succeeded(admission)
+                            if exchange.is_cut:
+                                log.warning("remote %s said more than was asked for, and was cut", self.entry.id)
+                        if outputs:
+                            yield outputs
             except AttemptError as refused:
                 self._count(admission, refused)
                 raise refused.error from None

@@ -1,18 +1,24 @@
-"""Exchange with another server: one attempt, posted, watched for time and read event by event."""
+"""Exchange with another server: one attempt, posted, watched for time and read event by event; and the public addresses
+to which alone some of them may go.
+
+Whether an address is public is decided of the one that is connected to, since a name may lead anywhere, and elsewhere
+the next time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import math
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import TypeVar, cast
 
 import httpx2
 
-from lockstep.cluster.remote_address import NotPublicError
+from lockstep.cluster.completion_chunks import DONE
 from lockstep.cluster.remote_messages import (
-    DONE,
     RETRY_AFTER_S,
     AttemptError,
     Named,
@@ -40,6 +46,9 @@ USAGE_S = 5.0
 _OK = 200
 _EVENTS = "text/event-stream"
 T = TypeVar("T")
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
 class Patience:
@@ -95,7 +104,7 @@ class Patience:
 
 
 class Exchange:
-    """`begin` it, take its outputs with `next` until `is_whole`, and `close` it in any case.
+    """One attempt: `begin` it, take its `outputs`, and `close` it in any case.
 
     Args:
         silence_s: how long the other server may send nothing.
@@ -116,8 +125,6 @@ class Exchange:
         self._response: httpx2.Response | None = None
         self._events: AsyncGenerator[httpx2.ServerSentEvent] | None = None
         self._first: httpx2.ServerSentEvent | None = None
-        self._finished_s = math.inf
-        """When the last choice had ended."""
         self.is_whole = False
         """Everything was taken."""
         self._is_at_end = False
@@ -125,7 +132,7 @@ class Exchange:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer had to be ended here, because the other server did not."""
+        """True where the answer had to be ended here, because the other server did not."""
         return self._answer.is_cut
 
     async def begin(self) -> None:
@@ -152,49 +159,44 @@ class Exchange:
                 raise AttemptError(RemoteFailedError(f"{text}; is it an OpenAI-compatible server?"))
             events = aiter(httpx2.EventSource(response, MAX_EVENT_BYTES))
             self._events = cast("AsyncGenerator[httpx2.ServerSentEvent]", events)  # what it is, and may be closed
-            self._first = await self._patience.wait(lambda: self._next_event(), until_s, late)
+            self._first = await self._patience.wait(self._next_event, until_s, late)
         if self._first is None:
             raise self._broken("closed the connection before its answer", may_retry=True)
         self._patience.answered()
 
-    async def next(self) -> list[TokenOutput]:
-        """Take the next event; returns what it brings, which may be nothing.
+    async def outputs(self) -> AsyncGenerator[list[TokenOutput]]:
+        """Each event's outputs, which may be none; the last one is the whole answer, and taken when `is_whole`.
 
         Raises:
             AttemptError: the answer ends here, and is not whole.
             LockstepError: the call was ended, or its time is up.
         """
-        event, self._first = self._first, None
-        if event is None and self._answer.is_finished:
-            event = await self._usage_event()
-        elif event is None:
-            until_s = self._loop.time() + self._silence_s
-            late = AttemptError(
-                DeadlineError(f"{self._who} was silent for {self._silence_s:g} s in the middle of its answer")
-            )
-            with self._translated():
-                event = await self._patience.wait(lambda: self._next_event(), until_s, late)
-        outputs: list[TokenOutput] = []
-        if event is not None and event.data != DONE:
-            outputs = self._answer.feed(event.data, self._loop.time()) if event.data else []
-            if self._answer.is_finished:
-                self._finished_s = min(self._finished_s, self._loop.time())
-            if not (self._answer.is_finished and self._answer.is_cut):
-                return outputs
-        if not self._answer.is_finished:
+        answer, event, usage_until_s = self._answer, self._first, math.inf
+        while event is not None and event.data != DONE:
+            yield answer.feed(event.data, self._loop.time()) if event.data else []
+            if answer.is_finished and answer.is_cut:
+                break
+            if answer.is_finished:
+                usage_until_s = min(usage_until_s, self._loop.time() + USAGE_S)
+                event = await self._usage_event(usage_until_s)
+            else:
+                text = f"{self._who} was silent for {self._silence_s:g} s in the middle of its answer"
+                late, until_s = AttemptError(DeadlineError(text)), self._loop.time() + self._silence_s
+                with self._translated():
+                    event = await self._patience.wait(self._next_event, until_s, late)
+        if not answer.is_finished:
             raise self._broken("broke off in the middle of its answer")
         self.is_whole = True
-        return [*outputs, self._answer.end(self._loop.time(), self._queue_s)]
+        yield [answer.end(self._loop.time(), self._queue_s)]
 
-    async def _usage_event(self) -> httpx2.ServerSentEvent | None:
+    async def _usage_event(self, until_s: float) -> httpx2.ServerSentEvent | None:
         """The event after the last choice's end; None: nothing that is worth waiting for."""
-        until_s = self._finished_s + USAGE_S
         if self._loop.time() >= until_s:
             return None
         late = AttemptError(DeadlineError("its usage does not come"))
         try:
             with self._translated():
-                event = await self._patience.wait(lambda: self._next_event(), until_s, late)
+                event = await self._patience.wait(self._next_event, until_s, late)
         except AttemptError:  # however it goes to pieces, its answer is there
             return None
         self._is_at_end = event is None or event.data == DONE
@@ -255,3 +257,66 @@ async def _beginning(response: httpx2.Response) -> bytes:
             if size >= MAX_ERROR_BYTES:
                 break
     return b"".join(parts)[:MAX_ERROR_BYTES]
+
+
+class NotPublicError(httpx2.ConnectError):
+    """The name leads to no address, or to one that is not public; which of both is nobody's business."""
+
+
+def is_public(address: str) -> bool:
+    """True for an address on the internet at large: not loopback, private, link-local (with the metadata of clouds),
+    shared, reserved or multicast, and no form of IPv6 that leads to one of those; ValueError where it is none."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return found.is_global and not found.is_multicast
+    if found.ipv4_mapped is not None or found in _NAT64:
+        return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF)))
+    carried = (found.sixtofour, *(found.teredo or ()))
+    return found in _UNICAST and found.is_global and all(is_public(str(each)) for each in carried if each is not None)
+
+
+def is_plainly_private(host: str) -> bool:
+    """True where a URL's host says by itself that it is not public; what a name leads to is known when it is asked."""
+    try:
+        return not is_public(host.strip("[]"))
+    except ValueError:
+        name = host.lower().rstrip(".")
+        return name in _LOOPBACK_NAMES or name.endswith(".localhost")
+
+
+class PublicTransport(httpx2.AsyncBaseTransport):
+    """Looks a name up, and connects to the very address that it has looked at.
+
+    Args:
+        inner: does the rest; certificates are checked for the name all the same.
+    """
+
+    def __init__(self, inner: httpx2.AsyncBaseTransport) -> None:
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        url = request.url
+        address = await _public_address(url.host, url.port or (443 if url.scheme == "https" else 80), request)
+        pinned = httpx2.Request(
+            request.method,
+            url.copy_with(host=address),
+            headers=request.headers,  # Host among them
+            stream=request.stream,
+            extensions={**request.extensions, "sni_hostname": url.host},
+        )
+        return await self._inner.handle_async_request(pinned)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+async def _public_address(host: str, port: int, request: httpx2.Request) -> str:
+    """The address that a name leads to; NotPublicError where any of its addresses is not public."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        found = []
+    addresses = [str(info[4][0]) for info in found]
+    if not addresses or not all(map(is_public, addresses)):
+        raise NotPublicError("no public address", request=request)
+    return min(addresses, key=lambda address: ":" in address)  # IPv4 first: it is routed everywhere

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import NODEFAULT
 from msgspec.structs import fields
 
+from lockstep.cluster.completion_chunks import CallDelta, Choice, Chunk, Delta, FunctionPart, Usage, error_message
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import CallPart, Completion, RequestOutput, Timings, TokenCounts, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
@@ -45,7 +46,6 @@ _STRUCTURED: Mapping[ConstraintKind, str] = {
 
 _SENT_OTHERWISE = ("logprobs", "constraint")
 """Parameters of sampling that are refused, or have another form."""
-DONE = "[DONE]"
 MAX_ANSWER_CHARS = 1 << 22
 """Of all choices, thoughts and calls together; a server that says more is out of its mind, and is cut."""
 MAX_EMPTY_EVENTS = 1 << 16
@@ -59,11 +59,10 @@ _ENDINGS: Mapping[str, FinishReason] = {
 }
 _FILTERED = "content_filter"
 """The one ending that is given as the stop reason: there is no finish reason for it here."""
-MAX_REASON_CHARS = 300
-"""Of another server's words."""
 RETRY_AFTER_S = 1.0
 """Where the other server does not say when."""
 MAX_RETRY_AFTER_S = 3_600.0
+NO_REASON = "no reason given"
 _OF_THE_REQUEST = ("invalid_request_error", "timeout_error")
 """Types of errors that say nothing against the server."""
 
@@ -167,51 +166,6 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
     return {"structured_outputs": {_STRUCTURED[constraint.kind]: value}}
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[_Call] | None = None
-
-
-class _Choice(msgspec.Struct):
-    """``delta`` of chats, ``text`` of completions."""
-
-    index: int = 0
-    delta: _Delta | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class _Cached(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Cached | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
 class _ChoiceSoFar:
     """A choice so far."""
 
@@ -241,9 +195,9 @@ class RemoteAnswer:
         self._max_tokens = max_tokens
         self._sent_s = sent_s
         self._first_s: float | None = None
-        self._decoder = msgspec.json.Decoder(_Chunk)
+        self._decoder = msgspec.json.Decoder(Chunk)
         self._choices = [_ChoiceSoFar() for _ in range(num_choices)]
-        self._usage = _Usage()
+        self._usage = Usage()
         self._num_chars = 0
         self._num_empty = 0
         self.is_cut = False
@@ -307,7 +261,7 @@ class RemoteAnswer:
         )
         return msgspec.structs.replace(self._last, request=output)
 
-    def _outputs(self, choice: _Choice, now_s: float) -> list[TokenOutput]:
+    def _outputs(self, choice: Choice, now_s: float) -> list[TokenOutput]:
         if not 0 <= choice.index < len(self._choices):
             raise self._malformed(f"choice {choice.index} of {len(self._choices)}")
         so_far = self._choices[choice.index]
@@ -329,17 +283,16 @@ class RemoteAnswer:
         news = [output] if has_news else []
         return news if choice.finish_reason is None else [*news, *self._finish(choice)]
 
-    def _news(self, choice: _Choice) -> TokenOutput:
-        delta = choice.delta or _Delta()
+    def _news(self, choice: Choice) -> TokenOutput:
+        delta = choice.delta or Delta()
         calls = tuple(_part(call) for call in delta.tool_calls or ())
         if calls and not self._has_tools:
             raise self._malformed("a call of a function, and there are none in the request")
-        text = f"{choice.text or ''}{delta.content or ''}{delta.refusal or ''}"
-        reasoning = delta.reasoning_content or delta.reasoning or ""
-        self._num_chars += len(text) + len(reasoning) + sum(len(part.arguments) for part in calls)
-        return TokenOutput(0, choice.index, (), text, reasoning=reasoning, calls=calls)
+        text, thoughts = f"{choice.text or ''}{delta.content or ''}{delta.refusal or ''}", choice.thoughts
+        self._num_chars += len(text) + len(thoughts) + sum(len(part.arguments) for part in calls)
+        return TokenOutput(0, choice.index, (), text, reasoning=thoughts, calls=calls)
 
-    def _finish(self, choice: _Choice) -> list[TokenOutput]:
+    def _finish(self, choice: Choice) -> list[TokenOutput]:
         reason = choice.finish_reason or ""
         if reason not in _ENDINGS:
             raise AttemptError(RemoteFailedError(f"{self._who} ended its answer with {reason[:64]!r}"))
@@ -358,8 +311,8 @@ class RemoteAnswer:
         return AttemptError(RemoteFailedError(f"{self._who} sent {what}; is it an OpenAI-compatible server?"))
 
 
-def _part(call: _Call) -> CallPart:
-    function = call.function or _Function()
+def _part(call: CallDelta) -> CallPart:
+    function = call.function or FunctionPart()
     return CallPart(call.index, function.arguments or "", call.id, function.name)
 
 
@@ -422,7 +375,7 @@ def of_status(who: Named, status: int, retry_after: str | None, body: bytes) -> 
 def of_frame(who: Named, error: Any) -> AttemptError:
     """The failure of an error in the middle of a stream."""
     type_ = error.get("type") if isinstance(error, dict) else None
-    text = f"{who} ended its answer: {_words(error)}"
+    text = f"{who} ended its answer: {error_message(error) or NO_REASON}"
     kind = DeadlineError if type_ == "timeout_error" else RemoteFailedError
     return AttemptError(kind(text), is_fault=type_ not in _OF_THE_REQUEST)
 
@@ -435,12 +388,8 @@ def _error_of(body: bytes) -> tuple[str, str | None, str | None]:
         value = body.decode("utf-8", "replace")
     error = value.get("error", value) if isinstance(value, dict) else value
     param, code = (error.get("param"), error.get("code")) if isinstance(error, dict) else (None, None)
-    return _words(error), param if isinstance(param, str) else None, code if isinstance(code, str) else None
-
-
-def _words(error: Any) -> str:
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:MAX_REASON_CHARS] or "no reason given"
+    message = error_message(error) or NO_REASON
+    return message, param if isinstance(param, str) else None, code if isinstance(code, str) else None
 
 
 def _seconds(retry_after: str | None) -> float:
