@@ -15,7 +15,7 @@ import pytest
 from lockstep.engine.output_rules import ReasoningSplitter
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.constraint import Constraint
-from lockstep.executors.grammar import Grammar
+from lockstep.executors.grammar import AnyGrammar
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS
 from lockstep.server.tools.parser import ToolParser
@@ -40,7 +40,7 @@ class Writer:
     def __init__(self, family: str, has_markers: bool, constraint: Constraint | None) -> None:
         assert constraint is not None
         self.tokenizer = tokenizer_of(family, has_markers)
-        self.grammar: Grammar
+        self.grammar: AnyGrammar
         (self.grammar,) = compiler_of(family, has_markers).build(constraint)
         self.tokens: list[int] = []
 
