@@ -306,7 +306,7 @@ class Recorder:
 
 
 class EngineRecorder:
-    """Records one engine of a device; implements `lockstep.engine.recorder_hook.RecorderHook`."""
+    """Records one engine of a device; implements `lockstep.engine.engine.RecorderHook`."""
 
     def __init__(self, recorder: Recorder, key: str, model: LoadedModel, config: SchedulerConfig) -> None:
         self._recorder = recorder
@@ -409,7 +409,7 @@ class EngineRecorder:
             self._put(CacheReset(self.number, step))
 
     @guarded
-    def came(self, generation: Generation, waited_s: float) -> None:
+    def joined(self, generation: Generation, waited_s: float) -> None:
         if not self._records():
             return
         live, seq_id = generation.live, generation.seq_id
