@@ -122,7 +122,7 @@ def _architecture(declared: Metadata) -> Architecture:
 
 
 def _refuse_variants(declared: Metadata, architecture: Architecture) -> None:
-    """What would change the forward pass and is not computed."""
+    """Refuse what would change the forward pass and is not computed."""
     problem = None
     expected = architecture.hidden_act
     activation = declared.text("hidden_activation", declared.text("hidden_act", expected))
@@ -194,7 +194,7 @@ def _windows(
 def _local_layers(
     declared: Metadata, architecture: Architecture, num_layers: int, unrotated: tuple[int, ...]
 ) -> list[bool]:
-    """Which layers have a window: as config.json lists them, else by the rule of the architecture."""
+    """Layers with a sliding window, as flags: as config.json lists them, else by the rule of the architecture."""
     layers = range(num_layers)
     listed = _listed_layers(declared, num_layers)
     if architecture.windows in ("none", "all"):

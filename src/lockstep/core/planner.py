@@ -187,7 +187,7 @@ class StepPlanner:
                 builder.lengths.append(length)
 
     def _may_resume(self, builder: StepBuilder, seq: Sequence) -> bool:
-        """Whether a preempted sequence runs again; it then has its blocks."""
+        """Give a preempted sequence its blocks; True if it runs again."""
         num_running, most = self._running.num_running, self._config.max_num_seqs
         if builder.left_out:
             self._tell(seq, Limit.STALLED, others=builder.left_out)
@@ -273,7 +273,7 @@ class StepPlanner:
         self._nobody_fits_at = supply if is_only_blocks else None
 
     def _supply(self) -> tuple[int, int, int]:
-        """What must have grown before anyone fits who lacked blocks before: taking blocks never helps the others."""
+        """Supply of blocks, which must have grown before anyone fits who lacked some: taking blocks helps nobody."""
         return (self._kv.pool.num_released, self._kv.prefix.num_published, self._queue.num_changes)
 
     def _start(self, builder: StepBuilder, seq: Sequence) -> bool:
@@ -303,7 +303,7 @@ class StepPlanner:
         return True
 
     def _is_sibling_ready(self, seq: Sequence) -> bool:
-        """Whether the first of its siblings has committed its prompt or has ended."""
+        """True if the first of its siblings has committed its prompt or has ended."""
         first = seq.request.sibling_of
         leader = None if first is None else self._sequences.get(first)
         return leader is None or leader.num_known > leader.num_prompt
@@ -334,7 +334,7 @@ class StepPlanner:
                     self._tell(seq, limit, 0, self._config.max_skips, others)
 
     def _limits_on_all(self, builder: StepBuilder) -> list[Reached]:
-        """Which limits let nobody else in."""
+        """Limits that let nobody else in."""
         num_running, most = self._running.num_running, self._config.max_num_seqs
         slots = [(Limit.SEQS, num_running, most)] if num_running >= most else []
         return [*slots, *builder.spent()]

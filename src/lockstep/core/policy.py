@@ -26,7 +26,7 @@ Preemption = Literal["swap", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much a scheduler may do at once, and in which order it does it."""
+    """Limits of what a scheduler does at once, and the order in which it does it."""
 
     block_size: int
     """Tokens per KV block; the executor's."""

@@ -1,4 +1,4 @@
-"""Who waits, in which order they may be admitted, and how much waiting is allowed."""
+"""Waiting queue: the order of admission, and bounds of how much may wait."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TenantLedger:
         self._served[tenant] += num_tokens
 
     def items(self) -> Iterable[tuple[str, int]]:
-        """What each remembered tenant was served, longest absent first."""
+        """Tokens served by remembered tenant, longest absent first."""
         return self._served.items()
 
     def restore(self, served: Iterable[tuple[str, int]], unfinished: Iterable[str]) -> None:

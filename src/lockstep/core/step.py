@@ -1,4 +1,4 @@
-"""What one step is: the frozen plan, the result that answers it, the events that follow.
+"""Values of one step: the frozen plan, the result that answers it, the events that follow.
 
 The plan is stored in columns (one tuple per field, aligned by position) because building an object per chunk would
 cost more than the decisions themselves. It describes and never does; the engine adds token ids, the executor acts.
@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What must happen in one step, in this order: evict, swap out, swap in, copy, forward."""
+    """Everything that must happen in one step, in this order: evict, swap out, swap in, copy, forward."""
 
     step: Final[int]
     """Number of the step, from 0; the batch id."""
@@ -57,7 +57,7 @@ class StepPlan:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is forwarded."""
+        """True if anything is forwarded."""
         return bool(self.seq_ids)
 
     @property
@@ -71,12 +71,12 @@ class StepPlan:
 
     @property
     def has_prefill(self) -> bool:
-        """Whether a prompt moves on."""
+        """True if a prompt moves on."""
         return self.num_prompt_tokens > 0
 
     @property
     def has_decode(self) -> bool:
-        """Whether somebody decodes, or replays what was decoded."""
+        """True if a sequence decodes, or replays what was decoded."""
         return self.num_tokens > self.num_prompt_tokens
 
     @property
@@ -106,7 +106,7 @@ class Finish(NamedTuple):
 
 
 class StepEvents(NamedTuple):
-    """What became known by a commit."""
+    """Events that a commit made known."""
 
     step: int
     finished: tuple[Finish, ...]
@@ -115,7 +115,7 @@ class StepEvents(NamedTuple):
 
 
 class Limit(Enum):
-    """What passes a sequence over in a step, or cuts its chunk."""
+    """Limit by which a step passes a sequence over, or cuts its chunk."""
 
     SEQS = "sequences that run"
     PLACES = "rows of the step"
@@ -132,7 +132,7 @@ class Limit(Enum):
 
 
 class Reason(NamedTuple):
-    """Why a step passes a sequence over or cuts its chunk, as the planner saw it when it decided so."""
+    """Reason to pass a sequence over or to cut its chunk, as the planner saw it when it decided so."""
 
     seq_id: int
     limit: Limit

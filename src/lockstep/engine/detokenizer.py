@@ -65,7 +65,7 @@ class Detokenizer:
         """How much of the window is only context, its text already shown."""
 
     def special_text(self, token_id: int) -> str:
-        """How a special token, whose text `append` leaves out, is written; empty for any other."""
+        """Text of a special token, which `append` leaves out; empty for any other."""
         return self._tokenizer.special_text(token_id)
 
     def append(self, token_id: int) -> str:

@@ -32,7 +32,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a user may intend for one engine; None: decided at load, or as SchedulerConfig says.
+    """Intentions of a user for one engine; None: decided at load, or as SchedulerConfig says.
 
     The flags of `lockstep serve` and the ``engine:`` of a manifest are these fields, and the first paragraphs under
     them the help; those of the scheduler's fields are SchedulerConfig's.
@@ -84,7 +84,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded."""
+    """Options of loading a model."""
 
     engine: EngineOptions = field(default_factory=EngineOptions)
     openvino: OpenVINOOptions = field(default_factory=OpenVINOOptions)

@@ -74,7 +74,7 @@ def machine_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process may still take: the machine's available memory, cut by the cgroup's limit (v2), which counts
+    """Memory that this process may still take: what the machine has, cut by the cgroup's limit (v2), which counts
     files that were read once and may be forgotten as used."""
     import psutil
 
@@ -93,7 +93,7 @@ def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def anonymous_memory_bytes(status: Path = Path("/proc/self/status")) -> int | None:
-    """What this process holds in memory that is in no file: `RssAnon`, see proc(5). None: this system does not tell."""
+    """Memory of this process that is in no file: `RssAnon`, see proc(5). None: this system does not tell."""
     try:
         found = re.search(r"^RssAnon:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
     except OSError:

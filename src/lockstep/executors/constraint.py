@@ -170,7 +170,7 @@ def closed(schema: object) -> object:
 
 
 def _joins(schema: object) -> bool:
-    """Whether an object may have to obey several schemas at once."""
+    """True if an object may have to obey several schemas at once."""
     if not isinstance(schema, dict):
         return False
     keys = schema.keys()

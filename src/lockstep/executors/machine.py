@@ -55,7 +55,7 @@ def processor_name(cpuinfo: Path = CPUINFO) -> str | None:
 
 
 def machine_name(cpuinfo: Path = CPUINFO) -> str:
-    """What a measurement was made on, in words: processor and cores."""
+    """Name of the machine that a measurement was made on: processor and cores."""
     usable, all_cores = available_cores(), os.cpu_count() or 1
     cores = f"{usable} of {all_cores}" if usable < all_cores else f"{all_cores}"
     return f"{processor_name(cpuinfo) or 'unknown processor'}, {cores} logical cores"
@@ -79,7 +79,7 @@ class InstructionSet:
 
     @property
     def has_row_dependent_kernels(self) -> bool:
-        """Whether the bits of a product of compressed weights can depend on its number of rows (products.py).
+        """True if the bits of a product of compressed weights can depend on its number of rows (products.py).
 
         So they do on x86-64 without AVX-512. With it the kernels were seen to keep the promise as they are.
         """
@@ -106,7 +106,7 @@ def instruction_set(
 
 
 def unsupported_reason(cpuinfo: Path = CPUINFO, environ: Mapping[str, str] = os.environ, machine: str = "") -> str:
-    """Why OpenVINO would not come through here, and what would be right, in one sentence; empty: it would.
+    """Explain in one sentence why OpenVINO would crash here, and what would be right; empty: it would not.
 
     Without AVX2 for products its attention is a segmentation fault. Where it finds VNNI itself, it asks for products
     with activations in int8, for which oneDNN has no kernel if it is kept to AVX2.
@@ -150,7 +150,7 @@ def _cgroup_quota(cgroup: Path) -> float | None:
 
 
 def _flags(cpuinfo: Path) -> tuple[str, ...]:
-    """Of the first processor; none where this machine does not tell."""
+    """Flags of the first processor; none where this machine does not tell."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -160,7 +160,7 @@ def _flags(cpuinfo: Path) -> tuple[str, ...]:
 
 
 def _cap(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """What a library is capped by, in capitals; empty: nothing."""
+    """Cap of a library's instruction set, in capitals; empty: none."""
     value = next((environ[name] for name in names if environ.get(name)), "").upper()
     return "SSE41" if value == "SSE42" and names == OPENVINO_CAP else value
 

@@ -351,7 +351,7 @@ class _Nucleus:
         return above + num_ties * float(exact[token]) < self.sampling.top_p * float(np.sum(exact))
 
     def _weight_above(self, token: int) -> tuple[float, float]:
-        """What weighs more than the token in all, and the error of that.
+        """Total weight of the tokens that weigh more than this one, and the error of that.
 
         The sum of max(weight, w) less w for each that is no heavier: cheaper than picking the heavier ones. Equal light
         weights of unequal logits are in the error: their number times a rounding.

@@ -99,7 +99,7 @@ def is_constraint(name: str, value: object) -> None:
 
 
 class ResolvedSampling(msgspec.Struct, frozen=True):
-    """How one sequence's tokens are chosen, every value known."""
+    """Rules by which one sequence's tokens are chosen, every value known."""
 
     temperature: float = 1.0
     """0: greedy."""
@@ -117,12 +117,12 @@ class ResolvedSampling(msgspec.Struct, frozen=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """True if the tokens so far change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

@@ -46,7 +46,7 @@ _CHOSEN_LOGIT = 100.0
 
 @dataclass(frozen=True, slots=True)
 class StubOptions:
-    """What a stub is told to be, from ``stub://NAME?field=value&...``."""
+    """Options of a stub model, from ``stub://NAME?field=value&...``."""
 
     name: str
     field: str = ""

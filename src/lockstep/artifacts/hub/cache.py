@@ -64,7 +64,7 @@ class CachedModel:
 
 
 def cache_directory() -> Path:
-    """Where the hub's files are kept on this machine: HF_HUB_CACHE, or below HF_HOME, or the user's cache."""
+    """Directory of the hub's files on this machine: HF_HUB_CACHE, or below HF_HOME, or in the user's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser()
@@ -106,7 +106,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def plan_removal(source: HubSource) -> DeleteCacheStrategy:
-    """What `remove` would delete: a file, a revision or a whole repository.
+    """Plan the removal of a file, a revision or a whole repository.
 
     Raises:
         ArtifactNotFoundError: it is not in the cache.
@@ -198,7 +198,7 @@ def _name_in(revision: CachedRevisionInfo, path: Path) -> str:
 
 
 def _is_known(snapshot: Path) -> bool:
-    """Whether the configuration is of a kind that can be served; the weights are not looked at."""
+    """True if the configuration is of a kind that can be served; the weights are not looked at."""
     from lockstep.artifacts.huggingface_config import read_config
     from lockstep.artifacts.metadata import read_json
 

@@ -87,7 +87,7 @@ Listing = Mapping[str, RemoteFile]
 
 
 def is_gguf(source: HubSource, listing: Listing) -> bool:
-    """Whether the source means one GGUF file and not the repository as a Hugging Face directory.
+    """True if the source means one GGUF file and not the repository as a Hugging Face directory.
 
     Raises:
         ArtifactNotFoundError, UnsupportedArtifactError: the repository holds neither.
@@ -165,7 +165,7 @@ def cached_gguf(source: HubSource, names: list[str]) -> str | None:
 
 
 def is_served_gguf(name: str) -> bool:
-    """Whether a file is a whole language model by its name: no part of one, and no projector of images."""
+    """True if a file is a whole language model by its name: no part of one, and no projector of images."""
     return name.endswith(".gguf") and not _PART.search(name) and not _PROJECTOR.search(name)
 
 

@@ -165,7 +165,7 @@ class OpenVINOExecutor:
         return self._states() if self._hidden_states is None else self._hidden_states
 
     def _states(self) -> npt.NDArray[np.float32]:
-        """Of the latest pass."""
+        """Hidden states of the latest pass."""
         states: npt.NDArray[np.float32] = self._request.get_tensor(paged.HIDDEN).data
         return states.reshape(len(states), states.shape[-1])
 

@@ -34,7 +34,7 @@ MIN_PASS_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan must stay within."""
+    """Bounds that a plan must stay within."""
 
     block_size: int
     num_blocks: int
@@ -188,7 +188,7 @@ def split_inputs(inputs: ForwardInputs, max_tokens: int, block_size: int) -> Ite
 
 
 def cuts(begins: Ints, max_tokens: int) -> list[int]:
-    """Where passes begin, and the end of the last.
+    """Beginnings of passes, and the end of the last.
 
     Args:
         begins: [B + 1], where each sequence's tokens begin.

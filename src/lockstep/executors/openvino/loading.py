@@ -131,7 +131,7 @@ def _check_quantize(artifact: Artifact, options: OpenVINOOptions) -> None:
 
 
 def graph_key(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
-    """What a stateful graph depends on; threads, device and other precisions come in when it is compiled."""
+    """Everything that a stateful graph depends on; threads, device and other precisions come in when it is compiled."""
     return {
         "artifact": artifact.fingerprint,
         "builder": BUILDER_VERSION,

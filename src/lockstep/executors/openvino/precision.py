@@ -19,7 +19,7 @@ _FLOATS = (Encoding.F32, Encoding.F16, Encoding.BF16)
 
 
 class Precision(Enum):
-    """How the graph holds a matrix; the value is what the user reads."""
+    """Format in which the graph holds a matrix; the value is what the user reads."""
 
     F32 = "f32"
     INT8_CHANNELS = "int8 per channel"
@@ -72,7 +72,7 @@ def precision_of(name: str, encoding: Encoding, num_columns: int, quantize: str 
 
 
 def precision_summary(weights: Weights, quantize: str | None) -> dict[str, int]:
-    """What loading makes of the matrices: ``Q6_K -> int8 in groups of 32 (requantised)`` and how many."""
+    """Changes that loading makes to matrices: ``Q6_K -> int8 in groups of 32 (requantised)`` and how many."""
     count: Counter[str] = Counter()
     for name in weights.names():
         tensor = weights[name]
@@ -84,5 +84,5 @@ def precision_summary(weights: Weights, quantize: str | None) -> dict[str, int]:
 
 
 def has_floats(weights: Weights) -> bool:
-    """Whether there is a matrix that `quantize` would change."""
+    """True if there is a matrix that `quantize` would change."""
     return any(len(weights[name].shape) == 2 and weights[name].encoding in _FLOATS for name in weights.names())

@@ -45,7 +45,7 @@ def parts(num_columns: int, group_size: int, max_columns: int) -> tuple[int, ...
 
 
 def needs_short_passes(model: Model) -> bool:
-    """Whether some product's bits would depend on whether a pass has more than ``MAX_PASS_TOKENS``."""
+    """True if some product's bits would depend on whether a pass has more than ``MAX_PASS_TOKENS``."""
     return any(_compressed_columns(node) > INDIFFERENT_COLUMNS for node in model.get_ops())
 
 
@@ -145,7 +145,7 @@ def _group_size(weight: Node) -> int | None:
 
 
 def _is_parameter(node: Node) -> bool:
-    """Whether this is a constant scale or zero point."""
+    """True if this is a constant scale or zero point."""
     if node.get_type_name() == "Convert":
         node = node.input_value(0).get_node()
     return bool(node.get_type_name() == "Constant")
