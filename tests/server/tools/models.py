@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from lockstep.executors.stub import stub_tokenizer_parts
 from lockstep.server.chat import ChatBody
 from lockstep.server.errors import of_validation
 from lockstep.server.tools.definitions import Function
+from lockstep.server.tools.parser import ContentDelta, ToolCall, ToolParser
 from lockstep.server.tools.tool_use import ToolUse, resolve_tools
 from tests.engine import chat_templates, text_models
 
@@ -153,3 +155,16 @@ def tool_use_of(
     """What such a request means for its model."""
     body = chat_body(list(tools), choice)
     return resolve_tools(tokenizer, functions_of(list(tools)), body.tool_choice, parallel, template_kwargs, told)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A whole answer as its parser reads it."""
+
+    content: str
+    calls: Sequence[ToolCall]
+
+
+def parsed(parser: ToolParser, text: str) -> Parsed:
+    deltas = [*parser.append(text), *parser.flush()]
+    return Parsed("".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)), parser.calls)

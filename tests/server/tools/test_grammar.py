@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,10 @@ from lockstep.executors.constraint import Constraint
 from lockstep.executors.grammar import AnyGrammar
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS
-from lockstep.server.tools.parser import ToolParser
 from lockstep.server.tools.tool_use import ToolUse
 from tests.engine import text_models
 from tests.executors.grammars import ids_of
-from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, tokenizer_of, tool_use_of
+from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, Parsed, parsed, tokenizer_of, tool_use_of
 
 NAMED: Mapping[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 MODELS = [(family, has_markers) for family in TEMPLATES for has_markers in (True, False)]
@@ -76,15 +74,11 @@ class Writer:
         return b"".join(map(table.of, self.tokens)).decode("utf-8", "replace")
 
 
-def parse(tool_use: ToolUse, text: str) -> ToolParser:
-    ids = itertools.count()
-    parser = tool_use.parser(lambda: f"call_{next(ids)}")
-    parser.append(text)
-    parser.flush()
-    return parser
+def parse(tool_use: ToolUse, text: str) -> Parsed:
+    return parsed(tool_use.parser(lambda: "call_x"), text)
 
 
-def check(parser: ToolParser, tools: Sequence[Mapping[str, Any]]) -> None:
+def check(parser: Parsed, tools: Sequence[Mapping[str, Any]]) -> None:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in tools}
     for call in parser.calls:
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])

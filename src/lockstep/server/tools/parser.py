@@ -88,15 +88,9 @@ class ToolParser:
         self._announced: CallDelta | None = None
         self._fragments: list[str] = []
         self._num_announced = 0
-        self._content: list[str] = []
         self._deltas: list[Delta] = []
         self.calls: list[ToolCall] = []
         """Whole calls so far."""
-
-    @property
-    def content(self) -> str:
-        """Content so far."""
-        return "".join(self._content)
 
     def append(self, text: str) -> list[Delta]:
         """What may be said now that more text came."""
@@ -173,14 +167,14 @@ class ToolParser:
     def _in_call(self) -> bool:
         reader = self._reader
         assert reader is not None, "inside a call there is a reader"
-        end = reader.read(self._text, 0)
+        end = reader.read(self._text)
         self._raw.append(self._text[:end])
         self._text = self._text[end:]
         news = reader.take()
         if news is not None:
             self._tell(*news)
         if reader.is_broken:
-            self._give_up(reader.num_regretted)
+            self._give_up()
         elif reader.is_complete:
             self._end_call()
         else:
@@ -234,12 +228,9 @@ class ToolParser:
         self._forget_call()
         self._place = _Place.TAIL
 
-    def _give_up(self, num_regretted: int = 0) -> None:
-        """What was taken for a call is content, but for its last characters, which are looked at again."""
-        raw = "".join(self._raw)
-        kept = len(raw) - num_regretted
-        self._text = raw[kept:] + self._text
-        self._show(raw[:kept])
+    def _give_up(self) -> None:
+        """Show what was taken for a call as content."""
+        self._show("".join(self._raw))
         self._forget_call()
         self._place = _Place.TEXT
 
@@ -249,7 +240,6 @@ class ToolParser:
     def _show(self, text: str) -> None:
         if not text:
             return
-        self._content.append(text)
         if self._deltas and isinstance(last := self._deltas[-1], ContentDelta):
             self._deltas[-1] = ContentDelta(last.text + text)
         else:
