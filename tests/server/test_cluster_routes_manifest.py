@@ -18,7 +18,7 @@ from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.manifest_file import parse, plain
 from lockstep.server.app import create_app
 from lockstep.server.body import YAML_TYPES, kind_of
-from lockstep.server.cluster_routes import manifest_text, wanted_type
+from lockstep.server.cluster_routes import accepted_type, manifest_text
 from lockstep.server.options import ServerOptions
 from lockstep.server.serving import Phase
 from tests.cluster.manifests import manifests
@@ -131,7 +131,7 @@ async def test_a_client_that_does_not_say_what_it_wants_gets_json() -> None:
     ],
 )
 def test_a_client_gets_the_form_that_it_likes_best(accept: str, kind: str) -> None:
-    assert wanted_type(accept) == kind
+    assert accepted_type(accept) == kind
 
 
 @pytest.mark.parametrize(

@@ -31,19 +31,19 @@ _OPERATED = re.compile(
 
 
 def is_operators(path: str) -> bool:
-    """Whether a path shows or changes what belongs to all callers together."""
+    """True if a path shows or changes what belongs to all callers together."""
     return _OPERATED.fullmatch(path) is not None
 
 
 class OriginMiddleware:
-    """Which pages a browser lets read what this server answers.
+    """CORS by kind of path: the pages that a browser lets read what this server answers.
 
     Pages of loopback origins, which somebody runs on the machine of the browser itself, may ask models; those of
     ``origins`` may have every path.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], allows_loopback: bool) -> None:
-        def told(loopback: str | None) -> ASGIApp:
+        def cors(loopback: str | None) -> ASGIApp:
             return CORSMiddleware(
                 app,
                 allow_origins=origins,
@@ -53,8 +53,8 @@ class OriginMiddleware:
                 expose_headers=("x-request-id",),
             )
 
-        self._others = told(None) if origins else app
-        self._models = told(_LOOPBACK_ORIGIN) if allows_loopback else self._others
+        self._others = cors(None) if origins else app
+        self._models = cors(_LOOPBACK_ORIGIN) if allows_loopback else self._others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -79,7 +79,7 @@ class AccessKeys:
         return bool(self._digests)
 
     def refusal(self, tenant: str | None, path: str) -> HttpError | None:
-        """Why a key's owner, or nobody's, may not have a path; None: it may."""
+        """The refusal of a path to the owner of a key, or to a request without one; None: it may have it."""
         if self._has_admin_keys and is_operators(path):
             is_admin = tenant is not None and tenant.startswith(_ADMIN)
             return None if is_admin else _unauthenticated() if tenant is None else _forbidden()
@@ -100,7 +100,7 @@ class AccessKeys:
 
 
 def powers_of(tenant: str, options: ServerOptions) -> Powers:
-    """What a caller may have a manifest name.
+    """Powers of a caller over the sources and servers that a manifest names.
 
     An admin's key has every power. Where there are no keys, and only this machine can call, everybody is the operator;
     where keys were waived for whoever can reach the server, nobody is.
@@ -120,7 +120,7 @@ def _named(prefix: str, keys: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _forbidden() -> HttpError:
-    """What is said to a caller's key where an operator's is needed."""
+    """The refusal of a caller's key where an operator's is needed."""
     return HttpError(
         403,
         "This needs an admin key, since it shows or changes what belongs to all callers; this key is not one.",
@@ -129,7 +129,7 @@ def _forbidden() -> HttpError:
 
 
 def _unauthenticated() -> HttpError:
-    """What is said to a request without a valid key; not whether it had one."""
+    """The refusal of a request without a valid key; it does not say whether there was one."""
     return HttpError(
         401,
         "A valid API key is needed: send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`.",

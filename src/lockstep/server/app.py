@@ -89,7 +89,7 @@ def create_app(
 
 
 def methods_of(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
-    """What each path takes, over all of its routes."""
+    """The methods of each path, over all of its routes."""
     methods: dict[str, set[str]] = {}
     for router in routers:
         for route in router.routes:

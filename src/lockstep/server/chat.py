@@ -71,7 +71,7 @@ class TextPart(Marked):
 
 
 class RefusalPart(Marked):
-    """What an assistant said instead of an answer; content like any other."""
+    """A refusal that an assistant gave instead of an answer; content like any other."""
 
     type: Literal["refusal"]
     refusal: str
@@ -82,7 +82,7 @@ class RefusalPart(Marked):
 
 
 def part_kind(value: object) -> str:
-    """Which kind of content part a value is meant to be."""
+    """The kind of content part that a value is meant to be, as a tag."""
     return "[refusal]" if isinstance(value, dict) and value.get("type") == "refusal" else "[text]"
 
 
@@ -137,7 +137,7 @@ class Message(Marked):
 
 
 class ChatBody(GenerationBody):
-    """What a model is to answer, and how."""
+    """A conversation for a model to answer, and parameters of the answer."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -218,33 +218,33 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     context.labels, context.session_id = labels_of(body), body.session_id
     caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
     tokenizer = serving.cluster.tokenizer(body.model)
-    asked = await translated(request, lambda: chat_call(body, caller, tokenizer))
+    chat = await translated(request, lambda: chat_call(body, caller, tokenizer))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        return chat_answer(serving.cluster, body, asked, accepted[0], context)
+        return chat_answer(serving.cluster, body, chat, accepted[0], context)
 
     return AnswerResponse(
         request,
-        (asked.call,),
+        (chat.call,),
         make_answer,
-        asked.names,
+        chat.names,
         is_stream=bool(body.stream),
         shows_route=_shows_route(body),
     )
 
 
 def chat_answer(
-    cluster: Cluster, body: ChatBody, asked: ChatCall, accepted: Accepted, context: RequestContext
+    cluster: Cluster, body: ChatBody, chat: ChatCall, accepted: Accepted, context: RequestContext
 ) -> Answer:
     """The answer to an accepted call, still empty."""
     tokenizer, returns_ids = cluster.tokenizer(accepted.model), bool(body.return_token_ids)
-    context.warnings = [*not_stored(body), *asked.unheeded(tokenizer)]
+    context.warnings = [*not_stored(body), *chat.unheeded(tokenizer)]
     metadata = metadata_of("chatcmpl", cluster.card(accepted.model), body)
     check_tokens_known(
         tokenizer,
         {"return_token_ids": returns_ids, "stream_options.continuous_usage_stats": metadata.continuous_usage},
     )
-    choices = open_choices(asked.call.params, tokenizer, accepted, tool_use=asked.tool_use, returns_ids=returns_ids)
+    choices = open_choices(chat.call.params, tokenizer, accepted, tool_use=chat.tool_use, returns_ids=returns_ids)
     hops = accepted.hops if _shows_route(body) else ()
     encoder = ChatEncoder(
         metadata,
@@ -253,7 +253,7 @@ def chat_answer(
         has_logprobs=bool(body.logprobs),
         returns_ids=returns_ids,
         has_functions=body.functions is not None,
-        echo=_echo(body, asked),
+        echo=_echo(body, chat),
         hops=hops,
     )
     return Answer([accepted], choices, encoder, context)
@@ -264,9 +264,9 @@ def _shows_route(body: ChatBody) -> bool:
     return not (body.tools or body.functions) and body.lockstep_hops is not False
 
 
-def _echo(body: ChatBody, asked: ChatCall) -> str:
+def _echo(body: ChatBody, chat: ChatCall) -> str:
     """The beginning of an answer that repeats the last message: where that is the assistant's and it is asked for."""
-    prompt = asked.call.prompt
+    prompt = chat.call.prompt
     if not body.echo or body.messages[-1].role != "assistant" or not isinstance(prompt, Conversation):
         return ""
     [last] = checked_messages(prompt.messages[-1:], knows_developer=True)
@@ -292,7 +292,7 @@ class ChatCall:
     """What the chat template is asked to heed: the variables by which it would, of which one is enough."""
 
     def unheeded(self, tokenizer: Tokenizer) -> list[str]:
-        """What the template of the model that answers does not read, a sentence each."""
+        """Warnings, a sentence each, of wishes that the template of the model that answers does not read."""
         if tokenizer.vocab_size == 0 or not self.wishes:  # another server's template is not known here
             return []
         read = tokenizer.template_variables
@@ -304,7 +304,7 @@ class ChatCall:
 
 
 def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
-    """What the cluster is asked.
+    """Translate a chat request into a call of the cluster.
 
     Raises:
         InvalidParameterError: names the parameter.
@@ -321,9 +321,9 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
         )
     length = _length(body)
     kwargs = {**caller.options.chat_template_kwargs, **_template_kwargs(body)}
-    said = constraint_of(body)
-    tool_use = _tool_use(body, tokenizer, kwargs, said.constraint)
-    constrained = _constrained(said, tool_use)
+    given = constraint_of(body)
+    tool_use = _tool_use(body, tokenizer, kwargs, given.constraint)
+    constrained = _constrained(given, tool_use)
     params = sampling_params(
         body,
         max_tokens=length[1],
@@ -345,20 +345,24 @@ def chat_call(body: ChatBody, caller: Caller, tokenizer: Tokenizer) -> ChatCall:
         prompt_logprobs=body.prompt_logprobs,
         shown_specials=tool_use.shown_specials,
     )
-    said_logprobs = "logprobs" if body.top_logprobs is None else "top_logprobs"
-    names = param_names(constrained.param, max_tokens=length[0], logprobs=said_logprobs, prompt="messages")
+    logprobs_name = "logprobs" if body.top_logprobs is None else "top_logprobs"
+    names = param_names(constrained.param, max_tokens=length[0], logprobs=logprobs_name, prompt="messages")
     return ChatCall(call, tool_use, names, _wishes(body))
 
 
-def _tool_use(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], said: Constraint | None) -> ToolUse:
-    told = said if said is not None and said.kind in JSON_KINDS else None
+def _tool_use(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], given: Constraint | None) -> ToolUse:
+    json_constraint = given if given is not None and given.kind in JSON_KINDS else None
     if body.functions is not None or body.function_call is not None:
-        return _functions_use(body, tokenizer, kwargs, told)
+        return _functions_use(body, tokenizer, kwargs, json_constraint)
     functions = [tool.function for tool in body.tools or ()]
-    return resolve_tools(tokenizer, functions, body.tool_choice, body.parallel_tool_calls is not False, kwargs, told)
+    return resolve_tools(
+        tokenizer, functions, body.tool_choice, body.parallel_tool_calls is not False, kwargs, json_constraint
+    )
 
 
-def _functions_use(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], told: Constraint | None) -> ToolUse:
+def _functions_use(
+    body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, Any], json_constraint: Constraint | None
+) -> ToolUse:
     """The same of the deprecated parameters, which know one call only."""
     if body.tools is not None or body.tool_choice is not None:
         raise InvalidParameterError(
@@ -368,30 +372,30 @@ def _functions_use(body: ChatBody, tokenizer: Tokenizer, kwargs: Mapping[str, An
     named = body.function_call
     choice = NamedToolChoice(type="function", function=named) if isinstance(named, NamedFunction) else named
     try:
-        return resolve_tools(tokenizer, body.functions or (), choice, False, kwargs, told)
+        return resolve_tools(tokenizer, body.functions or (), choice, False, kwargs, json_constraint)
     except InvalidParameterError as error:
         param = None if error.param is None else _as_functions(error.param)
         raise InvalidParameterError(_as_functions(str(error)), param=param) from None
 
 
 def _as_functions(text: str) -> str:
-    """What is said of tools, in the words of the deprecated parameters."""
+    """Put a text about tools into the words of the deprecated parameters."""
     for new, old in (("tools[", "functions["), ("].function", "]"), ("tool_choice.function", "function_call")):
         text = text.replace(new, old)
     return text.replace("tool_choice", "function_call")
 
 
-def _constrained(said: Constrained, tool_use: ToolUse) -> Constrained:
-    """What the answer must be: by the tools, by a parameter that says so, or a call or else what that says."""
-    constraint = said.constraint
+def _constrained(given: Constrained, tool_use: ToolUse) -> Constrained:
+    """The constraint of an answer: by the tools, by a parameter, or a call or else what a parameter says."""
+    constraint = given.constraint
     is_free = bool(tool_use.names) and tool_use.choice.mode is ChoiceMode.AUTO
     if constraint is not None and constraint.kind not in JSON_KINDS and is_free:
         raise InvalidParameterError(
-            f"{said.param} and tools both say what the answer must be, and only JSON can be told from a call; leave "
+            f"{given.param} and tools both say what the answer must be, and only JSON can be told from a call; leave "
             "one out, or send tool_choice none or required",
-            param=said.param,
+            param=given.param,
         )
-    return said if tool_use.constraint is None else Constrained(tool_use.constraint, "tools")
+    return given if tool_use.constraint is None else Constrained(tool_use.constraint, "tools")
 
 
 def _length(body: ChatBody) -> tuple[str, int | None]:
@@ -407,7 +411,7 @@ def _length(body: ChatBody) -> tuple[str, int | None]:
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates expect them: the members that were given, under the names that they know."""
-    told: list[dict[str, Any]] = []
+    rewritten: list[dict[str, Any]] = []
     old_id = OLD_CALL_ID
     for index, message in enumerate(messages):
         calls = [
@@ -424,11 +428,11 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             "content": _content(message),
             "name": message.name,
             "tool_call_id": old_id if is_old else message.tool_call_id,
-            "tool_calls": [_told_call(*call) for call in calls] or None,
+            "tool_calls": [_template_call(*call) for call in calls] or None,
             "reasoning_content": message.reasoning if message.reasoning_content is None else message.reasoning_content,
         }
-        told.append({name: value for name, value in members.items() if value is not None})
-    return told
+        rewritten.append({name: value for name, value in members.items() if value is not None})
+    return rewritten
 
 
 def _content(message: Message) -> str | list[dict[str, str]] | None:
@@ -438,9 +442,9 @@ def _content(message: Message) -> str | list[dict[str, str]] | None:
     return message.refusal if content is None else content
 
 
-def _told_call(call_id: str, function: CalledFunction) -> dict[str, Any]:
-    told = {"name": function.name, "arguments": function.arguments}
-    return {"id": call_id, "type": "function", "function": told}
+def _template_call(call_id: str, function: CalledFunction) -> dict[str, Any]:
+    members = {"name": function.name, "arguments": function.arguments}
+    return {"id": call_id, "type": "function", "function": members}
 
 
 def _template_kwargs(body: ChatBody) -> dict[str, Any]:

@@ -27,7 +27,7 @@ LOGPROB_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class CallsReader:
-    """What tells the calls of one choice from its content."""
+    """Parser that tells the calls of one choice from its content, and the use of tools that it serves."""
 
     tool_use: ToolUse
     parser: ToolParser
@@ -52,11 +52,11 @@ class Choice:
         "_held",
         "_num_chars",
         "_reader",
+        "_remote_calls",
         "_returns_ids",
         "_shows_end",
         "_texts",
         "_thoughts",
-        "_told_calls",
         "_tracer",
         "calls",
         "entries",
@@ -97,7 +97,7 @@ class Choice:
         self._content_seen = False
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._told_calls: dict[int, list[CallPart]] = {}
+        self._remote_calls: dict[int, list[CallPart]] = {}
         """Calls that came as calls, by index."""
         self.calls: list[CallDelta] = []
         self.entries: list[Entry] = []
@@ -128,7 +128,7 @@ class Choice:
     def whole_calls(self) -> Sequence[ToolCall]:
         """All calls that came to their end."""
         read = [] if self._reader is None else self._reader.parser.calls
-        return [*read, *map(_joined, self._told_calls.values())] if self._told_calls else read
+        return [*read, *map(_joined, self._remote_calls.values())] if self._remote_calls else read
 
     @property
     def ended_by(self) -> FinishReasonName:
@@ -143,7 +143,7 @@ class Choice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is new text and nothing besides: what nearly every token brings."""
+        """True if there is new text and nothing besides: what nearly every token brings."""
         return bool(self._texts) and not (
             self.finish_reason or self._thoughts or self.calls or self.entries or self.token_ids
         )
@@ -234,7 +234,7 @@ class Choice:
         for part in parts:
             self._add(CallDelta(part.index, part.arguments, part.id, part.name))
             self.num_pending_bytes += len(part.arguments)
-            self._told_calls.setdefault(part.index, []).append(part)
+            self._remote_calls.setdefault(part.index, []).append(part)
 
     def _trace(self, output: TokenOutput, tracer: Tracer) -> None:
         for token_id, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
@@ -270,7 +270,7 @@ class Choice:
         self._held.clear()
 
     def _is_text(self, end: Entry) -> bool:
-        """Whether the token that ended the answer is part of its text."""
+        """True if the token that ended the answer is part of its text."""
         return self._shows_end and self._tracer is not None and end.offset < self._tracer.num_chars
 
 

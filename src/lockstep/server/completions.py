@@ -62,7 +62,7 @@ Prompts = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    """What a model is to go on with, and how."""
+    """Texts for a model to go on with, and parameters of the answer."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -121,23 +121,23 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     context.model = serving.cluster.card(body.model).name
     context.labels, context.session_id = labels_of(body), body.session_id
     caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
-    asked = await translated(request, lambda: completion_calls(body, caller))
+    completion = await translated(request, lambda: completion_calls(body, caller))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        return completion_answer(serving.cluster, body, asked, accepted, context)
+        return completion_answer(serving.cluster, body, completion, accepted, context)
 
-    return AnswerResponse(request, asked.calls, make_answer, asked.names, is_stream=bool(body.stream))
+    return AnswerResponse(request, completion.calls, make_answer, completion.names, is_stream=bool(body.stream))
 
 
 def completion_answer(
     cluster: Cluster,
     body: CompletionBody,
-    asked: CompletionCalls,
+    completion: CompletionCalls,
     accepted: Sequence[Accepted],
     context: RequestContext,
 ) -> Answer:
     """The answer to accepted calls, still empty."""
-    params, returns_ids = asked.calls[0].params, bool(body.return_token_ids)
+    params, returns_ids = completion.calls[0].params, bool(body.return_token_ids)
     tokenizer, cuts_prompt = cluster.tokenizer(accepted[0].model), body.truncate_prompt_tokens is not None
     context.warnings = not_stored(body)
     metadata = metadata_of("cmpl", cluster.card(accepted[0].model), body)
@@ -153,7 +153,7 @@ def completion_answer(
     if body.echo:
         echoes = [
             prompt if isinstance(prompt, str) and not cuts_prompt else tokenizer.decode(call.prompt_token_ids)
-            for prompt, call in zip(asked.prompts, accepted, strict=True)
+            for prompt, call in zip(completion.prompts, accepted, strict=True)
         ]
     choices = [
         choice
@@ -176,7 +176,7 @@ class CompletionCalls:
 
 
 def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
-    """What the cluster is asked.
+    """Translate a completion request into calls of the cluster, one per prompt.
 
     Raises:
         InvalidParameterError: names the parameter.

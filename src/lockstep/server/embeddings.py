@@ -45,7 +45,7 @@ Inputs = Annotated[
 
 
 class EmbeddingBody(Body):
-    """What is to become vectors, and how."""
+    """Texts that are to become vectors, and parameters of these."""
 
     input: Inputs
     """Text, token ids, or a list of either."""
@@ -105,9 +105,9 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
 
 def calls_of(body: EmbeddingBody, caller: Caller) -> list[GenerationRequest]:
     """One call per input, in order."""
-    said = body.input
-    is_one = isinstance(said, str) or isinstance(said[0], int)
-    prompts: Sequence[Any] = [said] if is_one else said
+    given = body.input
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    prompts: Sequence[Any] = [given] if is_one else given
     return [
         GenerationRequest(
             prompt if isinstance(prompt, str) else tuple(prompt),

@@ -173,7 +173,7 @@ def _help(name: str) -> str:
 
 
 class _Page(Collector):
-    """What one scrape is told: the given families, then this process's memory, time and files."""
+    """Content of one scrape: the given families, then this process's memory, time and files."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -245,7 +245,7 @@ def _families(snapshot: ClusterSnapshot, prefix: str) -> Iterator[Metric]:
 
 
 def _model_families(models: Sequence[ModelSnapshot], prefix: str) -> Iterator[Metric]:
-    """What models of one replica share in the families of engines, told apart."""
+    """Families that tell models apart which share one engine's."""
     requests = CounterMetricFamily(f"{prefix}_requests", "Requests to a model, hops of routed ones.", labels=MODEL)
     gauges = {name: GaugeMetricFamily(f"{prefix}_{name}", text, labels=MODEL) for name, text in MODEL_HELP.items()}
     for model in models:
@@ -257,7 +257,7 @@ def _model_families(models: Sequence[ModelSnapshot], prefix: str) -> Iterator[Me
 
 
 def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator[Metric]:
-    """Of models that other servers answer; nothing where there are none."""
+    """Families of models that other servers answer; nothing where there are none."""
     if not remotes:
         return
     for name, text in REMOTE_HELP.items():

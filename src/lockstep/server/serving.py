@@ -125,7 +125,7 @@ class Serving:
 
     @property
     def max_held_bytes(self) -> int:
-        """Of long bodies."""
+        """Bytes of long bodies that are held at once."""
         return MAX_LONG_BODIES * self.options.max_body_bytes
 
 

@@ -82,13 +82,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             tokenizer.check_length(_texts(body), card.max_model_len - 1)
         tokens = _tokens(tokenizer, body, template_kwargs)
         strings = [tokenizer.decode((token,), skip_special_tokens=False) for token in tokens if body.return_token_strs]
-        told = TokenizeResponse(
+        response = TokenizeResponse(
             count=len(tokens),
             max_model_len=card.max_model_len,
             tokens=tokens,
             token_strs=strings if body.return_token_strs else None,
         )
-        return told.model_dump_json().encode()
+        return response.model_dump_json().encode()
 
     return Response(await translated(request, answer, MAX_INLINE_BYTES), media_type="application/json")
 
@@ -114,7 +114,7 @@ def _detokenized(body: DetokenizeRequest, request: Request) -> DetokenizeRespons
 
 
 def _texts(body: TokenizeRequest) -> list[str]:
-    """What is to be tokenised, tags of a template aside; parts of messages that are no text are not for here to say."""
+    """Texts that are to be tokenised, without a template's tags and without parts of messages that are no text."""
     if body.messages is None:
         return [body.prompt or ""]
     contents = [message.get("content") for message in body.messages]

@@ -64,10 +64,10 @@ async def watch_events(
         raise QueueFullError(f"{MAX_WATCHERS} watchers are here already; try again when one has left")
     if after is None and last_event_id is not None and last_event_id.isdecimal():
         after = min(int(last_event_id[:16]), MAX_EVENT_ID)
-    wanted = {*types, LAGGED} if types else EVENTS.keys()
+    types_shown = {*types, LAGGED} if types else EVENTS.keys()
     log = serving.cluster.events
     events = log.subscribe(log.last_id if after is None else after)
-    return WatchResponse(events, wanted, watchers, serving.lifecycle, serving.options.ping_interval_s)
+    return WatchResponse(events, types_shown, watchers, serving.lifecycle, serving.options.ping_interval_s)
 
 
 class WatchResponse(Response):
@@ -76,14 +76,14 @@ class WatchResponse(Response):
     def __init__(
         self,
         events: AsyncGenerator[ClusterEvent, None],
-        wanted: Collection[str],
+        types_shown: Collection[str],
         watchers: Traffic,
         lifecycle: Lifecycle,
         ping_interval_s: float,
     ) -> None:
         super().__init__()
         self._events = events
-        self._wanted = wanted
+        self._types = types_shown
         self._watchers = watchers
         self._lifecycle = lifecycle
         self._ping_interval_s = ping_interval_s
@@ -119,7 +119,7 @@ class WatchResponse(Response):
                     continue
                 event = following.result()
                 following = asyncio.ensure_future(anext(self._events))
-                if event.type in self._wanted:
+                if event.type in self._types:
                     await _put(send, frame_of(event))
         finally:
             following.cancel()

@@ -150,11 +150,13 @@ def tool_use_of(
     choice: object,
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None = None,
-    told: Constraint | None = None,
+    json_constraint: Constraint | None = None,
 ) -> ToolUse:
     """What such a request means for its model."""
     body = chat_body(list(tools), choice)
-    return resolve_tools(tokenizer, functions_of(list(tools)), body.tool_choice, parallel, template_kwargs, told)
+    return resolve_tools(
+        tokenizer, functions_of(list(tools)), body.tool_choice, parallel, template_kwargs, json_constraint
+    )
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ TICKET: Mapping[str, Any] = {"type": "object", "properties": {"urgent": {"type":
 @pytest.mark.parametrize(("family", "has_markers"), MODELS)
 def test_an_answer_that_must_be_json_is_that_or_calls(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    tool_use = tool_use_of(tokenizer, TOOLS, "auto", True, told=Constraint.json_schema(TICKET))
+    tool_use = tool_use_of(tokenizer, TOOLS, "auto", True, json_constraint=Constraint.json_schema(TICKET))
     for seed, (first, is_call) in enumerate([('{"urgent":', False), (tool_use.call_format.begin, True)]):
         writer = Writer(family, has_markers, tool_use.constraint)
         if family == "thoughts opened":

@@ -126,13 +126,13 @@ class ResponseObject(Shape):
 
 
 def documented_events() -> dict[int | str, dict[str, Any]]:
-    """What creating a response says of its success: a whole response, or a stream of events."""
+    """Document the success of creating a response: a whole response, or a stream of events."""
     events = {"example": "event: response.created\ndata: {...}\n\n"}
     return {200: {"model": ResponseObject, "description": "The response.", "content": {"text/event-stream": events}}}
 
 
 class Kind(Enum):
-    """What an item holds; its value begins the ids of such items."""
+    """Content of an item; the value begins the ids of such items."""
 
     THOUGHTS = REASONING_PREFIX
     TEXT = MESSAGE_PREFIX
@@ -182,7 +182,7 @@ class _OpenItem:
 
 
 class ResponseWriter:
-    """Told what was generated; says which events that makes.
+    """Turns what is generated into items and events, one after the other.
 
     Args:
         base: what the response object says from its beginning to its end.
@@ -200,19 +200,19 @@ class ResponseWriter:
 
     def begin(self) -> None:
         response = self._response("in_progress")
-        self._tell("response.created", response=response)
-        self._tell("response.in_progress", response=response)
+        self._add("response.created", response=response)
+        self._add("response.in_progress", response=response)
 
     def write_thoughts(self, text: str) -> None:
         item = self._writing(Kind.THOUGHTS)
         item.pieces.append(text)
-        self._tell_part("response.reasoning_text.delta", item, delta=text)
+        self._add_of_part("response.reasoning_text.delta", item, delta=text)
 
     def write_text(self, text: str, logprobs: Sequence[JsonObject] = ()) -> None:
         item = self._writing(Kind.TEXT)
         item.pieces.append(text)
         item.logprobs.extend(logprobs)
-        self._tell_part("response.output_text.delta", item, delta=text, logprobs=list(logprobs))
+        self._add_of_part("response.output_text.delta", item, delta=text, logprobs=list(logprobs))
 
     def end_text(self, *, is_cut: bool) -> None:
         """No text follows; ``is_cut``: because no more tokens were allowed."""
@@ -224,7 +224,7 @@ class ResponseWriter:
         item = _OpenItem(Kind.CALL, self._new_id(Kind.CALL.value), {"call_id": call_id, "name": name})
         self._begin_item(item)
         item.pieces.append(arguments)
-        self._tell_item("response.function_call_arguments.delta", item, delta=arguments)
+        self._add_of_item("response.function_call_arguments.delta", item, delta=arguments)
         self._close("completed")
 
     def complete(self, completed_at_s: int, **fields: Any) -> JsonObject:
@@ -248,10 +248,10 @@ class ResponseWriter:
         """The last event, which tells how it ended."""
         assert not self._is_ended, "a response ends once"
         self._is_ended = True
-        self._tell(f"response.{response['status']}", response=response)
+        self._add(f"response.{response['status']}", response=response)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """What happened since the last call."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -268,12 +268,12 @@ class ResponseWriter:
         self._close("completed")
         item = _OpenItem(kind, self._new_id(kind.value), {})
         self._begin_item(item)
-        self._tell_part("response.content_part.added", item, part=item.part())
+        self._add_of_part("response.content_part.added", item, part=item.part())
         return item
 
     def _begin_item(self, item: _OpenItem) -> None:
         self._open = item
-        self._tell("response.output_item.added", output_index=len(self._closed), item=item.just_opened())
+        self._add("response.output_item.added", output_index=len(self._closed), item=item.just_opened())
 
     def _close(self, status: str) -> None:
         item = self._open
@@ -281,15 +281,15 @@ class ResponseWriter:
             return
         match item.kind:
             case Kind.THOUGHTS:
-                self._tell_part("response.reasoning_text.done", item, text=item.text)
+                self._add_of_part("response.reasoning_text.done", item, text=item.text)
             case Kind.TEXT:
-                self._tell_part("response.output_text.done", item, text=item.text, logprobs=list(item.logprobs))
+                self._add_of_part("response.output_text.done", item, text=item.text, logprobs=list(item.logprobs))
             case Kind.CALL:
-                self._tell_item("response.function_call_arguments.done", item, arguments=item.text)
+                self._add_of_item("response.function_call_arguments.done", item, arguments=item.text)
         if item.kind is not Kind.CALL:
-            self._tell_part("response.content_part.done", item, part=item.part())
+            self._add_of_part("response.content_part.done", item, part=item.part())
         done = item.item(status)
-        self._tell("response.output_item.done", output_index=len(self._closed), item=done)
+        self._add("response.output_item.done", output_index=len(self._closed), item=done)
         self._closed.append(done)
         self._open = None
 
@@ -304,13 +304,13 @@ class ResponseWriter:
         }
         return {**self._base, **outcome, **fields}
 
-    def _tell_part(self, type_: str, item: _OpenItem, **fields: Any) -> None:
-        self._tell_item(type_, item, content_index=0, **fields)
+    def _add_of_part(self, type_: str, item: _OpenItem, **fields: Any) -> None:
+        self._add_of_item(type_, item, content_index=0, **fields)
 
-    def _tell_item(self, type_: str, item: _OpenItem, **fields: Any) -> None:
-        self._tell(type_, item_id=item.fields["id"], output_index=len(self._closed), **fields)
+    def _add_of_item(self, type_: str, item: _OpenItem, **fields: Any) -> None:
+        self._add(type_, item_id=item.fields["id"], output_index=len(self._closed), **fields)
 
-    def _tell(self, type_: str, **fields: Any) -> None:
+    def _add(self, type_: str, **fields: Any) -> None:
         self._events.append({"type": type_, "sequence_number": self._num_events, **fields})
         self._num_events += 1
 

@@ -36,13 +36,13 @@ router = APIRouter(route_class=LongBodyRoute, responses=ERROR_RESPONSES)
 
 
 def store_of(request: Request) -> ResponseStore:
-    """Where the server that a request came to keeps responses; put on the application by `create_app`."""
+    """The store of the server that a request came to; put on the application by `create_app`."""
     store: ResponseStore = request.app.state.response_store
     return store
 
 
 class DeletedResponse(Shape):
-    """What is left of a response."""
+    """The remains of a response."""
 
     id: str
     object: Literal["response"]
@@ -71,18 +71,18 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
 
     def translate() -> tuple[tuple[JsonObject, ...], ChatCall]:
         items = items_of(body.input, _new_id)
-        messages = messages_of(body.instructions, [*_said(earlier), *items])
+        messages = messages_of(body.instructions, [*_items_of_chain(earlier), *items])
         return items, _chat_call(body, messages, caller, request)
 
-    items, asked = await translated(request, translate)
+    items, chat = await translated(request, translate)
     response_id = _new_id("resp")
     encoders: list[ResponseEncoder] = []
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
         model, created_s = accepted[0].model, int(time.time())
-        context.warnings = asked.unheeded(cluster.tokenizer(model))
+        context.warnings = chat.unheeded(cluster.tokenizer(model))
         choices = open_choices(
-            asked.call.params, tokenizer, accepted[0], tool_use=asked.tool_use, new_call_id=lambda: _new_id("call")
+            chat.call.params, tokenizer, accepted[0], tool_use=chat.tool_use, new_call_id=lambda: _new_id("call")
         )
         encoders.append(ResponseEncoder(ResponseWriter(response_base(body, response_id, model, created_s), _new_id)))
         return Answer(accepted, choices, encoders[0], context)
@@ -92,7 +92,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
             await store.put(StoredResponse(response_id, tenant, encoders[0].final(answer), items))
 
     return AnswerResponse(
-        request, (asked.call,), make_answer, names_here(asked.names), is_stream=bool(body.stream), before_end=keep
+        request, (chat.call,), make_answer, names_here(chat.names), is_stream=bool(body.stream), before_end=keep
     )
 
 
@@ -131,10 +131,10 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = DEFAULT_ITEMS,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """What a stored response answered: the conversation before it and its own input."""
+    """Items that a stored response answered: the conversation before it and its own input."""
     _only(request, "after", "limit", "order")
     chain = await chain_to(store_of(request), response_id, context_of(request).tenant, param="response_id")
-    items = [*_said(chain[:-1]), *chain[-1].input_items]
+    items = [*_items_of_chain(chain[:-1]), *chain[-1].input_items]
     return JSONResponse(item_list(items, after=after, limit=limit, is_descending=order == "desc"))
 
 
@@ -149,7 +149,7 @@ def _chat_call(body: ResponseBody, messages: Sequence[JsonObject], caller: Calle
         raise in_our_words(error) from None
 
 
-def _said(chain: Sequence[StoredResponse]) -> list[JsonObject]:
+def _items_of_chain(chain: Sequence[StoredResponse]) -> list[JsonObject]:
     """The items of a conversation, in order."""
     return [item for stored in chain for item in (*stored.input_items, *stored.response["output"])]
 

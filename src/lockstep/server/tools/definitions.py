@@ -58,7 +58,7 @@ class AllowedToolsChoice(Body):
 
 
 def choice_kind(value: object) -> str:
-    """Which form of `tool_choice` a value is meant to be."""
+    """The form of `tool_choice` that a value is meant to be, as a tag."""
     if isinstance(value, dict):
         return "[allowed]" if value.get("type") == "allowed_tools" else "[object]"
     return "[text]"
@@ -95,14 +95,14 @@ class CallableTool:
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        """What a forced call's arguments obey: the schema, and no parameter that it does not declare."""
+        """The schema of a forced call's arguments: the function's, without parameters that it does not declare."""
         schema = closed({"type": "object", **self.parameters})
         assert isinstance(schema, dict), "a closed object is one"
         return schema
 
 
 class ChoiceMode(Enum):
-    """How free the model is."""
+    """Freedom of the model to call functions."""
 
     NONE = "none"
     AUTO = "auto"
@@ -112,14 +112,14 @@ class ChoiceMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a request says about calling."""
+    """A request's choice of the functions that may or must be called."""
 
     mode: ChoiceMode
     names: tuple[str, ...] | None = None
     """Of the functions that may be called; of mode `NAMED` the one that must be. None: all."""
 
     def takes(self, name: str) -> bool:
-        """Whether a function may be called, if any."""
+        """True if a function may be called, if any may."""
         return self.names is None or name in self.names
 
 
@@ -149,7 +149,7 @@ def checked_tools(functions: Sequence[Function]) -> tuple[CallableTool, ...]:
 
 
 def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> Choice:
-    """What is chosen; None: ``auto`` where there are functions.
+    """Check a choice against the functions; None means ``auto`` where there are any.
 
     Raises:
         InvalidParameterError: it is of a function that is not there.

@@ -93,7 +93,7 @@ class ToolParser:
         """Whole calls so far."""
 
     def append(self, text: str) -> list[Delta]:
-        """What may be said now that more text came."""
+        """Take more text; returns what is certain now."""
         if not self._names:
             self._show(text)
             return self._take()
@@ -103,7 +103,7 @@ class ToolParser:
         return self._take()
 
     def flush(self) -> list[Delta]:
-        """What was held back, when no more text comes."""
+        """End the text; returns what was held back."""
         if self._place in (_Place.OPENED, _Place.CALL):
             self._give_up()
         if self._place is not _Place.AFTER:
@@ -172,7 +172,7 @@ class ToolParser:
         self._text = self._text[end:]
         news = reader.take()
         if news is not None:
-            self._tell(*news)
+            self._announce(*news)
         if reader.is_broken:
             self._give_up()
         elif reader.is_complete:
@@ -209,7 +209,7 @@ class ToolParser:
             self._place = _Place.TEXT
         return bool(self._text)
 
-    def _tell(self, name: str, fragment: str) -> None:
+    def _announce(self, name: str, fragment: str) -> None:
         self._fragments.append(fragment)
         if self._announced is None:
             delta = CallDelta(self._num_announced, fragment, self._new_id(), name)
@@ -220,11 +220,11 @@ class ToolParser:
         self._deltas.append(delta)
 
     def _end_call(self) -> None:
-        told = self._announced
-        assert told is not None, "a whole call has arguments"
-        assert told.id is not None, "the first delta of a call has its id"
-        assert told.name is not None, "the first delta of a call has its name"
-        self.calls.append(ToolCall(told.index, told.id, told.name, "".join(self._fragments)))
+        announced = self._announced
+        assert announced is not None, "a whole call has arguments"
+        assert announced.id is not None, "the first delta of a call has its id"
+        assert announced.name is not None, "the first delta of a call has its name"
+        self.calls.append(ToolCall(announced.index, announced.id, announced.name, "".join(self._fragments)))
         self._forget_call()
         self._place = _Place.TAIL
 
@@ -261,7 +261,7 @@ _STEPS: Mapping[_Place, Callable[[ToolParser], bool]] = {
 
 
 def _num_begun(text: str, marker: str) -> int:
-    """How many characters of a marker the text ends with."""
+    """Count the characters of a marker that the text ends with."""
     most = min(len(marker) - 1, len(text))
     if marker[0] not in text[len(text) - most :]:
         return 0
@@ -269,5 +269,5 @@ def _num_begun(text: str, marker: str) -> int:
 
 
 def _shown(text: str, cut: int) -> int:
-    """How much of the text up to ``cut`` is shown whatever follows: all but its last blanks."""
+    """Length of the text up to ``cut`` that is shown whatever follows: all but its last blanks."""
     return max(len(text[:cut].rstrip()), cut - MAX_HELD_BLANKS)
