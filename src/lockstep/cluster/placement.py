@@ -18,8 +18,6 @@ from lockstep.cluster.budget import (
     Row,
     Verdict,
     aligned,
-    budget_text,
-    budget_texts,
     cells_of,
     check,
     cut_texts,
@@ -102,9 +100,7 @@ def place(
     needs = {need.model: need for need in (*known, *declared)}
     budgets = effective_budgets(manifest.resources, machine_of(served))
     table = check([needs[entry.id] for entry in served.entries if entry.id in needs], budgets)
-    for budget, needed in ((budgets.gpu, table.gpu_needed_bytes), (budgets.ram, table.ram_needed_bytes)):
-        if budget.effective_bytes is not None and needed > budget.effective_bytes:
-            refusals.append(budget_text(budget, needed))
+    refusals += [str(budget) for budget in table.budgets if budget.excess_bytes]
     meant = (*manifest.notes, *_meant_otherwise(manifest))
     warnings = (*meant, *_without_key(served, environment), *_found(table, unknown))
     return Placement(manifest, served, table, unknown, tuple(refusals), warnings)
@@ -179,7 +175,7 @@ def lines_of(placement: Placement) -> list[str]:
         row = placement.row(entry.id)
         cells = ("?", "?", "unknown", "unknown") if row is None else cells_of(row)
         rows.append((entry.id, entry.tier, _short(entry.source), *cells))
-    return [*aligned(rows), *budget_texts(placement.table)]
+    return [*aligned(rows), *map(str, placement.table.budgets)]
 
 
 def _short(source: str) -> str:

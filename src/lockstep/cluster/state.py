@@ -272,8 +272,8 @@ class ClusterState:
 
     def _budgets(self) -> tuple[BudgetSnapshot, ...]:
         assert self.opened is not None
-        table = self.opened.table
-        used = ((table.budgets.gpu, self.replicas.held_bytes), (table.budgets.ram, table.ram_needed_bytes))
+        gpu, ram = self.opened.table.budgets
+        used = ((gpu, self.replicas.held_bytes), (ram, ram.needed_bytes))
         return tuple(
             BudgetSnapshot(budget.name, budget.declared_bytes, budget.effective_bytes, used_bytes)
             for budget, used_bytes in used
