@@ -1,4 +1,4 @@
-"""Circuit breaker: whether another server is asked at all. Pure: times come in, decisions go out.
+"""Circuit breaker: leaves another server alone that fails. Pure: times come in, decisions go out.
 
 After some failures in a row nobody asks for a while; then one request tries, and its first byte lets the others in
 again. Failures of requests that were let in before the state last changed say nothing of now, and are not counted.
@@ -35,7 +35,7 @@ tries has its first byte, or never will have, or its client left before anything
 
 @dataclass(frozen=True, slots=True)
 class BreakerOptions:
-    """How many failures are borne, and how long the server is left alone then."""
+    """Bounds of a breaker: the failures that are borne, and the rest of the server after them."""
 
     num_failures: int = 5
     """In a row, until it opens."""
@@ -50,7 +50,7 @@ class BreakerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that was let in; its ending is noted with this."""
+    """Admission of one request; its ending is noted with this."""
 
     era: int
     """How often the breaker had changed."""

@@ -227,7 +227,7 @@ def _set(keys: Mapping[str, Key], set_: str, place: Place) -> list[EntryDraft]:
 
 
 def _kept(values: Any) -> list[Any]:
-    """What could be read of some values; nothing of none that could."""
+    """Values without the faulty ones; none where the whole is."""
     return [] if values is FAULTY else [value for value in values if value is not FAULTY]
 
 

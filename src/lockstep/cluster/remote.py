@@ -74,7 +74,7 @@ class RemoteModel:
         assert remote is not None, f"{entry.id} has no remote"
         self.entry = entry
         self.tokenizer: Tokenizer = remote_tokenizer()
-        """For those who plan a call; without a vocabulary."""
+        """For planning a call; without a vocabulary."""
         self._options = options or RemoteOptions()
         self._clock = clock
         self._model = remote.model or entry.id
@@ -105,7 +105,7 @@ class RemoteModel:
 
     @property
     def state(self) -> BreakerState:
-        """Whether the other server is asked. An open breaker closes by the first call that tries and succeeds."""
+        """State of the breaker. An open one closes by the first call that tries and succeeds."""
         return self._breaker.state
 
     @property

@@ -206,7 +206,7 @@ class RemoteAnswer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all choices have ended; what may follow is the usage."""
+        """True when all choices have ended; what may follow is the usage."""
         return self._last is not None
 
     def feed(self, data: str, now_s: float) -> list[TokenOutput]:
@@ -320,7 +320,7 @@ class AttemptError(Exception):
     """An attempt that came to nothing. Never leaves `RemoteModel`, which raises ``error``.
 
     Args:
-        error: for those who asked.
+        error: for the caller.
         is_fault: whether it counts against the other server.
         may_retry: whether the same request may be sent again at once: nothing of an answer has come.
     """

@@ -239,7 +239,7 @@ class RequestHandler:
             raise
 
     def _must_wait(self, model: Model, call: GenerationRequest) -> bool:
-        """Whether a call would be neither taken nor refused at once."""
+        """True where a call would be neither taken nor refused at once."""
         if model.remote is not None:
             return model.remote.health().ready
         assert model.replica is not None, "a model is local or remote"

@@ -1,4 +1,4 @@
-"""Resolve a manifest's artifacts: sources opened and checked, report apart by content, and their bytes counted.
+"""Resolve a manifest's artifacts: sources opened and checked, told apart by content, and their bytes counted.
 
 Reads files and may fetch them from the hub, so it runs on a thread of its own.
 """
@@ -138,8 +138,8 @@ def on_hub(source: str) -> HubSource | None:
 
 
 def has_device_alone(manifest: Manifest) -> bool:
-    """Whether there is one replica, and no budget: it shares with nobody, so its pool has the size that its load finds
-    room for, and nothing bounds it but what loading itself refuses."""
+    """True where there is one replica, and no budget: it shares with nobody, so its pool has the size that its load
+    finds room for, and nothing bounds it but what loading itself refuses."""
     replicas = {(entry.source, entry.variant) for entry in manifest.entries if entry.tier is not Tier.REMOTE}
     return len(replicas) == 1 and manifest.resources == Resources()
 
@@ -191,10 +191,12 @@ class _Source:
             stub = StubOptions.parse(source)
             parts = partial(stub_tokenizer_parts, stub.name)
             return cls(source, source, DECLARED_BYTES, parts, stub.max_model_len, is_stub=True)
-        tell: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
-        tell("open", 0.0)
-        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(tell))
-        tell("open", 1.0)
+        report: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
+        report("open", 0.0)
+        artifact = open_artifact(
+            source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(report)
+        )
+        report("open", 1.0)
         return cls(
             source,
             artifact.fingerprint,

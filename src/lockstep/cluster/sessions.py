@@ -56,7 +56,7 @@ class ModelSessions:
 
     Args:
         limit: how many may be held at once; None: no request waits, and `MAX_SESSIONS` named ones are held when idle.
-        on_swept: told which idle session gave way.
+        on_swept: called with the idle session that gave way.
     """
 
     def __init__(self, limit: int | None, on_swept: Callable[[str], None]) -> None:
@@ -82,7 +82,7 @@ class ModelSessions:
         return len(self._waiting)
 
     def is_open(self, session: str | None) -> bool:
-        """Whether a request of a session may run at once."""
+        """True where a request of a session may run at once."""
         return not self._waiting and self._has_room(session)
 
     async def enter(self, session: str | None) -> None:
@@ -124,7 +124,7 @@ class ModelSessions:
         return session in self._active or session in self._idle
 
     def drop(self, session: str) -> bool:
-        """Give up an idle session's KV; whether it was held."""
+        """Give up an idle session's KV; returns True where it was held."""
         is_held = session in self._idle
         self._idle.pop(session, None)
         if is_held:
@@ -149,7 +149,7 @@ class ModelSessions:
 
     @property
     def _num_excess(self) -> int:
-        """How many sessions are held beyond the limit; without one, how many idle ones beyond `MAX_SESSIONS`."""
+        """Sessions that are held beyond the limit; without one, idle ones beyond `MAX_SESSIONS`."""
         return len(self._idle) - MAX_SESSIONS if self.limit is None else self.num_held - self.limit
 
     def _take(self, session: str | None) -> None:
@@ -179,7 +179,7 @@ class Sessions:
         """Least recently used first."""
 
     def begin(self, id_: str, model: str, now_s: float) -> bool:
-        """Note a request of a session; whether the session is new."""
+        """Note a request of a session; returns True where the session is new."""
         session = self.by_id.pop(id_, None)
         is_new = session is None
         if session is None:

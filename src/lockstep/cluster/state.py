@@ -94,7 +94,7 @@ class ClusterState:
 
     @property
     def loading(self) -> str:
-        """Why nobody is answered before the boot has ended, in one sentence."""
+        """Reason why nobody is answered before the boot has ended, in one sentence."""
         return "the model is loading" if len(self.models.by_id) == 1 else "the models are loading"
 
     def check_opened(self) -> None:
@@ -241,7 +241,7 @@ class ClusterState:
         return tuple(found.values())
 
     def trouble(self, replica: ReplicaState) -> str:
-        """Why calls of a replica would not be answered at once, in one sentence; empty: they would."""
+        """Reason why calls of a replica would not be answered at once, in one sentence; empty: they would."""
         return self.worker.trouble or replica.trouble()
 
     def snapshot(self, is_replacing: bool, num_ephemeral: int) -> ClusterSnapshot:
@@ -396,8 +396,8 @@ def _shown(phase: Phase) -> str:
 
 
 def _session_limit(entry: Entry, manifest: Manifest) -> int | None:
-    """How many sessions a model may have at once; those of a remote one hold nothing on the device, so that its
-    connections bound them."""
+    """Limit of the sessions that a model may have at once; those of a remote one hold nothing on the device, so that
+    its connections bound them."""
     if entry.max_active_sessions is not None:
         return entry.max_active_sessions
     return MAX_CONNECTIONS if entry.tier is Tier.REMOTE else manifest.sessions.max_active_sessions
