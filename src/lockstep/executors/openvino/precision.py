@@ -13,9 +13,7 @@ from enum import Enum
 
 from lockstep.artifacts.layout import EMBEDDING, LM_HEAD
 from lockstep.artifacts.model import Encoding, Weights
-from lockstep.artifacts.quantisation import GROUP_SIZE
-
-_FLOATS = (Encoding.F32, Encoding.F16, Encoding.BF16)
+from lockstep.artifacts.tensors import FLOAT_TYPES, GROUP_SIZE
 
 
 class Precision(Enum):
@@ -59,7 +57,7 @@ def precision_of(name: str, encoding: Encoding, num_columns: int, quantize: str 
         quantize: ``int8``, ``int4`` or None; float weights only, blocks stay as they are.
     """
     is_table = name in (EMBEDDING, LM_HEAD)
-    if encoding not in _FLOATS:
+    if encoding not in FLOAT_TYPES:
         choice = _BLOCKS[encoding]
         if is_table and choice.precision is Precision.INT4_OFFSETS:
             return PrecisionChoice(Precision.INT8_GROUPS, is_requantised=True)
@@ -85,4 +83,4 @@ def precision_summary(weights: Weights, quantize: str | None) -> dict[str, int]:
 
 def has_floats(weights: Weights) -> bool:
     """True if there is a matrix that `quantize` would change."""
-    return any(len(weights[name].shape) == 2 and weights[name].encoding in _FLOATS for name in weights.names())
+    return any(len(weights[name].shape) == 2 and weights[name].encoding in FLOAT_TYPES for name in weights.names())
