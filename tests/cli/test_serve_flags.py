@@ -15,8 +15,7 @@ from lockstep.cli.serve import decided_options
 from lockstep.cli.serve_flags import ENGINE
 from lockstep.cluster.manifest_keys import engine_keys
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.options import DECIDED_AT_LOAD, EngineOptions
-from lockstep.engine.sizing import plan_config
+from lockstep.engine.options import DECIDED_AT_LOAD, EngineOptions, plan_config
 from lockstep.errors import ConfigError
 from lockstep.executors.base import Geometry
 from lockstep.replay.live import workload_of

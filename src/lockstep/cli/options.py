@@ -48,7 +48,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def checked(options: EngineOptions) -> EngineOptions:
     """The options; ConfigError for what flags ask of any engine in vain. It names the flag of a size."""
-    from lockstep.engine.sizing import machine_memory_bytes
+    from lockstep.executors.machine import machine_memory_bytes
 
     check_limits(options)
     check_sizes(options, machine_memory_bytes(), SIZE_FLAGS)

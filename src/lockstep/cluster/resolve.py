@@ -22,9 +22,9 @@ from lockstep.cluster.replica_state import ReplicaSpec
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.loading import default_cache_dir, download_stage
 from lockstep.engine.options import EngineOptions, LoadOptions, Progress, check_limits, check_sizes
-from lockstep.engine.sizing import available_memory_bytes, machine_memory_bytes
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, ConfigError
+from lockstep.executors.machine import available_memory_bytes, machine_memory_bytes
 from lockstep.executors.stub import DECLARED_BYTES, StubOptions, stub_tokenizer_parts
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.worker.messages import Loaded

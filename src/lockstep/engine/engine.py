@@ -70,7 +70,7 @@ class Engine:
 
     Args:
         model: what loading produced; the engine does not close it.
-        config: limits and policy of the scheduler; ``lockstep.engine.sizing`` makes one from the geometry.
+        config: limits and policy of the scheduler; ``lockstep.engine.options.plan_config`` makes one from the geometry.
         clock: where durations and deadlines come from.
         observer: called after each committed step, when its outputs are told, with the plan, its result and its events.
         on_session: called on the engine's thread with each change of a session.

@@ -89,9 +89,7 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
     most = max_model_len - 1 if request.truncate_prompt_tokens is None else None
     if isinstance(prompt, Conversation):
         if prompt.reasoning not in REASONING:
-            raise InvalidParameterError(
-                f"reasoning is {prompt.reasoning!r}; it must be one of {', '.join(REASONING)}", param="reasoning"
-            )
+            raise InvalidParameterError.of("reasoning", prompt.reasoning, f"one of {', '.join(REASONING)}")
         ids: Sequence[int] = tokenizer.encode_chat(
             prompt.messages,
             template_kwargs=prompt.template_kwargs,
@@ -115,10 +113,7 @@ def _truncated(ids: tuple[int, ...], max_model_len: int, request: GenerationRequ
         return ids
     room = max_model_len - (request.params.max_tokens or 1)
     if not (wanted == -1 or 1 <= wanted <= room):
-        raise InvalidParameterError(
-            f"truncate_prompt_tokens is {wanted}; it must be -1 or an integer of 1..{room}",
-            param="truncate_prompt_tokens",
-        )
+        raise InvalidParameterError.of("truncate_prompt_tokens", wanted, f"-1 or an integer of 1..{room}")
     return ids[-(room if wanted == -1 else wanted) :]
 
 
@@ -170,9 +165,7 @@ def _check_session(request: GenerationRequest) -> None:
             f"session_owner must have at most {MAX_OWNER_CHARS} characters", param="session_owner"
         )
     if request.max_active_sessions < 1:
-        raise InvalidParameterError(
-            f"max_active_sessions is {request.max_active_sessions}; it must be at least 1", param="max_active_sessions"
-        )
+        raise InvalidParameterError.of("max_active_sessions", request.max_active_sessions, "at least 1")
     if request.pooling is not None:
         raise InvalidParameterError("a pooled request leaves a session nothing to keep", param="session_id")
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from lockstep.artifacts.model import Artifact, TokenizerParts
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.options import LoadOptions, Progress
-from lockstep.engine.sizing import anonymous_memory_bytes, available_memory_bytes, plan_config
+from lockstep.engine.options import LoadOptions, Progress, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import UsageError
 from lockstep.executors.base import Executor
 from lockstep.executors.grammar_compiler import GrammarCompiler
+from lockstep.executors.machine import anonymous_memory_bytes, available_memory_bytes
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
 

@@ -181,10 +181,10 @@ def _parameters(schema: Mapping[str, Any] | None, where: str) -> Mapping[str, An
     if schema is None:
         return NO_PARAMETERS
     if schema.get("type", "object") != "object":
-        raise _wrong(f"{where}.type", schema["type"], "object")
+        raise InvalidParameterError.of(f"{where}.type", schema["type"], "object")
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
-        raise _wrong(f"{where}.properties", properties, "an object")
+        raise InvalidParameterError.of(f"{where}.properties", properties, "an object")
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise InvalidParameterError(f"{where} is nested more than {MAX_SCHEMA_DEPTH} deep", param=where)
     try:
@@ -206,10 +206,3 @@ def _depth(value: object) -> int:
                 children.extend(node)
         level, depth = children, depth + 1
     return depth
-
-
-def _wrong(where: str, value: object, right: str) -> InvalidParameterError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
-    return InvalidParameterError(f"{where} is {shown}; it must be {right}", param=where)
