@@ -22,7 +22,7 @@ from lockstep.cluster.state import ClusterOptions
 from lockstep.cluster.trust import ADDRESS_REFUSED, NONE, SOURCE_REFUSED, Vouchers
 from lockstep.errors import ArtifactError, ManifestError, RequestFailedError
 from lockstep.pocket import pocket_path
-from lockstep.server.access import powers_of
+from lockstep.server.admission import powers_of
 from lockstep.server.options import ServerOptions
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.remotes import call, crooked, events_of, says, whole

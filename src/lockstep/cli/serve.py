@@ -149,7 +149,7 @@ def server_options(
 
 def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
     """Names that requests may call the server; where loopback is the only protection, only its own."""
-    from lockstep.server.access import loopback_hosts
+    from lockstep.server.admission import loopback_hosts
 
     given = tuple(name.lower() for name in listen.allowed_host or ())
     is_bare = not listen.api_key and not listen.allow_unauthenticated

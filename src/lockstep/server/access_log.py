@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.server.access import OPEN_PATHS
+from lockstep.server.admission import OPEN_PATHS
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import PEOPLE, RequestContext
 from lockstep.worker.logs import FIELDS

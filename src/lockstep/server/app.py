@@ -14,9 +14,8 @@ from starlette.responses import JSONResponse
 from lockstep.cluster.cluster import Cluster
 from lockstep.errors import LockstepError
 from lockstep.server import chat, cluster_routes, completions, embeddings, metrics, responses, status, tokenize, watch
-from lockstep.server.access import OriginMiddleware
 from lockstep.server.access_log import AccessLog
-from lockstep.server.admission import AdmissionMiddleware
+from lockstep.server.admission import AdmissionMiddleware, OriginMiddleware
 from lockstep.server.body import BodyMiddleware
 from lockstep.server.errors import (
     HttpError,

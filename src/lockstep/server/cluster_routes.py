@@ -24,7 +24,7 @@ from lockstep.errors import (
     NotLoadableError,
     RequestError,
 )
-from lockstep.server.access import powers_of
+from lockstep.server.admission import powers_of
 from lockstep.server.body import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import context_of
