@@ -17,21 +17,17 @@ if TYPE_CHECKING:
     from lockstep.replay.trace import Trace
     from lockstep.worker.flight.entries import EngineEntry
 
-TracePath = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="A recording of lockstep serve --trace: file or directory.")
-]
-OutputFile = Annotated[
-    Path, typer.Option("--output", "-o", callback=expanded, help="Where the cost model goes, for replay --cost.")
-]
-EngineNumber = Annotated[
-    int | None, typer.Option("--engine", metavar="N", min=0, help="Whose steps, where a recording has several engines.")
-]
-
 
 def calibrate(
-    trace: TracePath,
-    output: OutputFile = Path("cost.json"),
-    engine: EngineNumber = None,
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A recording of lockstep serve --trace: file or directory.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=expanded, help="Where the cost model goes, for replay --cost.")
+    ] = Path("cost.json"),
+    engine: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Whose steps, where a recording has several engines.")
+    ] = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:

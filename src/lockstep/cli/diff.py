@@ -34,26 +34,6 @@ if TYPE_CHECKING:
 EXIT_DIVERGED = 1
 _OF_RECORDINGS = ("a", "b", "engine", "html", "as_json", "debug")
 
-First = Annotated[
-    str, typer.Argument(metavar="A", help="A workload or trace; with --workload, a YAML or JSON file of limits.")
-]
-Second = Annotated[str | None, typer.Argument(metavar="B", help="Another of the same kind; none with --set-b.")]
-WorkloadFile = Annotated[
-    str | None, typer.Option("--workload", metavar="FILE", help="Compare the configs A and B on this.")
-]
-ReproducerFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--reproducer",
-        metavar="FILE",
-        callback=expanded,
-        help="Write the few requests that still show it, as a workload.",
-    ),
-]
-SetB = Annotated[
-    list[str] | None, typer.Option("--set-b", metavar="FIELD=VALUE", help="A limit of B only, over those of --set.")
-]
-
 
 class Sides(NamedTuple):
     """Both sides of a comparison."""
@@ -68,12 +48,22 @@ class Sides(NamedTuple):
 @with_flags
 def diff(
     context: typer.Context,
-    a: First,
-    b: Second = None,
-    workload: WorkloadFile = None,
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A workload or trace; with --workload, a YAML or JSON file of limits.")
+    ],
+    b: Annotated[str | None, typer.Argument(metavar="B", help="Another of the same kind; none with --set-b.")] = None,
+    workload: Annotated[str | None, typer.Option(metavar="FILE", help="Compare the configs A and B on this.")] = None,
     settings: asked.Set = None,
-    settings_b: SetB = None,
-    reproducer: ReproducerFile = None,
+    set_b: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUE", help="A limit of B only, over those of --set."),
+    ] = None,
+    reproducer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=expanded, help="Write the few requests that still show it, as a workload."
+        ),
+    ] = None,
     html: asked.Html = None,
     *,
     reading: asked.ReadFlags,
@@ -93,7 +83,7 @@ def diff(
         refuse_others(context, _OF_RECORDINGS, why)
         _diff_recordings(Path(a), Path(b), reading.engine, html, as_json)
         return
-    sides = _sides(a, b, workload, settings, settings_b, reading)
+    sides = _sides(a, b, workload, settings, set_b, reading)
     if reproducer is not None and sides.other is not None:
         raise UsageError("--reproducer is for two configs on one workload; here each side has its own")
     cost = costs.model()
@@ -222,18 +212,15 @@ def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: asked.CostFl
 VERSION = 1
 """Version of the JSON form."""
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")]
-From = Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Limits of A, as YAML or JSON.")]
-To = Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Limits of B.")]
-Metric = Annotated[str, typer.Option(help="A figure of the report: ttft_p99, output_tokens_per_s, preemptions ...")]
-
 
 @with_flags
 def bisect(
-    file: File,
-    config_a: From,
-    config_b: To,
-    metric: Metric = "ttft_p99",
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")],
+    config_a: Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Limits of A, as YAML or JSON.")],
+    config_b: Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Limits of B.")],
+    metric: Annotated[
+        str, typer.Option(help="A figure of the report: ttft_p99, output_tokens_per_s, preemptions ...")
+    ] = "ttft_p99",
     settings: asked.Set = None,
     *,
     reading: asked.ReadFlags,

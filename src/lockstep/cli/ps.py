@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lockstep.cli import bench_options as remote_flags
 from lockstep.cli import options as flags
 from lockstep.errors import RemoteError
 
@@ -21,8 +20,8 @@ _NUM_LEFT = 3
 
 
 def ps(
-    base_url: remote_flags.BaseUrl = remote_flags.DEFAULT_URL,
-    api_key: remote_flags.ApiKey = None,
+    base_url: flags.BaseUrl = flags.DEFAULT_URL,
+    api_key: flags.ApiKey = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:

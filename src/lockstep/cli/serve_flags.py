@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.flag_groups import Flag, OptionFlags, field_docs
+from lockstep.cli.flag_groups import SWITCH, Flag, OptionFlags, field_docs
 from lockstep.cli.manifests import BackendName
 from lockstep.core.policy import POSITIVE, SchedulerConfig
 from lockstep.engine.options import DEFAULTS, EngineOptions
@@ -28,37 +28,25 @@ from lockstep.worker.health import MAX_SILENCE_S
 class ListenFlags:
     """Addresses to listen on, keys and origins that are let in."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 9000
-    addr: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Both at once; goes before them.")] = None
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="A key that opens the server; may be repeated, or hold several with commas between them."),
-    ] = None
-    admin_key: Annotated[
-        list[str] | None,
-        typer.Option(help="As --api-key, and the only ones that then open the cluster, its manifest and sessions."),
-    ] = None
-    allow_unauthenticated: Annotated[
-        bool, typer.Option("--allow-unauthenticated", help="Listen beyond loopback without a key.")
-    ] = False
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A name in requests' Host that is answered to; may be repeated.",
-            show_default="loopback's where there is no key, else any",
-        ),
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="An origin that browsers may call from, or *; may be repeated.")
-    ] = None
-    loopback_origins: Annotated[
-        bool,
-        typer.Option(
-            "--loopback-origins/--no-loopback-origins",
-            help="Whether pages that this machine serves itself may ask models from a browser.",
-        ),
-    ] = True
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Flag(low=0, high=65535)] = 9000
+    """Port to listen on; 0: any free one."""
+    addr: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """Both at once; goes before them."""
+    api_key: list[str] | None = None
+    """A key that opens the server; may be repeated, or hold several with commas between them."""
+    admin_key: list[str] | None = None
+    """As --api-key, and the only ones that then open the cluster, its manifest and sessions."""
+    allow_unauthenticated: Annotated[bool, SWITCH] = False
+    """Listen beyond loopback without a key."""
+    allowed_host: list[str] | None = None
+    """A name in requests' Host that is answered to; may be repeated; None: loopback's where there is no key, else
+    any."""
+    cors_origin: list[str] | None = None
+    """An origin that browsers may call from, or *; may be repeated."""
+    loopback_origins: bool = True
+    """Whether pages that this machine serves itself may ask models from a browser."""
 
 
 LIMITS = OptionFlags(
@@ -81,9 +69,8 @@ LIMITS = OptionFlags(
 class ModelFlags:
     """Names of the model, and its chat template."""
 
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name in requests; repeated: aliases.", show_default="MODEL")
-    ] = None
+    served_model_name: Annotated[list[str] | None, Flag(shown="MODEL")] = None
+    """Name in requests; repeated: aliases."""
     chat_template: flags.ChatTemplate = None
     chat_template_kwargs: flags.ChatTemplateKwargs = None
     reasoning: flags.Reasoning = "auto"
@@ -95,42 +82,27 @@ class WorkerFlags:
 
     cache_dir: flags.CacheDir = None
     probe: flags.Probe = True
-    worker: Annotated[
-        Literal["process", "thread"], typer.Option(help="Where the model runs: a supervised process of its own.")
-    ] = "process"
-    worker_timeout: Annotated[
-        float,
-        typer.Option(help="Seconds without a sign of life until a worker process is replaced; 0: never.", min=0.0),
-    ] = MAX_SILENCE_S
-    stream_interval_ms: Annotated[
-        float, typer.Option(help="Tokens of a stream that come faster share a frame; 0: never.", min=0.0, max=1000.0)
-    ] = 20.0
+    worker: Literal["process", "thread"] = "process"
+    """Where the model runs: a supervised process of its own."""
+    worker_timeout: Annotated[float, Flag(low=0.0)] = MAX_SILENCE_S
+    """Seconds without a sign of life until a worker process is replaced; 0: never."""
+    stream_interval_ms: Annotated[float, Flag(low=0.0, high=1000.0)] = 20.0
+    """Tokens of a stream that come faster share a frame; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFlags:
     """Many models in the place of one."""
 
-    manifest: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A cluster of models, as YAML, instead of MODEL; SIGHUP brings it in again."),
-    ] = None
+    manifest: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """A cluster of models, as YAML, instead of MODEL; SIGHUP brings it in again."""
     backend: BackendName = None
-    watch: Annotated[bool, typer.Option("--watch", help="Bring the manifest in whenever its file changes.")] = False
-    allow_any_source: Annotated[
-        bool,
-        typer.Option(
-            "--allow-any-source",
-            help="Let any key put manifests with any file or hub model; else only an admin key may.",
-        ),
-    ] = False
-    allow_private_remotes: Annotated[
-        bool,
-        typer.Option(
-            "--allow-private-remotes",
-            help="Let any key put manifests with servers at private addresses; else only an admin key may.",
-        ),
-    ] = False
+    watch: Annotated[bool, SWITCH] = False
+    """Bring the manifest in whenever its file changes."""
+    allow_any_source: Annotated[bool, SWITCH] = False
+    """Let any key put manifests with any file or hub model; else only an admin key may."""
+    allow_private_remotes: Annotated[bool, SWITCH] = False
+    """Let any key put manifests with servers at private addresses; else only an admin key may."""
 
 
 _SPECIAL: Mapping[str, Flag] = {
@@ -162,43 +134,32 @@ ENGINE = OptionFlags(
 class ReportFlags:
     """Logs, metrics, traces and recordings."""
 
-    log_format: Annotated[Literal["text", "json"], typer.Option(help="How log lines are written.")] = "text"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="From which level on.")] = (
-        "info"
-    )
-    disable_log_requests: Annotated[bool, typer.Option("--disable-log-requests", help="No line per request.")] = False
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Put prompts and answers into the line of a request.")
-    ] = False
-    log_user: Annotated[
-        bool, typer.Option("--log-user", help="Name a request's user in its line, in the place of a hash.")
-    ] = False
-    metrics_prefix: Annotated[
-        str, typer.Option(help="First part of metric names; vllm makes boards for vLLM work.")
-    ] = "lockstep"
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="Send a span per request there (OTLP over HTTP).")
-    ] = None
-    responses_db: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Keep stored responses in this SQLite file.")
-    ] = None
-    enable_debug_endpoints: Annotated[
-        bool, typer.Option("--enable-debug-endpoints", help="POST /reset_prefix_cache and GET /debug/check.")
-    ] = False
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Record every decision there, for lockstep replay; no text and no tokens."),
-    ] = None
-    trace_content: Annotated[
-        bool, typer.Option("--trace-content", help="Record prompts and answers too, as token ids.")
-    ] = False
-    trace_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A secret of the recording; digests under equal ones compare."),
-    ] = None
-    trace_max_mb: Annotated[
-        int, typer.Option(metavar="MB", help="Recordings in DIR take as much; the oldest go first.", min=1)
-    ] = DEFAULT_MAX_MB
+    log_format: Literal["text", "json"] = "text"
+    """How log lines are written."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """From which level on."""
+    disable_log_requests: Annotated[bool, SWITCH] = False
+    """No line per request."""
+    log_prompts: Annotated[bool, SWITCH] = False
+    """Put prompts and answers into the line of a request."""
+    log_user: Annotated[bool, SWITCH] = False
+    """Name a request's user in its line, in the place of a hash."""
+    metrics_prefix: str = "lockstep"
+    """First part of metric names; vllm makes boards for vLLM work."""
+    otlp_traces_endpoint: Annotated[str | None, Flag(metavar="URL")] = None
+    """Send a span per request there (OTLP over HTTP)."""
+    responses_db: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Keep stored responses in this SQLite file."""
+    enable_debug_endpoints: Annotated[bool, SWITCH] = False
+    """POST /reset_prefix_cache and GET /debug/check."""
+    trace: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Record every decision there, for lockstep replay; no text and no tokens."""
+    trace_content: Annotated[bool, SWITCH] = False
+    """Record prompts and answers too, as token ids."""
+    trace_key: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """A secret of the recording; digests under equal ones compare."""
+    trace_max_mb: Annotated[int, Flag(low=1, metavar="MB")] = DEFAULT_MAX_MB
+    """Recordings in DIR take as much; the oldest go first."""
 
 
 _Text = Annotated[str | None, typer.Option(hidden=True)]
