@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +51,6 @@ def calibrate(
     file = fitting.calibrate(live_steps(recording, traced.number), made_on)
     data = to_bytes(file)
     write_file(output, data, "the cost model")
-    print(f"cost model written to {output}", file=sys.stderr)
     print(data.decode(), end="") if as_json else show(cost_document(file))
 
 

@@ -33,17 +33,15 @@ def chat(
     base_url: flags.BaseUrl = flags.DEFAULT_URL,
     model: flags.RemoteModel = None,
     api_key: flags.ApiKey = None,
-    prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    prompt: flags.Prompt = None,
+    system: flags.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, by /v1/completions.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer, where the server promises it.")] = None,
     extra_body: flags.ExtraBody = None,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print the figures of each answer.")] = False,
+    verbose: flags.Verbose = False,
     debug: flags.Debug = False,
 ) -> None:
     """Chat with a server that speaks OpenAI's language; ours is the default."""

@@ -139,7 +139,6 @@ def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as
                 print(f"what decides, and on how few requests: {shlex.join(words)}")
     if html is not None:
         write_file(html, recordings_page(str(a), str(b), engines).encode(), "the page")
-        print(f"page written to {html}", file=sys.stderr)
     if any(each.diff.divergence is not None for each in found):
         raise typer.Exit(EXIT_DIVERGED)
 
@@ -182,7 +181,6 @@ def _write_page(path: Path, sides: Sides, cost: CostModel | None, found: Diff, f
     a = _side(sides.workload, sides.a, cost)
     b = _side(sides.other or sides.workload, sides.b, cost)
     write_file(path, comparison_page(a, b, finding, mark).encode(), "the page")
-    print(f"page written to {path}", file=sys.stderr)
 
 
 def _side(workload: Workload, config: SchedulerConfig, cost: CostModel | None) -> Side:
@@ -202,11 +200,11 @@ def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: asked.CostFl
     if found.reproducer is None:
         print(f"no reproducer is written to {path}: A and B decide the same", file=sys.stderr)
         return
-    write_file(path, workload_document(found.reproducer.workload, sides.a), "the reproducer")
     words = ["lockstep", "diff", str(path), *_set_b(found.fields, sides.b)]
     words += ["--cost", str(costs.cost)] if costs.cost is not None else []
     words += ["--tick-ms", f"{costs.tick_ms:g}"] if costs.tick_ms is not None else []
-    print(f"reproducer written to {path}; it shows with: {shlex.join(words)}", file=sys.stderr)
+    document = workload_document(found.reproducer.workload, sides.a)
+    write_file(path, document, "the reproducer", f"; it shows with: {shlex.join(words)}")
 
 
 VERSION = 1

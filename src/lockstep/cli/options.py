@@ -42,6 +42,11 @@ ChatTemplateKwargs = Annotated[
 Reasoning = Annotated[
     Literal["auto", "off"], typer.Option(help="auto keeps thoughts apart from the answer; off leaves them in it.")
 ]
+Prompt = Annotated[
+    str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
+]
+System = Annotated[str | None, typer.Option(help="System message.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print the figures of each answer.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 

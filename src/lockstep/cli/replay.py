@@ -161,7 +161,6 @@ def replay(
     data = _as_bytes(reports)
     if output is not None:
         write_file(output, data, "the report")
-        print(f"report written to {output}", file=sys.stderr)
     print(data.decode(), end="") if as_json else _show(reports)
     return 0
 
@@ -235,7 +234,6 @@ def _write_page(path: Path, sides: Sequence[Side]) -> None:
 
     text = replay_page(sides[0]) if len(sides) == 1 else comparison_page(sides[0], sides[1])
     write_file(path, text.encode(), "the page")
-    print(f"page written to {path}", file=sys.stderr)
 
 
 def _as_bytes(reports: Sequence[Report]) -> bytes:

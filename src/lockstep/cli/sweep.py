@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +93,6 @@ def sweep(
     text = json.dumps(facts(swept), indent=2) + "\n"
     if output is not None:
         write_file(output, text.encode(), "the sweep")
-        print(f"sweep written to {output}", file=sys.stderr)
     if html is not None:
         _write_page(html, swept)
     print(text, end="") if as_json else _show(swept)
@@ -153,4 +151,3 @@ def _write_page(path: Path, swept: Swept) -> None:
     from lockstep.replay.render.sweep import sweep_page
 
     write_file(path, sweep_page(swept).encode(), "the page")
-    print(f"page written to {path}", file=sys.stderr)

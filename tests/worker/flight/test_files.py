@@ -26,19 +26,15 @@ from tests.worker.support import Bench, running
 MAX_BATCHES = 40
 
 
-def lost_of(bench: Bench, ask_id: int) -> dict[str, int]:
-    bench.tell(AskMetrics(ask_id))
-    report = bench.heard(MetricsReport, lambda event: event.ask_id == ask_id)
+def lost_of(bench: Bench) -> dict[str, int]:
+    report = bench.ask(AskMetrics(), MetricsReport)
     counters = report.replicas["a"].counters
     return {name: counters[name] for name in ("trace_lost_steps", "trace_gaps")}
 
 
-def recording_of(bench: Bench, ask_id: int) -> tuple[float, str]:
+def recording_of(bench: Bench) -> tuple[float, str]:
     """The gauge of a replica, and why its device records nothing."""
-    bench.tell(AskMetrics(ask_id))
-    report = bench.heard(MetricsReport, lambda event: event.ask_id == ask_id)
-    bench.tell(AskHealth(ask_id))
-    health = bench.heard(HealthReport, lambda event: event.ask_id == ask_id)
+    report, health = bench.ask(AskMetrics(), MetricsReport), bench.ask(AskHealth(), HealthReport)
     return report.replicas["a"].gauges["trace_recording"], health.recording_fault
 
 
@@ -77,8 +73,8 @@ def test_a_directory_that_cannot_be_written_is_a_warning_and_a_counter(
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         submit(bench, 12)
-        lost = lost_of(bench, 99)
-        assert recording_of(bench, 100) == (0.0, "Not a directory")
+        lost = lost_of(bench)
+        assert recording_of(bench) == (0.0, "Not a directory")
     assert lost["trace_lost_steps"] > 5
     assert lost["trace_gaps"] == 1
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -135,7 +131,7 @@ def test_a_writer_that_lags_loses_chunks_and_not_requests(tmp_path: Path, monkey
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         submit(bench, 24)
-        assert lost_of(bench, 99)["trace_gaps"] > 0
+        assert lost_of(bench)["trace_gaps"] > 0
 
 
 def test_a_gap_leaves_no_hole_in_the_numbers_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +189,8 @@ def test_a_defect_of_the_recorder_ends_the_recording_and_no_request(
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         submit(bench, 12)
-        assert lost_of(bench, 99)["trace_lost_steps"] > 5
-        assert recording_of(bench, 100) == (0.0, DEFECT)
+        assert lost_of(bench)["trace_lost_steps"] > 5
+        assert recording_of(bench) == (0.0, DEFECT)
     assert [record.message.count("the recording ends here") for record in caplog.records] == [1]
 
 
