@@ -66,7 +66,7 @@ def test_an_interrupt_in_a_step_ends_its_requests_and_no_worker(
     assert again is not None
     assert again.text == "[stub:alpha] ok len=1 max=40"
     assert "an interrupt in a step of a" in caplog.text
-    assert bench.checked(1).fault == ""
+    assert bench.checked().fault == ""
 
 
 def test_whatever_a_library_raises_is_a_load_that_failed(
@@ -128,4 +128,4 @@ def test_grammars_that_are_being_prepared_are_bounded_and_can_be_aborted(
         assert answer.text == "a" * (number + 1)
     bench.tell(Submit(10, "a", ask("x")))
     assert bench.answer(10).request is not None
-    assert bench.checked(1).fault == ""
+    assert bench.checked().fault == ""
