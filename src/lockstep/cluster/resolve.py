@@ -220,8 +220,8 @@ class Source:
         )
 
     def options(self, entry: Entry, base: LoadOptions, is_alone: bool) -> LoadOptions:
-        """How a model of this source is loaded. What its load would refuse in the end is refused here, as far as it is
-        known now; a stub's pool is a fiction, and counted in blocks."""
+        """Options by which a model of this source is loaded. What its load would refuse in the end is refused here, as
+        far as it is known now; a stub's pool is a fiction, and counted in blocks."""
         engine = base.engine
         if self.is_stub and engine.num_blocks is None and not is_alone:
             engine = replace(engine, num_blocks=STUB_BLOCKS)
