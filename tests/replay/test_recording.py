@@ -96,7 +96,7 @@ def test_its_times_are_those_of_the_simulation(tmp_path: Path) -> None:
         simulation = Simulation(load, LIMITS, COST, watchers=[recording, ticks.append], on_arrival=recording.arrived)
         replay = simulation.run()
     trace = open_trace(path)
-    assert (trace.is_simulated, trace.machine) == (True, "")
+    assert (trace.header.is_simulated, trace.header.machine) == (True, "")
     steps = list(live_steps(trace))
     starts_us = {step.step: step.start_us for step in steps}
     busy = [tick for tick in ticks if tick.plan is not None]

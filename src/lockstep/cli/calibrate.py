@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.replay.trace import Trace
-    from lockstep.worker.flight.entries import EngineEntry
+    from lockstep.worker.flight.entries import EngineEntry, Header
 
 
 def calibrate(
@@ -41,8 +41,8 @@ def calibrate(
     recording = open_with_notes(trace.expanduser())
     traced = _engine(recording, engine, trace)
     made_on = MadeOn(
-        lockstep=recording.lockstep,
-        machine=_machine(recording),
+        lockstep=recording.header.lockstep,
+        machine=_machine(recording.header),
         model=traced.name,
         fingerprint=traced.fingerprint,
         config=changed_fields(traced.config),
@@ -67,6 +67,6 @@ def _engine(recording: Trace, number: int | None, trace: Path) -> EngineEntry:
     return engines[number]
 
 
-def _machine(recording: Trace) -> str:
+def _machine(header: Header) -> str:
     """Machine of the recording, and never the one that this command runs on."""
-    return "no machine: a simulated run" if recording.is_simulated else recording.machine or "an unrecorded machine"
+    return "no machine: a simulated run" if header.is_simulated else header.machine or "an unrecorded machine"

@@ -27,11 +27,11 @@ from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
 from lockstep.replay.playback import Arrived, Event, Playback
-from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError
+from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError, apply_to_cache
 from lockstep.replay.trace import Trace
 from lockstep.replay.verify import divergence_facts, divergence_lines
 from lockstep.worker.flight.content import decode_request, tokens_of
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, EngineEntry, Pinned, RequestEntry, Swept, Tokens
+from lockstep.worker.flight.entries import Aborted, Added, EngineEntry, RequestEntry, Tokens
 
 Rows = Sequence[tuple[int, ...]]
 
@@ -107,7 +107,7 @@ class _Engine:
         self._tokens: deque[Rows] = deque()
         """Recorded, of steps that were not computed yet."""
         self._hashes: dict[int, bytes] = {}
-        """What the ids of block contents stand for."""
+        """By the ids of block contents."""
         self._step = 0
 
     def take(self, event: Event) -> None:
@@ -124,19 +124,9 @@ class _Engine:
                     self._engine.abort(request_id)
             case AppliedCommand(_, command):
                 self._engine.drain()
-                self._command(command)
+                apply_to_cache(self._engine.scheduler, command, self._hashes.__getitem__)
             case DecidedStep():
                 self._compute(event)
-
-    def _command(self, command: object) -> None:
-        scheduler = self._engine.scheduler
-        match command:
-            case Pinned():
-                scheduler.pin([self._hashes[content] for content in command.contents])
-            case Swept():
-                scheduler.sweep([self._hashes[content] for content in command.contents])
-            case CacheReset():
-                scheduler.reset_prefix_cache()
 
     def _add(self, added: Added) -> None:
         request_id = added.seq_id if added.request.sibling_of is None else added.request.sibling_of
@@ -152,18 +142,15 @@ class _Engine:
                 self._differ(f"the request of sequence {added.seq_id} is refused: {error}")
             self._execution.num_requests += 1
         self._engine.drain()
-        seq_id, core_request = self._taken(added)
+        if not self._hook.added_requests:
+            self._differ(f"the request of sequence {added.seq_id} was taken then, and is not now")
+        seq_id, core_request = self._hook.added_requests.popleft()
         if seq_id != added.seq_id or core_request.num_prompt_tokens != added.request.num_prompt_tokens:
             self._differ(
                 f"sequence {added.seq_id} of {added.request.num_prompt_tokens} prompt tokens came; "
                 f"here it is {seq_id} of {core_request.num_prompt_tokens}"
             )
         self._hashes.update(zip(added.contents, core_request.block_hashes, strict=False))
-
-    def _taken(self, added: Added) -> tuple[int, Request]:
-        if not self._hook.added_requests:
-            self._differ(f"the request of sequence {added.seq_id} was taken then, and is not now")
-        return self._hook.added_requests.popleft()
 
     def _compute(self, step: DecidedStep) -> None:
         self._step = step.plan.step
@@ -265,7 +252,7 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel) -> Execution
 
 
 def _check_complete(trace: Trace) -> None:
-    if not trace.has_content:
+    if not trace.header.has_content:
         raise TraceError(
             f"{trace.files[0]}: it has no content to compute again; record with --trace-content (--verify needs none)"
         )

@@ -15,6 +15,7 @@ least ``p`` percent do not exceed (nearest rank), so every percentile is a time 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -90,12 +91,7 @@ def distribution(values: list[int], per_unit: int) -> Distribution | None:
     Args:
         per_unit: how many of the values' units make one of the figures'.
     """
-    if not values:
-        return None
-    ordered = sorted(values)
-    ranks = [-(-percent * len(ordered) // 100) - 1 for percent in _PERCENTS]
-    percentiles = [ratio(ordered[rank], per_unit) for rank in ranks]
-    return Distribution(ratio(sum(ordered), len(ordered) * per_unit), *percentiles)
+    return _of_counts(Counter(values), per_unit, sum(values), per_unit)
 
 
 def _of_counts(counts: Mapping[int, int], per_unit: int, total: int, total_per_unit: int) -> Distribution | None:

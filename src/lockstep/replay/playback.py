@@ -57,7 +57,7 @@ Event = DecidedStep | AppliedCommand | Arrived | RequestEntry | Tokens
 
 @dataclass(slots=True)
 class Tally:
-    """How much of a recording was decided again."""
+    """Counts of the parts of a recording that were decided again."""
 
     num_engines: int = 0
     num_steps: int = 0
@@ -96,13 +96,13 @@ class Playback:
         self._can_tell_loss = False
         """Whether something is missing in front of the file, and where that begins was seen."""
         self._keys: dict[int, str] = {}
-        self._known: set[int] = set()
-        """Engines of the run."""
+        """Of the engines of the run, by number."""
         self._turns = DeviceScheduler()
         self._classes: dict[str, int] = {}
-        self._numbers: dict[str, int] = {}
+        self._places: dict[int, int] = {}
+        """Engines that are loaded, by their places."""
         self._with_work: tuple[int, ...] = (0,)
-        """Places of those who have work."""
+        """Places of the engines that have work."""
         self._now_us = 0
         self._is_idle = False
         self._coming: list[Came] = []
@@ -148,11 +148,10 @@ class Playback:
                 self._begin_file(entry.run, entry.file, bool(entry.gap))
             case EngineEntry():
                 number = entry.number
+                self.tally.num_engines += number not in self._keys
                 self._keys[number] = entry.key
                 if number not in self.engines:
                     self.engines[number] = EngineRerun(number, entry.config, self._scheduler_of)
-                    self.tally.num_engines += number not in self._known
-                    self._known.add(number)
             case Checkpoint():
                 rerun = self._engine(entry.engine)
                 if self._is_whole and rerun.num_steps:
@@ -168,7 +167,7 @@ class Playback:
                     self._miss({}, num_turns - self._num_turns_reached)
                 self._turns = DeviceScheduler.of(num_turns, seats)
             case Priorities(classes):
-                self._numbers = {self._keys[number]: number for number, _ in classes}
+                self._places = dict(enumerate(number for number, _ in classes))
                 self._classes = {self._keys[number]: priority for number, priority in classes}
                 self._is_idle = False
             case WithWork(places):
@@ -185,20 +184,16 @@ class Playback:
         self._can_tell_loss = False
         if is_new or number != self._file + 1 or is_behind_gap or not self._is_whole:
             self._forget_rest()
-            self._num_reached = {} if is_new else self._num_reached | self._ends()
+            reached = {number: engine.num_begun for number, engine in self.engines.items()}
+            self._num_reached = {} if is_new else self._num_reached | reached
             self._num_turns_reached = 0 if is_new else self._turns.seats()[0]
             self._can_tell_loss = not is_new or number == 1
             self.engines, self._is_whole = {}, False
         if is_new:
             self._now_us = 0
             self._keys.clear()
-            self._known.clear()
         self._run, self._file = run, number
-        self._classes, self._numbers, self._with_work = {}, {}, (0,)
-
-    def _ends(self) -> dict[int, int]:
-        """Number of steps that each engine had begun when its file ended."""
-        return {number: rerun.num_begun for number, rerun in self.engines.items()}
+        self._classes, self._places, self._with_work = {}, {}, (0,)
 
     def _miss(self, num_steps: dict[int, int], num_turns: int) -> None:
         """Count what lies before the file that is being read."""
@@ -226,11 +221,11 @@ class Playback:
             yield event
 
     def _turn(self, turn: Turn) -> None:
-        places = dict(enumerate(self._classes))
-        if not places.keys() >= {turn.place, *self._with_work}:
+        if not self._places.keys() >= {turn.place, *self._with_work}:
             raise TraceError(f"turn {self.tally.num_turns} is of a replica that is not there")
-        with_work = {places[place] for place in self._with_work}
-        recorded = places[turn.place]
+        with_work = {self._keys[self._places[place]] for place in self._with_work}
+        number = self._places[turn.place]
+        recorded = self._keys[number]
         chosen = self._turns.choose(self._classes, with_work)
         if chosen != recorded:
             what = f"in this turn {recorded} stepped, but it is the turn of {chosen or 'nobody'}"
@@ -241,7 +236,7 @@ class Playback:
         self._now_us = start_us + turn.duration_us
         if turn.stepped:
             timing = Timing(start_us, turn.duration_us, turn.gap_us, self._is_idle)
-            self._engine(self._numbers[recorded]).timings.append(timing)
+            self._engine(number).timings.append(timing)
         self._is_idle = False
 
 

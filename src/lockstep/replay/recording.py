@@ -122,7 +122,7 @@ class RunRecording:
             self._flush()
 
     def _ends_us(self, tick: Tick) -> Iterator[int]:
-        """When each step of a run ends."""
+        """End of each step of a run, in microseconds."""
         if tick.num_ticks > 1:
             assert tick.plan is not None
             num_seqs, num_tokens = len(tick.plan.seq_ids), tick.plan.num_tokens

@@ -19,7 +19,17 @@ from lockstep.core.sequence import FinishedSequence
 from lockstep.core.state import STATE_VERSION, FingerprintState, SchedulerState
 from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
 from lockstep.errors import LockstepError, TraceError
-from lockstep.worker.flight.entries import Aborted, Added, Checkpoint, Closed, Command, Pinned, Record, Swept
+from lockstep.worker.flight.entries import (
+    Aborted,
+    Added,
+    CacheReset,
+    Checkpoint,
+    Closed,
+    Command,
+    Pinned,
+    Record,
+    Swept,
+)
 
 SchedulerOf = Callable[[SchedulerConfig], Scheduler]
 CONTENT_BYTES = 16
@@ -97,6 +107,21 @@ def request_of(added: Added) -> Request:
     return replace(added.request, block_hashes=tuple(map(content_of, added.contents)), tenant=str(added.tenant))
 
 
+def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[int], bytes]) -> None:
+    """Give a command that is about the prefix cache.
+
+    Args:
+        hash_of: from the id of a content to its block hash.
+    """
+    match command:
+        case Pinned():
+            scheduler.pin([hash_of(content) for content in command.contents])
+        case Swept():
+            scheduler.sweep([hash_of(content) for content in command.contents])
+        case CacheReset():
+            scheduler.reset_prefix_cache()
+
+
 class EngineRerun:
     """A scheduler that decides one engine's steps again.
 
@@ -151,12 +176,8 @@ class EngineRerun:
             case Aborted():
                 if not scheduler.abort(command.seq_id, command.reason):
                     self._diverge(f"sequence {command.seq_id} was ended by a command, but is not there now")
-            case Pinned():
-                scheduler.pin([content_of(content) for content in command.contents])
-            case Swept():
-                scheduler.sweep([content_of(content) for content in command.contents])
             case _:
-                scheduler.reset_prefix_cache()
+                apply_to_cache(scheduler, command, content_of)
 
     def begin_at(self, entry: Checkpoint) -> None:
         """Go on from a recorded state.

@@ -202,7 +202,7 @@ class Simulation:
             self._on_arrival(outcome.seq_id, core_request, arrival_ps)
 
     def _usable_content_size(self) -> int:
-        """Of the workload's contents, or 0 where their borders are not those of blocks."""
+        """Size of the workload's contents, or 0 where their borders are not those of blocks."""
         size, block_size = self.workload.content_size, self.config.block_size
         if size % block_size:
             self.notes.append(

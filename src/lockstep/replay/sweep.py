@@ -160,7 +160,7 @@ def _interrupt_kept_back() -> Iterator[None]:
 
 
 def front(outcomes: Sequence[Outcome], objectives: Sequence[str]) -> tuple[bool, ...]:
-    """Which outcomes no other beats in the objectives; whoever lacks one of them is no candidate."""
+    """True for outcomes that no other beats in the objectives; one that lacks a figure is no candidate."""
     return pareto_front(
         [
             [as_less_is_better(each.figures, name) for name in objectives]
@@ -186,7 +186,7 @@ def cheapest(outcomes: Sequence[Outcome], least_share: float) -> int | None:
 
 
 def pareto_front(points: Sequence[Sequence[float] | None]) -> tuple[bool, ...]:
-    """Which points are not beaten: no other is at least as good in everything and better in something.
+    """True for points that are not beaten: no other is at least as good in everything and better in something.
 
     Args:
         points: one value per objective, less is better; None: no candidate.

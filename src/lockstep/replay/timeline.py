@@ -41,6 +41,11 @@ class Tick(NamedTuple):
     num_used_blocks: int
     """Held during the step, before those that end give theirs back."""
 
+    @property
+    def num_decode_inputs(self) -> int:
+        """Tokens of each of the steps that are no prompt."""
+        return 0 if self.plan is None else self.plan.num_tokens - self.num_prefill_tokens
+
 
 class Course(NamedTuple):
     """Borders of a request's phases in one unit: ticks, of which one ends where the next begins, or picoseconds."""
@@ -254,6 +259,6 @@ def _record_of(tick: Tick) -> TickRecord:
     )
 
 
-def names_of(outcomes: Iterable[RequestOutcome]) -> dict[int, str]:
+def names_of(outcomes: Iterable[RequestOutcome]) -> dict[Who, str]:
     """Names of requests in their file, by the ids of their sequences."""
     return {outcome.seq_id: outcome.name for outcome in outcomes if outcome.seq_id >= 0}

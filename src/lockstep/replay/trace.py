@@ -40,13 +40,8 @@ class Trace:
     files: tuple[Path, ...]
     engines: tuple[EngineEntry, ...]
     """Of the first file, in order of their numbers."""
-    has_content: bool
-    lockstep: str
-    """The version that recorded it."""
-    machine: str
-    """What it was recorded on; empty: it does not say, as recordings of early versions and of simulated runs."""
-    is_simulated: bool
-    """Whether a replay wrote it: its times are logical ones."""
+    header: Header
+    """Of the first file; its machine is empty where it does not say, as of simulated runs."""
     findings: tuple[Finding, ...] = ()
     """What is to be said of the files: missing, repeated, out of place, cut; they tell by themselves."""
     has_beginning: bool = True
@@ -94,10 +89,7 @@ def open_trace(path: str | Path) -> Trace:
     return Trace(
         tuple(part.path for part in parts),
         tuple(engines[number] for number in sorted(engines)),
-        header.has_content,
-        header.lockstep,
-        header.machine,
-        header.is_simulated,
+        header,
         findings,
         parts[0].number == 1,
         len({part.run for part in parts}),
@@ -162,7 +154,7 @@ def part_of(path: Path) -> Part:
 
 
 def _header_in(path: Path, frame: Frame) -> Header | None:
-    """What the file begins with; None: it ends before that does."""
+    """Header of a file; None: the file ends before that does."""
     try:
         return _check_header(path, next(ChunkReader(is_at_beginning=False).read(frame.data)))
     except (StopIteration, *_NO_ENTRY) as error:
@@ -184,7 +176,7 @@ def _check_header(path: Path, entry: Entry) -> Header:
 
 
 class Frame(NamedTuple):
-    """What one frame holds."""
+    """One frame, decompressed."""
 
     offset: int
     """Of the frame in its file."""

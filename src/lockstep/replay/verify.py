@@ -91,7 +91,7 @@ def facts(verification: Verification, trace: Trace) -> dict[str, Any]:
 
 
 def divergence_facts(diverged: DivergedError | None) -> dict[str, Any] | None:
-    """Where a recording and what is decided again diverge; a step of no engine is a turn of the device."""
+    """Divergence of a recording and what is decided again; a step of no engine is a turn of the device."""
     if diverged is None:
         return None
     return {

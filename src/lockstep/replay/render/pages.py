@@ -156,7 +156,7 @@ def _ticks(recorder: TickRecorder, outcomes: Sequence[RequestOutcome], *, is_tim
     did = (*words("admitted"), *numbers("prefill tokens"), *words("decoded", "completed"))
     state = (Column("preempted", "alarm"), *numbers("queued", "running", "blocks"))
     columns = (*numbers(*(("tick", "ms") if is_timed else ("tick",))), *did, *state)
-    names: dict[Who, str] = dict(names_of(outcomes).items())
+    names = names_of(outcomes)
 
     def named(seq_ids: Sequence[Who]) -> str:
         text = ", ".join(names.get(seq_id, str(seq_id)) for seq_id in seq_ids[:MAX_IDS])

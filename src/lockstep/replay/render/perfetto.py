@@ -89,7 +89,7 @@ class PerfettoWriter:
             tick.num_active,
             tick.num_used_blocks,
             tick.num_prefill_tokens,
-            _num_decode_tokens(tick),
+            tick.num_decode_inputs,
         )
 
     def add_requests(self, outcomes: Iterable[RequestOutcome]) -> None:
@@ -178,18 +178,9 @@ def _us(ps: int) -> float | int:
 
 
 def _step_name(tick: Tick) -> str:
-    kinds = [
-        kind
-        for kind, is_there in (("prefill", tick.num_prefill_tokens), ("decode", _num_decode_tokens(tick)))
-        if is_there
-    ]
-    name = " + ".join(kinds) or "moves"
+    counts = {"prefill": tick.num_prefill_tokens, "decode": tick.num_decode_inputs}
+    name = " + ".join(kind for kind, count in counts.items() if count) or "moves"
     return name if tick.num_ticks == 1 else f"{tick.num_ticks} x {name}"
-
-
-def _num_decode_tokens(tick: Tick) -> int:
-    """Tokens of each of the steps that are no prompt."""
-    return tick.plan.num_tokens - tick.num_prefill_tokens if tick.plan is not None else 0
 
 
 def _step_args(tick: Tick) -> dict[str, Any]:
