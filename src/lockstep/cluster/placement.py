@@ -108,7 +108,7 @@ def _open_sources(served: Manifest, base: LoadOptions) -> tuple[dict[str, Source
     broken: set[str] = set()
     for source in sorted({entry.source for entry in served.entries if entry.tier is not Tier.REMOTE}):
         try:
-            if must_be_fetched(source, asking=False):
+            if must_be_fetched(source, is_online=False):
                 unopened[source] = f"{source} is not on this machine yet; `lockstep pull {source}` fetches it"
             else:
                 sources[source] = Source.open(source, base)

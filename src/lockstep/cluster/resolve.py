@@ -123,16 +123,16 @@ def here(manifest: Manifest) -> Manifest:
     )
 
 
-def must_be_fetched(source: str, *, asking: bool = True) -> bool:
+def must_be_fetched(source: str, *, is_online: bool = True) -> bool:
     """True where a source is on the hub, and not beyond doubt on this machine.
 
     Args:
-        asking: as in `lockstep.artifacts.hub.cache.find_cached`.
+        is_online: as in `lockstep.artifacts.hub.cache.find_cached`.
     """
     from lockstep.artifacts.hub.cache import find_cached
 
     named = on_hub(source)
-    return named is not None and find_cached(named, asking=asking) is None
+    return named is not None and find_cached(named, is_online=is_online) is None
 
 
 def on_hub(source: str) -> HubSource | None:

@@ -181,9 +181,9 @@ class Fingerprint:
             ids, tables, samples = before.seq_ids, before.tables, before.samples
             ends = tuple(map(add, before.starts, before.lengths))
         if ended:
-            goes_on = [seq_id not in ended for seq_id in ids]
-            ids, ends = tuple(compress(ids, goes_on)), tuple(compress(ends, goes_on))
-            tables, samples = tuple(compress(tables, goes_on)), tuple(compress(samples, goes_on))
+            continues = [seq_id not in ended for seq_id in ids]
+            ids, ends = tuple(compress(ids, continues)), tuple(compress(ends, continues))
+            tables, samples = tuple(compress(tables, continues)), tuple(compress(samples, continues))
         self._ids, self._ends, self._tables, self._samples = ids, ends, tables, samples
         self._num_sampled = samples.index(False) if False in samples else len(samples)
         """Leading rows that sampled."""

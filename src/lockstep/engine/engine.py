@@ -433,7 +433,7 @@ class Engine:
         self._metrics.count_finished(reason)
         self._finish(live, now_s)
         request = live.output(now_s)
-        self._publisher.tell(live, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=request))
+        self._publisher.publish(live, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=request))
 
     def _end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
         """End what is still open of a request, outside a step."""

@@ -226,7 +226,8 @@ class Generation:
         """Take what happened since the last call, as a value."""
         live = self.live
         ended = self.finish_reason is not None
-        live.num_told += ended
+        live.num_delivered += ended
+        is_last = ended and live.num_open == 0 and live.num_delivered == len(live.generations)
         output = TokenOutput(
             live.request_id,
             self.index,
@@ -236,7 +237,9 @@ class Generation:
             self.stop_reason,
             self.delta_logprobs,
             live.error if ended else None,
-            live.output(now_s) if ended and live.num_open == 0 and live.num_told == len(live.generations) else None,
+            live.output(now_s)
+            if ended and live.num_open == 0 and live.num_delivered == len(live.generations)
+            else None,
             self.delta_reasoning,
         )
         self.delta_ids, self.delta_text, self.delta_logprobs, self.delta_reasoning = (), "", None, ""
@@ -302,7 +305,7 @@ class LiveRequest:
     """The whole answer is kept until it is asked for."""
     generations: list[Generation] = field(default_factory=list)
     num_open: int = field(init=False)
-    num_told: int = 0
+    num_delivered: int = 0
     """Sequences whose last output was taken: of several that end in one step, the last one tells the whole."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

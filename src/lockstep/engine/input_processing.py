@@ -108,13 +108,13 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
 
 def _truncated(ids: tuple[int, ...], max_model_len: int, request: GenerationRequest) -> tuple[int, ...]:
     """The last tokens of the prompt, as many as the request wants to keep."""
-    wanted = request.truncate_prompt_tokens
-    if wanted is None:
+    num_kept = request.truncate_prompt_tokens
+    if num_kept is None:
         return ids
     room = max_model_len - (request.params.max_tokens or 1)
-    if not (wanted == -1 or 1 <= wanted <= room):
-        raise InvalidParameterError.of("truncate_prompt_tokens", wanted, f"-1 or an integer of 1..{room}")
-    return ids[-(room if wanted == -1 else wanted) :]
+    if not (num_kept == -1 or 1 <= num_kept <= room):
+        raise InvalidParameterError.of("truncate_prompt_tokens", num_kept, f"-1 or an integer of 1..{room}")
+    return ids[-(room if num_kept == -1 else num_kept) :]
 
 
 def banned_runs(tokenizer: Tokenizer, words: Sequence[str]) -> Runs:

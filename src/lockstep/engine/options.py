@@ -166,12 +166,12 @@ def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int
         )
     max_num_seqs = DEFAULTS["max_num_seqs"] if options.max_num_seqs is None else options.max_num_seqs
     blocks_per_seq = -(-max_model_len // geometry.block_size)
-    wanted = blocks_per_seq * max_num_seqs
+    blocks_of_all = blocks_per_seq * max_num_seqs
     num_blocks = options.num_blocks
     if num_blocks is None:
         budget = options.kv_cache_memory_bytes
         budget = int(available_bytes * KV_SHARE) if budget is None else budget
-        num_blocks = min(wanted, budget // geometry.bytes_per_block)
+        num_blocks = min(blocks_of_all, budget // geometry.bytes_per_block)
     if num_blocks < 1:
         raise ConfigError(
             f"the KV pool would hold no block: one takes {geometry.bytes_per_block} bytes; "

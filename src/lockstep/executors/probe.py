@@ -232,9 +232,9 @@ def _compare(name: str, expected: Logits, again: Callable[[], Logits]) -> ProbeC
     )
 
 
-def _prompt_length(executor: Executor, num_blocks: int, wanted: int) -> int:
+def _prompt_length(executor: Executor, num_blocks: int, most: int) -> int:
     geometry = executor.geometry
-    return min(wanted, min(geometry.max_model_len, num_blocks * geometry.block_size) - Scenario((1,)).decodes)
+    return min(most, min(geometry.max_model_len, num_blocks * geometry.block_size) - Scenario((1,)).decodes)
 
 
 @dataclass(slots=True)

@@ -132,23 +132,15 @@ class StubExecutor:
 
     def __init__(self, options: StubOptions) -> None:
         self._options = options
+        self.environment: Mapping[str, str] = {"executor": "stub", "model": options.name}
         self._scripts: dict[int, _Script] = {}
-        self._num_blocks = 0
         self._num_steps = 0
         self._num_rows = 0
-        self._geometry = Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
+        self.geometry = Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
         time.sleep(options.load_ms / 1e3)
 
-    @property
-    def geometry(self) -> Geometry:
-        return self._geometry
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return {"executor": "stub", "model": self._options.name}
-
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._num_blocks = num_blocks
+        """See the protocol; a stub's blocks hold nothing."""
 
     def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
         self._scripts[seq_id] = _Script(len(prompt_ids), tuple(reply_of(self._options, prompt_ids, max_output_tokens)))

@@ -70,11 +70,11 @@ def cache_directory() -> Path:
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
-def find_cached(source: HubSource, *, asking: bool = True) -> Path | None:
+def find_cached(source: HubSource, *, is_online: bool = True) -> Path | None:
     """The directory or GGUF file that a source means, if it is whole and beyond doubt in the cache.
 
     Args:
-        asking: the hub can be asked, so whatever leaves a doubt is None; else the only GGUF file there will do.
+        is_online: the hub can be asked, so whatever leaves a doubt is None; else the only GGUF file there will do.
     """
     repo = CachedRepo.of(source.repo)
     commit = source.revision
@@ -88,7 +88,7 @@ def find_cached(source: HubSource, *, asking: bool = True) -> Path | None:
     snapshot = repo.snapshot(commit)
     if source.file is None and _is_whole(snapshot):
         return snapshot
-    if source.file is None and asking:
+    if source.file is None and is_online:
         return None
     name = cached_gguf(source, _gguf_names(snapshot))
     return None if name is None else snapshot / name
