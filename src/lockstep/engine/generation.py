@@ -237,9 +237,7 @@ class Generation:
             self.stop_reason,
             self.delta_logprobs,
             live.error if ended else None,
-            live.output(now_s)
-            if ended and live.num_open == 0 and live.num_delivered == len(live.generations)
-            else None,
+            live.output(now_s) if is_last else None,
             self.delta_reasoning,
         )
         self.delta_ids, self.delta_text, self.delta_logprobs, self.delta_reasoning = (), "", None, ""
