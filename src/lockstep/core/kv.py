@@ -62,7 +62,7 @@ class KVCache:
         self._moved_out.clear()
 
     @property
-    def swapped_in_sequences(self) -> list[Sequence]:
+    def resumed(self) -> list[Sequence]:
         """Those whose blocks the step under way brings back from the host."""
         return [seq for seq, _ in self._moved_in.values()]
 

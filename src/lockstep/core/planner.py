@@ -93,7 +93,7 @@ class StepPlanner:
             length = seq.segment_length(seq.num_computed)
             if not self._reserve(builder, seq, length):
                 spare.append(seq)
-                self._report_all([seq], builder.limits_on_output(length) if self._explain else ())
+                self._note_all([seq], builder.limits_on_output(length) if self._explain else ())
             elif seq.prompt_left <= 0:
                 chosen.append((seq, length))
         chosen.sort(key=lambda output: output[0].rank)
@@ -130,7 +130,7 @@ class StepPlanner:
         if missing > 0:
             victims = [*self._running.preempted_holders(), *self._running.running_behind(seq.rank)]
             if not self._take_blocks(builder, victims, missing):
-                self._report_blocks(seq, (), num_positions)
+                self._note_blocks(seq, (), num_positions)
                 return False
         return self._kv.hold(seq, (), num_positions)
 
@@ -161,7 +161,7 @@ class StepPlanner:
 
     def _add_prompt(self, builder: StepBuilder, seq: Sequence) -> bool:
         if self._explain is not None:
-            self._report_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
+            self._note_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
         return builder.add_prompt(seq)
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class StepPlanner:
         for seq in waiting:
             if not self._may_resume(builder, seq):
                 if self._explain is not None:
-                    self._report_all(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
+                    self._note_all(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
                 return
             running.run(seq)
             builder.resumed.append(seq.seq_id)
@@ -181,7 +181,7 @@ class StepPlanner:
                 self._add_prompt(builder, seq)
                 continue
             length = seq.segment_length(seq.num_computed)
-            self._report_all([seq], builder.limits_on_output(length) if self._explain else ())
+            self._note_all([seq], builder.limits_on_output(length) if self._explain else ())
             if builder.reserve_output(length):
                 builder.seqs.append(seq)
                 builder.lengths.append(length)
@@ -190,11 +190,11 @@ class StepPlanner:
         """Give a preempted sequence its blocks; True if it runs again."""
         num_running, most = self._running.num_running, self._config.max_num_seqs
         if builder.left_out:
-            self._report(seq, Limit.STALLED, others=builder.left_out)
+            self._note(seq, Limit.STALLED, others=builder.left_out)
         elif num_running >= most:
-            self._report(seq, Limit.SEQS, num_running, most)
+            self._note(seq, Limit.SEQS, num_running, most)
         elif seq.seq_id in builder.victims:
-            self._report(seq, Limit.VICTIM)
+            self._note(seq, Limit.VICTIM)
         else:
             return self._bring_back(builder, seq)
         return False
@@ -213,7 +213,7 @@ class StepPlanner:
                 return kv.hold(seq, hits, positions)
             behind = [other for other in self._running.preempted_holders() if other.rank > seq.rank]
             if not self._take_blocks(builder, behind, missing):
-                self._report_blocks(seq, hits, positions, spare)
+                self._note_blocks(seq, hits, positions, spare)
                 return False
 
     # -- 5: admitting -------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class StepPlanner:
         supply = self._supply()
         if builder.left_out or not len(queue):
             if self._explain is not None:
-                self._report_all(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
+                self._note_all(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
             return
         if supply == self._nobody_fits_at and self._explain is None:
             return
@@ -242,15 +242,15 @@ class StepPlanner:
             if running.num_running >= config.max_num_seqs or builder.num_places < 1 or builder.chunk_room < 1:
                 is_only_blocks = False
                 if self._explain is not None:
-                    self._report_all([seq, *waiting], self._limits_on_all(builder))
+                    self._note_all([seq, *waiting], self._limits_on_all(builder))
                 break
             if not self._is_sibling_ready(seq):
                 is_only_blocks = False
-                self._report(seq, Limit.SIBLING)
+                self._note(seq, Limit.SIBLING)
                 continue
             is_blocked = queue.effective_class(seq, builder.step) >= blocked_from
             if is_blocked:
-                self._report_blockers(seq, blockers)
+                self._note_blockers(seq, blockers)
             if not is_blocked and self._start(builder, seq):
                 admitted.append(seq)
                 for other in passed:
@@ -261,9 +261,7 @@ class StepPlanner:
                 overtaken = [seq]
             if len(passed) > config.max_skips:
                 if self._explain is not None:
-                    self._report_all(
-                        waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [each.seq_id for each in passed]
-                    )
+                    self._note_all(waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [each.seq_id for each in passed])
                 break
             for other in overtaken:
                 if other.num_skips >= config.max_skips:
@@ -287,11 +285,11 @@ class StepPlanner:
         start = len(hits) * self._config.block_size
         if not builder.chunk_length(seq, start) and not builder.lacks_only_a_turn(seq, start):
             builder.is_budget_short = True
-            self._report_all([seq], builder.limits_on_prompt(seq, start) if self._explain else ())
+            self._note_all([seq], builder.limits_on_prompt(seq, start) if self._explain else ())
             return False
         positions = seq.max_known if self._reserves else seq.num_prompt
         if not self._kv.hold(seq, hits, positions):
-            self._report_blocks(seq, hits, positions)
+            self._note_blocks(seq, hits, positions)
             return False
         seq.num_published = len(hits)
         seq.num_cached_tokens = start
@@ -312,28 +310,28 @@ class StepPlanner:
 
     # -- explaining ---------------------------------------------------------------------------------------------------
 
-    def _report(self, seq: Sequence, limit: Limit, used: int = 0, most: int = 0, others: Iterable[int] = ()) -> None:
+    def _note(self, seq: Sequence, limit: Limit, used: int = 0, most: int = 0, others: Iterable[int] = ()) -> None:
         if self._explain is not None:
             self._explain(Reason(seq.seq_id, limit, used, most, others=tuple(others)))
 
-    def _report_all(self, seqs: Iterable[Sequence], limits: Seq[Reached], others: Seq[int] = ()) -> None:
+    def _note_all(self, seqs: Iterable[Sequence], limits: Seq[Reached], others: Seq[int] = ()) -> None:
         for seq in seqs:
             for limit, used, most in limits:
-                self._report(seq, limit, used, most, others)
+                self._note(seq, limit, used, most, others)
 
-    def _report_blocks(self, seq: Sequence, hits: tuple[int, ...], num_positions: int, spare: int = 0) -> None:
+    def _note_blocks(self, seq: Sequence, hits: tuple[int, ...], num_positions: int, spare: int = 0) -> None:
         if self._explain is not None:
             pool, needed = self._kv.pool, self._kv.num_needed(seq, hits, num_positions) + spare
             self._explain(
                 Reason(seq.seq_id, Limit.BLOCKS, pool.num_blocks - pool.num_available, pool.num_blocks, needed)
             )
 
-    def _report_blockers(self, seq: Sequence, blockers: list[Sequence]) -> None:
+    def _note_blockers(self, seq: Sequence, blockers: list[Sequence]) -> None:
         if self._explain is not None:
             for limit, state in ((Limit.PREEMPTED, SequenceState.PREEMPTED), (Limit.OVERTAKEN, SequenceState.WAITING)):
                 others = [each.seq_id for each in blockers if each.state is state]
                 if others:
-                    self._report(seq, limit, 0, self._config.max_skips, others)
+                    self._note(seq, limit, 0, self._config.max_skips, others)
 
     def _limits_on_all(self, builder: StepBuilder) -> list[Reached]:
         """Limits that let nobody else in."""

@@ -208,7 +208,7 @@ class Scheduler:
         self._leave_run()
         self._is_settled = False
         self._counters.num_failed_steps += 1
-        stopped = {seq.seq_id: seq for seq in (*self._pending_seqs, *self._kv.swapped_in_sequences)}
+        stopped = {seq.seq_id: seq for seq in (*self._pending_seqs, *self._kv.resumed)}
         for seq in stopped.values():
             self._running.preempt(seq)
         self._kv.fail()
