@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from lockstep.cluster.base import Hop
 from lockstep.server.chat import ChatBody, template_messages
-from lockstep.server.choices import CallsReader, Choice
+from lockstep.server.choices import Choice
 from lockstep.server.chunk_encoder import ChatEncoder
 from lockstep.server.completions import CompletionBody
 from lockstep.server.embeddings import EmbeddingBody
@@ -47,7 +47,7 @@ def answered(made: ChatEncoder, *pieces: str, thoughts: str = "") -> Any:
     """The official client's message of an answer that said these pieces."""
     tool_use = tool_use_of(TOKENIZER, [TOOL], "auto", True)
     answer = answer_of(made, num_choices=1)
-    answer.choices = [Choice(0, reader=CallsReader(tool_use, tool_use.parser(lambda: "call_1")))]
+    answer.choices = [Choice(0, parser=tool_use.parser(lambda: "call_1"))]
     answer.feed(0, outputs_of([pieces], thoughts))
     return ChatCompletion.model_validate_json(answer.whole()).choices[0].message
 

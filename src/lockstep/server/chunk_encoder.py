@@ -60,7 +60,7 @@ class ChunkEncoder(ABC):
         self._head = b"data: " + encode(shared)[:-1] + b',"choices":['
         before, self._after = text
         self._text_heads = [self._head + b'{"index":%d,' % index + before for index in range(num_choices)]
-        self._text_tail = self._after + self._usage_member(None) + b"}\n\n"
+        self._text_tail = self._after + self._usage_member(None, 0) + b"}\n\n"
 
     @abstractmethod
     def beginning(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
@@ -84,16 +84,16 @@ class ChunkEncoder(ABC):
         frames: list[bytes] = []
         if not choice.has_begun:
             choice.has_begun = True
-            frames += [self.frame(choice.index, each, choice.usage_before) for each in self.beginning(choice)]
+            frames += [self.frame(choice, each, 0) for each in self.beginning(choice)]
         if choice.is_plain:
-            frames.append(self._text_frame(choice.index, choice.text, choice.usage))
+            frames.append(self._text_frame(choice))
             return b"".join(frames)
-        frames += [self.frame(choice.index, each, choice.usage) for each in self.news(choice)]
+        frames += [self.frame(choice, each, choice.num_tokens) for each in self.news(choice)]
         if choice.finish_reason is not None:
             more = b""
             if answer is not None and not self.metadata.include_usage:
                 more = b',"lockstep":' + encode(answer.extension)
-            frames.append(self.frame(choice.index, self.ending(choice), choice.usage, more))
+            frames.append(self.frame(choice, self.ending(choice), choice.num_tokens, more))
         return b"".join(frames)
 
     def end(self, answer: Answer) -> bytes:
@@ -105,23 +105,21 @@ class ChunkEncoder(ABC):
     def failed(self, error: HttpError) -> bytes:
         return b"data: " + encode(error.body()) + b"\n\n" + DONE
 
-    def frame(
-        self, index: int, members: Mapping[str, Any], usage: Mapping[str, int] | None, more: bytes = b""
-    ) -> bytes:
-        """One chunk of a choice; ``usage`` is its own so far, ``more`` stands behind all else."""
-        choice = encode({"index": index, **self._plain, **members})
-        return self._head + choice + b"]" + self._usage_member(usage) + more + b"}\n\n"
+    def frame(self, choice: Choice, members: Mapping[str, Any], num_tokens: int, more: bytes = b"") -> bytes:
+        """One chunk of a choice after so many tokens; ``more`` stands behind all else."""
+        body = encode({"index": choice.index, **self._plain, **members})
+        return self._head + body + b"]" + self._usage_member(choice, num_tokens) + more + b"}\n\n"
 
-    def _text_frame(self, index: int, text: str, usage: Mapping[str, int] | None) -> bytes:
+    def _text_frame(self, choice: Choice) -> bytes:
         tail = self._text_tail
         if self.metadata.continuous_usage:
-            tail = self._after + self._usage_member(usage) + b"}\n\n"
-        return self._text_heads[index] + encode(text) + tail
+            tail = self._after + self._usage_member(choice, choice.num_tokens) + b"}\n\n"
+        return self._text_heads[choice.index] + encode(choice.text) + tail
 
-    def _usage_member(self, so_far: Mapping[str, int] | None) -> bytes:
+    def _usage_member(self, choice: Choice | None, num_tokens: int) -> bytes:
         """A further member with a chunk's usage; empty where chunks have none."""
         if self.metadata.continuous_usage:
-            return b',"usage":' + encode(so_far)
+            return b',"usage":' + encode(choice and choice.usage(num_tokens))
         return b',"usage":null' if self.metadata.include_usage else b""
 
 
@@ -203,7 +201,7 @@ class ChatEncoder(ChunkEncoder):
         delta = {"role": "assistant", "content": self._echo, "tool_calls": calls}
         for choice in choices:
             choice.has_begun = True
-        return b"".join([self.frame(choice.index, {"delta": delta}, choice.usage_before) for choice in choices])
+        return b"".join([self.frame(choice, {"delta": delta}, 0) for choice in choices])
 
     def beginning(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
         yield {"delta": {"role": "assistant", "content": self._echo}}

@@ -111,7 +111,7 @@ class ChoiceMode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CheckedChoice:
     """A request's choice of the functions that may or must be called."""
 
     mode: ChoiceMode
@@ -148,7 +148,7 @@ def checked_tools(functions: Sequence[Function]) -> tuple[CallableTool, ...]:
     return checked
 
 
-def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> Choice:
+def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> CheckedChoice:
     """Check a choice against the functions; None means ``auto`` where there are any.
 
     Raises:
@@ -157,12 +157,12 @@ def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> 
     if choice == "required" and not tools:
         raise InvalidParameterError("tool_choice is 'required', but there are no tools", param="tool_choice")
     if choice is None or isinstance(choice, str):
-        return Choice(ChoiceMode(choice or "auto") if tools else ChoiceMode.NONE)
+        return CheckedChoice(ChoiceMode(choice or "auto") if tools else ChoiceMode.NONE)
     if isinstance(choice, NamedToolChoice):
-        return Choice(ChoiceMode.NAMED, (_known(choice, "tool_choice", tools),))
+        return CheckedChoice(ChoiceMode.NAMED, (_known(choice, "tool_choice", tools),))
     allowed, where = choice.allowed_tools, "tool_choice.allowed_tools.tools"
     names = (_known(one, f"{where}[{index}]", tools) for index, one in enumerate(allowed.tools))
-    return Choice(ChoiceMode(allowed.mode), tuple(dict.fromkeys(names)))
+    return CheckedChoice(ChoiceMode(allowed.mode), tuple(dict.fromkeys(names)))
 
 
 def _known(choice: NamedToolChoice, where: str, tools: Sequence[CallableTool]) -> str:

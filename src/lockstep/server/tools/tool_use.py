@@ -17,11 +17,10 @@ from lockstep.engine.output_rules import Reasoning, tags_of_template
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
 from lockstep.executors.constraint import Constraint
-from lockstep.server.fields import FinishReasonName
 from lockstep.server.tools.call_reader import CallFormat, format_of
 from lockstep.server.tools.definitions import (
     CallableTool,
-    Choice,
+    CheckedChoice,
     ChoiceMode,
     Function,
     ToolChoice,
@@ -39,7 +38,7 @@ class ToolUse:
     """One request's functions as its model is shown them, and as its answer is constrained and read."""
 
     call_format: CallFormat
-    choice: Choice
+    choice: CheckedChoice
     names: tuple[str, ...]
     """Of the functions that may be called; none: there are no calls, only content."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -74,13 +73,13 @@ class ToolUse:
         """A parser of one answer; ``new_id`` gives a call its id."""
         return ToolParser(self.call_format, self.names, new_id)
 
-    def finish_reason(self, reason: FinishReasonName, has_calls: bool) -> FinishReasonName:
-        """``tool_calls`` in place of ``stop`` where there is a whole call.
+    @property
+    def calls_end(self) -> bool:
+        """True if an answer with a whole call ends with ``tool_calls`` in place of ``stop``.
 
         Not where the request named its function: OpenAI and vLLM say ``stop`` then, since the model chose nothing.
         """
-        called = has_calls and reason == "stop" and self.choice.mode is not ChoiceMode.NAMED
-        return "tool_calls" if called else reason
+        return self.choice.mode is not ChoiceMode.NAMED
 
 
 def resolve_tools(
@@ -130,7 +129,7 @@ def resolve_tools(
 def _constraint(
     tokenizer: Tokenizer,
     form: CallFormat,
-    choice: Choice,
+    choice: CheckedChoice,
     tools: Sequence[CallableTool],
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None,
