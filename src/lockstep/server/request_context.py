@@ -150,16 +150,16 @@ class ContextMiddleware:
                 observe(context, duration_s)
 
 
+@dataclass(slots=True)
 class _Exchange:
     """The two channels of a request, watched for how it ends."""
 
-    def __init__(self, context: RequestContext, receive: Receive, send: Send) -> None:
-        self._context = context
-        self._receive = receive
-        self._send = send
-        self.status: int | None = None
-        self.has_left = False
-        """Whether the client went before the answer was complete."""
+    _context: RequestContext
+    _receive: Receive
+    _send: Send
+    status: int | None = None
+    has_left: bool = False
+    """Whether the client went before the answer was complete."""
 
     async def receive(self) -> Message:
         message = await self._receive()

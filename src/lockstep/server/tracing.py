@@ -139,43 +139,34 @@ def span_name(context: RequestContext) -> str:
 
 def span_attributes(context: RequestContext) -> dict[str, AttributeValue]:
     """Facts on a request under the conventions' names; no prompts, no answers."""
-    attributes: dict[str, AttributeValue] = {
+    operation, totals, error = OPERATIONS.get(context.endpoint), context.totals, context.error
+    attributes: dict[str, AttributeValue | None] = {
         "http.request.method": context.method,
         "http.route": context.endpoint,
         "lockstep.request_id": context.request_id,
+        "http.response.status_code": context.status,
+        "lockstep.tenant": context.tenant or None,
+        "error.type": None if error is None else error.code or error.type,
     }
-    if context.status is not None:
-        attributes["http.response.status_code"] = context.status
-    if context.tenant:
-        attributes["lockstep.tenant"] = context.tenant
-    if context.error is not None:
-        attributes["error.type"] = context.error.code or context.error.type
-    operation = OPERATIONS.get(context.endpoint)
-    if operation is None:
-        return attributes
-    attributes["gen_ai.operation.name"] = operation
-    attributes["gen_ai.provider.name"] = PROVIDER
-    attributes["gen_ai.request.stream"] = context.is_stream
-    if context.model is not None:
-        attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = context.model
-    return attributes | _answer_attributes(context)
-
-
-def _answer_attributes(context: RequestContext) -> dict[str, AttributeValue]:
-    totals = context.totals
-    attributes: dict[str, AttributeValue] = {}
-    if totals.num_answered or totals.num_output_tokens:
-        attributes["gen_ai.usage.input_tokens"] = totals.num_prompt_tokens
-        attributes["gen_ai.usage.output_tokens"] = totals.num_output_tokens
-    if not totals.num_answered:
-        return attributes
-    if not totals.num_unanswered:
-        attributes["gen_ai.usage.cache_read.input_tokens"] = totals.num_cached_tokens
-    attributes["gen_ai.response.finish_reasons"] = tuple(context.finish_reasons)
-    attributes["lockstep.queue_s"] = totals.queue_s
-    if totals.ttft_s is not None:
-        attributes["gen_ai.response.time_to_first_chunk"] = totals.ttft_s
-    return attributes
+    if operation is not None:
+        attributes |= {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.stream": context.is_stream,
+            "gen_ai.request.model": context.model,
+            "gen_ai.response.model": context.model,
+        }
+        if totals.num_answered or totals.num_output_tokens:
+            attributes["gen_ai.usage.input_tokens"] = totals.num_prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = totals.num_output_tokens
+        if totals.num_answered:
+            attributes |= {
+                "gen_ai.usage.cache_read.input_tokens": None if totals.num_unanswered else totals.num_cached_tokens,
+                "gen_ai.response.finish_reasons": tuple(context.finish_reasons),
+                "gen_ai.response.time_to_first_chunk": totals.ttft_s,
+                "lockstep.queue_s": totals.queue_s,
+            }
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _provider(endpoint: str) -> TracerProvider:

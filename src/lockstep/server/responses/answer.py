@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NotRequired
 
@@ -139,16 +140,14 @@ class Kind(Enum):
     CALL = CALL_PREFIX
 
 
+@dataclass(slots=True)
 class _OpenItem:
     """The item that is being written."""
 
-    __slots__ = ("fields", "kind", "logprobs", "pieces")
-
-    def __init__(self, kind: Kind, item_id: str, fields: JsonObject) -> None:
-        self.kind = kind
-        self.fields = {"id": item_id, **fields}
-        self.pieces: list[str] = []
-        self.logprobs: list[JsonObject] = []
+    kind: Kind
+    fields: JsonObject
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[JsonObject] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -221,7 +220,7 @@ class ResponseWriter:
     def write_call(self, call_id: str, name: str, arguments: str) -> None:
         """A tool is called."""
         self._close("completed")
-        item = _OpenItem(Kind.CALL, self._new_id(Kind.CALL.value), {"call_id": call_id, "name": name})
+        item = _OpenItem(Kind.CALL, {"id": self._new_id(Kind.CALL.value), "call_id": call_id, "name": name})
         self._begin_item(item)
         item.pieces.append(arguments)
         self._add_of_item("response.function_call_arguments.delta", item, delta=arguments)
@@ -266,7 +265,7 @@ class ResponseWriter:
         if self._open is not None and self._open.kind is kind:
             return self._open
         self._close("completed")
-        item = _OpenItem(kind, self._new_id(kind.value), {})
+        item = _OpenItem(kind, {"id": self._new_id(kind.value)})
         self._begin_item(item)
         self._add_of_part("response.content_part.added", item, part=item.part())
         return item

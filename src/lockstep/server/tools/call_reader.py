@@ -13,7 +13,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 
@@ -97,18 +97,16 @@ _KEYS = (_Expect.KEY, _Expect.KEY_OR_END)
 _ENDS = (_Expect.COMMA_OR_END, _Expect.ITEM_OR_END, _Expect.KEY_OR_END)
 
 
+@dataclass(slots=True)
 class JsonScanner:
     """Follows one value. A number that nothing encloses is complete with the character after it."""
 
-    __slots__ = ("_expect", "_in_key", "_stack", "is_broken", "is_complete")
-
-    def __init__(self) -> None:
-        self._expect = _Expect.VALUE
-        self._stack: list[str] = []
-        """The brackets and braces that are to come."""
-        self._in_key = False
-        self.is_complete = False
-        self.is_broken = False
+    is_complete: bool = False
+    is_broken: bool = False
+    _expect: _Expect = _Expect.VALUE
+    _in_key: bool = False
+    _stack: list[str] = field(default_factory=list)
+    """The brackets and braces that are to come."""
 
     def read(self, text: str, at: int) -> int:
         """Follow the text from ``at`` on; returns where the value, or what is certain of it, ends."""
