@@ -191,19 +191,6 @@ def weigh_lightly(values: Floats, peak: float, temperature: float) -> Floats:
 class Head:
     """The columns with the greatest maxima, and bounds of the weight of all tokens."""
 
-    __slots__ = (
-        "_block",
-        "_bound",
-        "_cols",
-        "_is_near",
-        "_least",
-        "_most",
-        "_places",
-        "_sampling",
-        "_weights",
-        "bars",
-    )
-
     def __init__(self, cols: Columns, sampling: ResolvedSampling) -> None:
         self._cols = cols
         self._sampling = sampling

@@ -61,19 +61,6 @@ class Samples(NamedTuple):
 class SamplerState:
     """Sampling state of one sequence: its next token depends on this and its logits. Changed by `append` only."""
 
-    __slots__ = (
-        "_bias_ids",
-        "_biases",
-        "_counts",
-        "_ids",
-        "_index",
-        "_random",
-        "edits",
-        "is_plain_greedy",
-        "remembers",
-        "sampling",
-    )
-
     def __init__(self, sampling: ResolvedSampling, seed: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.sampling = sampling
         self._random = None if sampling.is_greedy else TokenRandom(seed)
