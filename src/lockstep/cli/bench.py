@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli import replay_options as asked
+from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import SWITCH, Flag, show_help_without_command, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.replay_options import settings_of
@@ -135,18 +135,18 @@ class ServeFlags:
 def serve(
     more_goals: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     *,
-    asked: ServeFlags,
+    load: ServeFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
     """Measure any OpenAI-compatible server in an open loop; the result's keys are those of `vllm bench serve`."""
     from lockstep.bench.serve import run_serve
 
-    options = asked.options(more_goals or [], shows_progress=not as_json)
+    options = load.options(more_goals or [], shows_progress=not as_json)
     result = run_serve(options, lambda sentence: print(sentence, file=sys.stderr))
-    content = result.as_json(detailed=asked.save_detailed)
-    if asked.save_result or asked.save_detailed or asked.result_filename is not None:
-        _save(content, asked.result_filename or _file_name(content))
+    content = result.as_json(detailed=load.save_detailed)
+    if load.save_result or load.save_detailed or load.result_filename is not None:
+        _save(content, load.result_filename or _file_name(content))
     _print_result(result, options, as_json)
 
 
@@ -245,10 +245,10 @@ def cluster(
 @with_flags
 def replay(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace, as for `lockstep replay`.")],
-    settings: asked.Set = None,
+    settings: shared.Set = None,
     rounds: Annotated[int, typer.Option(help="Times that each way is run; the best counts.", min=1, max=100)] = 3,
     *,
-    reading: asked.ReadFlags,
+    reading: shared.ReadFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli import replay_options as asked
+from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import refuse_others, with_flags
 from lockstep.cli.replay_options import config_of, file_settings, open_with_notes, settings_of, warn_of_order
 from lockstep.cli.writing import check_places, expanded, write_file
@@ -53,7 +53,7 @@ def diff(
     ],
     b: Annotated[str | None, typer.Argument(metavar="B", help="Another of the same kind; none with --set-b.")] = None,
     workload: Annotated[str | None, typer.Option(metavar="FILE", help="Compare the configs A and B on this.")] = None,
-    settings: asked.Set = None,
+    settings: shared.Set = None,
     set_b: Annotated[
         list[str] | None,
         typer.Option(metavar="FIELD=VALUE", help="A limit of B only, over those of --set."),
@@ -64,10 +64,10 @@ def diff(
             metavar="FILE", callback=expanded, help="Write the few requests that still show it, as a workload."
         ),
     ] = None,
-    html: asked.Html = None,
+    html: shared.Html = None,
     *,
-    reading: asked.ReadFlags,
-    costs: asked.CostFlags,
+    reading: shared.ReadFlags,
+    costs: shared.CostFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
@@ -149,7 +149,7 @@ def _sides(
     workload: str | None,
     settings: list[str] | None,
     settings_b: list[str] | None,
-    reading: asked.ReadFlags,
+    reading: shared.ReadFlags,
 ) -> Sides:
     common, own = settings_of(settings), settings_of(settings_b)
     if workload is not None:
@@ -194,7 +194,7 @@ def _side(workload: Workload, config: SchedulerConfig, cost: CostModel | None) -
     return side
 
 
-def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: asked.CostFlags) -> None:
+def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: shared.CostFlags) -> None:
     from lockstep.replay.readers.workload_json import workload_document
 
     if found.reproducer is None:
@@ -219,10 +219,10 @@ def bisect(
     metric: Annotated[
         str, typer.Option(help="A figure of the report: ttft_p99, output_tokens_per_s, preemptions ...")
     ] = "ttft_p99",
-    settings: asked.Set = None,
+    settings: shared.Set = None,
     *,
-    reading: asked.ReadFlags,
-    costs: asked.CostFlags,
+    reading: shared.ReadFlags,
+    costs: shared.CostFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli import replay_options as asked
+from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import SWITCH, Flag, refuse_others, with_flags
 from lockstep.cli.replay_options import open_with_notes, settings_of
 from lockstep.cli.writing import Place, check_places, expanded, make_folder, write_file
@@ -49,7 +49,6 @@ class ComparisonFlags:
 
     @property
     def has_b(self) -> bool:
-        """Whether there are two runs."""
         return self.compare is not None or bool(self.set_b)
 
 
@@ -61,7 +60,7 @@ class OutputFlags:
     """Write the report there as JSON."""
     ticks: Annotated[bool | None, Flag(shown="where there are at most 10,000 ticks")] = None
     """Whether the JSON report has every tick and request."""
-    html: asked.Html = None
+    html: shared.Html = None
     trace: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
     """Record the run there as a server records its own, for --verify and diff."""
     perfetto: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
@@ -119,13 +118,13 @@ def replay(
         str | None, typer.Argument(metavar="FILE", help="A workload or a trace; what format it has is seen by itself.")
     ] = None,
     input_file: Annotated[str | None, typer.Option("--input", metavar="FILE", help="The same as FILE.")] = None,
-    settings: asked.Set = None,
+    settings: shared.Set = None,
     *,
     comparison: ComparisonFlags,
     outputs: OutputFlags,
     recorded: RecordingFlags,
-    reading: asked.ReadFlags,
-    costs: asked.CostFlags,
+    reading: shared.ReadFlags,
+    costs: shared.CostFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli import replay_options as asked
+from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import Flag, with_flags
 from lockstep.cli.replay_options import settings_of, warn_of_order
 from lockstep.cli.writing import check_places, expanded, write_file
@@ -31,7 +31,7 @@ DEFAULT_SLO_PERCENT = 99.0
 
 @dataclass(frozen=True, slots=True)
 class SearchFlags:
-    """What is tried, and what is best."""
+    """Goals and objectives of the search, and how it runs."""
 
     objective: Annotated[
         list[str] | None, Flag(metavar="METRIC", shown="ttft_p99 and output_tokens_per_s, or total_ticks")
@@ -54,12 +54,12 @@ def sweep(
         list[str] | None,
         typer.Option(metavar="FIELD=VALUES", help="Values by commas, e.g. max_num_seqs=8,16,32; one per field."),
     ] = None,
-    settings: asked.Set = None,
+    settings: shared.Set = None,
     *,
     search: SearchFlags,
-    html: asked.Html = None,
-    reading: asked.ReadFlags,
-    costs: asked.CostFlags,
+    html: shared.Html = None,
+    reading: shared.ReadFlags,
+    costs: shared.CostFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:

@@ -91,7 +91,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_same(path: Path, file: Path) -> bool:
-    """Whether two names are one file: links are followed."""
+    """True if two names are one file: links are followed."""
     try:
         return path.samefile(file)
     except OSError:  # one of them is not there

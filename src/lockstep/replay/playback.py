@@ -24,8 +24,8 @@ from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
     Aborted,
     Added,
+    Arrival,
     CacheReset,
-    Came,
     Checkpoint,
     Closed,
     End,
@@ -48,7 +48,7 @@ from lockstep.worker.flight.entries import (
 class Arrived(NamedTuple):
     """A request has come; before the command that adds it takes effect."""
 
-    came: Came
+    came: Arrival
     arrival_us: int
 
 
@@ -105,7 +105,7 @@ class Playback:
         """Places of the engines that have work."""
         self._now_us = 0
         self._is_idle = False
-        self._coming: list[Came] = []
+        self._coming: list[Arrival] = []
         """In the turn that is being read."""
 
     def play(self) -> Iterator[Event]:
@@ -127,7 +127,7 @@ class Playback:
                     yield from self._counted(self._engine(entry.engine).record(entry))
                 case Added() | Aborted() | Pinned() | Swept() | CacheReset():
                     self._engine(entry.engine).command(entry)
-                case Came():
+                case Arrival():
                     self._coming.append(entry)
                 case RequestEntry() | Tokens():
                     yield entry

@@ -27,7 +27,7 @@ from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
     Added,
-    Came,
+    Arrival,
     ChunkWriter,
     Closed,
     End,
@@ -105,7 +105,7 @@ class RunRecording:
             return
         start_us = tick.start_ps // PS_PER_US
         for seq_id, arrival_us in self._coming:
-            self._chunk.put(Came(_ENGINE, seq_id, start_us - arrival_us, 0))
+            self._chunk.put(Arrival(_ENGINE, seq_id, start_us - arrival_us, 0))
         self._coming.clear()
         record = self._fingerprint.observe(tick.plan, tick.events)
         if record is not None:

@@ -149,7 +149,7 @@ class Life:
 
     @property
     def trouble(self) -> str:
-        """Why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
+        """The reason why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
         if self.is_closed:
             return "the server is closing"
         return "the device worker is being restarted" if self.link is None else self.pulse.trouble(time.monotonic())
@@ -235,7 +235,7 @@ class Life:
 
     def received(self, event: Event) -> None:
         """Take over an event; whatever the worker says is a sign of life."""
-        self.pulse.heard()
+        self.pulse.count_word()
         match event:
             case Answered(_, HealthReport() as report):
                 self.pulse.reported(report, time.monotonic())
@@ -289,7 +289,7 @@ class Life:
         while True:
             if self.link is not None:
                 self.link.send(Ask(0, AskHealth()))
-                self.pulse.asked()
+                self.pulse.count_question()
                 self._kill_if_hanging(self.link)
             await asyncio.sleep(ASK_INTERVAL_S)
 

@@ -25,7 +25,7 @@ DEFAULT_TRIAL_LIMIT_S = 1800.0
 
 
 class TrialOptions(msgspec.Struct, frozen=True, array_like=True):
-    """Whether what this machine has never run is loaded in a throw-away process first."""
+    """Options of trials: loads of what this machine has never run, in a throw-away process first."""
 
     enabled: bool = True
     limit_s: float = DEFAULT_TRIAL_LIMIT_S

@@ -161,7 +161,7 @@ class StepLoop:
         if recorder is not None:
             recorder.begin_turn()
         while self._orders:
-            self._obey(self._orders.popleft())
+            self._execute(self._orders.popleft())
         if self._called:
             self._look_at_called()
         replicas, classes = self._registry.present
@@ -222,7 +222,7 @@ class StepLoop:
 
     # -- between two steps ----------------------------------------------------------------------------------------
 
-    def _obey(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         match order:
             case Unload(key):
                 self._unload(key)
@@ -307,7 +307,7 @@ class StepSampler:
 
     @property
     def is_watched(self) -> bool:
-        """Whether any step is reported."""
+        """True if any step is reported."""
         return self._interval_s < math.inf
 
     def report(self, replica: str, plan: StepPlan, duration_s: float, now_s: float) -> StepReport | None:

@@ -162,18 +162,18 @@ class SupervisedWorker:
             await asyncio.shield(replica.gone)
 
     def loaded(self, replica: str) -> Loaded | None:
-        """What loading measured; None: it is not there now."""
+        """Measurements of a loaded replica; None: it is not there now."""
         found = self._life.replica(replica)
         return None if found is None else found.loaded
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a worker to talk to."""
+        """True if there is a worker to talk to."""
         return self._life.link is not None
 
     @property
     def trouble(self) -> str:
-        """Why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
+        """The reason why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
         return self._life.trouble
 
     @property
@@ -188,7 +188,7 @@ class SupervisedWorker:
 
     @property
     def recording_fault(self) -> str:
-        """Why nothing is being recorded now, by the worker's last word; empty: it is, or nothing is to be."""
+        """The reason why nothing is recorded now, by the worker's last word; empty: it is, or nothing is to be."""
         report = self._life.pulse.report
         return "" if report is None else report.recording_fault
 

@@ -18,7 +18,7 @@ from lockstep.replay.trace import open_trace, read_frames
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.entries import (
     SCHEMA_VERSION,
-    Came,
+    Arrival,
     ChangedChunkError,
     ChunkReader,
     ChunkWriter,
@@ -131,7 +131,7 @@ def test_what_decides_nothing_changes_no_digest(tmp_path: Path) -> None:
     path = recorded(tmp_path, [ask(), ask(other)])
     plain, other_digest = requests_in(path)
     assert plain.parameters == other_digest.parameters
-    assert {entry.seed for entry in entries_in(path) if isinstance(entry, Came)} == {1, 2}
+    assert {entry.seed for entry in entries_in(path) if isinstance(entry, Arrival)} == {1, 2}
 
 
 def test_the_order_in_which_biases_are_said_decides_nothing(tmp_path: Path) -> None:
@@ -247,6 +247,6 @@ def test_a_small_recording_verifies_whoever_was_recorded(tmp_path: Path) -> None
     record(tmp_path, 24)
     path = files_of(tmp_path)[0]
     ended = [(entry.engine, entry.seq_id) for entry in outputs_in(path)]
-    added = [(entry.engine, entry.seq_id) for entry in entries_in(path) if isinstance(entry, Came)]
+    added = [(entry.engine, entry.seq_id) for entry in entries_in(path) if isinstance(entry, Arrival)]
     assert sorted(ended) == sorted(added)
     assert len(requests_in(path)) == 24

@@ -60,7 +60,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Header(_Entry, frozen=True, tag=1):
-    """Which file of which run this is. First of each file; files of a run are counted from 1 without a hole."""
+    """Head of a file: its run, and its number there. Files of a run are counted from 1 without a hole."""
 
     schema: int
     lockstep: str
@@ -125,7 +125,7 @@ class SeatsEntry(_Entry, frozen=True, tag=4):
 
 
 class Priorities(_Entry, frozen=True, tag=5):
-    """Who is loaded."""
+    """Replicas that are loaded, and their priority classes."""
 
     classes: tuple[tuple[int, int], ...]
     """(engine, class) in order of loading."""
@@ -167,8 +167,8 @@ class Added(_Entry, frozen=True, tag=6):
         return ids_of(self.runs)
 
 
-class Came(_Entry, frozen=True, tag=7):
-    """Whose the sequence is that was just added."""
+class Arrival(_Entry, frozen=True, tag=7):
+    """Origin of the sequence that was just added: when its request came, and what it draws with."""
 
     engine: int
     seq_id: int
@@ -181,7 +181,7 @@ class Came(_Entry, frozen=True, tag=7):
 
 
 class RequestDigest(_Entry, frozen=True, tag=20):
-    """Which request was added, without a word of it; after its first sequence."""
+    """Request of the sequence that was just added, the first of it, without a word of its text."""
 
     engine: int
     seq_id: int
@@ -195,7 +195,7 @@ class RequestDigest(_Entry, frozen=True, tag=20):
 
 
 class OutputDigest(_Entry, frozen=True, tag=21):
-    """End of a sequence, and its output without a word of it."""
+    """End of a sequence, and a digest of its output."""
 
     engine: int
     seq_id: int
@@ -268,7 +268,7 @@ class Turn(_Entry, frozen=True, tag=13):
 
 
 class WithWork(_Entry, frozen=True, tag=14):
-    """Who had work in the turns that follow, by their places; until this is said, the one at place 0."""
+    """Places of the replicas that have work in the turns that follow; until there is one, only place 0 has."""
 
     places: tuple[int, ...]
 
@@ -278,7 +278,7 @@ class Idle(_Entry, frozen=True, tag=15):
 
 
 class Closed(_Entry, frozen=True, tag=16):
-    """How far an engine has come when it is unloaded, or the file ends."""
+    """Position of an engine when it is unloaded, or the file ends."""
 
     engine: int
     num_steps: int
@@ -290,7 +290,7 @@ class Closed(_Entry, frozen=True, tag=16):
 
     @classmethod
     def of(cls, engine: int, num_steps: int, fingerprint: Fingerprint) -> Closed:
-        """Where an engine's fingerprint stands."""
+        """The position of an engine and its fingerprint."""
         return cls(engine, num_steps, fingerprint.open_record or b"", bytes.fromhex(fingerprint.hexdigest()))
 
 
@@ -315,7 +315,7 @@ class RequestEntry(_Entry, frozen=True, tag=18):
 
 
 class Tokens(_Entry, frozen=True, tag=19):
-    """What each row that sampled in the engine's last step got."""
+    """Tokens of each row that sampled in the engine's last step."""
 
     engine: int
     tokens: tuple[tuple[int, ...], ...]
@@ -328,7 +328,7 @@ Entry = (
     | Checkpoint
     | SeatsEntry
     | Priorities
-    | Came
+    | Arrival
     | RequestDigest
     | OutputDigest
     | Command
@@ -435,7 +435,7 @@ class ChunkReader:
 
 
 def begins_recording(head: bytes) -> bool:
-    """Whether these are the first bytes of a file of ours, decompressed: a chunk of one entry."""
+    """True for the first bytes of a file of ours, decompressed: a chunk of one entry."""
     return head[_LENGTH.size : HEAD_BYTES] == _ARRAY.pack(_ARRAY_32, 1)
 
 
@@ -457,12 +457,12 @@ def runs_of(ids: Iterable[int]) -> Runs:
 
 
 def ids_of(runs: Runs) -> tuple[int, ...]:
-    """The other way."""
+    """Numbers of runs: first and length of each, as `runs_of` makes them."""
     return tuple([number for at in range(0, len(runs), 2) for number in range(runs[at], runs[at] + runs[at + 1])])
 
 
 def _check(runs: Runs) -> None:
-    """That they are no more than there can be, whatever a file says.
+    """Refuse runs that are none, or more than there can be, whatever a file says.
 
     Raises:
         ValueError: they are none.

@@ -13,7 +13,7 @@ MAX_SECRET_BYTES = 4_096
 
 
 class TraceOptions(msgspec.Struct, frozen=True):
-    """What is recorded, and where."""
+    """Options of a recording: its place, its bound, its content and its key."""
 
     directory: str
     max_bytes: int = DEFAULT_MAX_MB << 20

@@ -35,8 +35,8 @@ from lockstep.worker.flight.entries import (
     SCHEMA_VERSION,
     Aborted,
     Added,
+    Arrival,
     CacheReset,
-    Came,
     Checkpoint,
     ChunkWriter,
     Closed,
@@ -241,7 +241,7 @@ class Recorder:
         self._stop()
 
     def next_number(self) -> int:
-        """Of an engine that has to do with the device for the first time."""
+        """The number of an engine that has to do with the device for the first time."""
         self._num_engines += 1
         return self._num_engines - 1
 
@@ -324,12 +324,12 @@ class EngineRecorder:
         self._fingerprint: Fingerprint | None = None
 
     def lost(self) -> dict[str, int]:
-        """What the recording lacks, as counters; for any thread."""
+        """Counters of what the recording lacks; for any thread."""
         return {"trace_lost_steps": self._num_lost_steps, "trace_gaps": self._recorder.report().num_gaps}
 
     @property
     def is_recorded(self) -> bool:
-        """Whether its steps reach a file now; for any thread."""
+        """True if its steps reach a file now; for any thread."""
         return not self._recorder.report().fault
 
     def open(self) -> None:
@@ -371,7 +371,7 @@ class EngineRecorder:
         recorder.chunk.put(checkpoint)
 
     def closed(self) -> Closed:
-        """How far the engine has come."""
+        """The engine's position now."""
         assert self._scheduler is not None
         assert self._fingerprint is not None
         return Closed.of(self.number, self._scheduler.stats().num_steps, self._fingerprint)
@@ -415,7 +415,7 @@ class EngineRecorder:
         live, seq_id = generation.live, generation.seq_id
         request = live.request
         deadlines = _ms(request.deadline_s), _ms(request.queue_deadline_s)
-        self._put(Came(self.number, seq_id, round(waited_s * 1e6), live.seed, *deadlines))
+        self._put(Arrival(self.number, seq_id, round(waited_s * 1e6), live.seed, *deadlines))
         if generation.index:
             return
         digests = self._recorder.digests
@@ -455,7 +455,7 @@ class EngineRecorder:
             self._put(Record(self.number, record, self._fingerprint.chain[:MARK_BYTES]))
 
     def _records(self) -> bool:
-        """Whether anything is recorded now; the file then knows the engine."""
+        """True if anything is recorded now; the file then knows the engine."""
         self._has_begun = True
         if self._recorder.is_on:
             self.open()
