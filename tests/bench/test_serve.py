@@ -245,3 +245,14 @@ def test_ctrl_c_during_warm_ups_ends_the_command(standin: Start) -> None:
         process.program.send_signal(signal.SIGINT)
         assert process.communicate() == (130, "", "2 warm-up requests\n")
     assert len(behaviour.measured()) == 2
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_data_set_that_cannot_be_read_is_said_before_a_server_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    bench("http://127.0.0.1:9", "--dataset", f"jsonl:{path}", code=2)
+    assert f"--dataset jsonl:{path} cannot be read" in capsys.readouterr().err

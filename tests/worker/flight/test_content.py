@@ -16,8 +16,10 @@ from lockstep.executors.constraint import Constraint
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.trace import open_trace, read_frames
 from lockstep.replay.verify import verify
+from lockstep.worker.flight.content import decode_request
 from lockstep.worker.flight.entries import (
     SCHEMA_VERSION,
+    Added,
     Arrival,
     ChangedChunkError,
     ChunkReader,
@@ -26,11 +28,14 @@ from lockstep.worker.flight.entries import (
     Header,
     Idle,
     OutputDigest,
+    Pinned,
     RequestDigest,
+    RequestEntry,
+    Swept,
     Turn,
 )
 from lockstep.worker.flight.options import MIN_SECRET_BYTES, TraceOptions
-from lockstep.worker.messages import Abort, Submit
+from lockstep.worker.messages import Abort, SessionsSwept, Submit, Sweep
 from tests.replay.recordings import entries_in, files_of, record, rewrite
 from tests.worker.support import ENDLESS, running
 
@@ -250,3 +255,38 @@ def test_a_small_recording_verifies_whoever_was_recorded(tmp_path: Path) -> None
     added = [(entry.engine, entry.seq_id) for entry in entries_in(path) if isinstance(entry, Arrival)]
     assert sorted(ended) == sorted(added)
     assert len(requests_in(path)) == 24
+
+
+def test_blocks_of_sessions_are_recorded_by_number(tmp_path: Path) -> None:
+    """Pinned while the session lives, given up when it is swept; the same numbers as those of the sequence."""
+    prompt = GenerationRequest(tuple(WORDS * 2), PLAIN, session_id="a name that nobody shall find")
+    with running(trace=TraceOptions(str(tmp_path))) as bench:
+        bench.ready("a", "stub://alpha")
+        bench.tell(Submit(1, "a", prompt))
+        bench.answer(1)
+        assert bench.ask(Sweep("a"), SessionsSwept).num_sessions == 1
+    [path] = files_of(tmp_path)
+    entries = entries_in(path)
+    [added] = [entry for entry in entries if isinstance(entry, Added)]
+    pinned = [content for entry in entries if isinstance(entry, Pinned) for content in entry.contents]
+    swept = [content for entry in entries if isinstance(entry, Swept) for content in entry.contents]
+    assert pinned == list(added.contents[: len(pinned)]) != []
+    assert set(swept) <= set(pinned)
+    assert b"nobody shall find" not in b"".join(frame.data for frame in read_frames(path))
+    assert verify(open_trace(tmp_path)).is_identical
+
+
+def test_a_request_that_was_recorded_whole_is_read_again_without_its_owner(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=5, constraint=Constraint.regex("a+"), logit_bias={7: 1.5})
+    named = GenerationRequest(
+        tuple(WORDS), params, tenant="who", cache_salt="salt", external_id="r-1", segment="eu", deadline_s=60.0
+    )
+    path = recorded(tmp_path, [named], has_content=True)
+    [entry] = [entry for entry in entries_in(path) if isinstance(entry, RequestEntry)]
+    [came] = [entry for entry in entries_in(path) if isinstance(entry, Arrival)]
+    read = decode_request(entry.request)
+    assert (read.prompt, read.params.seed) == (tuple(WORDS), came.seed)
+    assert (read.params.constraint, read.params.logit_bias) == (params.constraint, params.logit_bias)
+    assert read.cache_salt not in ("", "salt")
+    assert (read.tenant, read.external_id, read.segment, read.deadline_s) == ("", "", "", None)
+    assert came.deadline_ms == 60_000
