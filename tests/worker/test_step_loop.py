@@ -1,17 +1,9 @@
-"""Steps of a device: which are reported, and what becomes of everything when one breaks."""
+"""Which steps are reported: one at once, then as seldom as was asked, and none that nobody asked for."""
 
 from __future__ import annotations
 
-import pytest
-
 from lockstep.core.step import StepPlan
-from lockstep.engine.outputs import StepOutputs
-from lockstep.errors import RequestFailedError
-from lockstep.worker.device import DeviceWorker
-from lockstep.worker.messages import Event, Load, Loaded, Outputs, Submit, TrialOptions, Unload, Unloaded
 from lockstep.worker.step_loop import MAX_STEP_REPORTS_PER_S, StepSampler
-from tests.waiting import until
-from tests.worker.support import ENDLESS, SHORT, SMALL, Bench, ask, running
 
 
 def plan_of(step: int) -> StepPlan:
@@ -55,68 +47,3 @@ def test_a_report_says_what_was_batched() -> None:
     report = sampler.report("a", plan_of(3), 0.25, 0.0)
     assert report is not None
     assert (report.num_sequences, report.num_tokens, report.num_samples, report.duration_s) == (2, 5, 1, 0.25)
-
-
-def test_a_defect_of_a_step_ends_every_request_with_it_and_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of the other replicas: nobody steps them any more."""
-    events: list[Event] = []
-    worker = DeviceWorker(events.append)
-    for key in "ab":
-        worker.handle(Load(key, f"stub://{key}", SMALL, TrialOptions(enabled=False)))
-    until(lambda: sum(isinstance(event, Loaded) for event in events) == 2, "both are loaded")
-    for number, key in enumerate("ab"):
-        worker.handle(Submit(number, key, ask("x", ENDLESS)))
-
-    def broken() -> StepOutputs:
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(worker._registry.present.replicas["a"].engine, "step", broken)
-    with pytest.raises(RuntimeError, match="a defect"):
-        worker.run()
-    endings = {
-        output.request_id: output.error
-        for event in events
-        if isinstance(event, Outputs)
-        for output in event.outputs
-        if output.error is not None
-    }
-    assert endings.keys() == {0, 1}
-    assert all(isinstance(error, RequestFailedError) for error in endings.values())
-    assert "the device worker broke: RuntimeError('a defect')" in str(endings[1])
-    assert worker._registry.present.replicas == {}
-    told = len(events)
-    worker.handle(Submit(2, "a", ask("x")))
-    assert len(events) == told, "a worker that has ended takes nothing"
-
-
-def test_an_interrupt_in_a_step_ends_neither_the_loop_nor_a_request(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As of Ctrl-C out of a library: the step is over, and nobody above this thread can be interrupted."""
-    interrupts = [KeyboardInterrupt()]
-
-    def interrupted(bench: Bench) -> None:
-        engine = bench.worker._registry.present.replicas["a"].engine
-        step = engine.step
-
-        def stepped() -> StepOutputs:
-            outputs = step()
-            if interrupts:
-                raise interrupts.pop()
-            return outputs
-
-        monkeypatch.setattr(engine, "step", stepped)
-
-    with running() as bench:
-        bench.ready("a", "stub://alpha")
-        interrupted(bench)
-        bench.tell(Submit(1, "a", ask("x", SHORT)))
-        assert bench.answer(1).error is None
-        assert not interrupts
-        assert "an interrupt in a step of a" in caplog.text
-
-
-def test_a_replica_that_is_not_there_is_unloaded_all_the_same() -> None:
-    with running() as bench:
-        bench.tell(Unload("nobody"))
-        assert bench.heard(Unloaded).replica == "nobody"
