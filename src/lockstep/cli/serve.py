@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -216,7 +216,8 @@ def trace_options(report: ReportFlags) -> TraceOptions | None:
 
     if report.trace is None:
         given = {"--trace-content": report.trace_content, "--trace-key": report.trace_key is not None}
-        _refuse(given, "is said of a recording; give --trace DIR, or leave it out")
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            raise UsageError(f"{flag} is said of a recording; give --trace DIR, or leave it out")
         return None
     key_file = "" if report.trace_key is None else str(report.trace_key.expanduser().absolute())
     directory = str(report.trace.absolute())
@@ -236,7 +237,8 @@ def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: C
             "--allow-any-source": cluster_flags.allow_any_source,
             "--allow-private-remotes": cluster_flags.allow_private_remotes,
         }
-        _refuse(given, "is said of a manifest's models; give --manifest FILE, or leave it out")
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            raise UsageError(f"{flag} is said of a manifest's models; give --manifest FILE, or leave it out")
         return
     if model is not None:
         raise UsageError(
@@ -246,14 +248,8 @@ def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: C
         "--served-model-name": bool(model_flags.served_model_name),
         "--chat-template": model_flags.chat_template is not None,
     }
-    _refuse(single, "is said of one model; in a manifest every model says it for itself")
-
-
-def _refuse(flags: Mapping[str, bool], why: str) -> None:
-    """UsageError for the first flag that was given."""
-    for flag, is_given in flags.items():
-        if is_given:
-            raise UsageError(f"{flag} {why}")
+    for flag in (flag for flag, is_given in single.items() if is_given):
+        raise UsageError(f"{flag} is said of one model; in a manifest every model says it for itself")
 
 
 def split_address(text: str) -> tuple[str, int]:
