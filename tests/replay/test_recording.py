@@ -13,9 +13,11 @@ from lockstep.replay.calibrate import calibrate
 from lockstep.replay.cost import CostModel
 from lockstep.replay.cost_file import MadeOn
 from lockstep.replay.diff import diff_traces
+from lockstep.replay.divergence import RecordedSide, SimulatedSide, compare
 from lockstep.replay.live import live_requests, live_steps, workload_of
 from lockstep.replay.recording import RunRecording
 from lockstep.replay.simulator import Replay, Simulation
+from lockstep.replay.snapshot import recorded_snapshot, simulated_snapshot
 from lockstep.replay.timeline import Tick
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
@@ -120,6 +122,49 @@ def test_calibrating_on_a_simulation_finds_its_prices(tmp_path: Path) -> None:
     assert abs(file.held_out.total_error) < 1e-3
     for name in ("constant_ps", "decode_seq_ps", "prefill_token_ps", "context_token_ps"):
         assert getattr(file, name) == pytest.approx(getattr(COST, name), rel=0.02)
+
+
+def test_a_simulation_and_its_recording_are_the_same_side_of_a_comparison(tmp_path: Path) -> None:
+    """Step by step, though the one counts steps that repeat and the other has each; another's limits are found."""
+    path, load = tmp_path / "run.lstrace", crowd()
+    replay = record(path, load, LIMITS, COST)
+    trace = open_trace(path)
+    same = compare(SimulatedSide(Simulation(load, LIMITS, COST)), RecordedSide(trace, 0))
+    assert (same.divergence, same.num_equal_steps) == (None, replay.totals.num_steps)
+    fewer = config(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=48, order="priority")
+    other = compare(SimulatedSide(Simulation(load, fewer, COST)), RecordedSide(trace, 0)).divergence
+    both = compare(
+        SimulatedSide(Simulation(load, fewer, COST)), SimulatedSide(Simulation(load, LIMITS, COST))
+    ).divergence
+    assert other is not None
+    assert both is not None
+    assert (other.num_equal_steps, other.difference) == (both.num_equal_steps, both.difference)
+    assert other.b.start_ps == both.b.start_ps
+
+
+def test_a_recorded_engine_stands_where_its_simulation_stood(tmp_path: Path) -> None:
+    """Who runs and waits before a step, with how many blocks, and why the planner passes over whom."""
+    path, load = tmp_path / "run.lstrace", crowd()
+    record(path, load, LIMITS, COST)
+    trace = open_trace(path)
+    fewer = config(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=48, order="priority")
+    found = compare(SimulatedSide(Simulation(load, fewer, COST)), SimulatedSide(Simulation(load, LIMITS, COST)))
+    assert found.divergence is not None
+    place = found.divergence.b
+    simulated = simulated_snapshot("B", Simulation(load, LIMITS, COST), place)
+    recorded = recorded_snapshot("B", trace, 0, found.num_equal_steps, place)
+    assert recorded is not None
+    assert recorded.reasons == simulated.reasons
+    assert recorded.num_active == simulated.num_active
+    stood = {
+        seq_id: (each.state, each.priority, each.num_prompt_tokens, each.num_held_blocks)
+        for seq_id, each in simulated.standings.items()
+    }
+    assert {
+        seq_id: (each.state, each.priority, each.num_prompt_tokens, each.num_held_blocks)
+        for seq_id, each in recorded.standings.items()
+    } == stood
+    assert recorded_snapshot("B", trace, 7, 0, place) is None, "there is no such engine"
 
 
 def test_two_runs_are_compared_as_recordings_are(tmp_path: Path) -> None:

@@ -47,13 +47,13 @@ def listed(names: list[str]) -> str:
 def names_of(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
     """The requests that the divergence is about, each once."""
     if found.change is Change.REFUSAL:
-        return [name for here in (a, b) for name in here.decision.refused]
+        return [name for side in (a, b) for name in side.decision.refused]
     named = [a.name(seq_id) for seq_id in found.only_a] + [b.name(seq_id) for seq_id in found.only_b]
     return list(dict.fromkeys(named))
 
 
-def _names(here: Snapshot, ids: tuple[int, ...]) -> str:
-    return listed([here.name(seq_id) for seq_id in ids])
+def _names(side: Snapshot, ids: tuple[int, ...]) -> str:
+    return listed([side.name(seq_id) for seq_id in ids])
 
 
 def _more(ids: tuple[int, ...]) -> list[str]:
@@ -63,12 +63,12 @@ def _more(ids: tuple[int, ...]) -> list[str]:
 
 def _refusals(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
     lines = []
-    for ids, here, other in ((found.only_a, a, b), (found.only_b, b, a)):
-        names = [here.decision.refused[place] for place in ids]
+    for ids, side, other in ((found.only_a, a, b), (found.only_b, b, a)):
+        names = [side.decision.refused[place] for place in ids]
         if names:
-            why = here.refusals.get(names[0], "")
+            why = side.refusals.get(names[0], "")
             lines.append(
-                f"{here.label} refuses {listed(names)}, and {other.label} takes it" + (f": {why}" if why else "")
+                f"{side.label} refuses {listed(names)}, and {other.label} takes it" + (f": {why}" if why else "")
             )
     return lines
 
@@ -76,19 +76,19 @@ def _refusals(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
 # -- why somebody is passed over ---------------------------------------------------------------------------------------
 
 
-def _nothing(here: Snapshot, seq_id: int) -> list[str]:
+def _nothing(side: Snapshot, seq_id: int) -> list[str]:
     return []
 
 
-def _why_waits(here: Snapshot, seq_id: int) -> list[str]:
+def _why_waits(side: Snapshot, seq_id: int) -> list[str]:
     """Reasons why a sequence has no part in the step, by the planner, and the one that comes first in the order."""
-    lines = [words for reason in here.reasons_of(seq_id) if (words := _words(here, reason))]
-    own, plan = here.standings[seq_id], here.decision.plan
-    first = None if plan is None or not plan.admitted else here.standings.get(plan.admitted[0])
+    lines = [words for reason in side.reasons_of(seq_id) if (words := _words(side, reason))]
+    own, plan = side.standings[seq_id], side.decision.plan
+    first = None if plan is None or not plan.admitted else side.standings.get(plan.admitted[0])
     if first is not None and own.state is SequenceState.WAITING:
-        if here.config.order == "priority" and first.priority < own.priority:
+        if side.config.order == "priority" and first.priority < own.priority:
             lines.append(f"{called(first.name)} of class {first.priority} comes before class {own.priority}")
-        elif here.config.order == "fair" and first.outcome.tenant != own.outcome.tenant:
+        elif side.config.order == "fair" and first.outcome.tenant != own.outcome.tenant:
             lines.append(f"{called(first.name)} comes first, as tenant {own.outcome.tenant!r} was served no less")
     return list(dict.fromkeys(lines))
 
@@ -104,46 +104,46 @@ _TEMPLATES = {
 }
 
 
-def _words(here: Snapshot, reason: Reason) -> str:
+def _words(side: Snapshot, reason: Reason) -> str:
     """A limit that keeps a sequence out of the step; empty: there is nothing to say of it."""
     if reason.limit in (Limit.TOKENS, Limit.PREFILL):
-        return _spent(here, reason)
+        return _spent(side, reason)
     if reason.limit is Limit.BLOCKS:
-        return _lacking(here, reason)
+        return _lacking(side, reason)
     are, wait = ("is", "waits") if len(reason.others) == 1 else ("are", "wait")
-    names = _names(here, reason.others)
+    names = _names(side, reason.others)
     template = _TEMPLATES.get(reason.limit, "")
     return template.format(used=reason.used, most=reason.most, names=names, are=are, wait=wait)
 
 
-def _spent(here: Snapshot, reason: Reason) -> str:
+def _spent(side: Snapshot, reason: Reason) -> str:
     """A budget that leaves too little."""
-    if here.config.prefill_share == "adaptive" and reason.limit is Limit.PREFILL:
+    if side.config.prefill_share == "adaptive" and reason.limit is Limit.PREFILL:
         return f"{reason.most} prompt tokens are the share of the budget that prompts have now"
     name = f"the {reason.limit.value}"
     if reason.used >= reason.most:
         return f"{name} of {reason.most} tokens is used up"
     so = "too little to go on with"
-    if not here.config.chunking:
-        so = f"too little for its prompt of {here.standings[reason.seq_id].num_prompt_tokens} in one go"
+    if not side.config.chunking:
+        so = f"too little for its prompt of {side.standings[reason.seq_id].num_prompt_tokens} in one go"
     return f"{reason.used} of {reason.most} tokens of {name} are used, and what is left is {so}"
 
 
-def _lacking(here: Snapshot, reason: Reason) -> str:
+def _lacking(side: Snapshot, reason: Reason) -> str:
     """Blocks that it needs and are not there."""
     free = reason.most - reason.used
-    if here.standings[reason.seq_id].state is SequenceState.RUNNING and not free:
+    if side.standings[reason.seq_id].state is SequenceState.RUNNING and not free:
         return f"none of {reason.most} blocks is free for it"
-    what = "prompt and output need" if here.config.admission == "reserve" else "it needs"
+    what = "prompt and output need" if side.config.admission == "reserve" else "it needs"
     return f"{what} {reason.needed} block{'s' * (reason.needed != 1)}, {free} of {reason.most} are free"
 
 
-def _chunk_words(here: Snapshot, reason: Reason) -> str:
+def _chunk_words(side: Snapshot, reason: Reason) -> str:
     """A limit that cuts a chunk."""
     if reason.limit is Limit.CHUNK:
         return f"a chunk has at most {reason.most} tokens"
     rest = ", so that the prompt stops short of its end" if reason.limit is Limit.WIDTH else ""
-    return _words(here, reason) + rest
+    return _words(side, reason) + rest
 
 
 # -- what happens on one side only ------------------------------------------------------------------------------------
@@ -161,34 +161,34 @@ _ONE_SIDED: dict[Change, tuple[str, str, _States]] = {
 def _one_sided(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
     does, does_not, why = _ONE_SIDED[found.change]
     lines = []
-    for ids, here, other in ((found.only_a, a, b), (found.only_b, b, a)):
-        if not ids or (ids == found.only_b == found.only_a and here is b):
+    for ids, side, other in ((found.only_a, a, b), (found.only_b, b, a)):
+        if not ids or (ids == found.only_b == found.only_a and side is b):
             continue
-        names = _names(here, ids)
+        names = _names(side, ids)
         has_them = any(seq_id in other.standings for seq_id in ids)
         what = does_not.format(names) if has_them else "has none of that name: it has not come, or has ended before"
-        lines.append(f"{here.label} {does.format(names)}, and {other.label} {what}")
+        lines.append(f"{side.label} {does.format(names)}, and {other.label} {what}")
         if found.change is Change.VICTIM:
-            lines += _why_victims(here, other)
+            lines += _why_victims(side, other)
         for seq_id in ids[:MAX_REQUESTS]:
             reasons = why(other, seq_id) if seq_id in other.standings else []
             lines += [f"in {other.label}, {called(other.name(seq_id))} waits: {'; '.join(reasons)}"] if reasons else []
     return lines
 
 
-def _why_victims(here: Snapshot, other: Snapshot) -> list[str]:
-    plan = here.decision.plan
+def _why_victims(side: Snapshot, other: Snapshot) -> list[str]:
+    plan = side.decision.plan
     assert plan is not None
     lines = []
-    for side in (here, other):
-        held = side.config.num_blocks - side.num_free_blocks
-        lines.append(f"in {side.label}, {held} of {side.config.num_blocks} blocks are held after that")
+    for each in (side, other):
+        held = each.config.num_blocks - each.num_free_blocks
+        lines.append(f"in {each.label}, {held} of {each.config.num_blocks} blocks are held after that")
     for seq_id in plan.preempted[:MAX_REQUESTS]:
-        standing = here.standings.get(seq_id)
+        standing = side.standings.get(seq_id)
         if standing is None:  # it came before a recording began
             continue
         lines.append(
-            f"in {here.label}, {called(standing.name)} (class {standing.priority}) held {standing.num_held_blocks} "
+            f"in {side.label}, {called(standing.name)} (class {standing.priority}) held {standing.num_held_blocks} "
             "before"
         )
     return lines
@@ -199,13 +199,13 @@ def _why_victims(here: Snapshot, other: Snapshot) -> list[str]:
 
 def _chunk(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     rows = []
-    for here in (a, b):
-        plan = _plan(here)
+    for side in (a, b):
+        plan = _plan(side)
         place = plan.seq_ids.index(seq_id)
         rows.append((plan.lengths[place], plan.starts[place]))
     (length_a, start), (length_b, _) = rows
     lines = [f"{called(a.name(seq_id))} computes {length_a} tokens from position {start} on in A, and {length_b} in B"]
-    prompts = [here.standings[seq_id].num_prompt_tokens for here in (a, b) if seq_id in here.standings]
+    prompts = [side.standings[seq_id].num_prompt_tokens for side in (a, b) if seq_id in side.standings]
     if len(set(prompts)) > 1:
         return [*lines, f"its prompt has {prompts[0]} tokens in A, and {prompts[1]} in B"]
     less = a if length_a < length_b else b
@@ -215,7 +215,7 @@ def _chunk(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
 
 
 def _cache(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
-    starts = [_plan(here).starts[_plan(here).seq_ids.index(seq_id)] for here in (a, b)]
+    starts = [_plan(side).starts[_plan(side).seq_ids.index(seq_id)] for side in (a, b)]
     standing = a.standings.get(seq_id)
     whole = "prompt tokens" if standing is None else f"{standing.num_prompt_tokens} prompt tokens"
     return [f"of the {whole} of {called(a.name(seq_id))}, {starts[0]} come from the cache in A, and {starts[1]} in B"]
@@ -223,36 +223,36 @@ def _cache(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
 
 def _move(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     lines = []
-    for here in (a, b):
-        count = len(_plan(here).swap_out)
-        standing = here.standings.get(seq_id)
+    for side in (a, b):
+        count = len(_plan(side).swap_out)
+        standing = side.standings.get(seq_id)
         held = "" if standing is None else f" with {standing.num_held_blocks} blocks"
         saved = f"{count} block{' is' if count == 1 else 's are'} saved to the host"
         kept = saved if count else "its tail is dropped, to be computed again"
         lines.append(
-            f"in {here.label}, {called(here.name(seq_id))} is preempted{held}: {kept} "
-            f"(preemption {here.config.preemption}; {here.num_free_host_blocks} host blocks are free)"
+            f"in {side.label}, {called(side.name(seq_id))} is preempted{held}: {kept} "
+            f"(preemption {side.config.preemption}; {side.num_free_host_blocks} host blocks are free)"
         )
     return lines
 
 
 def _block(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
-    table_a, table_b = (_plan(here).tables[_plan(here).seq_ids.index(seq_id)] for here in (a, b))
+    table_a, table_b = (_plan(side).tables[_plan(side).seq_ids.index(seq_id)] for side in (a, b))
     if len(table_a) != len(table_b):
         return [f"{called(a.name(seq_id))} holds {len(table_a)} blocks in A, and {len(table_b)} in B"]
     place = next(place for place, (x, y) in enumerate(zip(table_a, table_b, strict=True)) if x != y)
     how = [
-        str(table[place]) + (" (giving up its cached content)" if table[place] in _plan(here).evicted else "")
-        for here, table in ((a, table_a), (b, table_b))
+        str(table[place]) + (" (giving up its cached content)" if table[place] in _plan(side).evicted else "")
+        for side, table in ((a, table_a), (b, table_b))
     ]
     return [
         f"{called(a.name(seq_id))} gets another block at place {place} of its table: {how[0]} in A, and {how[1]} in B"
     ]
 
 
-def _plan(here: Snapshot) -> StepPlan:
-    assert here.decision.plan is not None, "only steps that run have rows"
-    return here.decision.plan
+def _plan(side: Snapshot) -> StepPlan:
+    assert side.decision.plan is not None, "only steps that run have rows"
+    return side.decision.plan
 
 
 _BOTH: dict[Change, Callable[[Snapshot, Snapshot, int], list[str]]] = {
@@ -263,11 +263,11 @@ _BOTH: dict[Change, Callable[[Snapshot, Snapshot, int], list[str]]] = {
 }
 
 
-def state_line(here: Snapshot) -> str:
+def state_line(side: Snapshot) -> str:
     """The side in one line."""
-    count = here.num_in_state
+    count = side.num_in_state
     return (
-        f"{here.label}: before the step {count(SequenceState.RUNNING)} run, {count(SequenceState.WAITING)} wait, "
-        f"{count(SequenceState.PREEMPTED)} are preempted; after it {here.num_active} of {here.config.max_num_seqs} run "
-        f"and {here.num_free_blocks} of {here.config.num_blocks} blocks are free"
+        f"{side.label}: before the step {count(SequenceState.RUNNING)} run, {count(SequenceState.WAITING)} wait, "
+        f"{count(SequenceState.PREEMPTED)} are preempted; after it {side.num_active} of {side.config.max_num_seqs} run "
+        f"and {side.num_free_blocks} of {side.config.num_blocks} blocks are free"
     )

@@ -213,33 +213,6 @@ def _lines(values: Sequence[object] | None) -> bytes:
     return b"[\n    " + b",\n    ".join(map(msgspec.json.encode, values)) + b"\n  ]"
 
 
-def from_json(data: bytes) -> Report:
-    """The report of ``to_json``.
-
-    Raises:
-        msgspec.ValidationError: not such a report.
-    """
-    return msgspec.json.decode(data, type=Report)
-
-
-def figures(report: Report) -> dict[str, object]:
-    """Every single figure by its name, nested ones by their path, as in ``latency_ticks.ttft.p99``."""
-    rows: dict[str, object] = {}
-    values = msgspec.to_builtins(report)
-    for name in ("version", "config", "cost_ps", "notes", "ticks", "outcomes"):
-        del values[name]
-    _flatten(values, "", rows)
-    return rows
-
-
-def _flatten(values: Mapping[str, Any], prefix: str, rows: dict[str, object]) -> None:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            _flatten(value, f"{prefix}{name}.", rows)
-        elif value is not None:
-            rows[prefix + name] = value
-
-
 def _goodput(replay: Replay, done: list[RequestOutcome], goals_ms: Mapping[str, float]) -> Goodput:
     limits = [(_MEASURES[name], round(limit_ms * PS_PER_MS)) for name, limit_ms in goals_ms.items()]
     good = sum(all(measure(each.in_ps) <= limit_ps for measure, limit_ps in limits) for each in done)

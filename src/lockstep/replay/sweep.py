@@ -73,20 +73,20 @@ def evaluate(job: Job, settings: Settings) -> Outcome:
 
 
 def sweep(
-    job: Job, combinations: Sequence[Settings], num_processes: int, tell: Callable[[], None] = lambda: None
+    job: Job, combinations: Sequence[Settings], num_processes: int, on_outcome: Callable[[], None] = lambda: None
 ) -> tuple[Outcome, ...]:
     """Replay all combinations.
 
     Args:
         num_processes: how many at a time; 1: here, without another process.
-        tell: called after each.
+        on_outcome: called after each.
     """
     job = replace(job, workload=replace(job.workload, requests=tuple(job.workload.requests)))
     outcomes = []
     with _answers(job, combinations, min(num_processes, len(combinations))) as answers:
         for outcome in answers:
             outcomes.append(outcome)
-            tell()
+            on_outcome()
     return tuple(outcomes)
 
 
@@ -146,8 +146,8 @@ def _interrupt_kept_back() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: came.set())
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
     try:
         yield
@@ -155,7 +155,7 @@ def _interrupt_kept_back() -> Iterator[None]:
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
-        if came.is_set():
+        if interrupted.is_set():
             signal.raise_signal(signal.SIGINT)
 
 

@@ -118,10 +118,10 @@ class _Scan:
         self._at = match.end() if match else self._at
         return self._text[self._at : self._at + 1]
 
-    def _take(self, wanted: str) -> None:
+    def _take(self, expected: str) -> None:
         got = self._next()
-        if got != wanted:
-            self._fault(f"{wanted!r} expected, not {got!r}" if got else f"it ends where {wanted!r} is expected")
+        if got != expected:
+            self._fault(f"{expected!r} expected, not {got!r}" if got else f"it ends where {expected!r} is expected")
         self._at += 1
 
     def _fault(self, what: str) -> NoReturn:

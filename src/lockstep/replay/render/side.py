@@ -175,7 +175,6 @@ class Stalls:
         self._by_id: dict[int, list[Stall]] = {}
         self._open: dict[int, tuple[int, int]] = {}
         """Tick and picosecond since when."""
-        self.num_left_out = 0
         self._count = 0
 
     def __call__(self, tick: Tick) -> None:
@@ -191,8 +190,6 @@ class Stalls:
             if self._count < MAX_STALLS:
                 self._count += 1
                 self._open[seq_id] = tick.tick, tick.start_ps
-            else:
-                self.num_left_out += 1
 
     def of(self, seq_id: int) -> tuple[Stall, ...]:
         """Stalls of one sequence, in order."""
