@@ -51,7 +51,7 @@ class Splitter:
     ignore_merges: bool = False
     """A piece that is a token as a whole is that token, whatever the merges say."""
     add_bos: bool = False
-    """What the family does when the file does not say."""
+    """Default of the family, where the file does not say."""
 
 
 _DEFAULT = Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))

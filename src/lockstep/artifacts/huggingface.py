@@ -32,7 +32,7 @@ SMALL_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""What changes a model's behaviour beside its weights, as far as it is read here."""
+"""Files that change a model's behaviour beside its weights, as far as they are read here."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _MAX_DIMENSIONS = 4

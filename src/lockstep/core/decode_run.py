@@ -40,7 +40,7 @@ class DecodeRun:
         self._num_unwritten = 0
         """Committed steps, and those of them that the sequences do not know of yet."""
         self._is_plain = False
-        """Whether the last step was one of this run that moved nothing, so that the next may be its repeat."""
+        """True if the last step was one of this run that moved nothing, so that the next may be its repeat."""
         self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
         """Step of the run in which somebody reaches its limit: the last one."""
         self._quiet_until = min(self._last, *self._due)

@@ -15,7 +15,7 @@ from lockstep.core.step import Explain, Limit, Reason
 from lockstep.core.step_builder import Reached, StepBuilder
 
 Output = tuple[Sequence, int]
-"""Who samples or replays, and the length of its segment."""
+"""A sequence that samples or replays, and the length of its segment."""
 
 _by_turn = attrgetter("turn")
 
@@ -45,7 +45,7 @@ class StepPlanner:
         self._reserves = config.admission == "reserve"
         self._order_is_fixed = config.order != "fair" and not config.priority_aging_steps
         self._nobody_fits_at: tuple[int, int, int] | None = None
-        """What could be had when all that were asked lacked blocks, and nothing else."""
+        """Supply at which all that were tried lacked blocks, and nothing else."""
         self._explain: Explain | None = None
 
     def plan(self, step: int, explain: Explain | None = None) -> StepBuilder:

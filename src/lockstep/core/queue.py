@@ -23,7 +23,7 @@ class TenantLedger:
     def __init__(self, max_tenants: int) -> None:
         self._max_tenants = max_tenants
         self._served: OrderedDict[str, int] = OrderedDict()
-        """Who came last is last."""
+        """Tenants in the order of their last request."""
         self._unfinished: dict[str, int] = {}
 
     def __len__(self) -> int:

@@ -56,7 +56,7 @@ class Scheduler:
         """The rows of the step under way, or of the last one."""
         self._run: DecodeRun | None = None
         self._is_settled = False
-        """Whether everybody past the prompt sampled one token in the last step, so has one to compute in the next."""
+        """True if everybody past the prompt sampled one token in the last step, so has one to compute in the next."""
         self._finished: deque[FinishedSequence] = deque(maxlen=config.max_finished)
 
     # -- commands -----------------------------------------------------------------------------------------------------

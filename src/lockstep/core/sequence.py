@@ -87,7 +87,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.num_skips = 0
-        """How often it was overtaken in the queue while it did not fit."""
+        """Number of times that it was overtaken in the queue while it did not fit."""
         self.arrival_step = arrival_step
         self.admitted_step = -1
         self.first_token_step = -1

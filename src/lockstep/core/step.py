@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
     table: tuple[int, ...]
     """Device block ids; covers at least ``start + length`` positions."""
     samples: bool
-    """Whether the chunk's last token's logits are sampled."""
+    """True if the chunk's last token's logits are sampled."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class StepPlan:
     preempted: Final[tuple[int, ...]] = ()
     """Ids that lost blocks in this step and wait until they get them back."""
     num_prompt_tokens: Final[int] = 0
-    """How many of the tokens are prompt."""
+    """Number of the tokens that are prompt."""
 
     @property
     def has_work(self) -> bool:
@@ -95,7 +95,7 @@ class StepResult(NamedTuple):
     num_tokens: tuple[int, ...]
     """Tokens that each sampling sequence got: 1, or 1 + the grammar-forced ones."""
     finishes: tuple[FinishReason | None, ...]
-    """Why the sequence ends with its last token, or None."""
+    """Reason for which the sequence ends with its last token, or None."""
 
 
 class Finish(NamedTuple):
@@ -111,7 +111,7 @@ class StepEvents(NamedTuple):
     step: int
     finished: tuple[Finish, ...]
     num_tokens: tuple[int, ...] = ()
-    """What each sampling sequence got, in plan order: the result's counts, cut at the output limit."""
+    """Tokens that each sampling sequence got, in plan order: the result's counts, cut at the output limit."""
 
 
 class Limit(Enum):
@@ -138,7 +138,7 @@ class Reason(NamedTuple):
     limit: Limit
     used: int = 0
     most: int = 0
-    """Of what the limit counts."""
+    """Bound of what the limit counts."""
     needed: int = 0
     """Blocks."""
     others: tuple[int, ...] = ()
@@ -146,4 +146,4 @@ class Reason(NamedTuple):
 
 
 Explain = Callable[[Reason], None]
-"""Who asked for reasons."""
+"""Callback for reasons."""

@@ -31,7 +31,7 @@ class StepBuilder:
         self.left_out: list[int] = []
         """Ids of running sequences that lack blocks or budget: then nobody new is admitted."""
         self.is_budget_short = False
-        """Whether somebody in the queue lacked budget."""
+        """True if somebody in the queue lacked budget."""
         self.seqs: list[Sequence] = []
         self.lengths: list[int] = []
         """The rows; each starts where its sequence is computed to."""

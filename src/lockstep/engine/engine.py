@@ -102,7 +102,7 @@ class Engine:
         self._publisher = OutputProcessor(model, self._metrics)
         self._inbox = Inbox()
         self._running_thread_id = 0
-        """Of the thread in ``run``; 0: none."""
+        """Id of the thread in ``run``; 0: none."""
         self._ids = itertools.count()
         self._info = {"cache_config_info": cache_config_labels(config)}
         self._open: dict[int, LiveRequest] = {}

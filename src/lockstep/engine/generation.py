@@ -35,7 +35,7 @@ class Generation:
     max_step_tokens: int
     """Tokens that one step may add, forced ones included."""
     tokens: list[int] = field(init=False)
-    """Of prompt and output."""
+    """Prompt and output."""
     prompt_len: int = field(init=False)
     min_len: int = field(init=False)
     max_len: int = field(init=False)
@@ -47,7 +47,7 @@ class Generation:
     splitter: ReasoningSplitter | None = None
     pooler: Pooler | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the first sequence only: its siblings have the same prompt."""
+    """For the first sequence only: its siblings have the same prompt."""
     takes_likeliest: bool = False
     """True if each of its tokens is the most likely one, and nobody asks how likely."""
     texts: list[str] = field(default_factory=list)
@@ -284,7 +284,7 @@ class LiveRequest:
     max_output_tokens: int
     sampling: ResolvedSampling
     seed: int
-    """Of the first sequence; sibling ``i`` draws with ``seed + i``."""
+    """Seed of the first sequence; sibling ``i`` draws with ``seed + i``."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a sequence, in a fixed order."""
     ignored_end_ids: tuple[int, ...] = ()

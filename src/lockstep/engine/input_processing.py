@@ -27,7 +27,7 @@ MAX_OWNER_CHARS = 4_096
 MAX_EXTERNAL_ID_CHARS = 128
 MAX_SEGMENT_CHARS = 64
 REASONING = ("auto", "off")
-"""What a conversation may say of thoughts."""
+"""Values of a conversation's ``reasoning``."""
 
 
 def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequest) -> LiveRequest:

@@ -39,7 +39,7 @@ class LoadedModel:
     name: str
     source: str
     fingerprint: str
-    """Of the artifact's content."""
+    """Digest of the artifact's content."""
     executor: Executor
     tokenizer: Tokenizer
     grammars: GrammarCompiler

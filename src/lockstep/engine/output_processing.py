@@ -34,15 +34,15 @@ class OutputProcessor:
         self._metrics = metrics
         self.generations: dict[int, Generation] = {}
         self._pooled: list[tuple[Pooler, int, range]] = []
-        """Who gets the step's hidden states: whose, from which position, which offsets of the chunk."""
+        """Poolers that get the step's hidden states: from which position, and which offsets of the chunk."""
         self._judged: list[tuple[Generation, int]] = []
-        """Whose prompt is judged by the rows that follow the sampled ones, and by how many of them."""
+        """Sequences whose prompts are judged by the rows behind the sampled ones, and by how many of them."""
         self._sampling: list[Generation] = []
-        """Who samples in the step under way, in plan order."""
+        """Sequences that sample in the step under way, in plan order."""
         self.interrupt: BaseException | None = None
-        """What is to come out of the step when it is over."""
+        """Interrupt that comes out of the step when it is over."""
         self.outputs: list[TokenOutput] = []
-        """What was told since the step under way began, or the last one; the engine puts a new list here for each."""
+        """Outputs since the step under way began, or the last one; the engine puts a new list here for each."""
 
     def open(self, live: LiveRequest, index: int, seq_id: int, max_step_tokens: int) -> Generation:
         """One of a request's sequences has its place in the queue."""

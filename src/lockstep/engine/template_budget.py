@@ -25,17 +25,17 @@ MAX_WORK = 1_000_000
 """Units per rendering; a unit is about a microsecond: an operation, an element, or CHARS_PER_UNIT characters."""
 CHARS_PER_UNIT = 256
 MAX_RENDERED_CHARS = 16_000_000
-"""Of the prompt and of any text on the way; no context is as long."""
+"""Bound of the prompt and of any text on the way; no context is as long."""
 MAX_REPEATED = 100_000
 """The largest factor of ``*``, exponent of ``**`` and padding, as Jinja's own bound of ``range``."""
 MAX_INTEGER_BITS = 4_096
 MAX_SOURCE_CHARS = 1_000_000
-"""Of a template; the longest known ones are a fiftieth of it."""
+"""Bound of a template; the longest known ones are a fiftieth of it."""
 
 GATE, LOOP, CONCAT = "lockstep gate", "lockstep loop", "lockstep concat"
 """Names that no template can write."""
 _CALL_UNITS, _MACRO_UNITS = 1, 3
-"""Of a call beside its arguments and the unit of the gate."""
+"""Price of a call beside its arguments and the unit of the gate."""
 _CONSTANT_TIME = (
     "attr", "boolean", "callable", "count", "d", "default", "defined", "false", "first", "float", "integer",
     "iterable", "last", "length", "mapping", "none", "number", "sameas", "sequence", "string", "true",

@@ -30,7 +30,7 @@ _COMPOSING = frozenset({"NFC", "NFKC"})
 _SPLITTING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
 """Steps that cut a text and drop nothing of it."""
 _BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""What Unicode calls white space, and an added token may take in beside it."""
+"""Unicode's white space, which an added token may take in beside it."""
 
 
 class Tokenizer:

@@ -28,7 +28,7 @@ TokenBits = npt.NDArray[np.uint8]
 """[at least vocab / 8] one bit per token, the lowest bit of a byte first; 1: it may come."""
 MAX_MESSAGE_CHARS, MAX_WORD_CHARS = 400, 60
 MAX_CHOICE_STATES = 1_024
-"""Of all choices of a model: with the largest vocabularies 20 MB."""
+"""Bound for all choices of a model: with the largest vocabularies 20 MB."""
 
 
 class Grammar:

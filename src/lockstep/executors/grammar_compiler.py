@@ -39,10 +39,10 @@ INITIAL_LEXER_FUEL = 100_000
 STEP_LEXER_FUEL = 100_000
 MAX_LEXER_STATES = 20_000
 MAX_COPIED_BYTES = 8_192
-"""Of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and making all of them
-takes about two units of fuel per byte: less than half of `MAX_LEXER_STATES` and a sixth of the fuel of one step."""
+"""Bound of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and making all of
+them takes about two units of fuel per byte: less than half of `MAX_LEXER_STATES`, and a sixth of the fuel of a step."""
 NUM_REHEARSED_TOKENS = 16
-"""How far a new constraint is tried, so that one that explodes is refused instead of stopping the engine."""
+"""Tokens for which a new constraint is tried, so that one that explodes is refused instead of stopping the engine."""
 SENTINEL = "\x02"
 """A character that no merge crosses, before texts whose tokenizer puts a space in front."""
 Result = TypeVar("Result")
@@ -311,7 +311,7 @@ class _Checked:
     source: str
     """For llguidance."""
     error: str | None
-    """Why it cannot be used with this model."""
+    """Reason for which it cannot be used with this model."""
     pristine: LLMatcher | None = None
     """At its beginning, only ever copied; None: it must be built anew."""
 

@@ -39,7 +39,7 @@ class ProbeCase:
     name: str
     passed: bool
     detail: str
-    """What differed, or how much was compared."""
+    """Difference that was found, or how much was compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Scenario:
     move: str = ""
     """While it decodes, ``swap``: out to the host, over its old blocks, into others; ``copy``: to others directly."""
     all_rows: bool = False
-    """Whether logits of every token are asked for, not only of the sampled ones."""
+    """True if logits of every token are asked for, not only of the sampled ones."""
 
 
 def play(executor: Executor, num_blocks: int, scenario: Scenario) -> Logits:

@@ -200,7 +200,7 @@ class Head:
         heads = float(light[self._places].sum(dtype=np.float64))
         outside = float(light.sum(dtype=np.float64)) - heads
         self._is_near = outside * cols.height <= _HOPELESS * heads
-        """Whether most throws will hit."""
+        """True if most throws will hit."""
         if not self._is_near:
             return
         num_grid = int(self._places.searchsorted(cols.width))

@@ -65,9 +65,9 @@ class SamplerState:
         self.sampling = sampling
         self._random = None if sampling.is_greedy else TokenRandom(seed)
         self.remembers = sampling.has_penalties
-        """Whether it wants to know the tokens of the output."""
+        """True if it wants to know the tokens of the output."""
         self.edits = bool(sampling.logit_bias) or sampling.has_penalties
-        """Whether a row must be copied and changed before it is sampled."""
+        """True if a row must be copied and changed before it is sampled."""
         self.is_plain_greedy = sampling.is_greedy and not self.edits
         if self.edits:
             self._begin(sampling, prompt_ids)

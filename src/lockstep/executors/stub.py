@@ -29,7 +29,7 @@ HEAD_ID, MAX_ID = 260, 261
 """Pieces of answers that no text is tokenised into, as no merge leads to them: up to the length, and behind it."""
 VOCAB_SIZE = 262
 DECLARED_BYTES = 800_000_000
-"""What a stub model says that its weights weigh."""
+"""Size of its weights that a stub model declares."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -52,7 +52,7 @@ class CachedModel:
     """Something in the cache that can be served."""
 
     source: str
-    """What `lockstep run` takes."""
+    """Name that `lockstep run` takes."""
     revision: str
     """Names of it, e.g. ``main``, or the first digits of the commit."""
     commit: str

@@ -148,9 +148,9 @@ class Pass:
     inputs: ForwardInputs
     """Rows padded to two where there is one."""
     row_places: Longs
-    """Where its rows stand among the step's rows."""
+    """Places of its rows among the step's rows."""
     hidden_places: Longs
-    """Where its hidden rows stand among the step's."""
+    """Places of its hidden rows among the step's."""
 
 
 def split_inputs(inputs: ForwardInputs, max_tokens: int, block_size: int) -> Iterator[Pass]:

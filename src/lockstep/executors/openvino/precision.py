@@ -32,7 +32,7 @@ class PrecisionChoice:
 
     precision: Precision
     is_requantised: bool = False
-    """Whether weights are rounded anew; else each is what the file says (a product of scales may be rounded to f16)."""
+    """True if weights are rounded anew; else each is what the file says (a product of scales may be rounded to f16)."""
 
 
 _BLOCKS: Mapping[Encoding, PrecisionChoice] = {

@@ -19,7 +19,7 @@ from lockstep.executors.openvino.runtime import Model, Node, op, ov
 MAX_PASS_TOKENS = 80
 """The most rows for which the kernel sums any number of columns in one go."""
 INDIFFERENT_COLUMNS = 512
-"""What the kernel sums in one go, however many rows there are: 64 blocks of 8."""
+"""Columns that the kernel sums in one go, however many rows there are: 64 blocks of 8."""
 MAX_COLUMNS = 2048
 """Wider products are cut for speed: 5632 columns of int8 take 0.37 to 0.48 of the time at 8 to 80 rows."""
 _EVEN_FEATURES = 32
