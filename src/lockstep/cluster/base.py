@@ -87,9 +87,3 @@ class Health:
     """Why not, in one sentence; empty when ready."""
     warnings: tuple[str, ...] = ()
     """What somebody should look after although requests are answered, a sentence each."""
-
-
-def recording_warnings(*faults: str) -> tuple[str, ...]:
-    """The warning that something is to be recorded and is not; none where every fault is empty."""
-    why = "; ".join(dict.fromkeys(filter(None, faults)))
-    return (f"nothing is recorded now: {why}; requests are answered all the same",) if why else ()

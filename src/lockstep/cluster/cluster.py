@@ -213,7 +213,7 @@ class Cluster:
     def snapshot(self) -> ClusterSnapshot:
         """The whole cluster at this moment; UnavailableError until its models have been opened."""
         self._state.check_opened()
-        return self._state.snapshot(self._is_replacing, self._handler.num_ephemeral)
+        return self._state.snapshot(self._is_replacing)
 
     def manifest_text(self) -> str:
         """The effective manifest as YAML; `replace` takes it."""

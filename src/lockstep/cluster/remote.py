@@ -21,7 +21,7 @@ from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
 from lockstep.cluster.remote_exchange import Exchange, Patience, PublicTransport
-from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, Named, RemoteRequest, remote_request
+from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, RemoteRequest, ServerName, remote_request
 from lockstep.cluster.snapshot import RemoteSnapshot
 from lockstep.engine.metrics import HISTOGRAMS, Histogram
 from lockstep.engine.request import GenerationRequest
@@ -79,7 +79,7 @@ class RemoteModel:
         self._clock = clock
         self._model = remote.model or entry.id
         self._silence_s = remote.timeout_s
-        self._who = Named(entry.id, remote.api_key_env)
+        self._server = ServerName(entry.id, remote.api_key_env)
         self._breaker = Breaker(self._options.breaker)
         self._requests_total = 0
         self._attempts_total = 0
@@ -184,7 +184,7 @@ class RemoteModel:
                 raise self._rested()
             self._attempts_total += 1
             sent_s = self._clock()
-            exchange = Exchange(self._client, self._who, request, patience, self._silence_s)
+            exchange = Exchange(self._client, self._server, request, patience, self._silence_s)
             try:
                 await exchange.begin()
             except AttemptError as refused:
@@ -225,7 +225,7 @@ class RemoteModel:
     def _rested(self) -> UnavailableError:
         wait_s = self._breaker.wait_s(self._clock())
         return UnavailableError(
-            f"{self._who} failed too often in a row and is left alone; try again in {wait_s:.1f} s",
+            f"{self._server} failed too often in a row and is left alone; try again in {wait_s:.1f} s",
             retry_after_s=max(RETRY_AFTER_S, wait_s),
         )
 

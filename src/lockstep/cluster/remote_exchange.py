@@ -21,9 +21,9 @@ from lockstep.cluster.completion_chunks import DONE
 from lockstep.cluster.remote_messages import (
     RETRY_AFTER_S,
     AttemptError,
-    Named,
     RemoteAnswer,
     RemoteRequest,
+    ServerName,
     of_status,
 )
 from lockstep.engine.outputs import TokenOutput
@@ -111,17 +111,22 @@ class Exchange:
     """
 
     def __init__(
-        self, client: httpx2.AsyncClient, who: Named, request: RemoteRequest, patience: Patience, silence_s: float
+        self,
+        client: httpx2.AsyncClient,
+        server: ServerName,
+        request: RemoteRequest,
+        patience: Patience,
+        silence_s: float,
     ) -> None:
         self._client = client
-        self._who = who
+        self._server = server
         self._request = request
         self._patience = patience
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._loop.time()
         self._queue_s = 0.0
-        self._answer = RemoteAnswer(who, request.num_choices, request.has_tools, request.max_tokens, self._sent_s)
+        self._answer = RemoteAnswer(server, request, self._sent_s)
         self._response: httpx2.Response | None = None
         self._events: AsyncGenerator[httpx2.ServerSentEvent] | None = None
         self._first: httpx2.ServerSentEvent | None = None
@@ -143,7 +148,7 @@ class Exchange:
             LockstepError: the call was ended, or its time is up.
         """
         until_s = self._sent_s + self._silence_s
-        late = AttemptError(DeadlineError(f"{self._who} did not begin to answer within {self._silence_s:g} s"))
+        late = AttemptError(DeadlineError(f"{self._server} did not begin to answer within {self._silence_s:g} s"))
         posted = self._client.build_request("POST", self._request.path.removeprefix("/"), content=self._request.body)
         with self._translated():
             self._response = response = await self._patience.wait(
@@ -152,10 +157,10 @@ class Exchange:
             self._queue_s = self._loop.time() - self._sent_s
             if response.status_code != _OK:
                 body = await self._patience.wait(lambda: _beginning(response), until_s, late)
-                raise of_status(self._who, response.status_code, response.headers.get("retry-after"), body)
+                raise of_status(self._server, response.status_code, response.headers.get("retry-after"), body)
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != _EVENTS:
-                text = f"{self._who} answered with {kind[:64] or 'no content type'} in place of {_EVENTS}"
+                text = f"{self._server} answered with {kind[:64] or 'no content type'} in place of {_EVENTS}"
                 raise AttemptError(RemoteFailedError(f"{text}; is it an OpenAI-compatible server?"))
             events = aiter(httpx2.EventSource(response, MAX_EVENT_BYTES))
             self._events = cast("AsyncGenerator[httpx2.ServerSentEvent]", events)  # what it is, and may be closed
@@ -180,7 +185,7 @@ class Exchange:
                 usage_until_s = min(usage_until_s, self._loop.time() + USAGE_S)
                 event = await self._usage_event(usage_until_s)
             else:
-                text = f"{self._who} was silent for {self._silence_s:g} s in the middle of its answer"
+                text = f"{self._server} was silent for {self._silence_s:g} s in the middle of its answer"
                 late, until_s = AttemptError(DeadlineError(text)), self._loop.time() + self._silence_s
                 with self._translated():
                     event = await self._patience.wait(self._next_event, until_s, late)
@@ -220,27 +225,27 @@ class Exchange:
         return await anext(self._events, None)
 
     def _broken(self, how: str, *, may_retry: bool = False) -> AttemptError:
-        return AttemptError(RemoteFailedError(f"{self._who} {how}"), may_retry=may_retry)
+        return AttemptError(RemoteFailedError(f"{self._server} {how}"), may_retry=may_retry)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
         """Whatever the transport raises, as a refusal. Nothing has come of an answer while there is no response."""
-        who, is_new = self._who, self._response is None
+        server, is_new = self._server, self._response is None
         try:
             yield
         except httpx2.PoolTimeout:
-            error = UnavailableError(f"{who} has as many requests of ours as it gets; try again later")
+            error = UnavailableError(f"{server} has as many requests of ours as it gets; try again later")
             raise AttemptError(error, is_fault=False) from None
         except NotPublicError:
-            text = f"{who} is at no public address, and whoever brought its manifest may name no other"
+            text = f"{server} is at no public address, and whoever brought its manifest may name no other"
             raise AttemptError(RemoteFailedError(text)) from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            text = f"{who} cannot be reached ({type(error).__name__})"
+            text = f"{server} cannot be reached ({type(error).__name__})"
             raise AttemptError(RemoteFailedError(text, retry_after_s=RETRY_AFTER_S), may_retry=True) from None
         except httpx2.TimeoutException:
-            raise AttemptError(DeadlineError(f"{who} was silent for {self._silence_s:g} s")) from None
+            raise AttemptError(DeadlineError(f"{server} was silent for {self._silence_s:g} s")) from None
         except httpx2.SSEError as error:
-            raise AttemptError(RemoteFailedError(f"{who} sent a stream that cannot be read: {error}")) from None
+            raise AttemptError(RemoteFailedError(f"{server} sent a stream that cannot be read: {error}")) from None
         except (httpx2.HTTPError, httpx2.StreamError) as error:
             if is_new:
                 raise self._broken(f"broke the connection ({type(error).__name__})", may_retry=True) from None

@@ -181,22 +181,20 @@ class _ChoiceSoFar:
 class RemoteAnswer:
     """The answer that the events of one stream make.
 
+    It is whole when all choices that were asked for have ended. A server that sends more pieces of a choice than its
+    `max_tokens` did not take the limit, and is cut; without one, only `MAX_ANSWER_CHARS` bounds the answer.
+
     Args:
-        num_choices: how many were asked for; an answer is whole when all have ended.
-        has_tools: whether functions may be called.
-        max_tokens: of each choice; who sends more pieces than that did not hear, and is cut. None: only
-            `MAX_ANSWER_CHARS` bounds it.
         sent_s: when the request was sent, on the clock of the other times.
     """
 
-    def __init__(self, who: Named, num_choices: int, has_tools: bool, max_tokens: int | None, sent_s: float) -> None:
-        self._who = who
-        self._has_tools = has_tools
-        self._max_tokens = max_tokens
+    def __init__(self, server: ServerName, request: RemoteRequest, sent_s: float) -> None:
+        self._server = server
+        self._request = request
         self._sent_s = sent_s
         self._first_s: float | None = None
         self._decoder = msgspec.json.Decoder(Chunk)
-        self._choices = [_ChoiceSoFar() for _ in range(num_choices)]
+        self._choices = [_ChoiceSoFar() for _ in range(request.num_choices)]
         self._usage = Usage()
         self._num_chars = 0
         self._num_empty = 0
@@ -220,7 +218,7 @@ class RemoteAnswer:
         except (ValueError, UnicodeEncodeError) as error:
             raise self._malformed(f"an event that is no completion chunk ({error})") from None
         if chunk.error is not None:
-            raise of_frame(self._who, chunk.error)
+            raise of_frame(self._server, chunk.error)
         if chunk.usage is not None:
             self._usage = chunk.usage
         outputs = [output for choice in chunk.choices for output in self._outputs(choice, now_s)]
@@ -271,7 +269,7 @@ class RemoteAnswer:
             if has_news and not self.is_cut:
                 raise self._malformed(f"more of choice {choice.index} after its end")
             return []
-        is_over = so_far.num_pieces == self._max_tokens or self._num_chars > MAX_ANSWER_CHARS
+        is_over = so_far.num_pieces == self._request.max_tokens or self._num_chars > MAX_ANSWER_CHARS
         if has_news and is_over and choice.finish_reason is None:
             self.is_cut = True
             return self._ended(choice.index, FinishReason.LENGTH, None)
@@ -286,7 +284,7 @@ class RemoteAnswer:
     def _news(self, choice: Choice) -> TokenOutput:
         delta = choice.delta or Delta()
         calls = tuple(_part(call) for call in delta.tool_calls or ())
-        if calls and not self._has_tools:
+        if calls and not self._request.has_tools:
             raise self._malformed("a call of a function, and there are none in the request")
         text, thoughts = f"{choice.text or ''}{delta.content or ''}{delta.refusal or ''}", choice.thoughts
         self._num_chars += len(text) + len(thoughts) + sum(len(part.arguments) for part in calls)
@@ -295,7 +293,7 @@ class RemoteAnswer:
     def _finish(self, choice: Choice) -> list[TokenOutput]:
         reason = choice.finish_reason or ""
         if reason not in _ENDINGS:
-            raise AttemptError(RemoteFailedError(f"{self._who} ended its answer with {reason[:64]!r}"))
+            raise AttemptError(RemoteFailedError(f"{self._server} ended its answer with {reason[:64]!r}"))
         return self._ended(choice.index, _ENDINGS[reason], _FILTERED if reason == _FILTERED else choice.stop_reason)
 
     def _ended(self, index: int, reason: FinishReason, stop_reason: int | str | None) -> list[TokenOutput]:
@@ -308,7 +306,7 @@ class RemoteAnswer:
         return []
 
     def _malformed(self, what: str) -> AttemptError:
-        return AttemptError(RemoteFailedError(f"{self._who} sent {what}; is it an OpenAI-compatible server?"))
+        return AttemptError(RemoteFailedError(f"{self._server} sent {what}; is it an OpenAI-compatible server?"))
 
 
 def _part(call: CallDelta) -> CallPart:
@@ -333,7 +331,7 @@ class AttemptError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ServerName:
     """The other server, as messages name it."""
 
     id: str
@@ -343,19 +341,21 @@ class Named:
         return f"{self.id!r}, which another server answers,"
 
 
-def of_status(who: Named, status: int, retry_after: str | None, body: bytes) -> AttemptError:
+def of_status(server: ServerName, status: int, retry_after: str | None, body: bytes) -> AttemptError:
     """The failure of a response that is no answer."""
     if 300 <= status < 400:
         return AttemptError(
-            RemoteFailedError(f"{who} answered with a redirect ({status}), which is not followed; correct its base_url")
+            RemoteFailedError(
+                f"{server} answered with a redirect ({status}), which is not followed; correct its base_url"
+            )
         )
     if status in (401, 403):
-        given = "no api_key_env" if who.api_key_env is None else f"the key in {who.api_key_env}"
+        given = "no api_key_env" if server.api_key_env is None else f"the key in {server.api_key_env}"
         return AttemptError(
-            RemoteFailedError(f"{who} refused our key ({status}); its entry has {given}"), is_fault=False
+            RemoteFailedError(f"{server} refused our key ({status}); its entry has {given}"), is_fault=False
         )
     message, param, code = _error_of(body)
-    text = f"{who} answered {status}: {message}"
+    text = f"{server} answered {status}: {message}"
     if status in (400, 413, 422):
         kind = PromptTooLongError if code == "context_length_exceeded" else InvalidParameterError
         return AttemptError(kind(text, param=param), is_fault=False)
@@ -372,10 +372,10 @@ def of_status(who: Named, status: int, retry_after: str | None, body: bytes) -> 
     return AttemptError(RemoteFailedError(text), is_fault=status < 400 or status >= 500, may_retry=status >= 500)
 
 
-def of_frame(who: Named, error: Any) -> AttemptError:
+def of_frame(server: ServerName, error: Any) -> AttemptError:
     """The failure of an error in the middle of a stream."""
     type_ = error.get("type") if isinstance(error, dict) else None
-    text = f"{who} ended its answer: {error_message(error) or NO_REASON}"
+    text = f"{server} ended its answer: {error_message(error) or NO_REASON}"
     kind = DeadlineError if type_ == "timeout_error" else RemoteFailedError
     return AttemptError(kind(text), is_fault=type_ not in _OF_THE_REQUEST)
 

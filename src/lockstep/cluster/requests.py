@@ -60,8 +60,6 @@ class RequestHandler:
         self._clock = clock
         self._prompts = PromptTokeniser()
         self.num_open = 0
-        self.num_ephemeral = 0
-        """Open calls without a session id."""
 
     async def stream(self, call: GenerationRequest) -> EventStream:
         """Answer a request, as `lockstep.cluster.cluster.Cluster.stream`."""
@@ -69,7 +67,8 @@ class RequestHandler:
         hops: tuple[Hop, ...] = ()
         self._state.counters.requests_total += 1
         self.num_open += 1
-        self._begin_session(call, model)
+        if self._state.sessions.begin(call.session_id, model.id, self._clock()):
+            self._state.events.emit("session_admitted", session=call.session_id, model=model.id)
         try:
             if router is not None and model.id == router.entry and call.pooling is None:
                 routed = await self._route(router, model, call)
@@ -86,7 +85,7 @@ class RequestHandler:
                     yield events
         finally:
             self.num_open -= 1
-            self._end_session(call)
+            self._state.sessions.end(call.session_id, self._clock())
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
@@ -253,20 +252,6 @@ class RequestHandler:
             if other.replica is not None and self._state.replicas.warm(other.replica):
                 self._state.counters.co_activation_warms += 1
                 self._state.events.emit("co_activation_warmed", model=other.id, by=model.id)
-
-    # -- sessions -------------------------------------------------------------------------------------------------
-
-    def _begin_session(self, call: GenerationRequest, model: Model) -> None:
-        if call.session_id is None:
-            self.num_ephemeral += 1
-        elif self._state.sessions.begin(call.session_id, model.id, self._clock()):
-            self._state.events.emit("session_admitted", session=call.session_id, model=model.id)
-
-    def _end_session(self, call: GenerationRequest) -> None:
-        if call.session_id is None:
-            self.num_ephemeral -= 1
-        else:
-            self._state.sessions.end(call.session_id, self._clock())
 
 
 def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:

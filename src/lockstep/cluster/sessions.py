@@ -172,14 +172,23 @@ class ModelSessions:
 
 
 class Sessions:
-    """All named sessions of a cluster."""
+    """All sessions of a cluster: named ones, and those of requests without a session id."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Session] = {}
-        """Least recently used first."""
+        """Named ones, least recently used first."""
+        self._num_ephemeral = 0
 
-    def begin(self, id_: str, model: str, now_s: float) -> bool:
-        """Note a request of a session; returns True where the session is new."""
+    @property
+    def num_live(self) -> int:
+        """Sessions whose requests are being answered, or whose KV is held."""
+        return self._num_ephemeral + sum(bool(each.num_active or each.is_held) for each in self.by_id.values())
+
+    def begin(self, id_: str | None, model: str, now_s: float) -> bool:
+        """Note a request of a session; returns True where it is a new one with a name."""
+        if id_ is None:
+            self._num_ephemeral += 1
+            return False
         session = self.by_id.pop(id_, None)
         is_new = session is None
         if session is None:
@@ -191,10 +200,11 @@ class Sessions:
         session.num_active += 1
         return is_new
 
-    def end(self, id_: str, now_s: float) -> None:
+    def end(self, id_: str | None, now_s: float) -> None:
         """Note the end of a request, whatever became of it."""
-        session = self.by_id.get(id_)
-        if session is not None:
+        if id_ is None:
+            self._num_ephemeral -= 1
+        elif (session := self.by_id.get(id_)) is not None:
             session.num_active = max(0, session.num_active - 1)  # one that was ended and began anew counts its own
             session.last_used_s = now_s
 

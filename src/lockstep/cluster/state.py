@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from lockstep.cluster.backend import Backend, OneModel, served_by
-from lockstep.cluster.base import recording_warnings
 from lockstep.cluster.budget import cut_texts, refusal, table_text
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
@@ -224,7 +223,9 @@ class ClusterState:
 
     def warnings(self) -> tuple[str, ...]:
         """Sentences on what somebody should look after although calls are answered."""
-        return recording_warnings(self.worker.recording_fault, "" if self._plans is None else self._plans.fault)
+        faults = (self.worker.recording_fault, "" if self._plans is None else self._plans.fault)
+        why = "; ".join(dict.fromkeys(filter(None, faults)))
+        return (f"nothing is recorded now: {why}; requests are answered all the same",) if why else ()
 
     async def close(self) -> None:
         """End the worker, and what is recorded."""
@@ -244,15 +245,13 @@ class ClusterState:
         """Reason why calls of a replica would not be answered at once, in one sentence; empty: they would."""
         return self.worker.trouble or replica.trouble()
 
-    def snapshot(self, is_replacing: bool, num_ephemeral: int) -> ClusterSnapshot:
+    def snapshot(self, is_replacing: bool) -> ClusterSnapshot:
         """Snapshot of the whole cluster at this moment.
 
         Args:
             is_replacing: whether a manifest is being brought in.
-            num_ephemeral: sessions of open calls that named none.
         """
         models, now_s = self.models, time.monotonic()
-        named = self.sessions.snapshot(now_s)
         return ClusterSnapshot(
             cluster=models.declared.cluster,
             backend=str(self.options.backend),
@@ -262,8 +261,8 @@ class ClusterState:
             models=tuple(model.snapshot(self.worker.trouble, now_s) for model in models.by_id.values()),
             replicas=tuple(each.snapshot(tuple(m.id for m in self.models_on(each))) for each in self.replicas.all()),
             budgets=self._budgets(),
-            sessions=named,
-            sessions_live=num_ephemeral + sum(session.state != "dropped" for session in named),
+            sessions=self.sessions.snapshot(now_s),
+            sessions_live=self.sessions.num_live,
             counters=msgspec.structs.replace(self.counters),
             transitions=tuple(self.transitions),
             remotes=tuple(model.remote.snapshot() for model in models.by_id.values() if model.remote is not None),
@@ -303,7 +302,7 @@ class ClusterState:
         if found is not None and found.replica is not None and found.replica.phase is Phase.RESIDENT:
             await self.worker.sweep(found.replica.key, session, model)
 
-    def _gave_up(self, session: str, reason: str) -> None:
+    def _drop_held(self, session: str, reason: str) -> None:
         self.swept(session, [m.id for m in self.models.by_id.values() if m.sessions.drop(session)], reason)
 
     def _session_changed(self, change: SessionChange) -> None:
@@ -325,7 +324,7 @@ class ClusterState:
 
         for session in sorted(self.sessions.idle(self.models.declared.sessions, now_s), key=urgency):
             holders = [model.id for model in by_id.values() if model.sessions.holds(session.id)]
-            self._gave_up(session.id, "idle")
+            self._drop_held(session.id, "idle")
             session.is_held = False  # also where the model that held it is gone from the manifest
             session.kept_tokens.clear()
             for model in holders:
@@ -353,7 +352,7 @@ class ClusterState:
             case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
                 for session in tuple(self.sessions.by_id):
-                    self._gave_up(session, LOST)
+                    self._drop_held(session, LOST)
                 self.replicas.worker_lost()
             case Back():
                 self.replicas.pump()
