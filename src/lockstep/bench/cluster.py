@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lockstep.bench.runner import loop_factory
-from lockstep.cluster.backend import Backend, served_by, targets_of
+from lockstep.cluster.backend import Backend, served_by
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Entry, Manifest, Tier
 from lockstep.cluster.manifest_file import parse
@@ -161,7 +161,7 @@ async def _boot(manifest: Manifest, kind: Literal["process", "thread"]) -> tuple
 
 def asked_of(manifest: Manifest) -> tuple[str, ...]:
     """Models that calls are routed to: those that are resident; where none is, all that routing knows."""
-    ids = targets_of(manifest)
+    ids = manifest.targets
     resident = tuple(id_ for id_ in ids if manifest.entry(id_).tier is Tier.RESIDENT)
     return resident or ids
 

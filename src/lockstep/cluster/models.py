@@ -103,10 +103,11 @@ class ModelSet:
         if self.router is not None:
             self._by_name[None] = self.by_id[self.router.entry]
             self._by_name.setdefault(declared.cluster, self._by_name[None])
-        self._warmed_by: dict[str, tuple[Model, ...]] = {
+        self.warmed_by: Mapping[str, tuple[Model, ...]] = {
             id_: tuple(m for m in self.by_id.values() if id_ in m.entry.co_activation and m.replica is not None)
             for id_ in self.by_id
         }
+        """By id, the models that name this one in `co_activation`."""
 
     def find(self, name: str | None) -> Model:
         """The model of an id or alias; the entry model of the cluster's name or none.
@@ -123,7 +124,3 @@ class ModelSet:
     def replicas(self) -> tuple[ReplicaState, ...]:
         """Replicas of its models, each once, in order of definition."""
         return tuple(dict.fromkeys(m.replica for m in self.by_id.values() if m.replica is not None))
-
-    def warmed_by(self, id_: str) -> tuple[Model, ...]:
-        """Models that name this one in `co_activation`."""
-        return self._warmed_by[id_]

@@ -137,7 +137,8 @@ class RequestHandler:
     ) -> tuple[Accepted, list[TokenOutput]]:
         """Collect the entry's whole answer; promote what it will decide as soon as that is known."""
         by_id = self._state.models.by_id
-        has_hints = any(m.entry.promotes_on_intent and _is_absent(m.replica) for m in by_id.values())
+        hinted = (model.replica for model in by_id.values() if model.entry.promotes_on_intent)
+        has_hints = any(replica is not None and replica.phase is Phase.ABSENT for replica in hinted)
         accepted = Accepted(entry.id, ())
         outputs: list[TokenOutput] = []
         text = ""
@@ -248,7 +249,7 @@ class RequestHandler:
 
     def _warm(self, model: Model) -> None:
         """Promote the models that are named together with this one, once however many requests come."""
-        for other in self._state.models.warmed_by(model.id):
+        for other in self._state.models.warmed_by[model.id]:
             if other.replica is not None and self._state.replicas.warm(other.replica):
                 self._state.counters.co_activation_warms += 1
                 self._state.events.emit("co_activation_warmed", model=other.id, by=model.id)
@@ -280,10 +281,6 @@ def _too_late(model: Model, call: GenerationRequest, waited_s: float) -> Lockste
     if call.queue_deadline_s is not None and waited_s >= call.queue_deadline_s:
         return QueueDeadlineError(what)
     return UnavailableError(what)
-
-
-def _is_absent(replica: ReplicaState | None) -> bool:
-    return replica is not None and replica.phase is Phase.ABSENT
 
 
 def _qualified(model: Model) -> str:
