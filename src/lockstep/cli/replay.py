@@ -6,7 +6,6 @@ Here are files, clocks and the terminal; what decides is in lockstep/replay and 
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from lockstep.replay.workload import Workload
 
 
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes that `ru_maxrss` counts."""
 _OF_RECORDINGS = ("verify", "execute", "model", "allow_gaps", "as_json", "debug")
 
 
@@ -220,10 +217,11 @@ def _simulate(
 
 
 def _print_speed(num_requests: int, passed_s: float) -> None:
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+    from lockstep.bench.replay import peak_memory_bytes
+
     print(
         f"{num_requests:,} requests in {passed_s:.2f} s: {num_requests / max(passed_s, 1e-9):,.0f} requests/s, "
-        f"peak memory {peak_bytes / 1e6:,.0f} MB",
+        f"peak memory {peak_memory_bytes() / 1e6:,.0f} MB",
         file=sys.stderr,
     )
 

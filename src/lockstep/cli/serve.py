@@ -84,7 +84,7 @@ def serve(
         progress = ServingProgress.for_this(report.log_format)
         decided = decided_options(engine, "fcfs" if cluster_flags.manifest is None else "priority")
         load = LoadOptions(decided, openvino, worker_flags.cache_dir, worker_flags.probe)
-        cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, progress.tell)
+        cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, progress.update)
         warnings = answers_to(foreign)
         log_to_stderr(report.log_format, report.log_level, "server")
         for warning in warnings:

@@ -6,7 +6,7 @@ told what happens instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -192,52 +192,53 @@ class ForeignFlags:
     enable_server_load_tracking: Annotated[bool, typer.Option("--enable-server-load-tracking", hidden=True)] = False
 
 
+_ONE_DEVICE = "{flag} is {value}; a model runs on one device here, so it can only be 1"
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "tensor_parallel_size": ((None, 1), _ONE_DEVICE),
+    "pipeline_parallel_size": ((None, 1), _ONE_DEVICE),
+    "data_parallel_size": ((None, 1), _ONE_DEVICE),
+    "dtype": (
+        (None, "auto", "float", "float32"),
+        "{flag} is {value!r}; activations are float32 here: leave it out, or look at --quantize",
+    ),
+    "quantization": (
+        (None,),
+        "{flag} is told by the model's files; --quantize int8 or int4 rounds float weights at load",
+    ),
+    "tokenizer": ((None,), "{flag} is the one in the model's files; give a MODEL that has the right one"),
+    "load_format": ((None, "auto"), "{flag} is {value!r}; it is told by the model's files: leave it out"),
+    "swap_space": ((None,), "{flag} is called --swap-space-bytes here, and counts bytes"),
+    "seed": ((None,), "{flag} belongs to requests here: the same seed in a request gives the same answer"),
+}
+"""By field: values that ask for nothing that cannot be had, and what is said to any other."""
+_HARMLESS: Mapping[str, str] = {
+    "gpu_memory_utilization": "no GPU memory is reserved; --kv-cache-memory-bytes sizes the KV pool",
+    "trust_remote_code": "no code of a model is ever run",
+    "enforce_eager": "there are no CUDA graphs",
+    "enable_auto_tool_choice": "tools are always on",
+    "tool_call_parser": "the format is told by the chat template",
+    "reasoning_parser": "tags are in the chat template; see --reasoning",
+    "disable_log_stats": "figures are in /metrics only",
+    "enable_log_requests": "requests are logged unless --disable-log-requests",
+    "enable_prompt_tokens_details": "they are always there",
+    "enable_server_load_tracking": "/load always counts",
+}
+"""By field: what holds instead, or anyway."""
+
+
 def answers_to(given: ForeignFlags) -> list[str]:
     """Warnings about the flags that were given.
 
     Raises:
         UsageError: one asks for what cannot be had, so the server would not be the one that was meant.
     """
-    for refusal in _refusals(given):
-        raise UsageError(refusal)
-    return [f"{flag} has no effect: {instead}" for flag, was_given, instead in _harmless(given) if was_given]
+    values = {field.name: getattr(given, field.name) for field in fields(given)}
+    for name, (allowed, refusal) in _REFUSED.items():
+        if values[name] not in allowed:
+            raise UsageError(refusal.format(flag=_flag_of(name), value=values[name]))
+    given_names = [name for name in _HARMLESS if values[name] is not None and values[name] is not False]
+    return [f"{_flag_of(name)} has no effect: {_HARMLESS[name]}" for name in given_names]
 
 
-def _refusals(given: ForeignFlags) -> Iterator[str]:
-    for flag, size in (
-        ("--tensor-parallel-size", given.tensor_parallel_size),
-        ("--pipeline-parallel-size", given.pipeline_parallel_size),
-        ("--data-parallel-size", given.data_parallel_size),
-    ):
-        if size not in (None, 1):
-            yield f"{flag} is {size}; a model runs on one device here, so it can only be 1"
-    if given.dtype not in (None, "auto", "float", "float32"):
-        yield f"--dtype is {given.dtype!r}; activations are float32 here: leave it out, or look at --quantize"
-    if given.quantization is not None:
-        yield "--quantization is told by the model's files; --quantize int8 or int4 rounds float weights at load"
-    if given.tokenizer is not None:
-        yield "--tokenizer is the one in the model's files; give a MODEL that has the right one"
-    if given.load_format not in (None, "auto"):
-        yield f"--load-format is {given.load_format!r}; it is told by the model's files: leave it out"
-    if given.swap_space is not None:
-        yield "--swap-space is called --swap-space-bytes here, and counts bytes"
-    if given.seed is not None:
-        yield "--seed belongs to requests here: the same seed in a request gives the same answer"
-
-
-def _harmless(given: ForeignFlags) -> Iterator[tuple[str, bool, str]]:
-    memory = "no GPU memory is reserved; --kv-cache-memory-bytes sizes the KV pool"
-    yield "--gpu-memory-utilization", given.gpu_memory_utilization is not None, memory
-    yield "--trust-remote-code", given.trust_remote_code, "no code of a model is ever run"
-    yield "--enforce-eager", given.enforce_eager, "there are no CUDA graphs"
-    yield "--enable-auto-tool-choice", given.enable_auto_tool_choice, "tools are always on"
-    yield "--tool-call-parser", given.tool_call_parser is not None, "the format is told by the chat template"
-    yield (
-        "--reasoning-parser",
-        given.reasoning_parser is not None,
-        "tags are in the chat template; see --reasoning",
-    )
-    yield "--disable-log-stats", given.disable_log_stats, "figures are in /metrics only"
-    yield "--enable-log-requests", given.enable_log_requests, "requests are logged unless --disable-log-requests"
-    yield "--enable-prompt-tokens-details", given.enable_prompt_tokens_details, "they are always there"
-    yield "--enable-server-load-tracking", given.enable_server_load_tracking, "/load always counts"
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

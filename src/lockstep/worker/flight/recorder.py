@@ -195,15 +195,15 @@ class Recorder:
         gap_us, self._ended_us = started_us - (self._ended_us or started_us), ended_us
         if not self.is_on:
             return
-        self._tell_priorities(priorities)
+        self._put_priorities(priorities)
         place = 0
         if len(priorities) > 1:
             if with_work != self._with_work:
                 self._with_work = with_work
-                self._tell_work(tuple([at for at, key in enumerate(priorities) if key in with_work]))
+                self._put_places(tuple([at for at, key in enumerate(priorities) if key in with_work]))
             place = list(priorities).index(chosen)
         else:
-            self._tell_work((0,))
+            self._put_places((0,))
         self.chunk.put(Turn(place, ended_us - started_us, gap_us, stepped))
         self._is_idle = False
 
@@ -211,7 +211,7 @@ class Recorder:
     def idle(self, priorities: Mapping[str, int]) -> None:
         """Nobody has work."""
         if self.is_on:
-            self._tell_priorities(priorities)
+            self._put_priorities(priorities)
             if not self._is_idle:
                 self.chunk.put(Idle())
                 self._is_idle = True
@@ -245,7 +245,7 @@ class Recorder:
         self._num_engines += 1
         return self._num_engines - 1
 
-    def _tell_priorities(self, priorities: Mapping[str, int]) -> None:
+    def _put_priorities(self, priorities: Mapping[str, int]) -> None:
         if priorities == self._priorities:
             return
         self._priorities, self._is_idle, self._with_work = dict(priorities), False, ()
@@ -254,7 +254,7 @@ class Recorder:
         classes = [(self._engines[key].number, priority) for key, priority in priorities.items()]
         self.chunk.put(Priorities(tuple(classes)))
 
-    def _tell_work(self, places: tuple[int, ...]) -> None:
+    def _put_places(self, places: tuple[int, ...]) -> None:
         if places != self._places:
             self._places = places
             self.chunk.put(WithWork(places))
