@@ -200,8 +200,10 @@ class CallReader(ABC):
         self._scanner: JsonScanner | None = None
         """Not None while arguments are read."""
         self._has_arguments = False
-        self._arguments = ""
-        """Not handed out yet."""
+        self._num_taken = 0
+        """Characters of the arguments that were handed out."""
+        self.arguments = ""
+        """So far."""
         self.is_complete = False
         self.is_broken = False
 
@@ -218,9 +220,9 @@ class CallReader(ABC):
 
     def take(self) -> tuple[str, str] | None:
         """The function's name and what of the arguments is new; None: nothing yet to tell."""
-        if self._name is None or not self._arguments:
+        if self._name is None or self._num_taken == len(self.arguments):
             return None
-        fragment, self._arguments = self._arguments, ""
+        fragment, self._num_taken = self.arguments[self._num_taken :], len(self.arguments)
         return self._name, fragment
 
     @abstractmethod
@@ -238,7 +240,7 @@ class CallReader(ABC):
 
     def _read_arguments(self, scanner: JsonScanner, text: str, at: int) -> int:
         end = scanner.read(text, at)
-        self._arguments += text[at:end]
+        self.arguments += text[at:end]
         self.is_broken = scanner.is_broken
         if scanner.is_complete:
             self._scanner = None
@@ -285,7 +287,7 @@ class JsonCallReader(CallReader):
             self._part = _MARKS[part, char]
         elif part is _Part.COMMA_OR_END and char == "}" and self._name is not None:
             self.is_complete = True
-            self._arguments += "" if self._has_arguments else "{}"
+            self.arguments += "" if self._has_arguments else "{}"
         else:
             return self._break(at)
         return at + 1

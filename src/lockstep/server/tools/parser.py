@@ -11,7 +11,7 @@ Everything but the sizes of the pieces depends on the text alone and not on wher
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from lockstep.engine.output_rules import MAX_HELD_BLANKS
@@ -85,8 +85,8 @@ class ToolParser:
         """What becomes content if the call does not come about."""
         self._is_list_open = False
         self._reader: CallReader | None = None
-        self._announced: CallDelta | None = None
-        self._fragments: list[str] = []
+        self._announced: ToolCall | None = None
+        """The call that is being read, once its name is known; still without its arguments."""
         self._num_announced = 0
         self._deltas: list[Delta] = []
         self.calls: list[ToolCall] = []
@@ -176,7 +176,7 @@ class ToolParser:
         if reader.is_broken:
             self._give_up()
         elif reader.is_complete:
-            self._end_call()
+            self._end_call(reader.arguments)
         else:
             return False
         return True
@@ -210,21 +210,17 @@ class ToolParser:
         return bool(self._text)
 
     def _announce(self, name: str, fragment: str) -> None:
-        self._fragments.append(fragment)
-        if self._announced is None:
-            delta = CallDelta(self._num_announced, fragment, self._new_id(), name)
-            self._announced = delta
+        call = self._announced
+        if call is None:
+            self._announced = call = ToolCall(self._num_announced, self._new_id(), name, "")
             self._num_announced += 1
+            self._deltas.append(CallDelta(call.index, fragment, call.id, name))
         else:
-            delta = CallDelta(self._announced.index, fragment)
-        self._deltas.append(delta)
+            self._deltas.append(CallDelta(call.index, fragment))
 
-    def _end_call(self) -> None:
-        announced = self._announced
-        assert announced is not None, "a whole call has arguments"
-        assert announced.id is not None, "the first delta of a call has its id"
-        assert announced.name is not None, "the first delta of a call has its name"
-        self.calls.append(ToolCall(announced.index, announced.id, announced.name, "".join(self._fragments)))
+    def _end_call(self, arguments: str) -> None:
+        assert self._announced is not None, "a whole call has arguments"
+        self.calls.append(replace(self._announced, arguments=arguments))
         self._forget_call()
         self._place = _Place.TAIL
 
@@ -235,7 +231,7 @@ class ToolParser:
         self._place = _Place.TEXT
 
     def _forget_call(self) -> None:
-        self._reader, self._announced, self._raw, self._fragments = None, None, [], []
+        self._reader, self._announced, self._raw = None, None, []
 
     def _show(self, text: str) -> None:
         if not text:
