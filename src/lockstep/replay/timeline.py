@@ -135,8 +135,6 @@ class Totals:
 
     def __init__(self, max_active: int) -> None:
         self._max_active = max_active
-        self.num_ticks = 0
-        """Idle ones counted."""
         self.num_steps = 0
         self.busy_ps = 0
         """Time in steps."""
@@ -156,7 +154,6 @@ class Totals:
     def add(self, tick: Tick) -> None:
         """Take in one tick, or a run of them."""
         num_ticks = tick.num_ticks
-        self.num_ticks += num_ticks
         if tick.plan is None:
             return
         self.num_steps += num_ticks

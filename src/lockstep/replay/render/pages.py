@@ -108,9 +108,10 @@ def changed_requests(a: Sequence[RequestOutcome], b: Sequence[RequestOutcome], *
     table = Table("Requests that changed most", (*words("request"), *first_token, *end), id="requests")
     if [outcome.name for outcome in a] != [outcome.name for outcome in b]:
         return table
-    changed = [(x, y) for x, y in zip(a, b, strict=True) if _times(x, is_timed) != _times(y, is_timed)]
-    changed.sort(key=lambda pair: -_weight(pair[0], pair[1], is_timed))
-    table.rows += [(x.name, *_cells(x, y, is_timed)) for x, y in changed[:MAX_CHANGED]]
+    both = [(x.name, _times(x, is_timed), _times(y, is_timed)) for x, y in zip(a, b, strict=True)]
+    changed = [(name, before, after) for name, before, after in both if before != after]
+    changed.sort(key=lambda each: -_weight(*each[1:]))
+    table.rows += [(name, *_cells(before, after)) for name, before, after in changed[:MAX_CHANGED]]
     if len(changed) > MAX_CHANGED:
         table.title += f": {MAX_CHANGED} of {len(changed):,}"
     return table
@@ -174,22 +175,23 @@ def _ticks(recorder: TickRecorder, outcomes: Sequence[RequestOutcome], *, is_tim
     return Folded(title, table, is_open=number <= SHORT_LINES)
 
 
-def _times(outcome: RequestOutcome, is_timed: bool) -> tuple[float, float] | None:
-    """To the first token and to the end; None: it was never completed."""
+Times = tuple[float, float] | None
+"""Of a request to its first token and to its end; None: it was never completed."""
+
+
+def _times(outcome: RequestOutcome, is_timed: bool) -> Times:
     if not outcome.is_completed:
         return None
     course, per_unit = (outcome.in_ps, PS_PER_MS) if is_timed else (outcome.in_ticks, 1)
     return course.ttft / per_unit, course.e2e / per_unit
 
 
-def _weight(a: RequestOutcome, b: RequestOutcome, is_timed: bool) -> float:
+def _weight(before: Times, after: Times) -> float:
     """Change of the time to the end; a request that only one side completed comes first."""
-    times = _times(a, is_timed), _times(b, is_timed)
-    return float("inf") if times[0] is None or times[1] is None else abs(times[1][1] - times[0][1])
+    return float("inf") if before is None or after is None else abs(after[1] - before[1])
 
 
-def _cells(a: RequestOutcome, b: RequestOutcome, is_timed: bool) -> Iterator[Cell]:
-    times_a, times_b = _times(a, is_timed), _times(b, is_timed)
+def _cells(times_a: Times, times_b: Times) -> Iterator[Cell]:
     for place in range(2):
         before, after = (None if times is None else times[place] for times in (times_a, times_b))
         yield ABSENT if before is None else Number(before, Style.SHORT)

@@ -23,7 +23,7 @@ _SCHEDULER, _REQUESTS = 1, 2
 """Process ids in the trace; their threads are the tracks."""
 _STEPS = 1
 MAX_LANES = 10_000
-"""Tracks of requests that are drawn beside each other; a request that finds none free is counted, not drawn."""
+"""Tracks of requests that are drawn beside each other; a request that finds none free is not drawn."""
 
 
 class PerfettoWriter:
@@ -49,8 +49,6 @@ class PerfettoWriter:
         self._metadata("process_name", _SCHEDULER, 0, {"name": f"scheduler ({name})"})
         self._metadata("thread_name", _SCHEDULER, _STEPS, {"name": "steps"})
         self._metadata("process_name", _REQUESTS, 0, {"name": "requests"})
-        self.num_left_out = 0
-        """Requests that were not drawn, because MAX_LANES others were under way."""
 
     def __enter__(self) -> PerfettoWriter:
         return self
@@ -103,7 +101,6 @@ class PerfettoWriter:
             while busy and busy[0][0] <= outcome.arrival_ps:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             if not free and num_lanes == MAX_LANES:
-                self.num_left_out += 1
                 continue
             if not free:
                 num_lanes += 1
