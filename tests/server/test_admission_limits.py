@@ -213,8 +213,10 @@ async def test_headers_that_do_not_come_are_not_waited_for() -> None:
                 b"GET /health HTTP/1.1\r\nX-Slow: ",
                 b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
             ):
-                reader, writer = await asyncio.open_connection(*listener.getsockname())
-                writer.write(start)
+                connection = socket.create_connection(listener.getsockname())
+                connection.sendall(start)  # before it is accepted: what comes after the limit would reset it
+                connection.setblocking(False)
+                reader, writer = await asyncio.open_connection(sock=connection)
                 with contextlib.closing(writer):
                     answer = await asyncio.wait_for(reader.read(), HANG_S)
                 await writer.wait_closed()
