@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.core.policy import SchedulerConfig
-from lockstep.replay.readers.workload_json import CLASSES
+from lockstep.replay.readers.workload_json import PRIORITY_CLASSES
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import ArrivalUnit, Workload, WorkloadRequest
 
@@ -76,7 +76,7 @@ TARGETS = (
         num_output_tokens=48,
         num_blocks=15,
         max_num_seqs=3,
-        classes=tuple(CLASSES),
+        classes=tuple(PRIORITY_CLASSES),
         max_arrival_tick=10,
         # 241 of 27 ticks x 15 blocks are an occupancy of 0.595062.
         figures=Figures(27, 35, 13, 48, max_queued=5, max_active=3, num_block_ticks=241),
@@ -122,7 +122,7 @@ def figures_of(drawn: dict[str, Any]) -> Figures:
             each["max_output_tokens"],
             each["max_output_tokens"],
             each["arrival_tick"],
-            CLASSES[each.get("priority", "normal")],
+            PRIORITY_CLASSES[each.get("priority", "normal")],
         )
         for each in drawn["requests"]
     )

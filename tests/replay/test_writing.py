@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.replay.configs import config_for
 from lockstep.replay.readers import read_workload
-from lockstep.replay.readers.workload_json import workload_document
+from lockstep.replay.readers.workload_json import dump_workload
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.workload import ArrivalUnit
 from tests.replay.workloads import config, request, workload
@@ -51,7 +51,7 @@ def test_written_and_read_it_replays_the_same(
     )
     limits = config(block_size=block_size, num_blocks=400 // block_size, max_model_len=80, max_num_seqs=3, order=order)
     path = tmp_path_factory.mktemp("written") / "workload.json"
-    path.write_bytes(workload_document(first, limits))
+    path.write_bytes(dump_workload(first, limits))
 
     again = read_workload(path)
 
@@ -63,6 +63,6 @@ def test_written_and_read_it_replays_the_same(
 
 
 def test_contents_whose_borders_are_not_those_of_blocks_are_left_out() -> None:
-    document = workload_document(workload(request("r", 9, contents=(1,)), content_size=6), config(block_size=4))
+    document = dump_workload(workload(request("r", 9, contents=(1,)), content_size=6), config(block_size=4))
 
     assert b"prefix_hashes" not in document

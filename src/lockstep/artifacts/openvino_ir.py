@@ -1,7 +1,8 @@
 """An exported OpenVINO model as an artifact: openvino_model.xml and .bin beside config.json and tokenizer.json.
 
-The layout is optimum-intel's for stateful language models. Of the graph only the list of operators is read here, to
-refuse what is no such model; OpenVINO reads the rest. Its weights are not looked at, so `Artifact.weights` is empty.
+The layout is optimum-intel's for stateful language models. Of the graph (.xml) only the inputs and the types of
+operators are read here, to refuse any other kind of model; OpenVINO itself reads the rest, weights (.bin) included, so
+`Artifact.weights` is empty.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ _HOW_TO_EXPORT = (
 
 def open_openvino(path: Path, source: str, cache_dir: Path) -> Artifact:
     """Open and check a directory that holds an exported model.
+
+    Args:
+        source: the user's name for the model, for `Artifact.source`.
+        cache_dir: where fingerprints of files are kept.
 
     Raises:
         ArtifactNotFoundError: a file of it is missing.
@@ -58,7 +63,7 @@ def open_openvino(path: Path, source: str, cache_dir: Path) -> Artifact:
 
 
 def _read_config(declared: Metadata, num_layers: int) -> ModelConfig:
-    """Read what the executor and the user want to know; the graph says the rest, so any architecture will do."""
+    """Read the sizes that the executor needs and users are shown; the graph holds the rest, of any architecture."""
     num_heads = declared.integer("num_attention_heads")
     hidden_size = declared.integer("hidden_size")
     return ModelConfig(

@@ -195,7 +195,7 @@ def _side(workload: Workload, config: SchedulerConfig, cost: CostModel | None) -
 
 
 def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: shared.CostFlags) -> None:
-    from lockstep.replay.readers.workload_json import workload_document
+    from lockstep.replay.readers.workload_json import dump_workload
 
     if found.reproducer is None:
         print(f"no reproducer is written to {path}: A and B decide the same", file=sys.stderr)
@@ -203,7 +203,7 @@ def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: shared.CostF
     words = ["lockstep", "diff", str(path), *_set_b(found.fields, sides.b)]
     words += ["--cost", str(costs.cost)] if costs.cost is not None else []
     words += ["--tick-ms", f"{costs.tick_ms:g}"] if costs.tick_ms is not None else []
-    document = workload_document(found.reproducer.workload, sides.a)
+    document = dump_workload(found.reproducer.workload, sides.a)
     write_file(path, document, "the reproducer", f"; it shows with: {shlex.join(words)}")
 
 

@@ -1,8 +1,8 @@
-"""A manifest's text and its value: `parse` tells every fault at once, with its line; `dump` writes canonical YAML.
+"""Cluster manifests as YAML: `parse` reports every fault at once, each with its line; `dump` writes the canonical form.
 
-``parse(dump(manifest)) == manifest``, and the same holds of `plain` written as JSON. What was read stands in drafts
-first, so that what refers to a faulty model is not a fault of its own. The environment comes in as a value; nothing is
-opened or read here.
+``parse(dump(manifest)) == manifest``, and the same holds of `plain` written as JSON. Models and blocks are read into
+drafts first, so that a reference to a faulty model is not reported as a second fault. The environment comes in as a
+value; no file is opened here. The keys of a model are in manifest_keys.py, YAML and its lines in manifest_yaml.py.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ from lockstep.spelling import did_you_mean, listed
 
 REQUIRED = ("cluster", "models")
 FALLBACK_ID = "fallback"
-"""What the model under ``fallback:`` is called that has no ``id:``."""
+"""Id of a model under ``fallback:`` that has no ``id:``."""
 _LINE_CHARS = 120
 MAX_LISTED = 8
-"""Models that a message about bytes names."""
+"""Models that a message about budgets lists."""
 Validator = Callable[[object], Sequence[Problem]]
-"""Checks another room's block, given as plain dicts, lists and scalars. The line of a problem may be 0: it is found by
-`where`, a path from the top of the manifest."""
+"""Checks a block that belongs to another room (``rollouts:``), given as plain dicts, lists and scalars. The line of a
+problem may be 0: it is found by `where`, a path from the top of the manifest."""
 
 
 @dataclass(slots=True)
 class EntryDraft:
-    """A model as far as it could be read."""
+    """One model's entry as far as it could be read."""
 
     where: str
+    """Path of the entry from the top of the manifest, e.g. ``models.chat``."""
     set: str | None
+    """Name of the list of models that it stands in; None: it stands alone."""
     id: str | None
-    """None: it has none that could be read."""
+    """None: the entry has no id that could be read."""
     fields: dict[str, Any]
     id_where: str = ""
-    """Where the id stands."""
+    """Path of the id."""
 
     def entry(self) -> Entry:
         """The model, where it has no fault."""
@@ -104,7 +106,7 @@ class ManifestDraft:
 
 
 Vet = Callable[[EntryDraft, Reading], None]
-"""Looks at a model as far as it could be read, and notes what its author may not name."""
+"""Reports as faults the files and servers that an entry names though its author may not (cluster/trust.py)."""
 
 
 def parse(
@@ -121,10 +123,10 @@ def parse(
         name: what the text is called in errors, e.g. its file.
         validators: by key, of the blocks that belong to other rooms; a block without one is a fault.
         environment: what ``${NAME}`` stands for in ``remote:``; None, for texts from the network: it is a fault.
-        vet: of texts from the network, looks at every model; None: its author may name anything.
+        vet: for texts from the network, called with every entry; None: the author may name anything.
 
     Raises:
-        ManifestError: it has faults; all of them, in the order of lines.
+        ManifestError: the text has faults; the error lists all of them, in the order of lines.
     """
     reading, draft = Reading(), ManifestDraft()
     root = reading.compose(text)
@@ -141,7 +143,7 @@ def parse(
 
 
 def dump(manifest: Manifest) -> str:
-    """`plain` as YAML."""
+    """Write a manifest as canonical YAML, which `parse` reads back to an equal one."""
     parts = [
         yaml.dump({key: block}, Dumper=ManifestDumper, sort_keys=False, allow_unicode=True, width=_LINE_CHARS)
         for key, block in plain(manifest).items()
@@ -150,8 +152,10 @@ def dump(manifest: Manifest) -> str:
 
 
 def plain(manifest: Manifest) -> dict[str, Any]:
-    """The canonical form as maps, lists and scalars: keys in one order, defaults left out, quantities in their shortest
-    form."""
+    """Convert a manifest to maps, lists and scalars in canonical form.
+
+    Keys are in one order, defaults left out, and quantities in their shortest form.
+    """
     keys = {"id": Key(name), **entry_keys({})}
     models: dict[str, Any] = {}
     fallback: object = manifest.fallback
@@ -186,7 +190,7 @@ def _routing_written(routing: Routing) -> dict[str, Any]:
 
 
 def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str] | None) -> Mapping[str, Key]:
-    """The keys of a manifest, each with what reads its block."""
+    """Top-level keys of a manifest, each with the reader of its block."""
     keys = entry_keys(environment)
     return {
         "cluster": Key(name),
@@ -195,21 +199,21 @@ def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str]
         "fallback": Key(partial(_fallback, keys)),
         "routing": Key(_routing),
         "sessions": Key(mapping(SESSIONS)),
-        "rollouts": Key(partial(_foreign, validators)),
+        "rollouts": Key(partial(_validated_block, validators)),
     }
 
 
 def _models(keys: Mapping[str, Key], place: Place) -> list[EntryDraft]:
-    """Models by their ids, and lists of models by their names."""
+    """Read ``models:``: single models by id, and lists of models by the list's name."""
     drafts: list[EntryDraft] = []
     places = place.entries()
     for key, child in places.items():
         if child.is_list:
             child.read(partial(_check_key, key, Shape.SET))
-            drafts += _kept(child.read(partial(_set, keys, key)))
+            drafts += _without_faulty(child.read(partial(_set, keys, key)))
         else:
             child.read(partial(_check_key, key, Shape.NAME))
-            drafts += _kept([child.read(partial(_entry, keys, None, key))])
+            drafts += _without_faulty([child.read(partial(_entry, keys, None, key))])
     if not places:
         raise ConfigError("is empty; name at least one model")
     return drafts
@@ -223,16 +227,16 @@ def _set(keys: Mapping[str, Key], set_: str, place: Place) -> list[EntryDraft]:
     items = place.items()
     if not items:
         raise ConfigError("is an empty list; name at least one model, or leave it out")
-    return _kept(item.read(partial(_entry, keys, set_, None)) for item in items)
+    return _without_faulty(item.read(partial(_entry, keys, set_, None)) for item in items)
 
 
-def _kept(values: Any) -> list[Any]:
-    """Values without the faulty ones; none where the whole is."""
+def _without_faulty(values: Any) -> list[Any]:
+    """Values without the faulty ones; none where the whole list is faulty."""
     return [] if values is FAULTY else [value for value in values if value is not FAULTY]
 
 
 def _fallback(keys: Mapping[str, Key], place: Place) -> EntryDraft | str:
-    """A model of its own, or the name of another."""
+    """Read ``fallback:``: a model of its own, or the id of another one."""
     if not place.is_map:
         return name(place)
     entry = _entry(keys, None, None, place)
@@ -242,8 +246,8 @@ def _fallback(keys: Mapping[str, Key], place: Place) -> EntryDraft | str:
 
 
 def _entry(keys: Mapping[str, Key], set_: str | None, key: str | None, place: Place) -> EntryDraft:
-    """A model; its id is its key, or its ``id:``."""
-    own = {"id": Key(name if key is None else partial(_equal, key)), **keys}
+    """Read one model; its id is its key, or its ``id:``."""
+    own = {"id": Key(name if key is None else partial(_id_equal_to_key, key)), **keys}
     fields = read_fields(place, own, () if set_ is None else ("id",))
     id_ = fields.pop("id", None)
     lines, where = place.reading.lines, place.where
@@ -256,7 +260,7 @@ def _entry(keys: Mapping[str, Key], set_: str | None, key: str | None, place: Pl
     return EntryDraft(where, set_, key or id_, fields, id_where)
 
 
-def _equal(key: str, place: Place) -> str:
+def _id_equal_to_key(key: str, place: Place) -> str:
     if (value := text(place)) != key:
         raise ConfigError(f"is {shown(value)}, but its key {key!r} is its id; leave `id:` out")
     return value
@@ -271,7 +275,7 @@ def _routing(place: Place) -> dict[str, Any]:
 
 
 def _literal(place: Place) -> dict[str, str]:
-    """A map, or ``value=id`` pairs in one string."""
+    """Read ``literal:``, the id for each output of the router: a map, or ``value=id`` pairs in one string."""
     if not place.is_map:
         literal = parse_literal(text(place))
     else:
@@ -293,8 +297,8 @@ ROUTING: Mapping[str, Key] = {
 }
 
 
-def _foreign(validators: Mapping[str, Validator], place: Place) -> object:
-    """Another room's block; a FAULTY one was noted."""
+def _validated_block(validators: Mapping[str, Validator], place: Place) -> object:
+    """Read a block that another room validates; FAULTY where its faults were reported."""
     if place.where not in validators:
         raise ConfigError("is of no use here: nothing that was started reads it; leave it out")
     value = place.plain()
@@ -305,7 +309,7 @@ def _foreign(validators: Mapping[str, Validator], place: Place) -> object:
 
 
 def check_draft(draft: ManifestDraft, reading: Reading) -> None:
-    """Note every fault between the parts."""
+    """Report every fault that lies between entries: unknown names, names given twice, budgets that are too small."""
     _check_names(draft, reading)
     for entry in draft.entries:
         _check_entry(entry, draft, reading)
@@ -329,7 +333,7 @@ def _check_known(where: str, name: str, known: Sequence[str], reading: Reading, 
 def _check_names(draft: ManifestDraft, reading: Reading) -> None:
     """Ids, aliases and the cluster's name share one space: they are what requests call ``model``."""
     ids = [(entry.id, entry.id_where) for entry in draft.entries if entry.id is not None]
-    aliases = [each for entry in draft.entries for each in _items(entry, "aliases", reading)]
+    aliases = [each for entry in draft.entries for each in _values_with_paths(entry, "aliases", reading)]
     taken: dict[str, str] = {}
     for index, (called, where) in enumerate([*ids, *aliases]):
         is_id = index < len(ids)
@@ -345,15 +349,15 @@ def _check_names(draft: ManifestDraft, reading: Reading) -> None:
             taken.setdefault(called, where)
 
 
-def _items(entry: EntryDraft, key: str, reading: Reading) -> list[tuple[str, str]]:
-    """Values of a key that takes one or a list, each with its place."""
+def _values_with_paths(entry: EntryDraft, key: str, reading: Reading) -> list[tuple[str, str]]:
+    """Values of a key that takes one value or a list, each with its path."""
     where = f"{entry.where}.{key}"
     places = [(value, f"{where}[{index}]") for index, value in enumerate(entry.fields.get(key, ()))]
     return [(value, item if item in reading.lines else where) for value, item in places]
 
 
 def _check_entry(entry: EntryDraft, draft: ManifestDraft, reading: Reading) -> None:
-    for other, where in _items(entry, "co_activation", reading):
+    for other, where in _values_with_paths(entry, "co_activation", reading):
         if other == entry.id:
             reading.fault(where, f"is {other!r}, the model itself; name the models whose requests warm it")
         else:
@@ -431,7 +435,7 @@ def _check_bytes(draft: ManifestDraft, reading: Reading) -> None:
 
 
 def _known_sizes(entries: Iterable[EntryDraft], tier: Tier) -> list[tuple[str, int]]:
-    """Sizes of replicas: models of one source and one engine are loaded once."""
+    """Known sizes of the replicas of a tier, each as id and bytes; models of one source and engine share one."""
     found: dict[object, tuple[str, int]] = {}
     for entry in entries:
         fields = entry.fields

@@ -1,8 +1,9 @@
 """Deadlines of requests, and the clock by which they are kept. Engine thread only.
 
-Both deadlines end a request with ``deadline`` and an error that tells them apart: `QueueDeadlineError` where none of
-its tokens was computed, `DeadlineError` where the answer was under way. Like any error of an accepted request it is on
-the output and in the whole answer, beside the text so far; a stream and `LLM` raise it.
+A request may have two: ``queue_deadline_s``, for its wait until a step computes any of its tokens, the prompt's
+included, and ``deadline_s``, for its whole answer. Both end it with the finish reason ``deadline``, and an error tells
+them apart: `QueueDeadlineError` or `DeadlineError`. Like any error of an accepted request it is on the output and in
+the whole answer, beside the text so far; a stream and `LLM` raise it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from lockstep.engine.request import GenerationRequest
 from lockstep.errors import DeadlineError, InvalidParameterError, QueueDeadlineError
 
 MAX_STALE = 1_024
-"""Deadlines of requests that ended in time and may still be remembered, beyond four for each open request."""
+"""Deadlines of ended requests that may still be in the heap, beyond four for each open request."""
 
 
 def check_deadlines(request: GenerationRequest) -> None:
-    """Refuse what no clock reaches; InvalidParameterError names the deadline."""
+    """Refuse a deadline that is not positive; InvalidParameterError names it."""
     for name, value in (("deadline_s", request.deadline_s), ("queue_deadline_s", request.queue_deadline_s)):
         if value is not None and not value > 0:
             raise InvalidParameterError.of(name, value, "positive")
@@ -32,14 +33,15 @@ class Due:
     """One deadline of one request."""
 
     at_s: float
+    """Time of the engine's `Clock`."""
     request_id: int
     while_running: bool
-    """Also for a request that reached a step; False: the queue's deadline, which comes first of two at once."""
+    """True: ``deadline_s``, which holds for running requests too. False: ``queue_deadline_s``, first of two at once."""
     after_s: float
-    """As it was asked for."""
+    """Seconds after the arrival, as the request said it."""
 
     def error(self) -> DeadlineError:
-        """The error that its request ends with."""
+        """Error that the request ends with."""
         if not self.while_running:
             return QueueDeadlineError(
                 f"none of the request's tokens was computed within {self.after_s:g} s; send it again when there is "
@@ -65,26 +67,26 @@ class Deadlines:
                 heapq.heappush(self._heap, Due(arrival_s + after_s, request_id, while_running, after_s))
 
     def pop_due(self, now_s: float) -> Sequence[Due]:
-        """Those that have passed. Their requests may have ended."""
+        """Remove and return the deadlines that have passed. Their requests may have ended already."""
         due: list[Due] = []
         while self._heap and self._heap[0].at_s <= now_s:
             due.append(heapq.heappop(self._heap))
         return due
 
     def forget_stale(self, open_ids: Collection[int]) -> None:
-        """Drop those of ended requests, once they are many."""
+        """Drop the deadlines of ended requests, once there are more than ``MAX_STALE`` allows."""
         if len(self._heap) > 4 * len(open_ids) + MAX_STALE:
             self._heap = [due for due in self._heap if due.request_id in open_ids]
             heapq.heapify(self._heap)
 
     @property
     def next_s(self) -> float | None:
-        """Time at which the next one passes; None: there is none."""
+        """Time at which the next deadline passes; None: there is none."""
         return self._heap[0].at_s if self._heap else None
 
 
 class Clock(Protocol):
-    """Seconds since an arbitrary origin; never decreases."""
+    """Clock of deadlines: seconds since an arbitrary origin; never decreases."""
 
     def now_s(self) -> float: ...
 

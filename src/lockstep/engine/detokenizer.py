@@ -1,9 +1,9 @@
-"""Detokenizer: text from tokens as they come, by a table of the bytes that each token stands for.
+"""Incremental detokenizer: text from tokens as they come, by a table of the bytes that each token stands for.
 
-Decoders of `tokenizers` work on whole lists. The two families that language models use can be said per token:
+Decoders of Hugging Face's `tokenizers` work on whole lists. Two families of them can be applied per token:
 byte-level BPE (every character of a token is a byte, after R. Sennrich's BPE on GPT-2's byte alphabet) and
-SentencePiece ("▁" is a space, ``<0x0A>`` is a byte, one space at the beginning of a text is dropped). Any other
-decoder has no table.
+SentencePiece ("▁" is a space, ``<0x0A>`` is a byte, one space at the beginning of a text is dropped). For any
+other decoder there is no table: a short window of tokens is decoded again with each token.
 
 Where bytes are not UTF-8 each faulty part becomes U+FFFD, as Python's and Rust's lossy decoding have it. `tokenizers`
 does so for byte-level BPE; for SentencePiece it spoils the valid neighbours too, which a stream cannot take back.
@@ -26,25 +26,27 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 _MAX_WINDOW_TOKENS = 64
-"""For decoders without a byte table: how many tokens may be held before they are shown as they are."""
+"""For decoders without a byte table: tokens held back at most while their text ends in U+FFFD."""
 
 
 class Detokenizer:
-    """Text from one sequence's tokens as they come: every piece ends at a character, and the pieces together are the
-    whole decode. `append` costs a table look-up and the decoding of the token's bytes.
+    """Text of one sequence, piece by piece.
+
+    Every piece ends at a whole character, and the pieces together are the text of all tokens. `append` costs a table
+    look-up and the decoding of the token's bytes.
 
     Args:
         after: the token before the first one, usually the prompt's last. None or a special token: a new text begins,
             and SentencePiece models drop its leading space; otherwise the text goes on, and the space stays.
         verbatim: the space stays in either case, because a constraint asked for it.
-        shown: special tokens that are text here.
+        shown: ids of special tokens whose text is shown; that of all others is left out.
     """
 
-    __slots__ = ("_decoder", "_first", "_read", "_shown", "_strip", "_table", "_tokenizer", "_whole", "_window")
+    __slots__ = ("_decoder", "_first", "_read", "_shown", "_strip", "_table", "_texts", "_tokenizer", "_window")
 
     def __init__(
         self,
-        tokenizer: Decoding,
+        tokenizer: TokenDecoder,
         *,
         after: int | None = None,
         verbatim: bool = False,
@@ -57,8 +59,8 @@ class Detokenizer:
         begins = not verbatim and (after is None or after in tokenizer.special_token_ids)
         rules = None if self._table is None else self._table.rules
         self._first = begins
-        self._whole: dict[int, str] = {}
-        """Tokens whose text is known without a look at what is open: the table's, where nothing is."""
+        self._texts: dict[int, str] = {}
+        """Known texts by token: the table's, or none while a character is open or the first token is awaited."""
         self._strip = rules.strip_first if rules is not None and begins else ""
         self._window: list[int] = [] if begins or after is None else [after]
         self._read = len(self._window)
@@ -69,8 +71,11 @@ class Detokenizer:
         return self._tokenizer.special_text(token_id)
 
     def append(self, token_id: int) -> str:
-        """The text that is complete now; empty when a character is still open or the token special and not shown."""
-        text = self._whole.get(token_id)
+        """Take a token and return the text that is complete now.
+
+        Empty while a character is still open, or for a special token that is not shown.
+        """
+        text = self._texts.get(token_id)
         return self._append(token_id) if text is None else text
 
     def _append(self, token_id: int) -> str:
@@ -88,17 +93,17 @@ class Detokenizer:
         return self._stripped(text) if self._strip else text
 
     def _decoded(self, table: TokenBytes, token_id: int) -> str:
-        """The text of a token behind others."""
+        """The text of a token that is not a text's first."""
         was_open = self._decoder.getstate()[0]
         text = self._decoder.decode(table.of(token_id))
         is_open = self._decoder.getstate()[0]
-        self._whole = {} if is_open else table.texts
+        self._texts = {} if is_open else table.texts
         if not (was_open or is_open):
             table.texts[token_id] = text
         return text
 
     def flush(self) -> str:
-        """Text of an unfinished character when no more tokens come: U+FFFD, or nothing."""
+        """End the text and return what an unfinished character leaves: U+FFFD, or nothing."""
         if self._table is None:
             text = self._new_text()
             self._read = len(self._window)
@@ -136,12 +141,12 @@ class Detokenizer:
         return whole[len(before) :]
 
 
-class Decoding(Protocol):
+class TokenDecoder(Protocol):
     """The part of a tokenizer that turns tokens into text."""
 
     @property
     def token_bytes(self) -> TokenBytes | None:
-        """None: tokens have a text as whole lists only."""
+        """None: only whole lists of tokens can be decoded."""
         ...
 
     @property
@@ -156,7 +161,7 @@ class Decoding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderRules:
-    """A decoder of one of the two families, as data."""
+    """Rules of a byte-level or SentencePiece decoder, as data."""
 
     byte_level: bool
     replacements: tuple[tuple[str, str], ...] = ()
@@ -171,7 +176,7 @@ class DecoderRules:
 
 @dataclass(slots=True)
 class TokenBytes:
-    """The table, filled as tokens are met. Shared by all sequences of a model."""
+    """Table of each token's bytes, filled as tokens are met. Shared by all sequences of a model."""
 
     tokenizer: Tokenizer
     rules: DecoderRules
@@ -180,7 +185,7 @@ class TokenBytes:
     alphabet: dict[str, int] = field(default_factory=lambda: byte_alphabet())
     known: dict[int, bytes] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
-    """Texts of tokens that were met and are whole characters, wherever in a text they stand but at its beginning."""
+    """Texts of tokens that are whole characters by themselves; not valid for a text's first token."""
 
     def of(self, token_id: int) -> bytes:
         """The bytes of a token; none for an id outside the vocabulary."""
@@ -190,7 +195,7 @@ class TokenBytes:
         return data
 
     def of_first(self, token_id: int) -> bytes:
-        """The bytes of a token that begins a text, before `strip_first`."""
+        """The bytes of a token that begins a text; `DecoderRules.strip_first` is not applied yet."""
         blank = self.rules.blank_first
         if not blank:
             return self.of(token_id)
@@ -218,7 +223,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def decoder_rules(tokenizer: Tokenizer) -> DecoderRules | None:
-    """Read a tokenizer's decoder; None: it is of another family."""
+    """Read the rules of a tokenizer's decoder; None: it is of neither family, and has no byte table."""
     if tokenizer.decoder is None:
         return None
     steps = steps_of(tokenizer.decoder, "decoders")
@@ -243,7 +248,11 @@ def decoder_rules(tokenizer: Tokenizer) -> DecoderRules | None:
 
 
 def steps_of(part: Any, members: str) -> list[dict[str, Any]]:
-    """A decoder, normalizer or pre-tokenizer as its steps, sequences within each other laid out; none of None."""
+    """Steps of a decoder, normalizer or pre-tokenizer, nested sequences flattened; empty for None.
+
+    Args:
+        members: key under which a sequence of this kind lists its steps, e.g. ``decoders``.
+    """
     if part is None:
         return []
 

@@ -1,4 +1,8 @@
-"""Differences of two configs, workloads or recordings: the first one, why it is, and on how few requests that shows."""
+"""Diff of two configs, workloads or recordings: the first step that is decided differently.
+
+Workloads are simulated, recordings are read. Between two configs on one workload it also tells the cause (the config
+fields that decide) and a reproducer (a few requests that show the same).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,8 @@ from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload, WorkloadR
 from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, EngineEntry, Pinned, Swept
 
 MAX_CAUSE_WORK = 8_000_000
-"""Bound of the search for the fields that decide, as ``Comparison.work``."""
-_FIELDS = (
+"""Bound of the search for the config fields that decide, in units of ``Comparison.work``."""
+_COMPARED_FIELDS = (
     ("num_prompt_tokens", "prompt tokens"),
     ("max_output_tokens", "output tokens at most"),
     ("num_output_tokens", "output tokens"),
@@ -42,33 +46,36 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """First difference of two sides, and all that is known of it."""
+    """First step that two sides, A and B, decide differently, and all that is known of it."""
 
     fields: tuple[str, ...]
-    """Of the configs, that differ."""
+    """Names of the config fields in which the sides differ."""
     num_equal_steps: int
     divergence: Divergence | None
-    """None: every step is the same on both sides; nothing below is known then."""
+    """None: every step is the same on both sides."""
     a: Snapshot | None = None
-    """None: there is no such side; likewise the next."""
+    """State of side A at the divergence; None: no divergence, or A has no such step."""
     b: Snapshot | None = None
-    input: str = ""
-    """The first difference of what both got up to there, in words; empty: there is none."""
+    """State of side B, likewise."""
+    input_difference: str = ""
+    """The first difference of the requests or commands that the sides were given, in words; empty: there is none."""
     num_requests: int = 0
+    """Requests of workload A; 0 for recordings."""
     num_arrived: int = 0
-    """Requests that had come by then."""
+    """Requests of workload A that had arrived at the divergence."""
     cause: Cause | None = None
-    """Of two configs on one workload; likewise the next."""
+    """Config fields that make B decide as it does; only from `diff_configs`."""
     reproducer: Reproducer | None = None
+    """A few requests that show the same divergence; only from `diff_configs`."""
 
 
 class EngineDiff(NamedTuple):
-    """One engine of two recordings. Sequences are matched by their ids."""
+    """Diff of one engine's steps in two recordings. Sequences are matched by their ids."""
 
     engine: int
     name_a: str
     name_b: str
-    """Of the models; empty: the recording has no such engine."""
+    """Names of the models that the engine serves in A and in B; empty: that recording has no such engine."""
     diff: Diff
 
 
@@ -100,18 +107,18 @@ def diff_configs(
 def diff_workloads(
     a: Workload, config_a: SchedulerConfig, b: Workload, config_b: SchedulerConfig, cost: CostModel | None = None
 ) -> Diff:
-    """Run two workloads, and tell the first step that is decided differently. Sequences are matched by their number."""
+    """Run two workloads, and find the first step that is decided differently. Sequences are matched by their number."""
     side_a, side_b = (replace(workload, requests=tuple(workload.requests)) for workload in (a, b))
-    given = "one has arrivals in ticks, and the other in time"
+    input_difference = "one has arrivals in ticks, and the other in time"
     if a.unit is b.unit:
-        given = differing_request(side_a.requests, side_b.requests, a.unit)
-    return replace(_diff(side_a, config_a, side_b, config_b, cost), input=given)
+        input_difference = differing_request(side_a.requests, side_b.requests, a.unit)
+    return replace(_diff(side_a, config_a, side_b, config_b, cost), input_difference=input_difference)
 
 
 def _diff(
     a: Workload, config_a: SchedulerConfig, b: Workload, config_b: SchedulerConfig, cost: CostModel | None
 ) -> Diff:
-    """The first difference of two simulations, without its cause."""
+    """Simulate both sides up to the first step that differs; the cause is left open."""
     side_a, side_b = SimulatedSide(Simulation(a, config_a, cost)), SimulatedSide(Simulation(b, config_b, cost))
     found = compare(side_a, side_b)
     divergence, requests = found.divergence, tuple(a.requests)
@@ -130,7 +137,7 @@ def _diff(
 def _cause(
     workload: Workload, a: SchedulerConfig, b: SchedulerConfig, cost: CostModel | None, divergence: Divergence
 ) -> Cause:
-    """Fields of B that let A decide all steps up to this one, and this one, as B does."""
+    """Config fields of B with which A decides as B does, up to and including the step of the divergence."""
     num_steps = divergence.num_equal_steps + 1
     work = 0
 
@@ -193,13 +200,13 @@ def _diff_engine(
             diff,
             a=recorded_snapshot("A", a, number, num_equal, divergence.a),
             b=recorded_snapshot("B", b, number, num_equal, divergence.b),
-            input=differing_command(_commands(a, number, num_equal), _commands(b, number, num_equal)),
+            input_difference=differing_command(_commands(a, number, num_equal), _commands(b, number, num_equal)),
         )
     return EngineDiff(number, name_a, name_b, diff)
 
 
 def _commands(trace: Trace, engine: int, num_steps: int) -> Iterator[Command]:
-    """Commands of an engine before it had decided so many steps, and the next."""
+    """Commands that an engine had been given when it decided step number ``num_steps``, counted from 0."""
     num_seen = 0
     for event in played(trace):
         if isinstance(event, AppliedCommand) and event.engine == engine:
@@ -220,7 +227,7 @@ def differing_request(a: Iterable[WorkloadRequest], b: Iterable[WorkloadRequest]
             return f"their request {number} is another: {called(x.name)} in A, and {called(y.name)} in B"
         differing = [
             f"{getattr(x, field)} {words} in A, and {getattr(y, field)} in B"
-            for field, words in _FIELDS
+            for field, words in _COMPARED_FIELDS
             if getattr(x, field) != getattr(y, field)
         ]
         if x.arrival != y.arrival:

@@ -1,9 +1,9 @@
-"""Simulation: drives the scheduler that serves with a workload on a logical clock.
+"""Simulation of a workload on the real scheduler, with a logical clock and no model.
 
-Reads no clock, draws nothing at random and inspects no token: the same workload, config and cost give the same replay.
-Per step, in this order: commit of the step before, arrivals whose time has come, schedule. A step that only repeats
-the one before is not planned again but counted, up to the next arrival, end or block border (``run_lengths``); every
-figure and the fingerprint are those of single steps.
+Reads no clock, draws nothing at random and inspects no token: the same workload, config and cost model give the same
+replay. Per step, in this order: commit of the step before, arrivals whose time has come, schedule. A step that only
+repeats the one before is not planned again but counted, up to the next arrival, end or block border
+(``run_lengths``); every figure and the fingerprint are those of single steps.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ class Replay:
     """Result of a simulation."""
 
     name: str
-    """The workload's."""
+    """Name of the workload."""
     config: SchedulerConfig
     cost: CostModel
     unit: ArrivalUnit
     is_timed: bool
-    """Whether somebody said how long a step or the time between arrivals is; if not, a time means nothing."""
+    """True if a cost model or arrivals in time were given; if not, times mean nothing and ticks count."""
     outcomes: tuple[RequestOutcome, ...]
     """One per request that arrived, in their order."""
     totals: Totals
     gaps: Gaps
     stats: SchedulerStats
     fingerprint: str
-    """Sixteen hex digits over every decision (core/fingerprint.py)."""
+    """Digest of every decision, sixteen hex digits (core/fingerprint.py)."""
     num_ticks: int
     duration_ps: int
     """Logical time at the end of the last step."""
     num_reserved_blocks: int
-    """Blocks that prompt and maximal output of the admitted requests come to."""
+    """KV blocks that the prompts and maximal outputs of the admitted requests would fill, summed."""
     num_unbounded_hit_tokens: int | None = None
-    """Prompt tokens that a cache without bounds would have had; None: nobody shares anything, or it is not known."""
+    """Prompt tokens that a prefix cache without bounds would have held; None: no caching, or no known contents."""
     notes: tuple[str, ...] = ()
     """Caveats of the figures."""
 
@@ -65,7 +65,7 @@ class Simulation:
         watchers: called with every tick.
         on_arrival: called with each request that is queued: its sequence's id, what the scheduler was given, and the
             picosecond of its arrival.
-        run_lengths: False: plan and commit each step by itself.
+        run_lengths: count steps that repeat; False: plan and commit each one by itself.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Simulation:
         self.workload = workload
         self.config = config
         self.cost = CostModel() if cost is None else cost
-        # All who end in one step are read after it; this bound decides nothing else.
+        # All sequences that end in one step are read after it; this bound decides nothing else.
         self.scheduler = Scheduler(replace(config, max_finished=max(config.max_finished, config.max_num_seqs)))
         self.tick = 0
         """Number of the next tick."""
         self.now_ps = 0
-        """When it begins."""
+        """Logical time at which the next tick begins."""
         self.notes: list[str] = []
         self.refusals: list[str] = []
         """Names of the requests that were refused on arriving, in their order."""
@@ -95,7 +95,7 @@ class Simulation:
         self.run_lengths = run_lengths
         """Whether steps that repeat are counted; may change between two steps."""
         self.explain: Explain | None = None
-        """Told why a step passes sequences over, from the next one on."""
+        """Receives the reasons why a step passes sequences over, from the next step on."""
         self._is_timed = cost is not None or workload.unit is ArrivalUnit.PS
         self._in_ticks = workload.unit is ArrivalUnit.TICKS
         self._fingerprint = Fingerprint()
@@ -104,35 +104,35 @@ class Simulation:
         self._outcomes: list[RequestOutcome] = []
         self._num_reserved_blocks = 0
         self._content_size = self._usable_content_size()
-        self._unbounded: UnboundedCache | None = None
+        self._unbounded_cache: UnboundedCache | None = None
         if self._content_size and config.enable_prefix_caching:
-            self._unbounded = UnboundedCache(self._content_size, config)
+            self._unbounded_cache = UnboundedCache(self._content_size, config)
         self._requests = iter(workload.requests)
         self._next: WorkloadRequest | None = next(self._requests, None)
 
     @property
     def fingerprint(self) -> str:
-        """Over all decisions so far."""
+        """Digest of all decisions so far."""
         return self._fingerprint.hexdigest()
 
     def run(self) -> Replay:
-        """To the end."""
+        """Run to the end of the workload."""
         while self.step() is not None:
             pass
         return self.replay()
 
     def step(self) -> Tick | None:
-        """The next tick or run of ticks; None when all requests have ended and no more will come."""
+        """Simulate the next tick, or equal ones at once; None when all requests have ended and no more will come."""
         while not self._take_arrivals():
             if self._next is None:
                 return None
             if self._in_ticks:
-                return self._emit(self._idle(self._next.arrival - self.tick))
+                return self._emit(self._wait(self._next.arrival - self.tick))
             self.now_ps = self._next.arrival
-        return self._emit(self._busy())
+        return self._emit(self._run_step())
 
     def replay(self) -> Replay:
-        """The result so far."""
+        """Result so far."""
         self._progress.settle()
         # Outcomes of requests under way go on changing.
         outcomes = [each if each.is_completed else replace(each) for each in self._outcomes]
@@ -150,7 +150,7 @@ class Simulation:
             num_ticks=self.tick,
             duration_ps=self.now_ps,
             num_reserved_blocks=self._num_reserved_blocks,
-            num_unbounded_hit_tokens=None if self._unbounded is None else self._unbounded.num_hit_tokens,
+            num_unbounded_hit_tokens=None if self._unbounded_cache is None else self._unbounded_cache.num_hit_tokens,
             notes=tuple(self.notes),
         )
 
@@ -221,11 +221,11 @@ class Simulation:
             watch(tick)
         return tick
 
-    def _idle(self, num_ticks: int) -> Tick:
+    def _wait(self, num_ticks: int) -> Tick:
         return Tick(self.tick, num_ticks, self.now_ps, num_ticks * self.cost.constant_ps, None, None, 0, 0, 0, 0, 0)
 
-    def _busy(self) -> Tick:
-        """One step, and those that repeat it."""
+    def _run_step(self) -> Tick:
+        """Plan and commit one step, and count those that repeat it."""
         scheduler, progress, fingerprint = self.scheduler, self._progress, self._fingerprint
         plan = scheduler.schedule(self.explain)
         num_queued, num_active = scheduler.num_waiting, scheduler.num_running
@@ -243,7 +243,7 @@ class Simulation:
         num_seqs = len(events.num_tokens)
         num_ticks = 1
         if events.finished:
-            self._end()
+            self._note_ends()
         elif self.run_lengths:
             num_more = self._num_repeats(self.now_ps + duration_ps, num_seqs, num_context + num_seqs)
             if num_more > 0:
@@ -280,10 +280,10 @@ class Simulation:
         for seq_id in admitted:
             request = self._progress.lives[seq_id].request
             self._num_reserved_blocks += self.config.blocks_for(request.num_prompt_tokens + request.max_output_tokens)
-            if self._unbounded is not None:
-                self._unbounded.admit(request.contents, request.num_prompt_tokens)
+            if self._unbounded_cache is not None:
+                self._unbounded_cache.admit(request.contents, request.num_prompt_tokens)
 
-    def _end(self) -> None:
+    def _note_ends(self) -> None:
         """Note the ends of the requests that ended with this step."""
         self._progress.settle()
         for end in self.scheduler.drain_finished():

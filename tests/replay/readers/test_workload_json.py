@@ -15,7 +15,7 @@ from lockstep.errors import TraceError, UsageError
 from lockstep.replay.configs import config_for
 from lockstep.replay.readers import read_workload
 from lockstep.replay.readers.document import members
-from lockstep.replay.readers.workload_json import KEYS, content_of
+from lockstep.replay.readers.workload_json import KEYS, read_workload_file
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload, WorkloadRequest
 from tests.replay.readers.files import WORKLOAD, written
 
@@ -70,12 +70,12 @@ def test_any_layout_is_read_with_its_lines(
     ]
     pairs: list[tuple[str, object]] = [("config", {"max_num_seqs": 3}), ("requests", requests)]
     text = json.dumps(dict(pairs if first else pairs[::-1]), indent=indent).replace("\n", newline)
-    content = content_of(members(text, "f", exact=KEYS, itemised="requests"), "f")
-    assert [request.name for request in content.requests] == [
+    file = read_workload_file(members(text, "f", exact=KEYS, itemised="requests"), "f")
+    assert [request.name for request in file.requests] == [
         request["id"] for request in sorted(requests, key=lambda request: request["arrival_tick"])
     ]
     lines = text.split("\n")
-    for request in content.requests:
+    for request in file.requests:
         line = int(request.place.removeprefix("f:")) - 1
         assert sum(text.count('"id"') for text in lines[:line]) <= request.num_prompt_tokens - 1
         assert f'"{request.name}"' in "".join(lines[line : line + 2])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.hub.source import DEFAULT_REVISION, HubSource, cached_gguf, is_served_gguf
+from lockstep.artifacts.hub.source import DEFAULT_REVISION, HubSource, cached_gguf, is_whole_gguf
 from lockstep.errors import ArtifactError, ArtifactNotFoundError
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _is_whole(snapshot: Path) -> bool:
 
 def _gguf_names(snapshot: Path) -> list[str]:
     names = (path.relative_to(snapshot).as_posix() for path in sorted(snapshot.rglob("*.gguf")) if path.is_file())
-    return [name for name in names if is_served_gguf(name)]
+    return [name for name in names if is_whole_gguf(name)]
 
 
 def _cache() -> HFCacheInfo | None:
@@ -182,7 +182,7 @@ def _served(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> Iterator[Cach
         yield CachedModel(str(source), names, revision.commit_hash, "safetensors", size, used)
     for file in sorted(revision.files, key=lambda file: str(file.file_path)):
         name = _name_in(revision, file.file_path)
-        if is_served_gguf(name):
+        if is_whole_gguf(name):
             yield CachedModel(
                 str(source.with_file(name)),
                 names,

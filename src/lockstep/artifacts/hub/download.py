@@ -20,8 +20,8 @@ from pathlib import Path
 
 from lockstep.artifacts.hub.cache import CachedRepo, find_cached
 from lockstep.artifacts.hub.source import (
+    EXPECTED_FORM,
     INDEX,
-    WHAT_IS_RIGHT,
     DownloadProgress,
     HubSource,
     Listing,
@@ -338,7 +338,7 @@ def _refused(source: HubSource, error: Exception) -> ArtifactError:
     if isinstance(error, RepositoryNotFoundError):
         hint = "the token in use cannot see it" if _has_token() else "HF_TOKEN is not set"
         return ArtifactNotFoundError(
-            f"the hub knows no such model, or it is private and {hint}; {WHAT_IS_RIGHT}", path=where
+            f"the hub knows no such model, or it is private and {hint}; {EXPECTED_FORM}", path=where
         )
     if status in (_UNAUTHORISED, _FORBIDDEN):
         return DownloadError(

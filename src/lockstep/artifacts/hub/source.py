@@ -1,6 +1,6 @@
-"""Hub sources: what a user calls a model (``hf://org/name[@revision][#file]``), and which files of a repository it is.
+"""Hub sources: parsing ``hf://org/name[@revision][#file]``, and choosing the files of the repository that are needed.
 
-Decides on names and sizes alone.
+Works on names and listings alone: nothing is fetched or opened here (download.py, cache.py).
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ from lockstep.errors import ArtifactNotFoundError, UnsupportedArtifactError
 
 SCHEME = "hf://"
 DEFAULT_REVISION = "main"
-WHAT_IS_RIGHT = "a model on the hub is called hf://org/name, with @revision and #file.gguf where they are needed"
+EXPECTED_FORM = "a model on the hub is called hf://org/name, with @revision and #file.gguf where they are needed"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _SOURCE = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9._/-]{{1,200}}))?(?:#(.{{1,400}}))?", re.ASCII)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+"""Weights of a repository: the index of several files, or one file."""
 _TEXT_FILES = ("config.json", "generation_config.json", "chat_template.jinja", INDEX)
 _TOKENIZER = re.compile(r"tokenizer[a-z_]*\.json")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
 _PROJECTOR = re.compile(r"(^|/)mmproj[^/]*$", re.IGNORECASE)
 _MAX_LISTED = 40
-"""File names in one message."""
+"""File names that one message lists."""
 
 DownloadProgress = Callable[[str, int, int], None]
-"""Called with a file's name, the bytes that are there of all files, and of how many."""
+"""Called with the name of the file that is being fetched, and of all files together the bytes so far and in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """A repository, a revision of it, and for GGUF repositories the file."""
+    """A model on the hub: a repository, its revision, and for GGUF repositories the file."""
 
     repo: str
     """``org/name``."""
     revision: str = DEFAULT_REVISION
     """A branch, tag or commit."""
     file: str | None = None
-    """A path in the repository, or what tells its quantisation, e.g. ``Q4_K_M``. None: the repository is one model."""
+    """A path in the repository, or the quantisation in its name, e.g. ``Q4_K_M``. None: the repository is one model."""
 
     def __str__(self) -> str:
         revision = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
@@ -61,14 +62,14 @@ def parse_hub_source(text: str) -> HubSource:
     """
     source = match_hub_source(text.removeprefix(SCHEME))
     if source is None:
-        raise ArtifactNotFoundError(f"not the name of a model on the hub; {WHAT_IS_RIGHT}", path=text)
+        raise ArtifactNotFoundError(f"not the name of a model on the hub; {EXPECTED_FORM}", path=text)
     return source
 
 
 def match_hub_source(text: str) -> HubSource | None:
     """Read ``org/name[@revision][#file]``; None where the text has another form."""
     found = _SOURCE.fullmatch(text)
-    if found is None or ".." in text or "--" in found[1]:  # neither can be in a name, and `--` parts names in the cache
+    if found is None or ".." in text or "--" in found[1]:  # neither is in names; the cache separates them by `--`
         return None
     return HubSource(found[1], found[2] or DEFAULT_REVISION, found[3])
 
@@ -84,6 +85,7 @@ class RemoteFile:
 
 
 Listing = Mapping[str, RemoteFile]
+"""Files of a repository's revision by path."""
 
 
 def is_gguf(source: HubSource, listing: Listing) -> bool:
@@ -109,12 +111,12 @@ def is_gguf(source: HubSource, listing: Listing) -> bool:
 
 
 def text_files(listing: Listing) -> list[str]:
-    """Everything of a Hugging Face directory that is read but its weights, in order of name."""
+    """Files of a Hugging Face directory that are needed beside its weights, in order of name."""
     return sorted(name for name in listing if name in _TEXT_FILES or _TOKENIZER.fullmatch(name))
 
 
 def weight_files_without_index(source: HubSource, listing: Listing) -> list[str]:
-    """The one file of weights of a repository that has no index; ArtifactNotFoundError where it cannot be told."""
+    """The one file of weights of a repository without an index; ArtifactNotFoundError where it is ambiguous."""
     names = sorted(name for name in listing if _is_weights(name))
     if SINGLE in names:
         return [SINGLE]
@@ -157,15 +159,15 @@ def gguf_file(source: HubSource, listing: Listing) -> str:
 
 
 def cached_gguf(source: HubSource, names: list[str]) -> str | None:
-    """The file among those in the cache that a source means; None where it is not there or cannot be told."""
+    """The GGUF file that a source means among ``names`` from the cache; None where it is absent or ambiguous."""
     if source.file in names:
         return source.file
     found = names if source.file is None else _of_quantisation(source.file, names)
     return found[0] if len(found) == 1 else None
 
 
-def is_served_gguf(name: str) -> bool:
-    """True if a file is a whole language model by its name: no part of one, and no projector of images."""
+def is_whole_gguf(name: str) -> bool:
+    """True if a file is a whole language model by its name: no part of a split one, and no image projector (mmproj)."""
     return name.endswith(".gguf") and not _PART.search(name) and not _PROJECTOR.search(name)
 
 

@@ -141,7 +141,7 @@ class OpenVINOExecutor:
                 (paged.BLOCK_INDICES, inputs.block_indices),
                 (paged.BLOCK_INDICES_BEGINS, inputs.block_indices_begins),
                 (paged.MAX_CONTEXT_LEN, inputs.max_context_len),
-                (paged.ROWS, inputs.rows),
+                (paged.SAMPLED_ROWS, inputs.rows),
                 (paged.HIDDEN_ROWS, inputs.hidden_rows),
             ):
                 request.set_tensor(name, ov.Tensor(array, shared_memory=True))

@@ -1,8 +1,10 @@
-"""The only contact with OpenVINO's paged attention transformation, an internal interface of that library.
+"""Paged form of an OpenVINO model: KV blocks as inputs, by a transformation that is internal to OpenVINO.
 
 ``to_paged`` turns the stateful graph of graph.py into one whose state is a pool of KV blocks handed in as inputs, and
-puts a row gather before the LM head, so that logits are computed only where somebody samples. When a new OpenVINO
-release moves this interface, this is the file to mend.
+puts a row gather before the LM head, so that logits are computed only where somebody samples. No other file may
+import the transformation (`tests/test_tidy.py`); when an OpenVINO release changes it, this is the one to mend.
+
+The constants are names of the paged graph's inputs and outputs; `ForwardInputs` of inputs.py has their shapes.
 """
 
 from __future__ import annotations
@@ -22,31 +24,33 @@ SUBSEQUENCE_BEGINS = "subsequence_begins"
 BLOCK_INDICES = "block_indices"
 BLOCK_INDICES_BEGINS = "block_indices_begins"
 MAX_CONTEXT_LEN = "max_context_len"
-ROWS = "sampled_rows"
+SAMPLED_ROWS = "sampled_rows"
 HIDDEN_ROWS = "hidden_rows"
 LOGITS = "logits"
 HIDDEN = "hidden_states"
 _STEP_INPUTS = (
-    TOKEN_IDS, POSITIONS, PAST_LENS, SUBSEQUENCE_BEGINS, BLOCK_INDICES, BLOCK_INDICES_BEGINS, MAX_CONTEXT_LEN, ROWS,
-    HIDDEN_ROWS
+    TOKEN_IDS, POSITIONS, PAST_LENS, SUBSEQUENCE_BEGINS, BLOCK_INDICES, BLOCK_INDICES_BEGINS, MAX_CONTEXT_LEN,
+    SAMPLED_ROWS, HIDDEN_ROWS
 )  # fmt: skip
 _ROW_WISE = frozenset({"Add", "Clamp", "Convert", "Divide", "Multiply", "Subtract", "Tanh"})
 
 _ATTENTION = "PagedAttentionExtension"
 _KEY_CACHE_INPUT = 3
 _WINDOW_INPUT = 10
+"""Ports of the attention operator, as OpenVINO numbers them."""
 
 
 def cache_inputs(num_layers: int) -> tuple[str, ...]:
-    """Names of the KV inputs: keys and values of layer 0, then of layer 1, and so on."""
+    """Names of the KV cache inputs: keys and values of layer 0, then of layer 1, and so on."""
     return tuple(f"{kind}_cache.{layer}" for layer in range(num_layers) for kind in ("key", "value"))
 
 
 def to_paged(model: Model, windows: Sequence[int] = ()) -> None:
-    """Replace the state of ``model`` (a stateful ``ov.Model``) by block inputs, in place, and add the row gather.
+    """Replace the KV state of a stateful ``ov.Model`` by KV block inputs, in place, and add the row gather.
 
     Args:
-        windows: per layer, how many tokens a query sees, itself included; 0: all. Empty: all, in every layer.
+        windows: sliding window per layer: how many tokens a query sees, itself included; 0: all. Empty: all, in
+            every layer.
 
     Raises:
         ExecutorError: the attention operator does not take its window where we know it to.
@@ -62,7 +66,7 @@ def to_paged(model: Model, windows: Sequence[int] = ()) -> None:
 
 
 def _set_windows(model: Model, windows: Sequence[int]) -> None:
-    """Write each layer's window where the transformation has put a zero.
+    """Write each layer's sliding window where the transformation has put a zero.
 
     It recognises windows in the masks of a few exporters, by patterns that differ from release to release; our mask
     says nothing of windows, so that there is one place for them.
@@ -82,13 +86,13 @@ def _set_windows(model: Model, windows: Sequence[int]) -> None:
 
 
 def _gather_rows(model: Model) -> None:
-    """Logits and hidden states only for the rows named in ``sampled_rows`` and ``hidden_rows`` ([R] i64 each).
+    """Compute logits only for the rows in ``sampled_rows`` ([R] i64), and hidden states for ``hidden_rows`` ([H] i64).
 
-    Hidden states are what the LM head is given: [R, 1, hidden_size].
+    Hidden states are what the LM head is given: [H, 1, hidden_size].
     """
-    head = _head(model)
+    head = _lm_head(model)
     states = head.input_value(0)
-    rows, hidden_rows = _rows_parameter(ROWS), _rows_parameter(HIDDEN_ROWS)
+    rows, hidden_rows = _rows_parameter(SAMPLED_ROWS), _rows_parameter(HIDDEN_ROWS)
     gathered = op.gather(states, rows, op.constant(np.int64(0)))
     head.input(0).replace_source_output(gathered.output(0))
     hidden = op.result(op.gather(states, hidden_rows, op.constant(np.int64(0))), name=HIDDEN)
@@ -104,10 +108,10 @@ def _rows_parameter(name: str) -> Node:
     return parameter
 
 
-def _head(model: Model) -> Node:
-    """Head of the model: the last MatMul before the logits, or the node that cuts the hidden states for its parts.
+def _lm_head(model: Model) -> Node:
+    """LM head: the last MatMul before the logits, or the split before it where products.py has cut it into parts.
 
-    What lies between works on each row for itself (scales, caps, precisions).
+    Between it and the logits only operators that treat each row by itself are allowed (scales, caps, precisions).
     """
     node = model.output(LOGITS).get_node().input_value(0).get_node()
     while node.get_type_name() != "MatMul":

@@ -1,7 +1,8 @@
-"""Foreign trace formats as rows: each says how its records are cut and what a record means; one reader reads them all.
+"""Foreign trace formats (Azure, Mooncake, AIPerf, vLLM's bench): for each, a function from its records to requests.
 
-A format of lines may be of any size. One that is a JSON document is read whole. A request that failed where it was
-recorded was load all the same, and an output of 0 tokens counts as 1, because every request gets one.
+`reading.py` opens the file, knows its format by its beginning, and sorts and cuts the requests. A format of lines may
+be of any size; one that is a JSON document is read whole. A request that failed where it was recorded was load all the
+same, and an output of 0 tokens counts as 1, because every request gets one.
 """
 
 from __future__ import annotations
@@ -31,26 +32,27 @@ from lockstep.replay.readers.fields import (
 )
 from lockstep.replay.workload import PS_PER_MS, WorkloadRequest
 
-Rows = Iterator[WorkloadRequest]
+Requests = Iterator[WorkloadRequest]
 Lines = Iterable[tuple[int, str]]
-"""Numbered lines of a file."""
+"""Lines of a file, each after its number, which counts from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineFormat:
     """A format with a request per line."""
 
-    rows: Callable[[Lines, str], Rows]
-    """Lines and the file's name to requests, arrivals in picoseconds."""
+    read: Callable[[Lines, str], Requests]
+    """From lines and the file's name to requests, arrivals in picoseconds."""
     content_size: int = 0
+    """Prompt tokens that one content id stands for; 0: the format says nothing of contents."""
     is_sorted: bool = True
-    """Whether lines come in the order of arrivals."""
+    """Whether lines come in the order of arrivals; if not, all requests are read and sorted first."""
 
 
 def _request(
     place: str, name: str, num_prompt: int, num_output: int, arrival_ps: int, contents: tuple[int, ...] = ()
 ) -> WorkloadRequest:
-    """A request of a format that knows what was answered, and no limits."""
+    """A request of a format that says how many tokens were answered, and not how many were allowed."""
     most = max(1, num_output)
     return WorkloadRequest(name, max(1, num_prompt), most, most, arrival_ps, contents=contents, place=place)
 
@@ -61,10 +63,10 @@ def _request(
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _COUNT = re.compile(r"\d{1,10}", re.ASCII)
-_EPOCH = datetime.fromisoformat("0001-01-01T00:00:00+00:00")
+_YEAR_1 = datetime.fromisoformat("0001-01-01T00:00:00+00:00")
 
 
-def _azure_rows(lines: Lines, name: str) -> Rows:
+def _azure_requests(lines: Lines, name: str) -> Requests:
     """Azure's LLM inference traces (Splitwise, ISCA '24): ``TIMESTAMP,ContextTokens,GeneratedTokens``.
 
     A stamp is a date and a time with up to 12 digits of a second, with or without an offset from UTC. Nothing is said
@@ -81,11 +83,11 @@ def _azure_rows(lines: Lines, name: str) -> Rows:
         if not has_header and tuple(columns) != AZURE_COLUMNS:
             raise TraceError(f"{place}: the columns are {shown(','.join(columns))}; {expected} expected")
         if has_header:
-            yield _azure_row(columns, number, place)
+            yield _azure_request(columns, number, place)
         has_header = True
 
 
-def _azure_row(columns: Sequence[str], number: int, place: str) -> WorkloadRequest:
+def _azure_request(columns: Sequence[str], number: int, place: str) -> WorkloadRequest:
     if len(columns) != len(AZURE_COLUMNS):
         raise TraceError(f"{place}: {len(columns)} columns; {','.join(AZURE_COLUMNS)} expected")
     counts = {}
@@ -106,7 +108,7 @@ def _stamp_ps(value: str, place: str) -> int:
         if match is None:
             raise ValueError("2023-11-16 18:15:46.6805900 would be right")
         whole_s, digits, offset = match.groups()
-        since = datetime.fromisoformat(whole_s + (offset or "+00:00")) - _EPOCH
+        since = datetime.fromisoformat(whole_s + (offset or "+00:00")) - _YEAR_1
         if since < timedelta(0):
             raise ValueError("time begins with the year 1")
     except (ValueError, OverflowError) as error:
@@ -123,7 +125,7 @@ _TURNS = ("session_id", "delay", "delay_ms")
 """Keys of a variant whose lines are turns of conversations: when one comes depends on when the one before it ends."""
 
 
-def _mooncake_rows(lines: Lines, name: str) -> Rows:
+def _mooncake_requests(lines: Lines, name: str) -> Requests:
     """Mooncake's traces (FAST '25), as they are published: one JSON object per line.
 
     ``{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}``, one id per 512 tokens of the prompt, a
@@ -161,7 +163,7 @@ _PROMPT_METRICS = ("input_sequence_length", "error_isl")
 _OUTPUT_METRICS = ("output_sequence_length", "output_token_count")
 
 
-def _aiperf_rows(lines: Lines, name: str) -> Rows:
+def _aiperf_requests(lines: Lines, name: str) -> Requests:
     """AIPerf's ``profile_export.jsonl``: one JSON object per request, in the order in which they ended.
 
     Read are ``metadata.request_start_ns`` (since 1970) and the metrics ``input_sequence_length`` (of failures
@@ -204,7 +206,7 @@ VLLM_RUN_KEYS = ("num_prompts", "request_rate", "completed", "total_input_tokens
 """Keys of every result, detailed or not."""
 
 
-def vllm_bench_rows(document: Members, name: str) -> list[WorkloadRequest]:
+def vllm_bench_requests(document: Members, name: str) -> list[WorkloadRequest]:
     """Results of ``vllm bench serve --save-result --save-detailed``, and of our own ``bench serve`` after it.
 
     One JSON document with aligned arrays: ``input_lens``, ``output_lens``, ``start_times`` (seconds of any clock), in
@@ -230,6 +232,6 @@ def vllm_bench_rows(document: Members, name: str) -> list[WorkloadRequest]:
     return sorted(requests, key=lambda request: request.arrival)
 
 
-MOONCAKE = LineFormat(_mooncake_rows, _CONTENT_TOKENS)
-AZURE = LineFormat(_azure_rows)
-AIPERF = LineFormat(_aiperf_rows, is_sorted=False)
+MOONCAKE = LineFormat(_mooncake_requests, _CONTENT_TOKENS)
+AZURE = LineFormat(_azure_requests)
+AIPERF = LineFormat(_aiperf_requests, is_sorted=False)

@@ -27,7 +27,7 @@ from lockstep.replay.readers.formats import (
     VLLM_ARRAYS,
     VLLM_RUN_KEYS,
     LineFormat,
-    vllm_bench_rows,
+    vllm_bench_requests,
 )
 from lockstep.replay.readers.source import numbered_lines, open_source
 from lockstep.replay.trace import open_trace
@@ -125,10 +125,10 @@ class _FileRequests:
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
         with open_source(self.path) as stream:
-            rows = self.format.rows(numbered_lines(stream, self.path.name), self.path.name)
+            requests = self.format.read(numbered_lines(stream, self.path.name), self.path.name)
             if not self.format.is_sorted:
-                rows = iter(_sorted(rows))
-            yield from _some(shaped(rows, self.options), self.path.name)
+                requests = iter(_sorted(requests))
+            yield from _some(shaped(requests, self.options), self.path.name)
 
 
 def _sorted(rows: Iterable[WorkloadRequest]) -> list[WorkloadRequest]:
@@ -169,11 +169,11 @@ def _read_document(path: Path, options: ReadOptions) -> Workload:
         text = read_text(stream, name)
     document = members(text, name, exact=(*workload_json.KEYS, *VLLM_ARRAYS), itemised="requests")
     if any(key in document for key in workload_json.KEYS):
-        content = workload_json.content_of(document, name)
-        requests = tuple(_some(shaped(content.requests, options, from_first=False), name))
-        return Workload(name, requests, content.unit, content.block_size, content.config)
+        file = workload_json.read_workload_file(document, name)
+        requests = tuple(_some(shaped(file.requests, options, from_first=False), name))
+        return Workload(name, requests, file.unit, file.block_size, file.config)
     if any(key in document for key in (*VLLM_ARRAYS, *VLLM_RUN_KEYS)):
-        return Workload(name, tuple(_some(shaped(vllm_bench_rows(document, name), options), name)), ArrivalUnit.PS)
+        return Workload(name, tuple(_some(shaped(vllm_bench_requests(document, name), options), name)), ArrivalUnit.PS)
     raise TraceError(f"{name}:1: unknown format; it may be {KNOWN}")
 
 

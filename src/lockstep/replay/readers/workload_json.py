@@ -1,5 +1,6 @@
-"""Our own workload files: ``{"config": {...}, "requests": [{...}, ...]}``, one JSON document, in any order.
+"""Lockstep's own workload files, read and written: one JSON document of a scheduler config and requests.
 
+``{"config": {...}, "requests": [{...}, ...]}``; neither members nor requests need an order: arrivals are sorted.
 A request: ``id`` (text or a whole number, once only), ``prompt_tokens``, ``max_output_tokens``, and if wanted
 ``output_tokens`` (what it really gets; else all of them), ``priority`` (a class's name or a whole number, lower first),
 ``arrival_tick`` or ``arrival_ms`` (one kind per file; 0 if left out), ``prefix_hashes`` (one text or whole number for
@@ -34,18 +35,18 @@ REQUEST_KEYS = (
     "prefix_hashes",
     "tenant",
 )
-CLASSES = {
+PRIORITY_CLASSES = {
     "critical": Priority.CRITICAL,
     "high": Priority.HIGH,
     "normal": Priority.NORMAL,
     "low": Priority.LOW,
 }
-MAX_CLASS = (1 << 31) - 1
+MAX_PRIORITY = (1 << 31) - 1
 MAX_TICK = (1 << 62) - 1
 
 
-class Content(NamedTuple):
-    """Content of a workload file."""
+class WorkloadFile(NamedTuple):
+    """A workload file as it was read; its config is not checked yet."""
 
     config: dict[str, object]
     """The scheduler's fields that the file sets; whoever makes a scheduler of them checks them (replay/configs.py)."""
@@ -53,11 +54,11 @@ class Content(NamedTuple):
     requests: list[WorkloadRequest]
     """Requests in order of arrival, those of one time in that of the file."""
     block_size: int
-    """0: not said."""
+    """Tokens that one of ``prefix_hashes`` stands for; 0: the file does not say."""
 
 
-def content_of(document: Members, name: str) -> Content:
-    """Everything in a file; TraceError names the line of what is wrong."""
+def read_workload_file(document: Members, name: str) -> WorkloadFile:
+    """Read a workload file called ``name``; TraceError names the line of what is wrong."""
     check_keys(document, KEYS, ("requests",), name)
     config, block_size = _config(*document.get("config", Located({}, 1)), name)
     items, line = document["requests"]
@@ -65,11 +66,11 @@ def content_of(document: Members, name: str) -> Content:
     array(items, "requests", f"{name}:{line}")
     requests = [reading.request(item.value, f"{name}:{item.line}") for item in items]
     requests.sort(key=lambda request: request.arrival)
-    return Content(config, reading.unit or ArrivalUnit.TICKS, requests, block_size)
+    return WorkloadFile(config, reading.unit or ArrivalUnit.TICKS, requests, block_size)
 
 
 def _config(value: object, line: int, name: str) -> tuple[dict[str, object], int]:
-    """The config as it is written, and its block size."""
+    """The config's fields as the file gives them, and its block size; 0: the file does not say."""
     place = f"{name}:{line}: config"
     if not isinstance(value, dict):
         raise TraceError(f"{place} is {shown(value)}; it must be an object")
@@ -77,13 +78,13 @@ def _config(value: object, line: int, name: str) -> tuple[dict[str, object], int
 
 
 class _Reading:
-    """State common to all requests: their ids, the unit of their arrivals, and names of contents as dense ids."""
+    """State common to all requests of a file: their ids, the unit of their arrivals, and prefix hashes as dense ids."""
 
     def __init__(self, block_size: int) -> None:
         self.unit: ArrivalUnit | None = None
         self._block_size = block_size
         self._place_of: dict[str, str] = {}
-        self._contents: dict[str | int, int] = {}
+        self._content_ids: dict[str | int, int] = {}
 
     def request(self, fields: object, place: str) -> WorkloadRequest:
         if not isinstance(fields, dict):
@@ -98,11 +99,9 @@ class _Reading:
             max_output_tokens=max_output,
             num_output_tokens=num_output,
             arrival=self._arrival(fields, place),
-            priority=_class(fields.get("priority", Priority.NORMAL), place),
+            priority=_priority(fields.get("priority", Priority.NORMAL), place),
             tenant=text(fields.get("tenant", ""), "tenant", place),
-            contents=self._contents_of(
-                array(fields.get("prefix_hashes", []), "prefix_hashes", place), num_prompt, place
-            ),
+            contents=self._contents(array(fields.get("prefix_hashes", []), "prefix_hashes", place), num_prompt, place),
             place=place,
         )
 
@@ -126,7 +125,7 @@ class _Reading:
             return whole(fields["arrival_tick"], "arrival_tick", place, 0, MAX_TICK)
         return time_ps(fields["arrival_ms"], "arrival_ms", place, PS_PER_MS)
 
-    def _contents_of(self, hashes: Sequence[object], num_prompt: int, place: str) -> tuple[int, ...]:
+    def _contents(self, hashes: Sequence[object], num_prompt: int, place: str) -> tuple[int, ...]:
         if not hashes:
             return ()
         if not self._block_size:
@@ -136,30 +135,31 @@ class _Reading:
             raise TraceError(
                 f"{place}: {len(hashes)} prefix_hashes, but {num_prompt} tokens are {most} blocks of {self._block_size}"
             )
-        return tuple([self._content(each, place) for each in hashes])
+        return tuple([self._content_id(each, place) for each in hashes])
 
-    def _content(self, value: object, place: str) -> int:
+    def _content_id(self, value: object, place: str) -> int:
         key: str | int
         if isinstance(value, str):
             key = text(value, "a prefix hash", place)
         else:
             key = whole(value, "a prefix hash", place, 0, MAX_ID)
-        return self._contents.setdefault(key, len(self._contents))
+        return self._content_ids.setdefault(key, len(self._content_ids))
 
 
-def _class(value: object, place: str) -> int:
+def _priority(value: object, place: str) -> int:
     if isinstance(value, str):
-        if value not in CLASSES:
-            raise TraceError(f"{place}: priority is {shown(value)}; classes are {', '.join(CLASSES)}, or whole numbers")
-        return CLASSES[value]
-    return whole(value, "priority", place, -MAX_CLASS, MAX_CLASS)
+        if value not in PRIORITY_CLASSES:
+            known = ", ".join(PRIORITY_CLASSES)
+            raise TraceError(f"{place}: priority is {shown(value)}; classes are {known}, or whole numbers")
+        return PRIORITY_CLASSES[value]
+    return whole(value, "priority", place, -MAX_PRIORITY, MAX_PRIORITY)
 
 
-def workload_document(workload: Workload, config: SchedulerConfig) -> bytes:
-    """The workload with every field of the config, a request per line.
+def dump_workload(workload: Workload, config: SchedulerConfig) -> bytes:
+    """Write a workload as a file's bytes, with every field of the config and a request per line.
 
-    Contents are written as one id for each block of the config; they are left out where their borders are not those of
-    blocks, because then nothing is shared.
+    Prefix hashes are one number for each block of the config; they are left out where the borders of the workload's
+    contents are not those of blocks, because then nothing is shared.
     """
     encode = msgspec.json.Encoder(decimal_format="number").encode
     size = workload.content_size

@@ -41,7 +41,7 @@ def finding_of(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed:
     if is_timed:
         place += f" at {divergence.a.start_ps / PS_PER_MS:,.3f} ms"
     verdict = f"equal for {found.num_equal_steps:,} steps, until {place}; then another {divergence.change.value}:"
-    rest = (found.input,) if found.input else ()
+    rest = (found.input_difference,) if found.input_difference else ()
     return _finding(found.a, found.b, divergence, verdict, (*rest, *_rest(found, a, b)))
 
 
@@ -65,8 +65,8 @@ def _finding(a: Snapshot, b: Snapshot, divergence: Divergence, verdict: str, res
 
 
 def _input_line(found: Diff) -> str:
-    if found.input:
-        return found.input
+    if found.input_difference:
+        return found.input_difference
     if found.fields:
         return "both were told the same up to there, so what differs is what the configs say"
     return "both were told the same up to there under the same config: what was recorded differs by itself"
@@ -185,5 +185,5 @@ def _divergence_facts(found: Diff) -> dict[str, Any]:
         "reasons": sentences(divergence.difference, a, b),
         "decided_by": None if found.cause is None else asdict(found.cause),
         "plans": [{"request": name, "a": x, "b": y} for name, x, y in _pairs(a, b)],
-        "input": found.input or None,
+        "input": found.input_difference or None,
     }
