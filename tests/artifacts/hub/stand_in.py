@@ -128,10 +128,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+HARNESSES = "/api/agent-harnesses"
+"""Asked for by the hub's own client, once in a process, whatever it is used for; no request of ours."""
+
+
 class _Hub(_Handler):
     def do_GET(self) -> None:
         path = urlparse(self.path).path
         authorization = self.headers["Authorization"]
+        if path == HARNESSES:
+            return self.answer(404)
         self.state.requests.append((path, authorization))
         if self.state.status is not None:
             return self.answer(self.state.status)
