@@ -1,0 +1,94 @@
+"""Triage: what each signal means, who looks after it, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import EvidenceError
+from lockstep.release.evidence import Evidence
+from lockstep.release.policy import Policy
+from lockstep.release.verdict import Decision, Signal, Triage
+
+
+class Hint(NamedTuple):
+    """Advice for one signal."""
+
+    owner: str
+    action: str
+
+
+HINTS: Mapping[str, Hint] = {
+    "output-mismatch": Hint(
+        "model or kernels", "run the example requests on both sides alone; compare weights, template and sampler"
+    ),
+    "numeric-drift": Hint("numerics", "compare precision and kernels of both backends on the example requests"),
+    "errors": Hint("serving", "read the candidate's log for the example requests"),
+    "latency": Hint("scheduling", "compare queue depth and time to the first token; replay the load on both settings"),
+    "latency-tail": Hint("scheduling", "look at the slowest pairs: what ran beside them"),
+    "ttft": Hint("scheduling", "compare prefill budget, chunking and prefix-cache hits"),
+    "decode": Hint("executor", "compare step times at equal batch sizes"),
+    "kv-pressure": Hint("capacity", "compare KV pool sizes, context limits and prefix caching"),
+    "missing-provenance": Hint("gateway", "let the gateway write route_id and scheduler for each answer"),
+    "missing-streaming": Hint("streaming", "record token times: stream the mirrored requests"),
+    "missing-join": Hint("mirroring", "send the same x-request-id to both sides"),
+    "missing-comparable": Hint("mirroring", "keep the same output material on both sides"),
+    "missing-pairs": Hint("mirroring", "find out why one side lost requests: slow answers time out"),
+    "no-output-evidence": Hint("mirroring", "keep token ids of answers on both sides, or say outputs: ignore"),
+    "outputs-policy": Hint("release", "say in the policy what sameness of outputs means"),
+    "too-few-pairs": Hint("mirroring", "mirror more traffic, or for longer"),
+    "no-evidence-yet": Hint("mirroring", "mirror more traffic, or for longer"),
+}
+"""By signal. Owners are hints: a policy or a file of owners says who it is."""
+_SEVERITY = {Decision.ROLLBACK: "critical", Decision.HOLD: "warning", Decision.PROMOTE: "info"}
+
+
+def triage_of(signals: Sequence[Signal], policy: Policy, evidence: Evidence) -> tuple[Triage, ...]:
+    """An item per signal, in their order."""
+    return tuple(
+        Triage(
+            signal=each.name,
+            severity=_SEVERITY[each.response],
+            segment=each.segment,
+            evidence=each.sentence,
+            response=each.response.value,
+            owner=owner_of(each, policy.owners),
+            action=HINTS[each.name].action,
+            examples=each.examples,
+        )
+        for each in signals
+    )
+
+
+def owner_of(signal: Signal, owners: Mapping[str, str]) -> str:
+    """Who looks after a signal: the last pattern that fits ``signal`` or ``signal/segment``, else the built-in hint."""
+    fitting = [
+        owner
+        for pattern, owner in owners.items()
+        if fnmatch(signal.name, pattern) or fnmatch(f"{signal.name}/{signal.segment}", pattern)
+    ]
+    return fitting[-1] if fitting else HINTS[signal.name].owner
+
+
+def read_owners(path: Path) -> dict[str, str]:
+    """A file of owners, a pattern and its owners a line, as in CODEOWNERS; the last one that fits counts.
+
+    Raises:
+        EvidenceError: it cannot be read, or a line has no owner.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvidenceError(f"{path}: cannot be read as a file of owners: {error}") from None
+    owners: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        pattern, *names = line.partition("#")[0].split()[:16] or [""]
+        if not pattern:
+            continue
+        if not names:
+            raise EvidenceError(f"{path}, line {number}: {pattern!r} has no owner; write PATTERN OWNER")
+        owners.pop(pattern, None)
+        owners[pattern] = " ".join(names)
+    return owners
