@@ -183,9 +183,9 @@ CREATE TABLE facts_{{side}} AS
     hash(tokens) AS tokens_hash, tokens IS NOT NULL AS has_tokens,
     hash(vector) AS vector_hash, vector IS NOT NULL AS has_vector,
     md5(text) AS text_hash, fingerprint, coalesce(doubled, false) AS doubled, coalesce(falling, false) AS falling,
-    len(list_filter(gaps, lambda v: v < 0 OR NOT isfinite(v))) > 0 AS bad_gaps,
-    len(list_filter(vector, lambda v: NOT isfinite(v))) > 0 AS bad_vector,
-    len(list_filter(logprobs, lambda v: NOT isfinite(v))) > 0 AS bad_logprobs,
+    list_min(gaps) < 0 OR NOT isfinite(list_max(gaps)) AS bad_gaps,
+    NOT isfinite(list_max(vector)) OR NOT isfinite(list_min(vector)) AS bad_vector,
+    NOT isfinite(list_max(logprobs)) AS bad_logprobs,
     hash(gaps) AS gaps_hash, kv_used, kv_total, health, error
   FROM observed_{{side}}
 """
@@ -256,9 +256,16 @@ def _decode_p95(store: Store) -> dict[int, tuple[float, float]]:
         counts = {each: found for each, found in counts.items() if each >= 0}
         counts[-1] = sorted(whole.items())
         wanted = {segment: _bucket_of(found) for segment, found in counts.items() if found}
+        if not wanted:
+            continue
+        buckets = ", ".join(str(each) for each in sorted({place for place, _ in wanted.values()}))
+        found = store.connection.execute(
+            f"SELECT segment, bucket, gap FROM (SELECT segment, gap, {bucket} AS bucket FROM ({gaps}))"
+            f" WHERE bucket IN ({buckets})"
+        ).fetchnumpy()
         for segment, (place, rank) in wanted.items():
-            condition = f"{bucket} = {place}" + (f" AND segment = {segment}" if segment >= 0 else "")
-            values = store.connection.execute(f"SELECT gap FROM ({gaps}) WHERE {condition}").fetchnumpy()["gap"]
+            is_in = found["bucket"] == place
+            values = found["gap"][is_in if segment < 0 else is_in & (found["segment"] == segment)]
             results.setdefault(segment, [math.nan, math.nan])[number] = float(np.partition(values, rank)[rank])
     return {segment: (found[0], found[1]) for segment, found in sorted(results.items())}
 
@@ -300,7 +307,7 @@ def _faults(store: Store) -> tuple[tuple[Side, Reason, int], ...]:
 def _digest(store: Store, side: Side) -> str:
     """A sum over the records, so that their order does not count."""
     records = f"(SELECT * EXCLUDE (row) FROM facts_{side}) f"
-    row = store.rows(f"SELECT sum(md5_number_lower(f::VARCHAR)::HUGEINT) FROM {records}")
+    row = store.rows(f"SELECT sum(hash(f)::HUGEINT) FROM {records}")
     return f"{int(row[0][0] or 0) % (1 << 64):016x}"
 
 

@@ -139,29 +139,27 @@ def _long_run_variance(series: Floats, sums: Floats, looks: NDArray[np.int64]) -
 def _log_mixture(excess: Floats, looks: NDArray[np.int64]) -> Floats:
     """Logarithm of the one-sided Gaussian mixture at a sum of standardised excesses."""
     width = looks / BEST_AT + 1.0
-    return (
-        math.log(2.0)
-        - 0.5 * np.log(width)
-        + excess * excess / (2.0 * BEST_AT * width)
-        + _log_normal_cdf(excess / np.sqrt(BEST_AT * width))
-    )
+    return math.log(2.0) - 0.5 * np.log(width) + _gain(excess / np.sqrt(BEST_AT * width))
+
+
+def _boundary(looks: NDArray[np.int64], alpha: float) -> Floats:
+    """The sum of standardised excesses at which the mixture reaches 1 / alpha, by Newton's method."""
+    width = looks / BEST_AT + 1.0
+    wanted = math.log(1.0 / alpha) - math.log(2.0) + 0.5 * np.log(width)
+    point = np.sqrt(2.0 * wanted + 2.0)  # above the root of a convex function: Newton falls to it from there
+    for _ in range(8):
+        slope = point + np.exp(-0.5 * point * point - _log_normal_cdf(point)) / math.sqrt(2.0 * math.pi)
+        point = point - (_gain(point) - wanted) / slope
+    return point * np.sqrt(BEST_AT * width)
+
+
+def _gain(point: Floats) -> Floats:
+    return 0.5 * point * point + _log_normal_cdf(point)
 
 
 def _log_normal_cdf(x: Floats) -> Floats:
     """Logarithm of the normal distribution function, also far below its mean (Mills' ratio)."""
-    clipped = np.maximum(x, -30.0)
-    near = np.log(0.5 * np.array([math.erfc(-each / math.sqrt(2.0)) for each in clipped]))
+    near = np.log(np.array([0.5 * math.erfc(-each / math.sqrt(2.0)) for each in np.maximum(x, -30.0)]))
     below = np.minimum(x, -30.0)
     far = -0.5 * below * below - np.log(-below) - 0.5 * math.log(2.0 * math.pi)
     return np.where(x < -30.0, far, near)
-
-
-def _boundary(looks: NDArray[np.int64], alpha: float) -> Floats:
-    """The sum of standardised values at which the one-sided mixture reaches 1 / alpha, by bisection."""
-    low = np.zeros(len(looks))
-    high = 10.0 * np.sqrt(BEST_AT + looks) * (1.0 + np.log1p(looks / BEST_AT))
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        is_above = _log_mixture(middle, looks) >= math.log(1.0 / alpha)
-        low, high = np.where(is_above, low, middle), np.where(is_above, middle, high)
-    return high
