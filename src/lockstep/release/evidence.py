@@ -77,6 +77,10 @@ class Pairs:
     """Whether route and scheduler are known."""
     streamed: tuple[Bools, Bools]
     """Whether times of tokens are known."""
+    missing_at: NDArray[np.int64]
+    """For each record without a partner, in the order of time: pairs before it."""
+    missing: Floats
+    """1: the candidate lacks it; -1: the baseline does."""
 
     def __len__(self) -> int:
         return len(self.ts)
@@ -134,8 +138,10 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = ()) -> Evidence:
     segments = _segments(store)
     columns = store.connection.execute(_COLUMNS).fetchnumpy()
     output, incomparable, max_drift = resolve(store, columns["output"].astype(np.int8), tolerances)
+    ts = _floats(columns["ts"])
+    missing_at, missing = _missing(store, ts)
     pairs = Pairs(
-        ts=_floats(columns["ts"]),
+        ts=ts,
         is_timed=not np.ma.is_masked(columns["ts"]),
         ok=(_bools(columns["b_ok"]), _bools(columns["c_ok"])),
         metrics={name: (_floats(columns[f"b_{name}"]), _floats(columns[f"c_{name}"])) for name in METRICS},
@@ -144,6 +150,8 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = ()) -> Evidence:
         segments=segments,
         routed=(_bools(columns["b_routed"]), _bools(columns["c_routed"])),
         streamed=(_bools(columns["b_streamed"]), _bools(columns["c_streamed"])),
+        missing_at=missing_at,
+        missing=missing,
     )
     return Evidence(
         joining=joining,
@@ -278,6 +286,15 @@ def _bucket_of(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
             return bucket, rank
         rank -= count
     raise AssertionError("a rank is below the number of values")
+
+
+def _missing(store: Store, ts: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Records without a partner between the pairs, in the order of time."""
+    found = store.connection.execute(
+        "SELECT ts, sign FROM (SELECT ts, 1 AS sign FROM keys_baseline UNION ALL SELECT ts, -1 AS sign FROM"
+        " keys_candidate) WHERE ts IS NOT NULL ORDER BY ts, sign"
+    ).fetchnumpy()
+    return np.searchsorted(ts, found["ts"]).astype(np.int64), found["sign"].astype(np.float64)
 
 
 def _names(store: Store, name: str, side: str) -> tuple[str, ...]:

@@ -74,6 +74,11 @@ class Policy:
     """In sequential mode: regression from which there is a rollback, as a part; below it is promoted."""
     error_margin: float = 1.0
     """In sequential mode: increase of the error rate from which there is a rollback, in percentage points."""
+    missing_margin: float = 1.0
+    """In sequential mode: records that only the candidate lacks less those that only the baseline lacks, in percentage
+    points; what is not certain to be below it is not promoted."""
+    burst_pairs: int = 5
+    """In sequential mode: failures may come in bursts of so many pairs, of which none may have been seen yet."""
     mismatch_margin: float = 0.0
     """In sequential mode: mismatches from which there is a rollback, in percentage points over those of an A/A leg; 0
     with deterministic engines: the first one."""
@@ -119,8 +124,10 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "min_comparable_rate": (0, 1),
     "alpha": (1e-6, 0.5),
     "tolerance": (0, 10),
-    "margin": (1e-6, 10),
-    "error_margin": (0, 100),
+    "margin": (1e-6, 0.99),
+    "error_margin": (0.01, 50),
+    "missing_margin": (0.01, 50),
+    "burst_pairs": (1, 10_000),
     "mismatch_margin": (0, 100),
 }
 FIELD_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Policy))

@@ -8,7 +8,7 @@ Rollback is by e-BH over all series at the looks they share; promotion wants eve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lockstep.release.evidence import Bools, Evidence, Floats, Pairs
 from lockstep.release.policy import Policy
-from lockstep.release.statistics import MIN_PAIRS, Track, e_bh, looks_of, nearest_rank, track
+from lockstep.release.statistics import MIN_PAIRS, Track, bet_below, e_bh, looks_of, nearest_rank, track
 from lockstep.release.verdict import Decision, SegmentSummary, Signal
 
 RATIOS = {"latency": "latency_ms", "ttft": "ttft_ms", "decode": "decode_ms"}
@@ -24,6 +24,8 @@ RATIOS = {"latency": "latency_ms", "ttft": "ttft_ms", "decode": "decode_ms"}
 FIGURE_OF = {"latency": "latency_p95_ms", "ttft": "ttft_p95_ms", "decode": "decode_p95_ms", "errors": "error_rate"}
 EVENTS_FLOOR = 3.0
 """Variance of rare events is at least that of as many of them."""
+BLOCKS_PER_BURST = 2
+"""A bet is on so many times the longest burst: what is left of it in the next block is little."""
 ALL = "all"
 
 
@@ -37,7 +39,9 @@ class Series:
     places: NDArray[np.intp]
     """Of its pairs among all."""
     bound: float
-    floor: float = 0.0
+    is_event: bool = False
+    """Whether its values are -1, 0 and 1."""
+    response: Decision = Decision.ROLLBACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,7 @@ def follow(policy: Policy, evidence: Evidence) -> Findings:
         )
     tracks: dict[tuple[str, str], tuple[Series, Track]] = {}
     for each in _all_series(policy, pairs):
-        own_looks = np.searchsorted(each.places, looks)
-        tracks[each.signal, each.segment] = (each, track(each.values, each.bound, policy.alpha, own_looks, each.floor))
+        tracks[each.signal, each.segment] = (each, _followed(policy, each, np.searchsorted(each.places, looks)))
     signals, notes = _decide(policy, tracks, looks)
     guarantee = (
         f"at any look, a wrong rollback and a wrong promotion have each a chance of at most {policy.alpha:g} where every "
@@ -93,6 +96,17 @@ def follow(policy: Policy, evidence: Evidence) -> Findings:
         "false discovery rate of rollbacks is what is bounded"
     )
     return Findings(signals, notes, guarantee, tracks)
+
+
+def _followed(policy: Policy, series: Series, looks: NDArray[np.int64]) -> Track:
+    """A series at each look. That events are rare enough has to be certain by both ways."""
+    floor = EVENTS_FLOOR if series.is_event else 0.0
+    line = track(series.values, series.bound, policy.alpha, looks, floor)
+    if not series.is_event:
+        return line
+    block = BLOCKS_PER_BURST * policy.burst_pairs
+    bets = bet_below(series.values, series.bound, block, looks)
+    return replace(line, log_below=np.minimum(line.log_below, bets))
 
 
 def _hold(name: str, sentence: str) -> Signal:
@@ -131,7 +145,7 @@ def _tail(policy: Policy, pairs: Pairs, name: str, mask: Bools) -> list[Series]:
         return []
     threshold = nearest_rank(baseline[first], 0.95)
     values = (candidate[rest] > threshold).astype(float) - (baseline[rest] > threshold).astype(float)
-    return [Series("latency-tail", name, values, rest, policy.margin, EVENTS_FLOOR)]
+    return [Series("latency-tail", name, values, rest, policy.margin, True)]
 
 
 def _decide(
@@ -153,7 +167,7 @@ def _decide(
             signals.append(
                 Signal(
                     name=each.signal,
-                    response=Decision.ROLLBACK,
+                    response=each.response,
                     segment=each.segment,
                     sentence=sentence,
                     value=float(line.mean[-1]),
