@@ -132,8 +132,15 @@ def _all_series(policy: Policy, pairs: Pairs) -> list[Series]:
                 found.append(Series(signal, name, values, np.flatnonzero(usable), math.log1p(policy.margin)))
         found += _tail(policy, pairs, name, mask)
         failures = (~pairs.ok[1][mask]).astype(float) - (~pairs.ok[0][mask]).astype(float)
-        found.append(Series("errors", name, failures, np.flatnonzero(mask), policy.error_margin / 100.0, EVENTS_FLOOR))
-    return found
+        found.append(Series("errors", name, failures, np.flatnonzero(mask), policy.error_margin / 100.0, True))
+    return [*found, _missing(policy, pairs)]
+
+
+def _missing(policy: Policy, pairs: Pairs) -> Series:
+    """Records of one side alone, between the pairs: slow candidates time out, and what is left of them looks fast."""
+    values = np.insert(np.zeros(len(pairs)), pairs.missing_at, pairs.missing)
+    places = np.insert(np.arange(len(pairs)), pairs.missing_at, pairs.missing_at)
+    return Series("missing-pairs", ALL, values, places, policy.missing_margin / 100.0, True, Decision.HOLD)
 
 
 def _tail(policy: Policy, pairs: Pairs, name: str, mask: Bools) -> list[Series]:
@@ -151,44 +158,37 @@ def _tail(policy: Policy, pairs: Pairs, name: str, mask: Bools) -> list[Series]:
 def _decide(
     policy: Policy, tracks: dict[tuple[str, str], tuple[Series, Track]], looks: NDArray[np.int64]
 ) -> tuple[list[Signal], list[str]]:
-    series = list(tracks.values())
-    rejected: dict[int, int] = {}
-    for at, pairs_so_far in enumerate(looks):
-        for place in e_bh([float(line.log_above[at]) for _, line in series], policy.alpha):
-            rejected.setdefault(place, int(pairs_so_far))
+    """Rollback by e-BH at the first look that rejects, hold where a series has not passed, drift as a note."""
+    family = [(each, line) for each, line in tracks.values() if each.response is Decision.ROLLBACK]
+    rejected: dict[tuple[str, str], int] = {}
+    for at, num_pairs in enumerate(looks):
+        for place in e_bh([float(line.log_above[at]) for _, line in family], policy.alpha):
+            each, _ = family[place]
+            rejected.setdefault((each.signal, each.segment), int(num_pairs))
     signals, notes = [], []
-    for place, (each, line) in enumerate(series):
-        effect = _words(each.signal, float(line.mean[-1]))
-        if place in rejected:
-            sentence = (
-                f"{each.signal} is {effect}, with certainty above {_words(each.signal, each.bound)} "
-                f"after {rejected[place]:,} pairs"
-            )
-            signals.append(
-                Signal(
-                    name=each.signal,
-                    response=each.response,
-                    segment=each.segment,
-                    sentence=sentence,
-                    value=float(line.mean[-1]),
-                    bound=each.bound,
-                )
-            )
-        elif line.log_below[-1] < math.log(1.0 / policy.alpha):
-            sentence = f"{each.signal} is {effect}, and not yet certain to be below {_words(each.signal, each.bound)}"
-            signals.append(
-                Signal(
-                    name=each.signal,
-                    response=Decision.HOLD,
-                    segment=each.segment,
-                    sentence=sentence,
-                    value=float(line.mean[-1]),
-                    bound=each.bound,
-                )
-            )
+    limit = math.log(1.0 / policy.alpha)
+    for name, (each, line) in tracks.items():
+        effect, bound = _words(each.signal, float(line.mean[-1])), _words(each.signal, each.bound)
+        if name in rejected:
+            text = f"{each.signal} is {effect}, with certainty above {bound} after {rejected[name]:,} pairs"
+            signals.append(_signal(each, line, each.response, text))
+        elif line.log_below[-1] < limit:
+            text = f"{each.signal} is {effect}, and not yet certain to be below {bound}"
+            signals.append(_signal(each, line, Decision.HOLD, text))
         elif each.signal in RATIOS and line.lower > math.log1p(policy.tolerance):
             notes.append(f"drift of {each.signal} in {each.segment}: {effect}, which is beyond the tolerance")
     return signals, notes
+
+
+def _signal(series: Series, line: Track, response: Decision, sentence: str) -> Signal:
+    return Signal(
+        name=series.signal,
+        response=response,
+        segment=series.segment,
+        sentence=sentence,
+        value=float(line.mean[-1]),
+        bound=series.bound,
+    )
 
 
 def _words(signal: str, value: float) -> str:
