@@ -53,6 +53,11 @@ VERBS: Mapping[str, tuple[str, str]] = {
         "lockstep.cli.sweep:sweep",
         "Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them.",
     ),
+    "gate": ("lockstep.cli.gate:gate", "Judge a candidate: exit code 0 promote, 1 rollback, 2 hold, 3 bad input."),
+    "mirror": (
+        "lockstep.cli.gate:mirror",
+        "Convert what other tools wrote to one file of observations that the gate reads.",
+    ),
     "chat": ("lockstep.cli.chat:chat", "Chat with a server that speaks OpenAI's language; ours is the default."),
     "pull": (
         "lockstep.cli.models:pull",
