@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.release.policy import Policy
     from lockstep.release.reading import Source, Store
     from lockstep.release.verdict import Verdict
+    from lockstep.report.document import Plots
 
 MAX_POLICY_BYTES = 1 << 20
 
@@ -76,6 +78,7 @@ def gate(
     debug: flags.Debug = False,
 ) -> int:
     """Judge a candidate: exit code 0 promote, 1 rollback, 2 hold, 3 bad input."""
+    from lockstep.release.curves import plots_of
     from lockstep.release.evidence import gather
     from lockstep.release.gate import judge
     from lockstep.release.reading import open_store
@@ -87,8 +90,10 @@ def gate(
     with open_store() as store:
         sources, given = _read(store, paths)
         rules = _policy(policy, settings, owners, given, sources)
-        verdict = judge(rules, gather(store, rules.numeric_tolerances), tuple(sources))
-    _write(verdict, output, summary, junit, html)
+        evidence = gather(store, rules.numeric_tolerances)
+        verdict = judge(rules, evidence, tuple(sources))
+    plots = plots_of(rules, evidence) if html is not None else ()
+    _write(verdict, plots, output, summary, junit, html)
     _show(verdict, as_json)
     return verdict.decision.exit_code
 
@@ -175,7 +180,14 @@ def _step_summary() -> Path | None:
     return Path(place) if place else None
 
 
-def _write(verdict: Verdict, output: Path | None, markdown: Path | None, junit: Path | None, html: Path | None) -> None:
+def _write(
+    verdict: Verdict,
+    plots: Sequence[Plots],
+    output: Path | None,
+    markdown: Path | None,
+    junit: Path | None,
+    html: Path | None,
+) -> None:
     from lockstep.release.rendering import document_of, to_junit
     from lockstep.release.verdict import to_json
 
@@ -191,7 +203,7 @@ def _write(verdict: Verdict, output: Path | None, markdown: Path | None, junit: 
     if html is not None:
         from lockstep.report.page import to_html
 
-        write_file(html, to_html(document_of(verdict)).encode(), "the page")
+        write_file(html, to_html(document_of(verdict, plots)).encode(), "the page")
 
 
 def _show(verdict: Verdict, as_json: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 
 from lockstep.release.reading import SIDES
@@ -14,6 +15,7 @@ from lockstep.report.document import (
     Finding,
     Number,
     Paragraph,
+    Plots,
     Section,
     Style,
     Table,
@@ -35,19 +37,24 @@ FIGURE_WORDS = {
 MAX_SEGMENT_ROWS = 50
 
 
-def document_of(verdict: Verdict) -> Document:
-    """A verdict as a report."""
+def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
+    """A verdict as a report.
+
+    Args:
+        plots: for a page, between figures and records.
+    """
     blocks = [_finding(verdict), _figures(verdict.summary)]
     sections = [Section("Verdict", (_tiles(verdict), *blocks))]
     if verdict.triage:
         sections.append(Section("Triage", (_triage(verdict),), id="triage"))
     if len(verdict.segments) > 1:
         sections.append(Section("Segments", (_segments(verdict),), id="segments"))
-    sections.append(Section("Evidence", (_joining(verdict), _sides(verdict)), id="evidence"))
+    if plots:
+        sections.append(Section("Distributions and evidence over time", tuple(plots), id="plots"))
+    sections.append(Section("Records", (_joining(verdict), _sides(verdict)), id="records-and-sides"))
     return Document(
         title=f"{verdict.decision.value}: {verdict.reason}",
         sections=sections,
-        verdict=verdict.decision.value,
         notes=verdict.notes,
     )
 
@@ -90,7 +97,7 @@ def _tiles(verdict: Verdict) -> Tiles:
 
 def _figures(summary: SegmentSummary) -> Table:
     has_bounds = any(each.lower is not None for each in summary.figures.values())
-    bounds = numbers("lower bound", "upper bound") if has_bounds else ()
+    bounds = changes("mean change at least", "at most") if has_bounds else ()
     columns = (*words("figure"), *numbers("baseline", "candidate"), *changes("change"), *bounds)
     table = Table("Figures", columns, id="figures")
     for name, (label, unit) in FIGURE_WORDS.items():
@@ -100,7 +107,7 @@ def _figures(summary: SegmentSummary) -> Table:
         row: list[Cell] = [f"{label}, {unit}" if unit else label]
         row += [_number(figure.baseline), _number(figure.candidate), _change(name, figure)]
         if has_bounds:
-            row += [_number(figure.lower), _number(figure.upper)]
+            row += [_bound(name, figure.lower), _bound(name, figure.upper)]
         table.rows.append(tuple(row))
     return table
 
@@ -115,6 +122,12 @@ def _change(name: str, figure: Figures) -> str:
     if name == "error_rate":
         return f"{figure.difference:+.4g} points"
     return f"{100 * (figure.ratio - 1):+.3g} %" if figure.ratio is not None else f"{figure.difference:+.4g}"
+
+
+def _bound(name: str, value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return ABSENT
+    return f"{value:+.3g} points" if name == "error_rate" else f"{100 * (value - 1):+.3g} %"
 
 
 def _segments(verdict: Verdict) -> Table:

@@ -7,6 +7,7 @@ Rollback is by e-BH over all series at the looks they share; promotion wants eve
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, replace
 
@@ -52,6 +53,8 @@ class Findings:
     notes: list[str]
     guarantee: str
     tracks: dict[tuple[str, str], tuple[Series, Track]]
+    looks: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    """Pairs so far, at each look of every track."""
 
     def with_bounds(self, summary: SegmentSummary) -> SegmentSummary:
         """A summary whose figures have their confidence bounds."""
@@ -95,7 +98,7 @@ def follow(policy: Policy, evidence: Evidence) -> Findings:
         "series is at its margin; asymptotic, docs/gate-error-rates.md has the simulated rates; with several series the "
         "false discovery rate of rollbacks is what is bounded"
     )
-    return Findings(signals, notes, guarantee, tracks)
+    return Findings(signals, notes, guarantee, tracks, looks)
 
 
 def _followed(policy: Policy, series: Series, looks: NDArray[np.int64]) -> Track:
