@@ -52,9 +52,9 @@ from lockstep.bench.serve import Dataset, ServeOptions, ServeResult, run_serve
 from lockstep.replay.calibrate import calibrate
 from lockstep.replay.configs import changed_fields, config_for
 from lockstep.replay.cost_file import CostFile, MadeOn, cost_document
-from lockstep.replay.latencies import e2e_ps, ttft_ps
 from lockstep.replay.live import live_requests, live_steps, workload_of
 from lockstep.replay.simulator import Simulation
+from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.trace import Trace, open_trace
 from lockstep.report.document import Document, Section, Table, numbers, words
 from lockstep.report.text import to_markdown
@@ -184,30 +184,25 @@ class LiveRun:
 
 def recorded(trace: Trace, scenario: Scenario) -> Figures:
     """Figures of a recording, without its warm-up."""
-    lives = sorted(live_requests(trace), key=lambda each: each.seq_id)
-    return Figures.of(
-        Slice(
-            sum(each.num_output_tokens for each in part),
-            (max(each.finished_us for each in part) - min(each.arrival_us for each in part)) / 1e6,
-            [(each.finished_us - each.arrival_us) / 1e3 for each in part],
-            [(each.first_token_us - each.arrival_us) / 1e3 for each in part],
-        )
-        for part in _slices(lives, scenario)
-    )
+    return _figures(sorted(live_requests(trace), key=lambda each: each.seq_id), scenario)
 
 
 def predict(trace: Trace, cost: CostFile, scenario: Scenario) -> Figures:
     """The same figures, by simulation of the arrivals of a recording."""
     workload = workload_of(trace)
-    replay = Simulation(workload, config_for(workload), cost.model()).run()
+    return _figures(Simulation(workload, config_for(workload), cost.model()).run().outcomes, scenario)
+
+
+def _figures(outcomes: Sequence[RequestOutcome], scenario: Scenario) -> Figures:
+    slices = [[each.in_ps for each in part] for part in _slices(outcomes, scenario)]
     return Figures.of(
         Slice(
             sum(each.num_output_tokens for each in part),
-            (max(each.finished_ps for each in part) - min(each.arrival_ps for each in part)) / 1e12,
-            [e2e_ps(each) / 1e9 for each in part],
-            [ttft_ps(each) / 1e9 for each in part],
+            (max(each.finished for each in part) - min(each.arrival for each in part)) / 1e12,
+            [each.e2e / 1e9 for each in part],
+            [each.ttft / 1e9 for each in part],
         )
-        for part in _slices(replay.outcomes, scenario)
+        for part in slices
     )
 
 

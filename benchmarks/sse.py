@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 
 from lockstep.cluster.base import Accepted, Event
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
@@ -35,7 +35,7 @@ ROUNDS = 3
 CLIENT = "--client"
 
 
-class Metronome(ManifestCluster):
+class Metronome(Cluster):
     """A stub that never computes: all open streams get a token at once, as from a step."""
 
     def __init__(self, num_streams: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 from msgspec.structs import replace
 
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.llm import AsyncEngine
@@ -106,8 +106,8 @@ async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) ->
     """All ways in turns; medians of each, and of the ratios to the engine in this process."""
     load = LoadOptions(EngineOptions(max_num_seqs=num_streams), probe=False)
     manifest = Manifest.of_model(model, ("m",))
-    thread = ManifestCluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("thread")))
-    process = ManifestCluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("process")))
+    thread = Cluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("thread")))
+    process = Cluster(manifest, ClusterOptions(load=load, worker=WorkerOptions("process")))
     engine = await asyncio.to_thread(AsyncEngine, model, load)
     await thread.start()
     await process.start()
@@ -136,7 +136,7 @@ async def compare(model: str, num_streams: int, num_tokens: int, rounds: int) ->
     await process.close()
 
 
-async def come_back(model: ManifestCluster) -> None:
+async def come_back(model: Cluster) -> None:
     """How long a killed worker is away."""
     load_s, pid = model.snapshot().replicas[0].load_s, model.worker_pid
     assert load_s is not None

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy is imported: of small matrices, two threads only wait
+
 import pytest
 from hypothesis import HealthCheck, settings
 

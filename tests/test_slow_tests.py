@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.slow_tests import LIMIT_S, lines_about, main, seconds_by_file
+from tools.slow_tests import KNOWN, LIMIT_S, ROOT, lines_about, main, seconds_by_file
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_tidy" name="a" time="1.5"/>
@@ -44,6 +44,11 @@ def test_a_file_over_the_limit_is_wrong_unless_it_is_known_and_a_known_one_withi
     assert "take it off" in lines[2]
     assert "another name" in lines[3]
     assert not lines_about({"old": LIMIT_S + 2}, frozenset({"old"}))[1]
+
+
+def test_files_that_are_known_to_take_long_are_there() -> None:
+    """They come first, which one that has another name does not."""
+    assert [name for name in sorted(KNOWN) if not (ROOT / name).is_file()] == []
 
 
 def test_the_exit_code_tells(report: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,17 +25,30 @@ class Gate:
     """Where the endless sleeps of this process's stubs end: steps and loads last until a test has seen enough."""
 
     def __init__(self) -> None:
-        self._opened = threading.Event()
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._num_let = 0
         self.num_held = 0
         """Steps and loads that have come so far; counted by one thread at a time."""
 
     def open(self) -> None:
         """Let through who waits, and who is still to come."""
-        self._opened.set()
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def let_one(self) -> None:
+        """Let through one that waits, or else the next that comes."""
+        with self._changed:
+            self._num_let += 1
+            self._changed.notify_all()
 
     def sleep(self, duration_s: float) -> None:
         if duration_s < ENDLESS_MS / 1e3:
             time.sleep(duration_s)
-        else:
-            self.num_held += 1
-            assert self._opened.wait(HANG_S), "nobody opened the gate"
+            return
+        self.num_held += 1
+        with self._changed:
+            is_let = self._changed.wait_for(lambda: self._is_open or self._num_let > 0, HANG_S)
+            assert is_let, "nobody opened the gate"
+            self._num_let -= not self._is_open

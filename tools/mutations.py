@@ -47,7 +47,7 @@ MUTATIONS: Sequence[Mutation] = (
     Mutation("core", r"max\(share, MIN_CHUNK_TOKENS\)", "min(share, MIN_CHUNK_TOKENS)", "planning"),
     Mutation("core", r"\((\w+)\.num_prompt - 2\) //", r"(\1.num_prompt - 1) //", "prefix"),
     Mutation("core", r"len\(passed\) > (\w+)\.max_skips", r"len(passed) >= \1.max_skips", "admission|planner|planning"),
-    Mutation("core", r"\w+\.seq_id in \w+\.victims or not ", "not ", "preemption"),
+    Mutation("core", r"elif \w+\.seq_id in \w+\.victims:", "elif False:", "preemption"),
     Mutation("core", r"max\((self\._served\.get\(tenant, 0\)), floor\)", r"\1", "queue"),
     Mutation("core", r"priority - (\(step - \w+\.arrival_step\))", r"priority + \1", "queue"),
     Mutation("core", r"blake2b\(parent \+ block,", "blake2b(block,", "prefix"),

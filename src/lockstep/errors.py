@@ -46,6 +46,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_MAX_SHOWN_CHARS = 80
+"""Of a wrong value in a message."""
+
 
 class LockstepError(Exception):
     """Root of everything that Lockstep raises on purpose."""
@@ -128,6 +131,14 @@ class RequestError(LockstepError):
 
 class InvalidParameterError(RequestError):
     """A parameter has a wrong value."""
+
+    @classmethod
+    def of(cls, where: str, value: object, right: str, *, param: str | None = None) -> InvalidParameterError:
+        """The usual message, with the value as it was given; ``where`` is the parameter's name unless ``param`` is."""
+        shown = repr(value)
+        if len(shown) > _MAX_SHOWN_CHARS:
+            shown = f"{shown[: _MAX_SHOWN_CHARS - 3]}..."
+        return cls(f"{where} is {shown}; it must be {right}", param=where if param is None else param)
 
 
 class InvalidJsonError(InvalidParameterError):

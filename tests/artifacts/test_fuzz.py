@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.artifacts.quantisation import dequantise
 from lockstep.artifacts.source import open_artifact
+from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import ArtifactError
 from tools.random_models import Shape, write_gguf, write_huggingface
 

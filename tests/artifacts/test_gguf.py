@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lockstep.artifacts.model import RopeScaling
-from lockstep.artifacts.quantisation import dequantise
 from lockstep.artifacts.source import open_artifact
+from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import F32, LLAMA, LLAMA_TENSORS, HandMadeGguf, approximately, f32, floats, text, u32
 from tools.random_models import (

@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.artifacts.huggingface import read_safetensors
 from lockstep.artifacts.model import Artifact, Encoding, RopeScaling
-from lockstep.artifacts.quantisation import dequantise
 from lockstep.artifacts.source import open_artifact
+from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 from tests.artifacts.support import approximately, edit_json
 from tools.random_models import FLOATS, SHAPES, as_float, random_tensor, tensor_shapes, write_gguf, write_huggingface

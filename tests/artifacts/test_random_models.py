@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lockstep.artifacts.model import Encoding, Tensor
-from lockstep.artifacts.quantisation import dequantise
 from lockstep.artifacts.source import open_artifact
+from lockstep.artifacts.tensors import dequantise
 from tools.random_models import SHAPES, Shape, random_tensor, tensor_shapes, write_gguf
 
 

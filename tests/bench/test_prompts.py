@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.prompts import WORDS, Asking, Units, prompt_of
-from lockstep.bench.samples import Sample, Segment
+from lockstep.bench.prompts import WORDS, Asking, Units, calibrate, prompt_of
+from lockstep.bench.protocol import Target
+from lockstep.bench.remote import Remote
+from lockstep.bench.samples import RandomLengths, Sample, Segment, random_samples
+from tests.bench.conftest import Start
+from tests.bench.standin import MODEL, count_tokens
 
 IDS = Units(ids=tuple(range(100, 300)))
 TEXT = Units(words=tuple(f" {word}" for word in WORDS))
@@ -58,3 +63,46 @@ def test_a_body_asks_for_a_stream_with_usage_and_lets_extra_fields_win() -> None
     }
     assert Asking("m", False).body([1, 2], 3)["prompt"] == [1, 2]
     assert "temperature" not in Asking("m", False, None).body([1], 1)
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RANDOM = random_samples(12, RandomLengths(30, 4, range_ratio=0.3, prefix_tokens=5), 1)
+
+
+def test_prompts_of_a_file_need_no_units(standin: Start) -> None:
+    url, behaviour = standin()
+    with Remote(Target.parse(url)) as remote:
+        found = calibrate(remote, Asking(MODEL, True), CHAT, [Sample("as it is", 1)], 0)
+    assert found.units.method == "as given"
+    assert behaviour.bodies == [], "nobody was asked"
+
+
+def test_completions_take_token_ids_where_the_server_does(standin: Start) -> None:
+    url, _ = standin()
+    with Remote(Target.parse(url)) as remote:
+        found = calibrate(remote, Asking(MODEL, False), COMPLETIONS, RANDOM, 0)
+    assert found.units.method == "exact: token ids"
+    prompts = [prompt_of(sample, found.units, 0, found.corrections) for sample in RANDOM]
+    assert [len(prompt) for prompt in prompts] == [sample.input_tokens for sample in RANDOM]
+
+
+@pytest.mark.parametrize(("is_chat", "path"), [(True, CHAT), (False, COMPLETIONS)])
+def test_words_are_counted_where_ids_are_not_taken_until_lengths_are_exact(
+    standin: Start, is_chat: bool, path: str
+) -> None:
+    url, _ = standin(takes_ids=False)
+    with Remote(Target.parse(url)) as remote:
+        found = calibrate(remote, Asking(MODEL, is_chat), path, RANDOM, 0)
+    assert found.units.method == "exact: words counted by /tokenize"
+    prompts = [prompt_of(sample, found.units, 0, found.corrections) for sample in RANDOM]
+    assert [count_tokens(prompt) for prompt in prompts] == [sample.input_tokens for sample in RANDOM]
+
+
+def test_words_are_estimated_where_only_usage_counts_tokens(standin: Start) -> None:
+    """By the difference that more of them make: the template's own tokens cancel out."""
+    url, _ = standin(has_tokenize=False)
+    with Remote(Target.parse(url)) as remote:
+        found = calibrate(remote, Asking(MODEL, True), CHAT, RANDOM, 0)
+    assert found.units.method.startswith("estimated")
+    assert found.units.tokens_per_word == pytest.approx(1.0)
+    assert found.corrections == {}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.cli.main import invoke
+from tests.processes import Piped, run
 from tests.server.process import ServerProcess, serve
-from tests.waiting import HANG_S, until
+from tests.waiting import until
 
 KEY = "let-me-in"
 
@@ -88,25 +86,17 @@ def test_equal_hashes_of_a_trace_hit_the_prefix_cache(
 def test_ctrl_c_ends_the_generations_too(server: ServerProcess) -> None:
     load = ("--random-input-len", "5", "--random-output-len", "4000", "--num-prompts", "4", "--ignore-eos")
     connection = ("--base-url", server.base_url, "--api-key", KEY)
-    command = [sys.executable, "-m", "lockstep", "bench", "serve", *connection, *load, "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    until(lambda: counted(server)["num_requests_running"] == 4)
-    os.kill(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=HANG_S)
-    assert (process.returncode, json.loads(out)["interrupted"]) == (130, 4)
+    with Piped("bench", "serve", *connection, *load, "--json") as process:
+        until(lambda: counted(server)["num_requests_running"] == 4)
+        process.program.send_signal(signal.SIGINT)
+        code, out, _ = process.communicate()
+    assert (code, json.loads(out)["interrupted"]) == (130, 4)
     until(lambda: counted(server)["num_requests_running"] == 0)
 
 
 def test_a_chat_is_answered_and_remembered(server: ServerProcess) -> None:
-    command = [sys.executable, "-W", "error", "-m", "lockstep", "chat", "--base-url", f"{server.base_url}/v1"]
-    result = subprocess.run(
-        [*command, "--api-key", KEY, "--max-tokens", "50"],
-        input="hello\nhello\n/clear\nhello\n",
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    connection = ("--base-url", f"{server.base_url}/v1", "--api-key", KEY)
+    result = run("chat", *connection, "--max-tokens", "50", stdin="hello\nhello\n/clear\nhello\n")
     assert (result.returncode, result.stderr) == (0, "")
     first, second, third = result.stdout.splitlines()
     assert first == third == "[stub:alpha] ok len=5 max=50"

@@ -1,4 +1,4 @@
-"""When requests are due."""
+"""Runs in an open loop: when requests are due, how many are open, and what is shown meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.runner import arrival_times
+from lockstep.bench.client import Client
+from lockstep.bench.protocol import Target
+from lockstep.bench.runner import Job, Watch, arrival_times, progress, run_load
+from tests.bench.conftest import Start
+from tests.bench.standin import MODEL
 
 
 @given(st.integers(1, 200), st.floats(0.01, 1e4), st.sampled_from((0.3, 1.0, 5.0, math.inf)), st.integers(0, 2**32 - 1))
@@ -44,3 +48,64 @@ def test_gaps_vary_as_a_gamma_distribution_of_that_shape_does(burstiness: float)
 
 def test_infinite_burstiness_is_a_metronome() -> None:
     assert arrival_times(4, 2.0, math.inf, 0) == (0.5, 1.0, 1.5, 2.0)
+
+
+def job(target: Target, due_s: float | None = None) -> Job:
+    body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "stream": True}
+    return Job(due_s, lambda: target.post("/v1/completions", body), 3)
+
+
+def test_requests_are_sent_when_they_are_due_and_counted_from_then(standin: Start) -> None:
+    url, behaviour = standin()
+    target = Target.parse(url)
+    jobs = [job(target, due_s) for due_s in (0.0, 0.1, 0.2)]
+    run = run_load(lambda: Client(target), jobs, None, Watch(len(jobs)))
+    assert [outcome.is_success for outcome in run.finished] == [True, True, True]
+    starts = [outcome.start_s - run.finished[0].start_s for outcome in run.finished]
+    assert starts == pytest.approx([0.0, 0.1, 0.2]), "latencies count from when a request was due"
+    assert all(outcome.send_delay_s >= 0 for outcome in run.finished)
+    assert all(after - before >= 0.05 for before, after in pairwise(behaviour.arrivals_s))
+    assert run.duration_s >= 0.2
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1 << 28])
+def test_a_run_is_the_same_whether_requests_are_prepared_and_answers_kept_or_not(
+    standin: Start, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """Beyond the bounds requests are written just before they are due, and answers read while others come."""
+    monkeypatch.setattr("lockstep.bench.runner.PREPARED_BYTES", most_bytes)
+    monkeypatch.setattr("lockstep.bench.runner.KEPT_BYTES", most_bytes)
+    url, behaviour = standin()
+    target = Target.parse(url)
+    watch = Watch(6)
+    run = run_load(lambda: Client(target), [job(target) for _ in range(6)], 2, watch)
+    assert [(outcome.is_success, outcome.output_tokens) for outcome in run.finished] == [(True, 4)] * 6
+    assert (watch.num_done, watch.num_failed) == (6, 0)
+    assert behaviour.max_open <= 2, "no more are open at once than may be"
+    assert not run.was_interrupted
+
+
+def test_what_fails_is_counted_while_the_run_lasts(standin: Start) -> None:
+    url, _ = standin(fail_every=2)
+    target = Target.parse(url)
+    seen: list[tuple[int, int]] = []
+    watch = Watch(4, on_report=lambda watch: seen.append((watch.num_done, watch.num_failed)))
+    run = run_load(lambda: Client(target), [job(target) for _ in range(4)], 1, watch)
+    assert [outcome.is_success for outcome in run.finished].count(False) == 2
+    assert seen[0] == (0, 0)
+    assert seen[-1] == (4, 2)
+
+
+def test_progress_is_drawn_for_a_person_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_wanted, is_terminal in ((True, False), (False, True)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
+        with progress(3, is_wanted) as watch:
+            watch.on_report(watch)
+        assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with progress(3, True) as watch:
+        watch.num_done, watch.num_failed = 2, 1
+        watch.on_report(watch)
+    assert "requests (1 failed)" in capsys.readouterr().err

@@ -107,3 +107,10 @@ def test_arrivals_in_ticks_have_no_time(tmp_path: Path) -> None:
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"gone\.jsonl cannot be read \(No such file"):
         trace_samples(tmp_path / "gone.jsonl", ReadOptions())
+
+
+def test_a_trace_whose_times_are_ticks_of_a_simulation_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "workload.json"
+    path.write_text('{"requests": [{"id": "r", "prompt_tokens": 3, "max_output_tokens": 2, "arrival_tick": 1}]}')
+    with pytest.raises(TraceError, match="counts arrivals in ticks of a simulation; a server needs arrival_ms"):
+        trace_samples(path, ReadOptions())

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,8 @@ from lockstep.bench import runner
 from lockstep.cli.main import invoke
 from tests.bench.conftest import Start
 from tests.bench.standin import MODEL, Behaviour, count_tokens
-from tests.waiting import HANG_S, until
+from tests.processes import Piped
+from tests.waiting import until
 
 SMALL = ("--random-input-len", "20", "--random-output-len", "4", "--num-prompts", "8")
 
@@ -199,13 +197,12 @@ def test_ctrl_c_prints_what_was_measured(standin: Start) -> None:
     """A real process and a real signal: two answers are whole by then, the others hang."""
     url, behaviour = standin(hang_after=2)
     load = ("--random-input-len", "5", "--random-output-len", "2", "--max-concurrency", "2", "--num-prompts", "10")
-    command = [sys.executable, "-m", "lockstep", "bench", "serve", "--base-url", url, *load, "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until(lambda: len(behaviour.measured()) == 4 and behaviour.num_open == 2)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=HANG_S)
+    with Piped("bench", "serve", "--base-url", url, *load, "--json") as process:
+        until(lambda: len(behaviour.measured()) == 4 and behaviour.num_open == 2)
+        process.program.send_signal(signal.SIGINT)
+        code, out, err = process.communicate()
     result = json.loads(out)
-    assert process.returncode == 130
+    assert code == 130
     assert "Traceback" not in err
     assert (result["completed"], result["failed"], result["interrupted"]) == (2, 0, 8)
     until(lambda: behaviour.num_left == 2)
@@ -243,11 +240,19 @@ def test_a_wrong_flag_is_one_line(arguments: tuple[str, ...], message: str, caps
 
 def test_ctrl_c_during_warm_ups_ends_the_command(standin: Start) -> None:
     url, behaviour = standin(hang_after=0)
-    command = [sys.executable, "-m", "lockstep", "bench", "serve", "--base-url", url, *SMALL, "--num-warmups", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until(lambda: behaviour.num_open == 2)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=HANG_S)
-    assert (process.returncode, out) == (130, "")
-    assert err == "2 warm-up requests\n"
+    with Piped("bench", "serve", "--base-url", url, *SMALL, "--num-warmups", "2") as process:
+        until(lambda: behaviour.num_open == 2)
+        process.program.send_signal(signal.SIGINT)
+        assert process.communicate() == (130, "", "2 warm-up requests\n")
     assert len(behaviour.measured()) == 2
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_data_set_that_cannot_be_read_is_said_before_a_server_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    bench("http://127.0.0.1:9", "--dataset", f"jsonl:{path}", code=2)
+    assert f"--dataset jsonl:{path} cannot be read" in capsys.readouterr().err

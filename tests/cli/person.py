@@ -6,18 +6,17 @@ import os
 import pty
 import re
 import select
-import subprocess
-import sys
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.cli.main import main as lockstep
+from tests.processes import Program
 from tests.waiting import HANG_S
 
 CTRL_C, CTRL_D = "\x03", "\x04"
-_TAKES_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
-)
 _ESCAPES = re.compile(r"\x1b\[(?!2m|0m)[0-9;?]*[a-zA-Z]")
 """All but those that dim a text."""
 
@@ -28,20 +27,13 @@ class Person:
     Args:
         home: where the state of this user's programs lies.
         words: what `lockstep` is called with.
-        script: a Python program to be run in its place.
+        main: what is run in its place.
     """
 
-    def __init__(self, home: Path, *words: str, script: str | None = None) -> None:
+    def __init__(self, home: Path, *words: str, main: Callable[[], None] = lockstep) -> None:
         self._terminal, inner = pty.openpty()
-        program = ["-m", "lockstep"] if script is None else ["-c", script]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _TAKES_TERMINAL, sys.executable, *program, *words],
-            stdin=inner,
-            stdout=inner,
-            stderr=inner,
-            start_new_session=True,
-            env={**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm"},
-        )
+        environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm"}
+        self._program = Program(words, (inner, inner, inner), environment, main=main, is_on_terminal=True)
         os.close(inner)
         self._unread = ""
         self.sees("/bye or Ctrl-D leaves.")
@@ -66,7 +58,7 @@ class Person:
             self.presses(key)
         while self._reads():
             pass
-        return self._process.wait(HANG_S)
+        return self._program.wait()
 
     @property
     def has_seen(self) -> str:
@@ -89,9 +81,8 @@ class Person:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(HANG_S)
+        self._program.send_signal(signal.SIGKILL)
+        self._program.wait()
         os.close(self._terminal)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,12 @@ import pytest
 from lockstep.cli.main import invoke
 from tests.bench.standin import Behaviour
 from tests.cli.person import Person
-from tests.waiting import HANG_S, until
+from tests.processes import Piped, run
+from tests.waiting import until
 
 
 def chat(url: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "lockstep", "chat", "--base-url", url, *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=HANG_S, check=False)
+    return run("chat", "--base-url", url, *arguments, stdin=stdin)
 
 
 def test_a_prompt_is_answered_on_standard_output(
@@ -73,13 +71,10 @@ def test_a_terminal_shows_thoughts_dimmed_and_lives_through_errors(
 
 def test_ctrl_c_stops_the_answer_and_the_servers_generation(url: str, behaviour: Behaviour) -> None:
     behaviour.hang_after = 0
-    command = [sys.executable, "-m", "lockstep", "chat", "--base-url", url, "--max-tokens", "2", "-p", "x"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.read(12) == "word0 word1 "
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=HANG_S)
-    assert (process.returncode, out, err) == (130, "", "")
+    with Piped("chat", "--base-url", url, "--max-tokens", "2", "-p", "x") as process:
+        assert process.stdout.read(12) == "word0 word1 "
+        process.program.send_signal(signal.SIGINT)
+        assert process.communicate() == (130, "", "")
     until(lambda: behaviour.num_left == 1)
 
 

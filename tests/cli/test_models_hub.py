@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import pytest
 
 from lockstep.cli.main import invoke
 from tests.artifacts.hub.stand_in import StandIn
-from tests.waiting import HANG_S, until
+from tests.processes import Piped, run
+from tests.waiting import until
 from tools.random_models import write_gguf, write_huggingface
 
 Lockstep = Callable[..., subprocess.CompletedProcess[str]]
@@ -37,9 +37,7 @@ def environment(hub: StandIn, home: Path) -> dict[str, str]:
 @pytest.fixture
 def lockstep(hub: StandIn, tmp_path: Path) -> Lockstep:
     def call(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-W", "error", "-m", "lockstep", *arguments]
-        env = environment(hub, tmp_path) | more
-        return subprocess.run(command, input="", env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
+        return run(*arguments, environment=environment(hub, tmp_path) | more)
 
     return call
 
@@ -93,16 +91,15 @@ def test_a_killed_download_goes_on_where_it_stopped(hub: StandIn, lockstep: Lock
     data = gguf.read_bytes()
     hub.add_directory("acme/q", tmp_path)
     hub.bytes_per_s = len(data) // 1000
-    command = [sys.executable, "-m", "lockstep", "pull", "hf://acme/q#Q8_0"]
     patient = {"HF_HUB_DOWNLOAD_TIMEOUT": "600"}
-    process = subprocess.Popen(command, env=environment(hub, tmp_path) | patient, stdout=subprocess.DEVNULL)
 
     def have() -> int:
         return sum(partial.stat().st_size for partial in (tmp_path / "hub").rglob("*.incomplete"))
 
-    until(lambda: have() > 0, "the first bytes are written")
-    process.send_signal(signal.SIGKILL)
-    process.wait(HANG_S)
+    with Piped("pull", "hf://acme/q#Q8_0", environment=environment(hub, tmp_path) | patient) as process:
+        until(lambda: have() > 0, "the first bytes are written")
+        process.program.send_signal(signal.SIGKILL)
+        process.program.wait()
     assert have() < len(data)
     goes_on_at = have()
 

@@ -74,12 +74,12 @@ def test_a_terminal_has_bars_and_keeps_what_is_done(capsys: pytest.CaptureFixtur
     drawn = io.StringIO()
     progress = ServingProgress(Console(file=drawn, force_terminal=True, width=100))
     with progress.running():
-        progress.tell("a", "compile", 0.0)
+        progress.update("a", "compile", 0.0)
         progress.announce("lockstep: listening on there, loading [a]")
-        progress.tell("b[1]", "build", 0.0)
-        progress.tell("b[1]", "build", 0.5)
-        progress.tell("a", "ready", 1.0)
-        progress.tell("b[1]", "ready", 1.0)
+        progress.update("b[1]", "build", 0.0)
+        progress.update("b[1]", "build", 0.5)
+        progress.update("a", "ready", 1.0)
+        progress.update("b[1]", "ready", 1.0)
         progress.announce("lockstep: ready")
     text = drawn.getvalue()
     assert "a: compiling" in text
@@ -93,5 +93,5 @@ def test_a_log_for_machines_has_no_bars(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     caplog.set_level("INFO", "lockstep")
     progress = ServingProgress.for_this("json")
-    progress.tell("a", "probe", 0.0)
+    progress.update("a", "probe", 0.0)
     assert caplog.messages == ["a: probing that batching does not change a bit"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import invoke
-from lockstep.cli.ps import size, table, text_of
+from lockstep.cli.ps import size, text_of
 from lockstep.cluster.snapshot import BudgetSnapshot
 from tests.server.managing import Managed
 from tests.server.process import IN_THREAD, serve
@@ -89,7 +89,3 @@ def test_what_nothing_bounds_is_unbounded() -> None:
 )
 def test_sizes(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
-
-
-def test_numbers_stand_on_the_right() -> None:
-    assert table([("a", "b", "c", "d"), ("aa", "b", "c", "10")]) == ["a   b  c   d", "aa  b  c  10"]

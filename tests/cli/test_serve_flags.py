@@ -15,12 +15,12 @@ from lockstep.cli.serve import decided_options
 from lockstep.cli.serve_flags import ENGINE
 from lockstep.cluster.manifest_keys import engine_keys
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.options import DECIDED_AT_LOAD, EngineOptions
-from lockstep.engine.sizing import plan_config
+from lockstep.engine.options import DECIDED_AT_LOAD, EngineOptions, plan_config
 from lockstep.errors import ConfigError
 from lockstep.executors.base import Geometry
 from lockstep.replay.live import workload_of
 from lockstep.replay.trace import open_trace
+from lockstep.worker.flight.entries import OutputDigest, RequestDigest
 from tests.server.process import IN_THREAD, serve
 
 STUB = "stub://alpha"
@@ -141,6 +141,34 @@ def test_all_of_them_reach_the_scheduler_that_serves(tmp_path: Path) -> None:
     with serve(STUB, *IN_THREAD, *flags, "--trace", str(tmp_path / "flight")) as server, server.client() as client:
         assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "priority": 1}).status_code == 200
     assert config_of_recording(tmp_path / "flight") == samples
+
+
+def test_a_recording_has_the_callers_names_and_digests_under_the_operators_key(tmp_path: Path) -> None:
+    """Two servers with the same secret and the same request: whether their answers are equal is there to be seen."""
+    (tmp_path / "key").write_text("a secret of the operator")
+    body = {"prompt": "what nobody shall read", "max_tokens": 3, "ignore_eos": True}
+    digests: list[tuple[bytes, ...]] = []
+    for name in ("baseline", "candidate"):
+        flags = ("--trace", str(tmp_path / name), "--trace-key", str(tmp_path / "key"))
+        headers = {"x-request-id": f"r-{name}", "x-lockstep-segment": "eu"}
+        with serve(STUB, *IN_THREAD, *flags) as server, server.client() as client:
+            assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
+        entries = list(open_trace(tmp_path / name).entries())
+        [asked] = [entry for entry in entries if isinstance(entry, RequestDigest)]
+        [answered] = [entry for entry in entries if isinstance(entry, OutputDigest)]
+        assert (asked.external_id, asked.segment) == (f"r-{name}", "eu")
+        digests.append((asked.prompt, asked.parameters, answered.output))
+    assert digests[0] == digests[1]
+
+
+def test_a_key_without_a_recording_is_refused_and_so_is_one_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "missing")
+    assert invoke(["serve", STUB, "--trace-key", missing]) == 2
+    assert "--trace-key is said of a recording; give --trace DIR, or leave it out" in capsys.readouterr().err
+    assert invoke(["serve", STUB, "--trace", str(tmp_path / "flight"), "--trace-key", missing]) == 2
+    assert "the recording's key cannot be read: No such file or directory" in capsys.readouterr().err
 
 
 def test_a_file_has_flags_by_any_of_their_names(tmp_path: Path) -> None:

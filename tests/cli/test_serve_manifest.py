@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.cli.main import invoke
 from lockstep.pocket import pocket_path
-from tests.server.process import IN_THREAD, ServerProcess, serve
-from tests.waiting import until
+from tests.server.process import IN_THREAD, ServerProcess, plain_async_client, serve
+from tests.waiting import HANG_S, until
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = """\
@@ -168,29 +169,41 @@ def test_a_boot_over_budget_tells_who_needs_what_in_a_table(tmp_path: Path, caps
     assert gpu == "gpu_budget: 1,600 MB needed of 1,000 MB, 600 MB too much"
 
 
-def test_models_of_one_replica_are_served_by_their_priority(tmp_path: Path) -> None:
-    """One place in a step: what was asked of the critical model overtakes what waits for the low one."""
+async def test_models_of_one_replica_are_served_by_their_priority(tmp_path: Path) -> None:
+    """One place in a step: what was asked of the critical model overtakes what waits for the low one.
+
+    The others would take minutes: it is not their end that it comes after.
+    """
     shared = "stub://shared?step_ms=20"
     text = f"cluster: c\nmodels:\n  low: {{source: '{shared}', priority: low}}\n"
     text += f"  top: {{source: '{shared}', priority: critical}}\n"
-    ended: list[str] = []
     with serve("--manifest", str(written(tmp_path, text)), "--max-num-seqs", "1", *IN_THREAD) as server:
+        async with plain_async_client(server.base_url) as client:
 
-        def ask(model: str, max_tokens: int) -> None:
-            body = {"model": model, "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
-            with server.client() as client:
-                assert client.post("/v1/completions", json=body).status_code == 200
-            ended.append(model)
+            async def ask(model: str, max_tokens: int) -> int:
+                body = {"model": model, "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
+                return (await client.post("/v1/completions", json=body)).status_code
 
-        def is_waiting(num: int) -> bool:
-            with server.client() as client:
-                return bool(client.get("/load").json()["server_load"] == num)
+            asked: list[asyncio.Task[int]] = []
+            for num_waiting, (model, max_tokens) in enumerate([("low", 8000)] * 3 + [("top", 2)]):
+                asked.append(asyncio.create_task(ask(model, max_tokens)))
+                async with asyncio.timeout(HANG_S):
+                    while waiting_in((await client.get("/metrics")).text) != num_waiting:
+                        await asyncio.sleep(0.01)
+            first, *others, top = asked
+            first.cancel()
+            async with asyncio.timeout(HANG_S):
+                ended, _ = await asyncio.wait([*others, top], return_when=asyncio.FIRST_COMPLETED)
+            assert [(task is top, task.result()) for task in ended] == [(True, 200)]
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
-        with ThreadPoolExecutor(5) as pool:
-            for num, (model, max_tokens) in enumerate([("low", 100), ("low", 2), ("low", 2), ("top", 2)], 1):
-                pool.submit(ask, model, max_tokens)
-                until(lambda num=num: is_waiting(num), "the request has come")  # type: ignore[misc]  # bound per turn
-    assert ended == ["low", "top", "low", "low"]
+
+def waiting_in(page: str) -> float:
+    """Requests of all models that wait for their first step."""
+    families = text_string_to_metric_families(page)
+    return sum(s.value for family in families for s in family.samples if s.name == "lockstep:num_requests_waiting")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such signal")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,28 +13,13 @@ import pytest
 from lockstep.cli.main import invoke
 from lockstep.cli.terminal import MAX_HISTORY_BYTES, HistoryFile, is_open, unquoted
 from tests.bench.standin import Behaviour
+from tests.cli import checked
 from tests.cli.person import CTRL_C, CTRL_D, Person, pause
+from tests.processes import Piped, run
 from tests.waiting import HANG_S, until
 
 SLOW_STUB = "stub://alpha?step_ms=20"
 ENDLESS = ("--ignore-eos", "--max-tokens", "2000")
-CHECKED = """
-import sys
-from lockstep.cli.main import invoke
-from lockstep.engine.llm import LLM
-
-close = LLM.close
-
-def checked_close(llm):
-    engine = llm.engine
-    engine.scheduler.check()
-    assert not engine.has_work and engine.num_open == engine.scheduler.num_held_blocks == 0
-    print("nothing is left", file=sys.stderr)
-    close(llm)
-
-LLM.close = checked_close
-sys.exit(invoke(sys.argv[1:]))
-"""
 
 
 def saved(person: Person, path: Path) -> list[dict[str, str]]:
@@ -108,7 +90,7 @@ def test_help_names_every_command_and_parameter(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tmp_path: Path) -> None:
-    with Person(tmp_path, "run", SLOW_STUB, *ENDLESS, script=CHECKED) as person:
+    with Person(tmp_path, "run", SLOW_STUB, *ENDLESS, main=checked.main) as person:
         person.types("hello")
         person.sees("[stub:a")
         person.presses(CTRL_C)
@@ -143,7 +125,7 @@ def test_an_answer_stopped_before_its_first_word_is_not_remembered(
 
 
 def test_ctrl_c_at_the_prompt_takes_the_line_and_twice_leaves(tmp_path: Path) -> None:
-    with Person(tmp_path, "run", "stub://alpha", script=CHECKED) as person:
+    with Person(tmp_path, "run", "stub://alpha", main=checked.main) as person:
         person.presses("never sent")
         person.sees("never sent")
         person.presses(CTRL_C)
@@ -211,16 +193,13 @@ def test_quotes_are_taken_away_around_a_whole_text_only() -> None:
     assert unquoted('"""""') == '"""""'
 
 
-def piped(*words: str, stdin: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "lockstep", "run", "stub://alpha", *words]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=HANG_S, check=False)
-
-
 def test_a_pipe_is_read_by_lines_and_ends_at_its_first_error() -> None:
-    result = piped("--max-tokens", "2", stdin='/set max_tokens 3\nhello\n"""a\nb"""\n/nothing\nnever\n')
+    result = run(
+        "run", "stub://alpha", "--max-tokens", "2", stdin='/set max_tokens 3\nhello\n"""a\nb"""\n/nothing\nnever\n'
+    )
     assert (result.returncode, result.stdout) == (2, "[st\n[st\n")
     assert result.stderr.startswith("lockstep: error: there is no command /nothing. /help lists them all.")
-    unended = piped(stdin='"""a\nb')
+    unended = run("run", "stub://alpha", stdin='"""a\nb')
     assert (unended.returncode, unended.stdout) == (2, "")
     assert "never ends" in unended.stderr
 
@@ -229,19 +208,17 @@ def test_what_a_model_without_roles_cannot_do_is_said(capsys: pytest.CaptureFixt
     assert invoke(["run", "stub://alpha", "--raw", "--system", "x", "-p", "y"]) == 2
     assert "--system needs a chat template" in capsys.readouterr().err
     for command, message in (("/system x", "needs a chat template"), ("/save x", "no conversation to save")):
-        result = piped("--raw", stdin=f"{command}\n")
+        result = run("run", "stub://alpha", "--raw", stdin=f"{command}\n")
         assert result.returncode == 2
         assert message in result.stderr
 
 
 def test_ctrl_c_ends_a_single_answer_with_130_and_no_traceback() -> None:
-    command = [sys.executable, "-m", "lockstep", "run", SLOW_STUB, *ENDLESS, "-p", "hello"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.read(7) == "[stub:a"
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=HANG_S)
-    assert (process.returncode, err) == (130, "")
+    with Piped("run", SLOW_STUB, *ENDLESS, "-p", "hello") as process:
+        assert process.stdout.read(7) == "[stub:a"
+        process.program.send_signal(signal.SIGINT)
+        code, _, err = process.communicate()
+    assert (code, err) == (130, "")
 
 
 @pytest.mark.parametrize("num_times", [10, pytest.param(200, marks=pytest.mark.slow)])
@@ -249,7 +226,7 @@ def test_ctrl_c_at_random_moments_leaves_the_chat_usable(num_times: int, tmp_pat
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    with Person(tmp_path, "run", "stub://alpha?step_ms=4", "--max-tokens", "30", script=CHECKED) as person:
+    with Person(tmp_path, "run", "stub://alpha?step_ms=4", "--max-tokens", "30", main=checked.main) as person:
         for number in range(num_times):
             person.types(f"message {number}")
             pause(rng.random() * rng.choice((0.02, 0.2)))

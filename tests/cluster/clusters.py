@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.cluster.backend import Backend
 from lockstep.cluster.base import Accepted, Hop, Routed
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.planner import PlanPolicy
 from lockstep.cluster.snapshot import ModelSnapshot
@@ -46,10 +46,10 @@ async def clustered(
     kind: Kind = "thread",
     policy: PlanPolicy = QUICK,
     drain_s: float = HANG_S,
-) -> AsyncIterator[ManifestCluster]:
+) -> AsyncIterator[Cluster]:
     """A started cluster; at the end of the block nothing may be left open, and all blocks are where they belong."""
     options = ClusterOptions(Backend(backend), worker=WorkerOptions(kind), policy=policy, drain_s=drain_s)
-    cluster = ManifestCluster(parse(text), options)
+    cluster = Cluster(parse(text), options)
     await asyncio.wait_for(cluster.start(), HANG_S)
     try:
         yield cluster
@@ -71,7 +71,7 @@ def asking(
     return GenerationRequest(conversation, params, session_id=session, model=model, **more)  # type: ignore[arg-type]  # fields by name
 
 
-async def ask(cluster: ManifestCluster, call: GenerationRequest) -> Answer:
+async def ask(cluster: Cluster, call: GenerationRequest) -> Answer:
     async with asyncio.timeout(HANG_S), aclosing(cluster.stream(call)) as stream:
         events = [event async for batch in stream for event in batch if not isinstance(event, Routed)]
     first, last = events[0], events[-1]
@@ -81,9 +81,9 @@ async def ask(cluster: ManifestCluster, call: GenerationRequest) -> Answer:
     return Answer(first.model, first.hops, last.request)
 
 
-async def say(cluster: ManifestCluster, words: str, model: str | None = None, **more: object) -> Answer:
+async def say(cluster: Cluster, words: str, model: str | None = None, **more: object) -> Answer:
     return await ask(cluster, asking(words, model, **more))  # type: ignore[arg-type]  # as `asking`
 
 
-def model_of(cluster: ManifestCluster, id_: str) -> ModelSnapshot:
+def model_of(cluster: Cluster, id_: str) -> ModelSnapshot:
     return next(model for model in cluster.snapshot().models if model.id == id_)

@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 
 from lockstep.cluster.base import Accepted, Event
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.resolve import LoadProgress
 from lockstep.cluster.state import ClusterOptions
@@ -32,25 +32,25 @@ def one_model(
     load: LoadOptions | None = None,
     worker: WorkerOptions | None = None,
     progress: LoadProgress | None = None,
-) -> ManifestCluster:
+) -> Cluster:
     """As `lockstep serve SOURCE` makes it; with the model in a thread of this process if nothing is said."""
     options = ClusterOptions(load=load or LoadOptions(), worker=worker or WorkerOptions(), is_fixed=True)
-    return ManifestCluster(Manifest.of_model(source, names), options, progress=progress)
+    return Cluster(Manifest.of_model(source, names), options, progress=progress)
 
 
-def model_of(source: str, kind: Kind, health: HealthLimits | None = None, **scheduler: Any) -> ManifestCluster:
+def model_of(source: str, kind: Kind, health: HealthLimits | None = None, **scheduler: Any) -> Cluster:
     load = LoadOptions(EngineOptions(num_blocks=512, **scheduler))
     return one_model(source, (NAME, "alias"), load, WorkerOptions(kind, health=health or HealthLimits()))
 
 
-def worker_of(model: ManifestCluster) -> SupervisedWorker:
+def worker_of(model: Cluster) -> SupervisedWorker:
     return model._state.worker
 
 
 @asynccontextmanager
 async def served(
     source: str, kind: Kind, health: HealthLimits | None = None, **scheduler: object
-) -> AsyncIterator[ManifestCluster]:
+) -> AsyncIterator[Cluster]:
     """A started model; closed, with its process gone, at the end of the block."""
     model = model_of(source, kind, health, **scheduler)
     await asyncio.wait_for(model.start(), HANG_S)
@@ -64,19 +64,19 @@ def call(prompt: Prompt, params: SamplingParams | None = None, **more: object) -
     return GenerationRequest(prompt, params or SamplingParams(max_tokens=40), model=NAME, **more)  # type: ignore[arg-type]  # fields by name
 
 
-async def events_of(model: ManifestCluster, asked: GenerationRequest) -> list[Event]:
+async def events_of(model: Cluster, asked: GenerationRequest) -> list[Event]:
     async with aclosing(model.stream(asked)) as stream:
         return [event async for events in stream for event in events]
 
 
-async def answer(model: ManifestCluster, asked: GenerationRequest) -> RequestOutput:
+async def answer(model: Cluster, asked: GenerationRequest) -> RequestOutput:
     last = (await events_of(model, asked))[-1]
     assert isinstance(last, TokenOutput)
     assert last.request is not None
     return last.request
 
 
-async def read(model: ManifestCluster, asked: GenerationRequest, num_tokens: int) -> None:
+async def read(model: Cluster, asked: GenerationRequest, num_tokens: int) -> None:
     """Read so many outputs and leave."""
     async with aclosing(model.stream(asked)) as stream:
         seen = 0
@@ -93,14 +93,14 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def running(model: ManifestCluster, num_requests: int) -> None:
+async def running(model: Cluster, num_requests: int) -> None:
     """Wait until so many are being computed."""
     async with asyncio.timeout(HANG_S):
         while (await model.metrics())[NAME].gauges["num_requests_running"] != num_requests:
             await asyncio.sleep(0.01)
 
 
-async def settled(model: ManifestCluster) -> None:
+async def settled(model: Cluster) -> None:
     """Nothing is open any more, in the server and in the worker, and all blocks are where they belong."""
     assert model.num_open == 0
     assert worker_of(model).num_open == 0

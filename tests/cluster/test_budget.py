@@ -95,13 +95,13 @@ class TestCheck:
             Row("b", Tier.STANDBY, Verdict.FITS, ram_bytes=DECLARED_BYTES, origin=Origin.DECLARED),
             Row("c", Tier.REMOTE, Verdict.REMOTE),
         )
-        assert (table.gpu_needed_bytes, table.ram_needed_bytes) == (DECLARED_BYTES, DECLARED_BYTES)
+        assert (table.budgets.gpu.needed_bytes, table.budgets.ram.needed_bytes) == (DECLARED_BYTES, DECLARED_BYTES)
 
     def test_the_example_of_fifty_models_needs_what_it_should(self) -> None:
         needs = [stub(f"m{i}", Tier.RESIDENT if i < 26 else Tier.STANDBY) for i in range(51)]
         table = check(needs, bounds(24 * GB, 64 * GB))
         assert table.is_kept
-        assert (table.gpu_needed_bytes, table.ram_needed_bytes) == (20_800 * MB, 20_000 * MB)
+        assert (table.budgets.gpu.needed_bytes, table.budgets.ram.needed_bytes) == (20_800 * MB, 20_000 * MB)
 
     def test_models_of_one_artifact_are_counted_once_and_resident_when_one_of_them_is(self) -> None:
         needs = [stub("a", Tier.STANDBY, "shared"), stub("b", Tier.RESIDENT, "shared")]
@@ -134,7 +134,7 @@ class TestCheck:
             for i, (tier, size, host) in enumerate(models)
         ]
         table = check(needs, bounds(12, 12))
-        assert table.is_kept == (table.gpu_needed_bytes <= 12 and table.ram_needed_bytes <= 12)
+        assert table.is_kept == (table.budgets.gpu.needed_bytes <= 12 and table.budgets.ram.needed_bytes <= 12)
         assert table.is_kept == (refusal(table) == "")
 
 

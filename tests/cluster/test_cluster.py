@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 import pytest
 
-from lockstep.cluster.base import Accepted, Cluster
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.base import Accepted
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.state import ClusterOptions
 from lockstep.engine.request import GenerationRequest
@@ -35,8 +35,7 @@ TEN_OF_ONE = "cluster: ten\nmodels:\n" + "".join(
 @pytest.mark.parametrize("kind", ["thread", "process"])
 async def test_the_manifest_of_its_users_boots_on_stubs_and_routes(kind: str) -> None:
     async with clustered(SUPPORT, "stub", kind) as cluster:  # type: ignore[arg-type]  # one of the two
-        served: Cluster = cluster
-        assert served.health().ready
+        assert cluster.health().ready
         booted = cluster.snapshot()
         assert [(model.id, model.tier, model.state) for model in booted.models] == [
             ("router", "resident", "resident"),
@@ -149,7 +148,7 @@ async def test_what_does_not_fit_is_refused_before_anything_is_loaded() -> None:
 
 
 async def test_a_source_that_is_not_there_ends_the_boot_with_its_reason() -> None:
-    cluster = ManifestCluster(parse("cluster: c\nmodels:\n  m: {source: /nowhere/model.gguf}\n"), ClusterOptions())
+    cluster = Cluster(parse("cluster: c\nmodels:\n  m: {source: /nowhere/model.gguf}\n"), ClusterOptions())
     with pytest.raises(ArtifactNotFoundError, match="nowhere"):
         await cluster.start()
 

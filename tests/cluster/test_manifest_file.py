@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.dispatch import DispatchRule
 from lockstep.cluster.manifest import Entry, Manifest, Persona, Remote, Resources, Routing, SessionLimits, Tier
-from lockstep.cluster.manifest_file import ROUTING_KEYS, TOP_KEYS, dump, parse
+from lockstep.cluster.manifest_file import ROUTING, dump, parse, top_keys
 from lockstep.cluster.manifest_keys import RESOURCES, SAMPLING_KEYS, SESSIONS, engine_keys, entry_keys, remote_keys
 from lockstep.engine.options import EngineOptions
 from lockstep.errors import ManifestError, Problem
@@ -241,7 +241,7 @@ def test_models_of_one_source_are_counted_once_against_a_budget() -> None:
 def test_the_document_names_every_key_and_its_example_is_right() -> None:
     document = DOCUMENT.read_text()
     engine, sampling = set(engine_keys()), set(SAMPLING_KEYS)
-    blocks = [TOP_KEYS, ROUTING_KEYS, RESOURCES, SESSIONS, entry_keys({}), remote_keys({}), engine, sampling]
+    blocks = [top_keys({}, {}), ROUTING, RESOURCES, SESSIONS, entry_keys({}), remote_keys({}), engine, sampling]
     blocks.append([each.name for each in fields(StubOptions) if each.name != "name"])
     missing = [key for block in blocks for key in block if f"`{key}`" not in document]
     assert not missing

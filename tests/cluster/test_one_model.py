@@ -17,7 +17,7 @@ import pytest_asyncio
 from msgspec import structs
 
 from lockstep.cluster.base import Accepted
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.requests import MAX_INLINE_CHARS
 from lockstep.cluster.threads import LONG_BYTES
@@ -64,7 +64,7 @@ shares_a_model = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(params=KINDS, scope="module", loop_scope="module")
-async def stub(request: pytest.FixtureRequest) -> AsyncIterator[ManifestCluster]:
+async def stub(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     async with served("stub://alpha?step_ms=2", request.param, max_num_queued_reqs=600) as model:
         yield model
 
@@ -107,7 +107,7 @@ async def test_an_answer_is_the_same_in_this_thread_in_another_and_in_a_process(
 
 
 @shares_a_model
-async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: ManifestCluster) -> None:
+async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: Cluster) -> None:
     events = await events_of(stub, call("abc"))
     assert events[0] == Accepted(NAME, (97, 98, 99))
     outputs = tokens_of(events)
@@ -117,7 +117,7 @@ async def test_a_call_is_accepted_first_and_answered_whole_at_last(stub: Manifes
 
 
 @shares_a_model
-async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: ManifestCluster) -> None:
+async def test_what_cannot_be_served_is_refused_before_it_is_accepted(stub: Cluster) -> None:
     long = "x" * (MAX_INLINE_CHARS * 3)
     for asked, expected in (
         (structs.replace(call("abc"), model="other"), ModelNotFoundError),
@@ -149,7 +149,7 @@ async def test_a_full_queue_refuses_and_serves_who_came_before() -> None:
 
 
 @shares_a_model
-async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(stub: ManifestCluster) -> None:
+async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(stub: Cluster) -> None:
     before = (await stub.metrics())[NAME].finished
     await read(stub, call("abc", ENDLESS), 3)
     await settled(stub)
@@ -160,7 +160,7 @@ async def test_leaving_a_stream_aborts_within_a_step_and_a_storm_leaves_nothing(
 
 
 @shares_a_model
-async def test_cancelled_tasks_leave_nothing(stub: ManifestCluster) -> None:
+async def test_cancelled_tasks_leave_nothing(stub: Cluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(60)]
     await until(lambda: stub.num_open == 60)
     for task in tasks:
@@ -170,7 +170,7 @@ async def test_cancelled_tasks_leave_nothing(stub: ManifestCluster) -> None:
 
 
 @shares_a_model
-async def test_all_calls_end_with_the_error_that_is_given(stub: ManifestCluster) -> None:
+async def test_all_calls_end_with_the_error_that_is_given(stub: Cluster) -> None:
     tasks = [asyncio.create_task(answer(stub, call("x", ENDLESS))) for _ in range(10)]
     await until(lambda: stub.num_open == 10)
     stub.abort_all(UnavailableError("draining", retry_after_s=4.0))
@@ -197,7 +197,7 @@ async def test_a_deadline_is_an_error_and_not_a_short_answer() -> None:
 
 
 @shares_a_model
-async def test_deadlines_count_while_a_prompt_waits_to_be_tokenised(stub: ManifestCluster) -> None:
+async def test_deadlines_count_while_a_prompt_waits_to_be_tokenised(stub: Cluster) -> None:
     may_end, asked = threading.Event(), call("word " * 100_000)
     other = asyncio.create_task(stub._handler._prompts._bench.do(may_end.wait, LONG_BYTES + 1))
     await asyncio.sleep(0)  # it has the one place
@@ -233,7 +233,7 @@ async def test_metrics_are_told_while_a_step_runs_that_has_no_end() -> None:
 
 
 @shares_a_model
-async def test_what_is_known_of_the_model_is_told(stub: ManifestCluster) -> None:
+async def test_what_is_known_of_the_model_is_told(stub: Cluster) -> None:
     (card,) = stub.cards()
     assert (card.name, card.aliases, card.root, card.tier) == (NAME, ("alias",), "stub://alpha?step_ms=2", "resident")
     assert card.max_model_len == 8192
@@ -336,7 +336,7 @@ async def test_who_has_the_device_alone_has_the_pool_that_its_load_finds_room_fo
 
 
 async def test_a_template_of_its_own_writes_its_prompts() -> None:
-    model = ManifestCluster(Manifest.of_model("stub://alpha", (NAME,), "{{ messages[0].content }}"))
+    model = Cluster(Manifest.of_model("stub://alpha", (NAME,), "{{ messages[0].content }}"))
     await model.start()
     asked = call(Conversation([{"role": "user", "content": "abc"}]))
     assert (await events_of(model, asked))[0] == Accepted(NAME, (97, 98, 99))

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.trust import ALL
 from lockstep.errors import ConfigError, LockstepError, ManifestError, OverBudgetError, UnavailableError
@@ -33,7 +33,7 @@ NEW = OLD.replace("cluster: old", "cluster: new").replace(
 )
 
 
-def states(cluster: ManifestCluster) -> list[tuple[str, str, str]]:
+def states(cluster: Cluster) -> list[tuple[str, str, str]]:
     return [(model.id, model.source, model.state) for model in cluster.snapshot().models]
 
 
@@ -226,7 +226,7 @@ async def test_a_replacement_goes_on_when_its_caller_leaves() -> None:
 
 
 async def test_closing_does_not_wait_for_a_replacement(gate: Gate) -> None:
-    cluster = ManifestCluster(parse(OLD))
+    cluster = Cluster(parse(OLD))
     await cluster.start()
     caller = asyncio.create_task(cluster.replace(NEW.replace("load_ms=100", f"load_ms={ENDLESS_MS}")))
     await until(lambda: _loads(cluster) == 4)
@@ -252,5 +252,5 @@ async def test_a_worker_that_dies_in_the_middle_leaves_the_old_manifest_or_the_n
         assert (await say(cluster, "a billing question")).text.startswith("[stub:billing2]")
 
 
-def _loads(cluster: ManifestCluster) -> int:
+def _loads(cluster: Cluster) -> int:
     return sum(change.after == "loading" for change in cluster.snapshot().transitions)

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from lockstep.cluster.base import EventStream, ModelCard
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.remote import RemoteModel
 from lockstep.engine.request import GenerationRequest
@@ -34,7 +34,7 @@ CALLING = b"".join(
 )
 
 
-class OnlyRemote(ManifestCluster):
+class OnlyRemote(Cluster):
     """The smallest cluster: one remote model, which is given."""
 
     def __init__(self, model: RemoteModel) -> None:

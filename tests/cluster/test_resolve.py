@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cluster.backend import Backend, served_by
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.resolve import DEFAULT_KV_BYTES, STUB_BLOCKS, Opened, here, open_manifest
 from lockstep.engine.options import LoadOptions
@@ -67,8 +67,8 @@ async def test_a_cluster_that_must_fetch_makes_sure_of_the_rest(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     text = "cluster: c\nmodels:\n  far: {source: 'hf://org/name'}\n  near: {source: 'no/such.gguf'}\n"
     with pytest.raises(ArtifactNotFoundError, match=r"no/such\.gguf"):
-        await ManifestCluster(parse(text)).prepare()
-    await ManifestCluster(parse(text.replace("no/such.gguf", "pocket://"))).prepare()
+        await Cluster(parse(text)).prepare()
+    await Cluster(parse(text.replace("no/such.gguf", "pocket://"))).prepare()
 
 
 def test_pools_share_the_budget_for_kv() -> None:

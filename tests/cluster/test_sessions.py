@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import PRIORITIES, SessionLimits
 from lockstep.cluster.sessions import MAX_SESSIONS, MAX_WAITING_SESSIONS, ModelSessions, Sessions
 from lockstep.errors import QueueFullError, SessionNotFoundError
@@ -142,7 +142,7 @@ def test_only_idle_sessions_of_some_age_are_given_up() -> None:
     assert [session.id for session in sessions.idle(limits, 35)] == ["a"]
     assert [session.id for session in sessions.idle(limits, 100)] == ["a", "b"]
     assert sessions.idle(SessionLimits(idle_threshold_s=None), 1e9) == []
-    sessions.dropped("a", "m", is_held=False)
+    sessions.by_id["a"].is_held = False
     assert not sessions.begin("b", "m", 101)
     assert [session.id for session in sessions.idle(limits, 200)] == []
     assert [(s.id, s.state, s.idle_s) for s in sessions.snapshot(200)] == [
@@ -211,7 +211,7 @@ routing: {entry: router, dispatch_rule: 'router.output.intent -> specialists.{in
 """
 
 
-async def evictions(cluster: ManifestCluster) -> list[tuple[str, str, str]]:
+async def evictions(cluster: Cluster) -> list[tuple[str, str, str]]:
     """All that were told since the start: the session, the model and why."""
     last_id, told = cluster.events.last_id, []
     async with asyncio.timeout(HANG_S), aclosing(cluster.events.subscribe(0)) as events:
@@ -282,7 +282,7 @@ async def test_what_a_session_said_stays_when_others_fill_the_cache_until_it_is_
     story = "I was charged twice for my subscription last week and would like to have my money back. " * 5
     text = "cluster: c\nmodels:\n  m: {source: 'pocket://', engine: {num_blocks: 24, max_num_seqs: 4}}\n"
 
-    async def fill(cluster: ManifestCluster, count: int) -> None:
+    async def fill(cluster: Cluster, count: int) -> None:
         for number in range(count):
             await say(cluster, f"Number {number}. {story[:200]}", max_tokens=2)
 

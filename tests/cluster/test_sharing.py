@@ -7,7 +7,7 @@ import re
 from contextlib import aclosing
 from pathlib import Path
 
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from tests.cluster.clusters import ask, clustered
@@ -27,7 +27,7 @@ def manifest(num_models: int) -> str:
     )
 
 
-def worker_bytes(cluster: ManifestCluster) -> int:
+def worker_bytes(cluster: Cluster) -> int:
     """The worker's memory, what it shares with other processes in parts (PSS, see proc(5))."""
     assert cluster.worker_pid is not None
     rollup = Path(f"/proc/{cluster.worker_pid}/smaps_rollup").read_text()
@@ -35,7 +35,7 @@ def worker_bytes(cluster: ManifestCluster) -> int:
     return int(kilobytes) * 1024
 
 
-async def most_in_a_step(cluster: ManifestCluster) -> int:
+async def most_in_a_step(cluster: Cluster) -> int:
     """Sequences of the largest step that was told while ten requests were answered, in turn by all models."""
     most = 0
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.replica_state import MAX_BACKOFF_S, MAX_LOST_LOADS
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.errors import ArtifactNotFoundError, RequestFailedError, UnavailableError, WorkerLostError
@@ -36,12 +36,12 @@ from tests.waiting import ENDLESS_MS, HANG_S
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes need a Unix system")
 
 
-def pid_of(model: ManifestCluster) -> int:
+def pid_of(model: Cluster) -> int:
     assert model.worker_pid is not None
     return model.worker_pid
 
 
-def is_replaced(model: ManifestCluster, pid: int) -> bool:
+def is_replaced(model: Cluster, pid: int) -> bool:
     """Whether another worker is there in the place of this one."""
     return model.worker_pid not in (pid, None)
 
@@ -164,7 +164,7 @@ def is_loading(worker: SupervisedWorker) -> bool:
 
 
 @contextmanager
-def stopped(model: ManifestCluster) -> Iterator[int]:
+def stopped(model: Cluster) -> Iterator[int]:
     """Let the worker hang, and be impatient with this one alone: another may be slow as the machine is."""
     pid, pulse = pid_of(model), worker_of(model)._life.pulse
     os.kill(pid, signal.SIGSTOP)

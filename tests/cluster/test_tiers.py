@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cluster.base import Accepted, Routed
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.replica_state import MAX_BACKOFF_S
 from lockstep.cluster.state import ClusterOptions
@@ -57,7 +57,7 @@ routing:
 """
 
 
-def num_loads(cluster: ManifestCluster) -> int:
+def num_loads(cluster: Cluster) -> int:
     return sum(change.after == "loading" for change in cluster.snapshot().transitions)
 
 
@@ -254,7 +254,7 @@ async def test_unloading_by_hand_lets_calls_end_and_new_ones_wait_until_the_mode
 
 async def test_nothing_is_changed_by_hand_while_the_first_models_are_loaded(gate: Gate) -> None:
     text = f"cluster: c\nmodels:\n  m: {{source: 'stub://m?load_ms={ENDLESS_MS}'}}\n"
-    cluster = ManifestCluster(parse(text), ClusterOptions(worker=WorkerOptions("thread")))
+    cluster = Cluster(parse(text), ClusterOptions(worker=WorkerOptions("thread")))
     starting = asyncio.create_task(cluster.start())
     try:
         await until(lambda: gate.num_held == 1)

@@ -13,16 +13,16 @@ from typing import Any
 import httpx2
 import pytest
 
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Entry, Manifest, Remote
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.remote import RemoteModel
-from lockstep.cluster.remote_address import NotPublicError, PublicTransport, is_plainly_private, is_public
+from lockstep.cluster.remote_exchange import NotPublicError, PublicTransport, is_plainly_private, is_public
 from lockstep.cluster.state import ClusterOptions
 from lockstep.cluster.trust import ADDRESS_REFUSED, NONE, SOURCE_REFUSED, Vouchers
 from lockstep.errors import ArtifactError, ManifestError, RequestFailedError
 from lockstep.pocket import pocket_path
-from lockstep.server.access import powers_of
+from lockstep.server.admission import powers_of
 from lockstep.server.options import ServerOptions
 from lockstep.worker.link import WorkerOptions
 from tests.cluster.remotes import call, crooked, events_of, says, whole
@@ -67,7 +67,7 @@ def machine(root: Path, options: ServerOptions) -> Iterator[Machine]:
     (folder / "away").symlink_to(outside)
     text = FIRST.format(vouched=outside / "model.gguf")
     placed = ClusterOptions(worker=WorkerOptions("thread"), folder=folder)
-    with living_cluster(ManifestCluster(parse(text), placed), options) as server:
+    with living_cluster(Cluster(parse(text), placed), options) as server:
         yield Machine(server, folder, outside)
 
 

@@ -31,7 +31,7 @@ def test_a_tail_moves_to_the_host_and_comes_back_into_other_blocks() -> None:
     assert kv.hold(seq, (), 16)
     assert (seq.table, seq.host_table) == ((1, 2, 3, 4), ())
     assert kv.take_moves() == ((), (), ((0, 3), (1, 4)))
-    assert kv.came_back == [seq]
+    assert kv.resumed == [seq]
     assert kv.host.num_free == 1, "the plan still reads them"
     kv.settle()
     assert kv.host.num_free == 3

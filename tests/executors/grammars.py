@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.executors.grammar import Grammar
+from lockstep.executors.grammar import AnyGrammar
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.executors.stub import stub_tokenizer_parts
 from tests.engine import text_models
@@ -49,7 +49,7 @@ def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return b"".join(tokenizer.token_bytes.of(token) for token in tokens).decode()
 
 
-def pick(grammar: Grammar, text: str) -> None:
+def pick(grammar: AnyGrammar, text: str) -> None:
     for token in text.encode():
         assert token in ids_of(grammar.allowed())
         grammar.accept(token, 0)

@@ -13,14 +13,14 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, QueueFullError, RequestFailedError
 from lockstep.executors import grammar_compiler
 from lockstep.executors.constraint import Constraint
-from lockstep.executors.grammar import Grammar
+from lockstep.executors.grammar import AnyGrammar
 from lockstep.executors.grammar_compiler import MAX_CACHED_GRAMMARS, DeepStack, GrammarCompiler
 from lockstep.executors.stub import VOCAB_SIZE
 from tests.engine import text_models
 from tests.executors.grammars import FAMILIES, compiler_of, ids_of, pick, text_of, tokenizer_of
 
 
-def walk(family: str, grammar: Grammar, seed: int, room: int = 15, most: int = 400) -> list[int]:
+def walk(family: str, grammar: AnyGrammar, seed: int, room: int = 15, most: int = 400) -> list[int]:
     """Random allowed tokens, with what they force, until an end token is drawn or the grammar is complete."""
     rng = random.Random(seed)
     ends = tokenizer_of(family).end_token_ids

@@ -13,7 +13,7 @@ from lockstep.errors import InvalidParameterError, RequestFailedError
 from lockstep.executors import grammar as grammar_module
 from lockstep.executors import grammar_compiler
 from lockstep.executors.constraint import Constraint, ConstraintKind
-from lockstep.executors.grammar import CachedMatcher
+from lockstep.executors.grammar import ChoiceGrammar
 from lockstep.executors.grammar_compiler import MAX_LEXER_STATES, STEP_LEXER_FUEL, GrammarCompiler, grammar_source
 from lockstep.executors.stub import VOCAB_SIZE
 from tests.executors.grammars import FAMILIES, compiler_of, ids_of, pick, tokenizer_of
@@ -100,16 +100,16 @@ class TestAChoiceThatIsAskedForAgain:
         choice = Constraint.choice(INTENTS)
         pick(compiler.build(choice)[0], "technical")
         walked: list[tuple[int, ...]] = []
-        look = CachedMatcher._copied
+        look = ChoiceGrammar._copied
 
-        def count(matcher: CachedMatcher, taken: tuple[int, ...]) -> Any:
+        def count(grammar: ChoiceGrammar, taken: tuple[int, ...]) -> Any:
             walked.append(taken)
-            return look(matcher, taken)
+            return look(grammar, taken)
 
-        monkeypatch.setattr(CachedMatcher, "_copied", count)
+        monkeypatch.setattr(ChoiceGrammar, "_copied", count)
         pick(compiler.build(choice)[0], "technical")
         assert not walked
-        monkeypatch.setattr(grammar_module, "MAX_MATCHER_STATES", 4)
+        monkeypatch.setattr(grammar_module, "MAX_CHOICE_STATES", 4)
         for _ in range(2):
             pick(compiler.build(choice)[0], "billing-eu")
         assert len(compiler._states._known) == 4

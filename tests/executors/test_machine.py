@@ -1,10 +1,17 @@
-"""The machine in words, and the cores that this process may use."""
+"""The machine in words, and the cores and the memory that this process may use."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.executors.machine import available_cores, machine_name, processor_name
+from lockstep.executors.machine import (
+    anonymous_memory_bytes,
+    available_cores,
+    available_memory_bytes,
+    machine_memory_bytes,
+    machine_name,
+    processor_name,
+)
 
 
 def test_cores_are_cut_by_the_cgroups_quota(tmp_path: Path) -> None:
@@ -35,3 +42,30 @@ def test_a_machine_that_tells_nothing_has_a_name_too(tmp_path: Path) -> None:
     cpuinfo.write_text("processor\t: 0\n")
     assert processor_name(cpuinfo) is None
     assert machine_name(cpuinfo).startswith("unknown processor, ")
+
+
+def test_a_machine_has_no_more_than_its_cgroup(tmp_path: Path) -> None:
+    whole = machine_memory_bytes(tmp_path)
+    assert whole >= available_memory_bytes(tmp_path)
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert machine_memory_bytes(tmp_path) == 5000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine_memory_bytes(tmp_path) == whole
+
+
+def test_available_memory_is_cut_by_the_cgroup(tmp_path: Path) -> None:
+    whole = available_memory_bytes(tmp_path)
+    assert whole > 0
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert available_memory_bytes(tmp_path) == 3000
+    (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 1500\nactive_file 300\n")
+    assert available_memory_bytes(tmp_path) == 4500, "what was read and may be forgotten is free"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory_bytes(tmp_path) > 3000
+
+
+def test_anonymous_memory_is_that_of_this_process_where_the_system_tells(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("VmRSS:\t   900 kB\nRssAnon:\t     500 kB\n")
+    assert anonymous_memory_bytes(tmp_path / "status") == 500 * 1024
+    assert anonymous_memory_bytes(tmp_path / "none") is None

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 
 from lockstep.core.request import FinishReason, Request
-from lockstep.replay.playback import Playback, Played
-from lockstep.replay.rerun import Obeyed
+from lockstep.replay.playback import Playback
+from lockstep.replay.rerun import AppliedCommand, DecidedStep
 from lockstep.replay.trace import Trace
 from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Pinned, Swept
 from tests.server.process import ServerProcess, plain_async_client
@@ -113,27 +113,27 @@ def happenings(trace: Trace) -> Counter[str]:
     seen: Counter[str] = Counter()
     for event in Playback(trace.entries()).play():
         match event:
-            case Obeyed(_, Added(request=Request(priority=priority)), _):
+            case AppliedCommand(_, Added(request=Request(priority=priority)), _):
                 seen.update(["requests", f"priority {priority}"])
-            case Obeyed(_, Aborted(reason=reason), _):
+            case AppliedCommand(_, Aborted(reason=reason), _):
                 seen[reason.value] += 1
-            case Obeyed(_, Pinned(), _):
+            case AppliedCommand(_, Pinned(), _):
                 seen["pins"] += 1
-            case Obeyed(_, Swept(), _):
+            case AppliedCommand(_, Swept(), _):
                 seen["sweeps"] += 1
-            case Obeyed(_, CacheReset(), _):
+            case AppliedCommand(_, CacheReset(), _):
                 seen["resets"] += 1
-            case Played(ran, timing):
-                seen.update(["steps", f"steps of {ran.engine}"])
-                seen["preemptions"] += len(ran.plan.preempted)
-                seen["swaps"] += len(ran.plan.swap_out)
-                seen["evictions"] += len(ran.plan.evicted)
-                seen["us"] += timing.duration_us
-                for end in ran.finished:
+            case DecidedStep() as step:
+                seen.update(["steps", f"steps of {step.engine}"])
+                seen["preemptions"] += len(step.plan.preempted)
+                seen["swaps"] += len(step.plan.swap_out)
+                seen["evictions"] += len(step.plan.evicted)
+                seen["us"] += step.timing.duration_us
+                for end in step.finished:
                     seen["hits"] += end.num_cached_tokens > 0
-                if ran.events is None:
+                if step.events is None:
                     seen["failures"] += 1
                 else:
-                    seen["forced"] += sum(count > 1 for count in ran.events.num_tokens)
-                    seen["stops"] += sum(end.reason is FinishReason.STOP for end in ran.events.finished)
+                    seen["forced"] += sum(count > 1 for count in step.events.num_tokens)
+                    seen["stops"] += sum(end.reason is FinishReason.STOP for end in step.events.finished)
     return seen

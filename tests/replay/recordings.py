@@ -12,9 +12,9 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.replay.trace import read_frames
-from lockstep.worker.flight.entries import ChunkReader, ChunkWriter, Entry
+from lockstep.worker.flight.entries import ChunkReader, ChunkWriter, Entry, Header
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.messages import Abort, ResetPrefixCache, Submit
+from lockstep.worker.messages import Abort, Ask, ResetPrefixCache, Submit
 from tests.worker.support import Bench, running
 
 POOL = EngineOptions(
@@ -47,7 +47,7 @@ def submit(bench: Bench, num_requests: int, first: int = 0) -> None:
         request = GenerationRequest(prompt, params, priority=number % 3 - 1, tenant=f"secret {number % 2}")
         bench.tell(Submit(number, "ab"[number % 2], request))
         if number % 8 == 7:
-            bench.tell(ResetPrefixCache(number))
+            bench.tell(Ask(number, ResetPrefixCache()))
         if number % 7 == 6:
             bench.answer(max(first, number - 6))
             bench.tell(Abort("ab"[number % 2], (number,)))
@@ -70,8 +70,9 @@ def rewrite_entries(path: Path, change: Callable[[list[Entry]], None]) -> None:
     entries = entries_in(path)
     change(entries)
     writer = ChunkWriter()
-    writer.put(entries[0])
-    held = writer.take()
+    header = entries[0]
+    assert isinstance(header, Header)
+    held = writer.begin_file(header)
     for entry in entries[1:]:
         writer.put(entry)
     path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(held + writer.take()))

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from lockstep.errors import LockstepError, TraceError, UsageError
 from lockstep.replay.calibrate import MIN_STEPS, calibrate, non_negative
 from lockstep.replay.cost import CostModel
 from lockstep.replay.cost_file import CostFile, MadeOn, cost_document, read_priced, to_bytes
+from lockstep.replay.live import LiveStep
 from lockstep.report.document import Number, Tables, cell_text
 
 MADE_ON = MadeOn("0.1.0", "a machine", "pocket", "f" * 16, {"max_num_seqs": 8})
@@ -24,20 +24,9 @@ PRICES = b'{"constant_ps": 1, "prefill_token_ps": 1, "decode_seq_ps": 1, "contex
 TRUTH_US = (900.0, 12.0, 70.0, 0.03, 400.0)
 
 
-class Step(NamedTuple):
-    """As a recording has it."""
-
-    duration_us: int
-    gap_us: int
-    is_after_idle: bool
-    num_prefill_tokens: int
-    num_decode_seqs: int
-    num_context_tokens: int
-
-
 def synthetic(
     num_steps: int, *, noise: float = 0.0, stalls: float = 0.0, seed: int = 7, truth: Sequence[float] = TRUTH_US
-) -> list[Step]:
+) -> list[LiveStep]:
     """Steps under varying load; a quarter of the time lies in the gaps, every twentieth step follows idleness."""
     random = np.random.default_rng(seed)
     steps = []
@@ -52,7 +41,7 @@ def synthetic(
         is_after_idle = number % 20 == 0
         gap = 10**7 if is_after_idle else round(price / 4)
         duration = round(price * 3 / 4)
-        steps.append(Step(duration, gap, is_after_idle, num_prefill, num_decode, context))
+        steps.append(LiveStep(0, number, 0, duration, gap, is_after_idle, num_prefill, num_decode, context))
     return steps
 
 
@@ -105,7 +94,7 @@ def test_the_same_steps_give_the_same_bytes() -> None:
     ],
     ids=["none", "few", "no prompts", "no decodes", "no times"],
 )
-def test_recordings_that_cannot_say_it_are_refused(steps: list[Step], message: str) -> None:
+def test_recordings_that_cannot_say_it_are_refused(steps: list[LiveStep], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         calibrate(steps, MADE_ON)
 

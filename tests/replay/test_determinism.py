@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lockstep.replay.configs import config_for
 from lockstep.replay.cost import CostModel
-from lockstep.replay.records import TickRecorder
-from lockstep.replay.report import from_json, report_of, to_json
+from lockstep.replay.report import Report, report_of, to_json
 from lockstep.replay.simulator import Simulation
+from lockstep.replay.timeline import TickRecorder
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload
 from tests.replay.sample import request, workload
 from tests.waiting import HANG_S
@@ -115,7 +116,7 @@ def test_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_report_comes_back_from_its_bytes() -> None:
     data = pressed()
-    report = from_json(data)
+    report = msgspec.json.decode(data, type=Report)
     assert to_json(report) == data
     assert report.ticks is not None
     assert report.outcomes is not None

@@ -9,9 +9,9 @@ import pytest
 
 from lockstep.replay.configs import config_for
 from lockstep.replay.readers import read_workload
-from lockstep.replay.records import TickRecorder
 from lockstep.replay.report import Report, report_of, to_json
 from lockstep.replay.simulator import Simulation
+from lockstep.replay.timeline import TickRecorder
 from tools.search_workloads import TARGETS, Target, as_text, figures_of, search
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,9 @@ import pytest
 from lockstep.replay.live import live_requests, live_steps, workload_of
 from lockstep.replay.trace import Trace, open_trace
 from lockstep.replay.verify import verify
+from tests.processes import ROOT
 from tests.replay.live import happenings, manifest_in, mixed_load
-from tests.server.process import ROOT, ServerProcess, serve
+from tests.server.process import ServerProcess, serve
 from tests.waiting import until
 
 NUM_REQUESTS = 216
@@ -95,7 +96,7 @@ def check_requests(trace: Trace, number: int) -> None:
     served = [each for each in live_requests(trace, number) if each.num_output_tokens]
     assert len(served) > 20
     for each in served:
-        assert each.arrival_us <= each.admitted_us <= each.first_token_us <= each.finished_us
+        assert each.arrival_ps <= each.admitted_ps <= each.first_token_ps <= each.finished_ps
     workload = workload_of(trace, number)
     told = tuple(workload.requests)
     assert sorted(each.num_output_tokens for each in told) == sorted(each.num_output_tokens for each in served)
@@ -113,14 +114,14 @@ def test_a_server_that_was_killed_leaves_what_it_had_decided(tmp_path: Path) -> 
     try:
         server.wait_ready()
         asyncio.run(mixed_load(server, 48, SEED))
-        until(lambda: verify(open_trace(folder)).num_steps > 0, "steps are in the file")
+        until(lambda: verify(open_trace(folder)).tally.num_steps > 0, "steps are in the file")
         server.signal(signal.SIGKILL)
         server.wait()
     finally:
         server.stop()
     found = verify(open_trace(folder))
-    assert found.is_identical, found.parted
-    assert found.num_steps > 0
+    assert found.is_identical, found.diverged
+    assert found.tally.num_steps > 0
     code, said = lockstep("replay", "--verify", str(folder))
     assert code == 0, said
     assert "breaks off at byte" in said

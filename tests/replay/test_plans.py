@@ -10,7 +10,7 @@ import zstandard
 
 from lockstep.cli.replay import verify_trace
 from lockstep.cluster.backend import Backend
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.plan_recorder import PLAN_SUFFIX, PlanRecorder
 from lockstep.cluster.planner import Action, Drain, Observed, Phase, PlanPolicy, Replica, Unload, plan
@@ -33,7 +33,7 @@ models:
 
 async def recorded(folder: Path) -> tuple[Path, ...]:
     options = ClusterOptions(Backend.AUTO, worker=WorkerOptions(trace=TraceOptions(str(folder))))
-    cluster = ManifestCluster(parse(MANIFEST), options)
+    cluster = Cluster(parse(MANIFEST), options)
     await cluster.start()
     try:
         for model in ("a", "b", "a"):

@@ -13,9 +13,11 @@ from lockstep.replay.calibrate import calibrate
 from lockstep.replay.cost import CostModel
 from lockstep.replay.cost_file import MadeOn
 from lockstep.replay.diff import diff_traces
+from lockstep.replay.divergence import RecordedSide, SimulatedSide, compare
 from lockstep.replay.live import live_requests, live_steps, workload_of
 from lockstep.replay.recording import RunRecording
 from lockstep.replay.simulator import Replay, Simulation
+from lockstep.replay.snapshot import recorded_snapshot, simulated_snapshot
 from lockstep.replay.timeline import Tick
 from lockstep.replay.trace import open_trace
 from lockstep.replay.verify import verify
@@ -69,7 +71,7 @@ def test_whatever_was_simulated_is_verified(
     verification = verify(open_trace(path))
     assert verification.is_identical
     assert verification.findings == ()
-    assert verification.num_steps == verification.num_turns == replay.totals.num_steps
+    assert verification.tally.num_steps == verification.tally.num_turns == replay.totals.num_steps
     single = path.with_name("single.lstrace")
     record(single, load, limits, cost, run_lengths=False)
     assert single.read_bytes() == path.read_bytes()
@@ -96,7 +98,7 @@ def test_its_times_are_those_of_the_simulation(tmp_path: Path) -> None:
         simulation = Simulation(load, LIMITS, COST, watchers=[recording, ticks.append], on_arrival=recording.arrived)
         replay = simulation.run()
     trace = open_trace(path)
-    assert (trace.is_simulated, trace.machine) == (True, "")
+    assert (trace.header.is_simulated, trace.header.machine) == (True, "")
     steps = list(live_steps(trace))
     starts_us = {step.step: step.start_us for step in steps}
     busy = [tick for tick in ticks if tick.plan is not None]
@@ -105,10 +107,10 @@ def test_its_times_are_those_of_the_simulation(tmp_path: Path) -> None:
     assert any(step.is_after_idle for step in steps)
     ended = {each.seq_id: each for each in live_requests(trace)}
     for outcome in replay.outcomes:
-        us = ended[outcome.seq_id]
-        times = (outcome.arrival_ps, outcome.admitted_ps, outcome.first_token_ps, outcome.finished_ps)
-        assert (us.arrival_us, us.admitted_us, us.first_token_us, us.finished_us) == tuple(t // 10**6 for t in times)
-        assert us.num_cached_tokens == outcome.num_cached_tokens
+        live = ended[outcome.seq_id]
+        assert live.in_ps[:-1] == tuple(each // 10**6 * 10**6 for each in outcome.in_ps[:-1])
+        assert live.num_output_tokens == outcome.num_output_tokens
+        assert live.num_cached_tokens == outcome.num_cached_tokens
 
 
 def test_calibrating_on_a_simulation_finds_its_prices(tmp_path: Path) -> None:
@@ -122,15 +124,58 @@ def test_calibrating_on_a_simulation_finds_its_prices(tmp_path: Path) -> None:
         assert getattr(file, name) == pytest.approx(getattr(COST, name), rel=0.02)
 
 
+def test_a_simulation_and_its_recording_are_the_same_side_of_a_comparison(tmp_path: Path) -> None:
+    """Step by step, though the one counts steps that repeat and the other has each; another's limits are found."""
+    path, load = tmp_path / "run.lstrace", crowd()
+    replay = record(path, load, LIMITS, COST)
+    trace = open_trace(path)
+    same = compare(SimulatedSide(Simulation(load, LIMITS, COST)), RecordedSide(trace, 0))
+    assert (same.divergence, same.num_equal_steps) == (None, replay.totals.num_steps)
+    fewer = config(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=48, order="priority")
+    other = compare(SimulatedSide(Simulation(load, fewer, COST)), RecordedSide(trace, 0)).divergence
+    both = compare(
+        SimulatedSide(Simulation(load, fewer, COST)), SimulatedSide(Simulation(load, LIMITS, COST))
+    ).divergence
+    assert other is not None
+    assert both is not None
+    assert (other.num_equal_steps, other.difference) == (both.num_equal_steps, both.difference)
+    assert other.b.start_ps == both.b.start_ps
+
+
+def test_a_recorded_engine_stands_where_its_simulation_stood(tmp_path: Path) -> None:
+    """Who runs and waits before a step, with how many blocks, and why the planner passes over whom."""
+    path, load = tmp_path / "run.lstrace", crowd()
+    record(path, load, LIMITS, COST)
+    trace = open_trace(path)
+    fewer = config(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=48, order="priority")
+    found = compare(SimulatedSide(Simulation(load, fewer, COST)), SimulatedSide(Simulation(load, LIMITS, COST)))
+    assert found.divergence is not None
+    place = found.divergence.b
+    simulated = simulated_snapshot("B", Simulation(load, LIMITS, COST), place)
+    recorded = recorded_snapshot("B", trace, 0, found.num_equal_steps, place)
+    assert recorded is not None
+    assert recorded.reasons == simulated.reasons
+    assert recorded.num_active == simulated.num_active
+    stood = {
+        seq_id: (each.state, each.priority, each.num_prompt_tokens, each.num_held_blocks)
+        for seq_id, each in simulated.standings.items()
+    }
+    assert {
+        seq_id: (each.state, each.priority, each.num_prompt_tokens, each.num_held_blocks)
+        for seq_id, each in recorded.standings.items()
+    } == stood
+    assert recorded_snapshot("B", trace, 7, 0, place) is None, "there is no such engine"
+
+
 def test_two_runs_are_compared_as_recordings_are(tmp_path: Path) -> None:
     a, b = tmp_path / "a.lstrace", tmp_path / "b.lstrace"
     record(a, crowd(), LIMITS, COST)
     record(b, crowd(), config(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=48, order="priority"), COST)
     (same,) = diff_traces(open_trace(a), open_trace(a))
-    assert same.difference is None
+    assert same.diff.divergence is None
     (other,) = diff_traces(open_trace(a), open_trace(b), 0)
-    assert other.difference is not None
-    assert other.fields == ("max_num_seqs",)
+    assert other.diff.divergence is not None
+    assert other.diff.fields == ("max_num_seqs",)
     with pytest.raises(TraceError, match="no engine 3 is in either recording; there are 0"):
         diff_traces(open_trace(a), open_trace(b), 3)
 
@@ -149,7 +194,7 @@ def test_a_run_that_breaks_off_is_read_as_far_as_it_came(tmp_path: Path) -> None
     verification = verify(open_trace(path))
     assert verification.is_identical
     assert [each.kind for each in verification.findings] == [Kind.OPEN]
-    assert verification.num_steps > 0
+    assert verification.tally.num_steps > 0
 
 
 def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def test_scratch_that_an_empty_plan_clears_would_be_noticed_in_a_checkpoint(
     _, faulty = rotate(tmp_path / "flight", 1, NUM_ROTATIONS)
     assert faulty
     for _, found in faulty:
-        assert found.parted is not None
-        assert "the state that the next file begins with" in found.parted.what
+        assert found.diverged is not None
+        assert "the state that the next file begins with" in found.diverged.what
 
 
 def test_checkpoints_of_another_version_are_passed_over_and_every_step_is_decided(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_checkpoints_of_another_version_are_passed_over_and_every_step_is_decide
     trace = open_trace(tmp_path)
     found = verify(trace)
     assert found.is_in_order(allows_gaps=False), found
-    assert found.num_foreign_checkpoints == len(trace.files) - 1 > 2
+    assert found.tally.num_foreign_checkpoints == len(trace.files) - 1 > 2
     assert "not compared" in [*describe(found, trace)][1]
     with pytest.raises(TraceError, match="another version"):
         verify(open_trace(trace.files[1]))

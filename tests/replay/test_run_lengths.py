@@ -8,10 +8,9 @@ from hypothesis import given, settings
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.replay.cost import CostModel
-from lockstep.replay.records import TickRecorder
 from lockstep.replay.report import report_of, to_json
 from lockstep.replay.simulator import Simulation
-from lockstep.replay.timeline import Tick
+from lockstep.replay.timeline import Tick, TickRecorder
 from lockstep.replay.workload import Workload
 from tests.replay.sample import config, request, workload
 from tests.replay.strategies import configs, costs, workloads

@@ -171,6 +171,28 @@ def test_a_replay_can_be_looked_at_before_its_end() -> None:
     assert simulation.run().fingerprint == Simulation(simulation.workload, config()).run().fingerprint
 
 
+def test_an_outcome_so_far_stays_as_it_was_when_the_replay_goes_on() -> None:
+    simulation = Simulation(workload(request("a", 16, 40)), config())
+    simulation.step()
+    (before,) = simulation.replay().outcomes
+    num_before = before.num_output_tokens
+    (after,) = simulation.run().outcomes
+    assert (before.num_output_tokens, before.is_completed) == (num_before, False)
+    assert (after.num_output_tokens, after.is_completed) == (40, True)
+
+
+def test_phases_in_time_are_those_in_ticks_where_every_tick_takes_as_long() -> None:
+    """One place: the second waits for the first. A refused request has no phases but its arrival."""
+    three = workload(request("a", 16, 5), request("b", 16, 3, arrival=1), request("c", 999, 2, arrival=2))
+    a, b, refused = Simulation(three, config(max_num_seqs=1), CostModel(10 * MS)).run().outcomes
+    assert a.in_ticks == (0, 0, 1, 5, 5)
+    assert b.in_ticks == (1, 5, 6, 8, 3)
+    assert (b.in_ticks.ttft, b.in_ticks.e2e, b.in_ticks.tpot(), b.in_ticks.tpot(1000)) == (5, 7, 1, 1000)
+    for outcome in (a, b):
+        assert outcome.in_ps[:-1] == tuple(each * 10 * MS for each in outcome.in_ticks[:-1])
+    assert refused.in_ticks == (2, -1, -1, -1, 0)
+
+
 def test_ticks_follow_each_other() -> None:
     """Without a hole, in numbers and in time, and runs of several occur."""
     ticks: list[Tick] = []

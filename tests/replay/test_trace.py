@@ -55,10 +55,10 @@ def faulty(path: Path) -> str:
 
 def test_a_newer_version_is_refused(path: Path) -> None:
     def newer(entries: list[Entry]) -> None:
-        entries[0] = replace(entries[0], schema=4)
+        entries[0] = replace(entries[0], schema=5)
 
     rewrite_entries(path, newer)
-    assert "its schema is 4, and this version reads 3" in faulty(path)
+    assert "its schema is 5, and this version reads 4" in faulty(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x28\xb5\x2f\xfd", b"x" * 100])
@@ -151,7 +151,9 @@ def test_numbers_are_written_as_runs() -> None:
 
 
 def test_a_chunk_byte_by_byte() -> None:
-    assert chunk(Turn(0, 300, 7, True)) == bytes([13, 0, 0, 0, 0xDD, 0, 0, 0, 1, 0x95, 13, 0, 0xCD, 1, 44, 7, 0xC3])
+    entries = bytes([0xDD, 0, 0, 0, 1, 0x95, 13, 0, 0xCD, 1, 44, 7, 0xC3])
+    digest = bytes.fromhex("196549f79dc19a296bf1c49ecdda03d5")
+    assert chunk(Turn(0, 300, 7, True)) == bytes([13, 0, 0, 0]) + entries + digest
 
 
 def test_a_recording_is_read_entry_by_entry_and_not_at_once(path: Path) -> None:

@@ -16,8 +16,8 @@ from lockstep.core import kv, planner
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
-from lockstep.replay.playback import Playback, Played
-from lockstep.replay.rerun import EngineRerun, Obeyed, decode_record
+from lockstep.replay.playback import Playback
+from lockstep.replay.rerun import AppliedCommand, DecidedStep, EngineRerun, decode_record
 from lockstep.replay.trace import Trace, open_trace
 from lockstep.replay.verify import side_by_side, verify
 from lockstep.worker.flight.entries import Entry, Record, Turn
@@ -46,11 +46,11 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 def test_a_recording_is_identical_whatever_happened_in_it(trace: Trace) -> None:
     found = verify(trace)
-    assert found.is_identical, found.parted
+    assert found.is_identical, found.diverged
     seen = happenings(trace)
-    assert found.num_steps == seen["steps"] > 300
-    assert found.num_engines == 2
-    assert found.num_turns >= found.num_steps
+    assert found.tally.num_steps == seen["steps"] > 300
+    assert found.tally.num_engines == 2
+    assert found.tally.num_turns >= found.tally.num_steps
     for what in ("preemptions", "swaps", "evictions", "hits", "abort", "failures", "resets", "priority -1"):
         assert seen[what] > 0, what
 
@@ -93,11 +93,11 @@ def test_a_flipped_byte_in_a_record_is_found_at_its_step(copy: Path, share: floa
     records = records_of(copy)
     place, engine, step = records[int(share * len(records))]
     flip(copy, place, offset)
-    parted = verify(open_trace(copy)).parted
-    assert parted is not None
-    assert (parted.engine, parted.step) == (engine, step)
-    assert "damaged" in parted.what
-    assert parted.decided is not None, "what is decided here is shown beside it"
+    diverged = verify(open_trace(copy)).diverged
+    assert diverged is not None
+    assert (diverged.engine, diverged.step) == (engine, step)
+    assert "damaged" in diverged.what
+    assert diverged.decided is not None, "what is decided here is shown beside it"
 
 
 def test_the_command_shows_both_plans(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,11 +120,11 @@ def test_turns_are_taken_again(copy: Path) -> None:
         entries[turns[len(turns) // 3]] = replace(entry, duration_us=entry.duration_us + 1_000_000)
 
     rewrite_entries(copy, lengthen)
-    parted = verify(open_trace(copy)).parted
-    assert parted is not None
-    assert parted.engine == -1
-    assert parted.step > len(turns) // 3
-    assert "it is the turn of" in parted.what
+    diverged = verify(open_trace(copy)).diverged
+    assert diverged is not None
+    assert diverged.engine == -1
+    assert diverged.step > len(turns) // 3
+    assert "it is the turn of" in diverged.what
 
 
 MUTATIONS = {
@@ -175,30 +175,29 @@ def first_difference(trace: Trace, scheduler_of: Callable[[SchedulerConfig], Sch
     """By hand: the events of a faithful replay, each given to the other scheduler too."""
     others = {engine.number: EngineRerun(engine.number, engine.config, scheduler_of) for engine in trace.engines}
     for event in Playback(trace.entries()).play():
-        if isinstance(event, Obeyed):
-            others[event.engine]._give(event.command)
-        elif isinstance(event, Played):
-            ran = event.ran
-            scheduler = others[ran.engine].scheduler
+        if isinstance(event, AppliedCommand):
+            others[event.engine].apply(event.command)
+        elif isinstance(event, DecidedStep):
+            scheduler = others[event.engine].scheduler
             try:
                 plan: StepPlan | None = scheduler.schedule()
             except AssertionError:
                 plan = None
-            if plan != ran.plan or plan is None:
-                return ran.engine, ran.plan.step
-            if ran.result is None:
+            if plan != event.plan or plan is None:
+                return event.engine, event.plan.step
+            if event.result is None:
                 scheduler.fail(plan)
             else:
-                scheduler.commit(plan, ran.result)
+                scheduler.commit(plan, event.result)
     raise AssertionError("the mutation changes nothing here")
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_scheduler_with_one_comparison_inverted_is_caught_at_the_right_step(trace: Trace, name: str) -> None:
     scheduler_of = mutated(name)
-    parted = verify(trace, scheduler_of).parted
-    assert parted is not None, "the recording has no step that shows it"
-    assert (parted.engine, parted.step) == first_difference(trace, scheduler_of)
+    diverged = verify(trace, scheduler_of).diverged
+    assert diverged is not None, "the recording has no step that shows it"
+    assert (diverged.engine, diverged.step) == first_difference(trace, scheduler_of)
 
 
 def test_plans_beside_each_other_mark_what_differs() -> None:

@@ -54,7 +54,7 @@ def folder(whole: dict[str, bytes], tmp_path: Path) -> Path:
 
 def kinds(folder: Path) -> list[str]:
     found = verify(open_trace(folder))
-    assert found.is_identical, found.parted
+    assert found.is_identical, found.diverged
     return [each.kind.value for each in found.findings]
 
 
@@ -156,19 +156,19 @@ def test_how_much_is_missing_is_told_to_the_step(folder: Path, gone: list[int], 
     for index in gone:
         paths[index].unlink()
     losses = [each.loss for each in verify(open_trace(folder)).findings]
-    assert sum(loss.steps[0] for loss in losses if loss) == sum(each.num_steps for each in alone.values())
-    assert sum(loss.num_turns for loss in losses if loss) == sum(each.num_turns for each in alone.values())
+    assert sum(loss.steps[0] for loss in losses if loss) == sum(each.tally.num_steps for each in alone.values())
+    assert sum(loss.num_turns for loss in losses if loss) == sum(each.tally.num_turns for each in alone.values())
 
 
 def test_a_cut_is_told_with_its_byte_and_what_is_missing_until_the_next(folder: Path) -> None:
     path = files_of(folder)[2]
-    all_steps = verify(open_trace(folder)).num_steps
+    all_steps = verify(open_trace(folder)).tally.num_steps
     size = cut(path, path.stat().st_size - 100).stat().st_size
     found = verify(open_trace(folder))
     [finding] = found.findings
     assert (finding.kind, finding.file, finding.byte) == (Kind.CUT, path.name, size)
     assert finding.loss is not None
-    assert finding.loss.steps == {0: all_steps - found.num_steps}
+    assert finding.loss.steps == {0: all_steps - found.tally.num_steps}
     assert f"{path.name} breaks off at byte {size}" in str(finding)
     assert f"{finding.loss.steps[0]} steps of engine 0" in str(finding)
 
@@ -216,14 +216,14 @@ def test_two_simulated_runs_in_one_directory_are_no_repetition(tmp_path: Path) -
     for name in ("a", "run-000003"):
         assert invoke(["replay", str(workload), "--trace", str(tmp_path / f"{name}.lstrace")]) == 0
     assert kinds(tmp_path) == []
-    assert verify(open_trace(tmp_path)).num_engines == 2
+    assert verify(open_trace(tmp_path)).tally.num_engines == 2
     cut(tmp_path / "a.lstrace", 300)
     assert kinds(tmp_path) == ["empty"], "all of it is one block, which is read whole or not at all"
 
 
 def test_engines_are_counted_once_whatever_is_missing(folder: Path) -> None:
     files_of(folder)[2].unlink()
-    assert verify(open_trace(folder)).num_engines == 1
+    assert verify(open_trace(folder)).tally.num_engines == 1
 
 
 def test_missing_plans_are_noticed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import httpx2
 import uvicorn
 import uvloop
 
-from lockstep.cluster.base import Cluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext

@@ -9,22 +9,26 @@ from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.stub import END_ID, stub_tokenizer_parts
-from lockstep.server.answer import Answer, Encoder, ResponseMetadata
-from lockstep.server.chat import ChatEncoder
-from lockstep.server.chat_request import ChatBody, Message
+from lockstep.server.answer import ResponseMetadata
+from lockstep.server.answer_response import Answer, Encoder
 from lockstep.server.choices import Choice
+from lockstep.server.chunk_encoder import ChatEncoder
 from lockstep.server.completions import CompletionBody, CompletionEncoder
+from lockstep.server.request_context import RequestContext
 
 TOKENIZER = Tokenizer(stub_tokenizer_parts())
 
 
 def metadata(*, include_usage: bool = False) -> ResponseMetadata:
-    return ResponseMetadata("chatcmpl-1", 7, "m", "fp_1", "r", 0.0, include_usage=include_usage)
+    return ResponseMetadata("chatcmpl-1", 7, "m", "fp_1", include_usage=include_usage)
+
+
+def context() -> RequestContext:
+    return RequestContext("r", "/v1/chat/completions", 0.0)
 
 
 def chat_encoder(*, include_usage: bool = False) -> ChatEncoder:
-    body = ChatBody(messages=[Message(role="user", content="Hi")])
-    return ChatEncoder(metadata(include_usage=include_usage), TOKENIZER, body, 2)
+    return ChatEncoder(metadata(include_usage=include_usage), TOKENIZER, 2)
 
 
 def completion_encoder(*, include_usage: bool = False) -> CompletionEncoder:
@@ -56,4 +60,4 @@ def outputs_of(texts: Sequence[Sequence[str]], thoughts: str = "") -> list[Token
 
 def answer_of(encoder: Encoder, num_choices: int = 2) -> Answer:
     choices = [Choice(index, end_ids=frozenset([END_ID])) for index in range(num_choices)]
-    return Answer([Accepted("m", (1, 2, 3))], choices, encoder)
+    return Answer([Accepted("m", (1, 2, 3))], choices, encoder, context())

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lockstep.cluster.base import ModelCard
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.snapshot import (
     BudgetSnapshot,
@@ -34,7 +34,7 @@ MANIFEST = "cluster: small\nmodels:\n  router:\n    source: stub://router\n"
 FAULTS = (Problem(2, "models.router.tier", "is 'hot'; it must be resident"), Problem(3, "routing.entry", "is missing"))
 
 
-class Managed(ManifestCluster):
+class Managed(Cluster):
     """Serves nothing; remembers what it was told.
 
     Lines of a new manifest decide what becomes of it: ``bad`` has faults, ``big`` does not fit.

@@ -7,19 +7,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 import httpx2
 
+from tests.processes import Program
 from tests.waiting import HANG_S
 
-ROOT = Path(__file__).resolve().parents[2]
 IN_THREAD = ("--worker", "thread")
 """For tests that do not care where the model runs: a second process would only take longer to start."""
 _LISTENING = re.compile(r"listening on (http://\S+), ")
@@ -49,28 +47,21 @@ class ServerProcess:
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         where = () if {"--port", "--addr", "--config"} & set(arguments) else ("--port", "0")
-        command = [sys.executable, "-W", "error", "-m", "lockstep", "serve", *arguments, *where]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-        path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**clean, "PYTHONPATH": path, **(environment or {})},
-            cwd=ROOT,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._stdout = _Lines(self._process.stdout)
-        self._stderr = _Lines(self._process.stderr)
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        with open(os.devnull) as nothing:
+            streams = (nothing.fileno(), out_end, err_end)
+            self._program = Program(["serve", *arguments, *where], streams, {**clean, **(environment or {})})
+        os.close(out_end)
+        os.close(err_end)
+        self._stdout = _Lines(os.fdopen(out))
+        self._stderr = _Lines(os.fdopen(err))
         self.base_url = ""
         """Without ``/v1``; known once it listens."""
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._program.pid
 
     @property
     def stdout(self) -> str:
@@ -90,23 +81,22 @@ class ServerProcess:
         self.base_url = self._wait_for(_READY, timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        self._program.send_signal(number)
 
     def wait(self, timeout_s: float = HANG_S) -> int:
         """The exit code of a process that ends by itself, its output read to the end."""
-        code = self._process.wait(timeout_s)
+        code = self._program.wait(timeout_s)
         self._stdout.join()
         self._stderr.join()
         return code
 
     def stop(self, timeout_s: float = HANG_S) -> int:
         """End it by SIGTERM, by SIGKILL if that does not help; returns the exit code."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        self._program.send_signal(signal.SIGTERM)
         try:
             return self.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._program.send_signal(signal.SIGKILL)
             return self.wait(timeout_s)
 
     def client(self, *, api_key: str | None = None, timeout_s: float = HANG_S) -> httpx2.Client:
@@ -127,7 +117,7 @@ class ServerProcess:
             found = pattern.search(self.stdout)
             if found:
                 return found[1]
-            if self._process.poll() is not None:
+            if self._program.returncode is not None:
                 raise AssertionError(
                     f"the server ended with {self.wait()} before it said {pattern.pattern!r}: {self.stderr}"
                 )

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from lockstep.cluster.base import Accepted, EventStream, Hop
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.server.app import create_app
@@ -28,7 +28,7 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "I was charged t
 CHAT = "/v1/chat/completions"
 
 
-class Routing(ManifestCluster):
+class Routing(Cluster):
     """One model, and a router before it that always says the same."""
 
     hop = ROUTER
@@ -201,4 +201,4 @@ async def test_routing_is_charged_and_recorded() -> None:
     [record] = records
     assert record.hops == [ROUTER]
     assert record.num_tokens == answer["usage"]["total_tokens"] + 21
-    assert record.usage().num_output_tokens == answer["usage"]["completion_tokens"]
+    assert record.totals.num_output_tokens == answer["usage"]["completion_tokens"]

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
 import pytest
 from starlette.types import Message
 
-from lockstep.cluster.base import Accepted, Event
+from lockstep.cluster.base import Accepted, EventStream
+from lockstep.cluster.cluster import Cluster
+from lockstep.cluster.manifest import Manifest
 from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.request import GenerationRequest
 from lockstep.server import answer_response
-from lockstep.server.answer_response import AnswerStream, ClientLeft, OpenCall
+from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
+from lockstep.server.request_context import RequestContext
 from tests.server.frames import events_of, texts_of
 from tests.server.living import Living, living
-from tests.server.making import answer_of, completion_encoder
 from tests.server.process import plain_async_client
 from tests.waiting import HANG_S, until
 
@@ -165,28 +168,48 @@ def test_a_reader_that_is_too_slow_is_told_so_and_its_request_aborted() -> None:
         assert len(texts_of(events)[0]) < 8000
 
 
-async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_response, "MAX_STALL_S", 0.1)
-    is_closed = asyncio.Event()
+class Endless(Cluster):
+    """One model whose answers never end."""
 
-    async def events() -> AsyncGenerator[Sequence[Event], None]:
+    is_closed = False
+
+    async def stream(self, call: GenerationRequest) -> EventStream:
         try:
+            yield [Accepted("alpha", (1,))]
             while True:
                 yield [TokenOutput(1, 0, (1,), "word")]
                 await asyncio.sleep(0.01)
         finally:
-            is_closed.set()
+            self.is_closed = True
+
+
+async def test_a_client_that_takes_nothing_at_all_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_response, "MAX_STALL_S", 0.1)
+    cluster = Endless(Manifest.of_model("stub://alpha", ("alpha",)))
+    records: list[RequestContext] = []
+    app = create_app(cluster, ServerOptions(ping_interval_s=0.05), [lambda record, _: records.append(record)])
+    body = json.dumps({"prompt": "x", "stream": True}).encode()
+    messages = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    accepted = Accepted("m", (1,))
-    answer = answer_of(completion_encoder(), 1)
-    stream = AnswerStream([OpenCall(accepted, events(), {})], answer, ServerOptions(ping_interval_s=0.05))
-    with pytest.raises(ClientLeft):
-        await asyncio.wait_for(stream.run(send), HANG_S)
-    assert is_closed.is_set()
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("localhost", 80)}
+    await cluster.start()
+    try:
+        await asyncio.wait_for(app(scope, receive, send), HANG_S)
+    finally:
+        await cluster.close()
+    assert [record.status for record in records] == [499]
+    assert cluster.is_closed
 
 
 @pytest.fixture

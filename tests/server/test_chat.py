@@ -234,7 +234,7 @@ def test_the_record_has_what_was_asked_and_what_it_cost(pocket: Living) -> None:
     [record] = [record for record in pocket.records if record.request_id == "named-by-us"]
     assert record.model == "pocket"
     assert record.labels == {"run": "9", "user": "u7"}
-    assert record.usage().num_output_tokens == 3
+    assert record.totals.num_output_tokens == 3
     assert record.finish_reasons == ["length"]
 
 

@@ -14,14 +14,15 @@ from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import RequestFailedError
 from lockstep.executors.logits import TokenLogprobs
+from lockstep.executors.sampling_params import SamplingParams
 from lockstep.executors.stub import END_ID
-from lockstep.server.answer import Answer
-from lockstep.server.choices import CallsReader, Choice
+from lockstep.server.answer_response import Answer
+from lockstep.server.choices import Choice, open_choices
 from lockstep.server.errors import HttpError
 from lockstep.server.logprobs import Tracer
 from tests.server.frames import events_of, texts_of
-from tests.server.making import TOKENIZER, answer_of, chat_encoder, completion_encoder, outputs_of
-from tests.server.tools.models import tool_use_of
+from tests.server.making import TOKENIZER, answer_of, chat_encoder, completion_encoder, context, outputs_of
+from tests.server.tools.models import TOOLS, tokenizer_of, tool_use_of
 
 PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), max_size=12)
 
@@ -117,8 +118,8 @@ def test_calls_are_told_from_content_and_change_the_ending() -> None:
     said = 'Well. <tool_call>\n{"name": "f", "arguments": {"x": [1, 2]}}\n</tool_call>'
 
     def fed() -> Answer:
-        choice = Choice(0, reader=CallsReader(tool_use, tool_use.parser(lambda: "call_1")), end_ids=frozenset([END_ID]))
-        return Answer([Accepted("m", (1,))], [choice], chat_encoder())
+        choice = Choice(0, parser=tool_use.parser(lambda: "call_1"), end_ids=frozenset([END_ID]))
+        return Answer([Accepted("m", (1,))], [choice], chat_encoder(), context())
 
     whole, streamed, data = fed(), fed(), b""
     whole.feed(0, outputs_of([list(said)]))
@@ -183,7 +184,7 @@ def test_tokens_behind_a_stop_string_are_not_told() -> None:
 
 
 def test_token_ids_go_with_the_text() -> None:
-    choice = Choice(0, tells_ids=True)
+    choice = Choice(0, returns_ids=True)
     choice.feed(TokenOutput(1, 0, (65, 66), "AB"))
     assert choice.token_ids == [65, 66]
     assert not choice.is_plain
@@ -195,9 +196,25 @@ def test_of_one_call_a_chunk_has_one_piece_however_many_came() -> None:
     calls = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' * 2
     ids = iter(("call_1", "call_2"))
     answer = answer_of(chat_encoder(), num_choices=1)
-    answer.choices = [Choice(0, reader=CallsReader(tool_use, tool_use.parser(lambda: next(ids))))]
+    answer.choices = [Choice(0, parser=tool_use.parser(lambda: next(ids)))]
     answer.feed(0, outputs_of([list(calls)]))
     frames = [json.loads(frame.removeprefix("data: ")) for frame in answer.take().decode().strip().split("\n\n")]
     deltas = [frame["choices"][0]["delta"].get("tool_calls", []) for frame in frames]
     told = [[(call["index"], call["id"], call["function"]["arguments"]) for call in delta] for delta in deltas if delta]
     assert told == [[(0, "call_1", '{"a": 1}')], [(1, "call_2", '{"a": 1}')]]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "ping"}}])
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+@pytest.mark.parametrize("has_call", [True, False])
+def test_the_reason_is_tool_calls_unless_the_function_was_named(
+    choice: Any, reason: FinishReason, has_call: bool
+) -> None:
+    tool_use = tool_use_of(tokenizer_of("qwen3"), TOOLS, choice, True)
+    [made] = open_choices(SamplingParams(), TOKENIZER, Accepted("m", (1,)), tool_use=tool_use)
+    text = '<tool_call>{"name": "ping", "arguments": {}}</tool_call>' if has_call else "Hello"
+    made.feed(TokenOutput(1, 0, (65,), text, reason))
+    is_free = isinstance(choice, str)
+    assert made.finish_reason == (
+        "tool_calls" if has_call and is_free and reason is FinishReason.STOP else reason.value
+    )

@@ -14,7 +14,7 @@ import httpx2
 import openai
 import pytest
 
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.replica_state import MAX_BACKOFF_S
 from lockstep.server.metrics import REMOTE_HELP
@@ -54,7 +54,7 @@ ENDLESS = {"max_tokens": 4000, "ignore_eos": True, "stream": True}
 
 
 def clustered(text: str = MANIFEST) -> contextlib.AbstractContextManager[Living]:
-    return living_cluster(ManifestCluster(parse(text)))
+    return living_cluster(Cluster(parse(text)))
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Manifest
 from lockstep.cluster.manifest_file import parse, plain
 from lockstep.server.app import create_app
 from lockstep.server.body import YAML_TYPES, kind_of
-from lockstep.server.cluster_routes import manifest_text, wanted_type
+from lockstep.server.cluster_routes import accepted_type, manifest_text
 from lockstep.server.options import ServerOptions
 from lockstep.server.serving import Phase
 from tests.cluster.manifests import manifests
@@ -131,7 +131,7 @@ async def test_a_client_that_does_not_say_what_it_wants_gets_json() -> None:
     ],
 )
 def test_a_client_gets_the_form_that_it_likes_best(accept: str, kind: str) -> None:
-    assert wanted_type(accept) == kind
+    assert accepted_type(accept) == kind
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ async def test_a_body_that_is_no_manifest_is_refused(
 )
 async def test_a_fault_has_the_code_of_the_language_that_it_is_in(content: bytes, kind: str, code: str) -> None:
     """Read by a real cluster: only what is no JSON is `invalid_json`."""
-    cluster = ManifestCluster(parse(MANIFEST))
+    cluster = Cluster(parse(MANIFEST))
     app = create_app(cluster)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://test") as client:
         response = await client.put("/v1/manifest", content=content, headers={"Content-Type": kind})

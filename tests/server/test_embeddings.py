@@ -13,6 +13,7 @@ import pytest
 from lockstep import LLM, EngineOptions, LoadOptions
 from lockstep.server import embeddings as embeddings_module
 from lockstep.server.embeddings import EmbeddingBody, calls_of
+from lockstep.server.generation import Caller
 from lockstep.server.options import ServerOptions
 from tests.server.living import Living
 from tests.server.process import ServerProcess
@@ -129,7 +130,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 def test_calls_carry_who_asks_and_the_servers_limits() -> None:
     options = ServerOptions(queue_timeout_s=3.0, request_timeout_s=9.0)
     body = EmbeddingBody.model_validate({"input": ["a", [1, 2]], "user": "u"})
-    first, second = calls_of(body, "", options)
+    first, second = calls_of(body, Caller("", options))
     assert (first.prompt, second.prompt) == ("a", (1, 2))
     assert (first.tenant, first.queue_deadline_s, first.deadline_s, first.pooling) == ("u", 3.0, 9.0, "mean")
-    assert calls_of(body, "key", options)[0].tenant == "key"
+    assert calls_of(body, Caller("key", options))[0].tenant == "key"

@@ -13,7 +13,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from lockstep.engine.tokenizer import Tokenizer
-from lockstep.server.chat_request import ChatBody, chat_call
+from lockstep.server.chat import ChatBody, chat_call
 from lockstep.server.completions import CompletionBody
 from lockstep.server.embeddings import EmbeddingBody
 from lockstep.server.generation import Caller

@@ -56,7 +56,7 @@ async def test_what_is_only_not_now_is_tried_again(tmp_path: Path, caplog: pytes
     path, cluster = tmp_path / "cluster.yaml", Unlucky(MAX_TRIES - 1)
     path.write_text("cluster: other")
     async with reloading(cluster, path) as reload:
-        reload.ask()
+        reload.request()
         await until_logged(caplog, "is brought in: 1 models are new")
     assert cluster.text == "cluster: other"
 
@@ -65,11 +65,11 @@ async def test_trying_again_ends(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     path, cluster = tmp_path / "cluster.yaml", Unlucky(1000)
     path.write_text("cluster: other")
     async with reloading(cluster, path) as reload:
-        reload.ask()
+        reload.request()
         await until_logged(caplog, "is not brought in: the device worker ended")
         assert cluster.num_tries == MAX_TRIES
         cluster.num_failures = 0
-        reload.ask()
+        reload.request()
         async with asyncio.timeout(LIMIT_S):
             while cluster.text == MANIFEST:
                 await asyncio.sleep(0.005)
@@ -81,7 +81,7 @@ async def test_a_file_that_cannot_be_read_is_said_in_the_words_of_the_boot(
     path, cluster = tmp_path / "cluster.yaml", Managed()
     path.write_bytes(b"cluster: \xff")
     async with reloading(cluster, path) as reload:
-        reload.ask()
+        reload.request()
         await until_logged(caplog, "cannot be read ('utf-8' codec can't decode byte 0xff")
     assert cluster.text == MANIFEST
 

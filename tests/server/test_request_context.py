@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
+from lockstep.replay.trace import open_trace
 from lockstep.server.request_context import RequestContext
+from lockstep.worker.flight.entries import RequestDigest
 from tests.server.frames import events_of
 from tests.server.living import Living, living
 from tests.server.process import IN_THREAD, ServerProcess, serve
@@ -160,7 +163,7 @@ def test_a_stream_that_fails_is_remembered_by_its_error_and_what_it_brought(path
     assert record.error is not None
     assert (record.status, record.error.status, record.error.code) == (500, 500, "internal_error")
     assert record.finish_reasons == []
-    assert record.usage().num_output_tokens > 0
+    assert record.totals.num_output_tokens > 0
 
 
 def test_a_stream_whose_time_is_up_is_remembered_as_late() -> None:
@@ -191,3 +194,27 @@ def test_a_client_that_ends_its_sending_has_left(logged: ServerProcess) -> None:
         while client.recv(1 << 16):
             pass
     assert line_of(logged, "half-closed")["status"] == 499
+
+
+def test_a_segment_is_a_short_text_of_ascii_or_none() -> None:
+    given = ("eu west", "x" * 64, "x" * 65, "caf\u00e9", "")
+    with living("stub://alpha") as server, server.client() as client:
+        for segment in given:
+            headers = {b"x-lockstep-segment": segment.encode("latin-1")}
+            assert client.get("/version", headers=headers).status_code == 200
+        assert client.get("/version").status_code == 200
+        until(lambda: len(server.records) == 6, "all have ended")
+        assert [record.segment for record in server.records] == ["eu west", "x" * 64, "", "", "", ""]
+
+
+def test_every_generation_is_recorded_under_the_names_that_its_caller_gave(tmp_path: Path) -> None:
+    """And one that names nothing under the id that we give it."""
+    with serve("stub://alpha", *IN_THREAD, "--trace", str(tmp_path)) as server, server.client() as client:
+        for path, body in ASKED.items():
+            headers = {"x-request-id": f"r{path}", "x-lockstep-segment": "eu"}
+            length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            assert client.post(path, json={**body, length: 16}, headers=headers).status_code == 200
+        ours = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).headers["x-request-id"]
+    found = [entry for entry in open_trace(tmp_path).entries() if isinstance(entry, RequestDigest)]
+    named = [(f"r{path}", "eu") for path in ASKED]
+    assert [(entry.external_id, entry.segment) for entry in found] == [*named, (ours, "")]

@@ -14,9 +14,9 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from lockstep.cluster.base import Hop
-from lockstep.server.chat import ChatEncoder
-from lockstep.server.chat_request import ChatBody, Message, template_messages
-from lockstep.server.choices import CallsReader, Choice
+from lockstep.server.chat import ChatBody, template_messages
+from lockstep.server.choices import Choice
+from lockstep.server.chunk_encoder import ChatEncoder
 from lockstep.server.completions import CompletionBody
 from lockstep.server.embeddings import EmbeddingBody
 from lockstep.server.fields import Body
@@ -24,7 +24,6 @@ from lockstep.server.responses.answer import ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
 from lockstep.server.responses.translation import items_of, messages_of
 from lockstep.server.tokenize import DetokenizeRequest, TokenizeRequest
-from lockstep.server.tools.definitions import Function
 from tests.server.making import TOKENIZER, answer_of, metadata, outputs_of
 from tests.server.tools.models import tool_use_of
 
@@ -40,16 +39,15 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 HOP = Hop("entry", "billing", "billing", "specialists.billing", 0.1, 3, 0, 1)
 
 
-def encoder(functions: list[Function] | None = None, **more: Any) -> ChatEncoder:
-    body = ChatBody(messages=[Message(role="user", content="hello")], functions=functions)
-    return ChatEncoder(metadata(), TOKENIZER, body, 1, **more)
+def encoder(**more: Any) -> ChatEncoder:
+    return ChatEncoder(metadata(), TOKENIZER, 1, **more)
 
 
 def answered(made: ChatEncoder, *pieces: str, thoughts: str = "") -> Any:
     """The official client's message of an answer that said these pieces."""
     tool_use = tool_use_of(TOKENIZER, [TOOL], "auto", True)
     answer = answer_of(made, num_choices=1)
-    answer.choices = [Choice(0, reader=CallsReader(tool_use, tool_use.parser(lambda: "call_1")))]
+    answer.choices = [Choice(0, parser=tool_use.parser(lambda: "call_1"))]
     answer.feed(0, outputs_of([pieces], thoughts))
     return ChatCompletion.model_validate_json(answer.whole()).choices[0].message
 
@@ -61,7 +59,7 @@ ANSWERS: Mapping[str, Callable[[], Any]] = {
     "a call": lambda: answered(encoder(), CALL),
     "thoughts and a call": lambda: answered(encoder(), CALL, thoughts="hm"),
     "a route": lambda: answered(encoder(hops=[HOP]), "Hi"),
-    "a deprecated call": lambda: answered(encoder([Function(name="f")]), CALL),
+    "a deprecated call": lambda: answered(encoder(has_functions=True), CALL),
     "an echo": lambda: answered(encoder(echo="Oh. "), "Hi"),
 }
 

@@ -16,6 +16,7 @@ from lockstep.cluster.base import Hop
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings
 from lockstep.errors import UsageError
+from lockstep.server.answer_response import totals_of
 from lockstep.server.errors import HttpError
 from lockstep.server.request_context import RequestContext
 from lockstep.server.tracing import RequestTracer, span_attributes, span_name
@@ -69,7 +70,7 @@ def record_of_a_chat() -> RequestContext:
         tenant="key-1",
         model="alpha",
         is_stream=True,
-        outputs=[output],
+        totals=totals_of([output]),
         finish_reasons=["stop"],
         status=200,
     )

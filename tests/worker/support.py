@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,29 @@ from lockstep.errors import (
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.device import DeviceWorker
 from lockstep.worker.flight.options import TraceOptions
-from lockstep.worker.messages import Check, Checked, Command, Event, Load, Loaded, Outputs, Refused, Stop, TrialOptions
+from lockstep.worker.messages import (
+    Answer,
+    Answered,
+    Ask,
+    Check,
+    Checked,
+    Command,
+    Event,
+    Load,
+    Loaded,
+    Outputs,
+    Question,
+    Refused,
+    Stop,
+    TrialOptions,
+)
 from tests.waiting import HANG_S
 
 SMALL = LoadOptions(EngineOptions(num_blocks=256))
 SHORT = SamplingParams(max_tokens=40)
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
 Kind = TypeVar("Kind", bound=Event)
+Report = TypeVar("Report", bound=Answer)
 
 
 class Bench:
@@ -31,6 +48,7 @@ class Bench:
 
     def __init__(self, clock: Clock | None = None, trace: TraceOptions | None = None) -> None:
         self.events: list[Event] = []
+        self._ask_ids = itertools.count(1)
         self._said = threading.Condition()
         self.worker = DeviceWorker(self._hear, clock, trace)
         self.steps = threading.Thread(target=self.worker.run)
@@ -67,9 +85,16 @@ class Bench:
     def refusal(self, request_id: int) -> LockstepError:
         return self.heard(Refused, lambda event: event.request_id == request_id).error
 
-    def checked(self, ask_id: int) -> Checked:
-        self.tell(Check(ask_id))
-        return self.heard(Checked, lambda event: event.ask_id == ask_id)
+    def ask(self, question: Question, kind: type[Report]) -> Report:
+        """The answer to a question, of the kind that it has."""
+        ask_id = next(self._ask_ids)
+        self.tell(Ask(ask_id, question))
+        answer = self.heard(Answered, lambda event: event.ask_id == ask_id).answer
+        assert isinstance(answer, kind)
+        return answer
+
+    def checked(self) -> Checked:
+        return self.ask(Check(), Checked)
 
     def answer(self, request_id: int) -> TokenOutput:
         """A request's very last output."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,16 +110,13 @@ def test_metrics_and_health_are_told_while_a_step_runs_that_has_no_end(bench: Be
     held_s = time.monotonic()
     time.sleep(0.1)  # the time itself is what is told
     asked_s = time.monotonic()
-    bench.tell(AskMetrics(5), AskHealth(6))
-    metrics, health = bench.heard(MetricsReport), bench.heard(HealthReport)
-    assert metrics.ask_id == 5
+    metrics, health = bench.ask(AskMetrics(), MetricsReport), bench.ask(AskHealth(), HealthReport)
     assert metrics.replicas["a"].gauges["num_requests_running"] == 1
     assert health.num_running == 1
     assert asked_s - held_s <= health.waiting_s <= time.monotonic() - told_s
     gate.open()
     bench.answer(1)
-    bench.tell(AskHealth(7))
-    assert bench.heard(HealthReport, lambda event: event.ask_id == 7).waiting_s == 0.0
+    assert bench.ask(AskHealth(), HealthReport).waiting_s == 0.0
 
 
 def test_a_replica_serves_while_another_loads(bench: Bench, gate: Gate) -> None:
@@ -202,24 +198,20 @@ def test_the_prefix_cache_forgets(bench: Bench) -> None:
     bench.ready("a", "stub://alpha")
     bench.tell(Submit(1, "a", ask("x" * 64)))
     bench.answer(1)
-    bench.tell(ResetPrefixCache(1))
-    assert bench.heard(PrefixCacheReset).num_blocks > 0
-    bench.tell(ResetPrefixCache(2))
-    assert bench.heard(PrefixCacheReset, lambda event: event.ask_id == 2).num_blocks == 0
+    assert bench.ask(ResetPrefixCache(), PrefixCacheReset).num_blocks > 0
+    assert bench.ask(ResetPrefixCache(), PrefixCacheReset).num_blocks == 0
 
 
 def _settle(bench: Bench) -> MetricsReport:
     """Ask until nothing is open any more, then for the metrics."""
-    ask_ids = itertools.count(1000)
 
     def is_idle() -> bool:
-        checked = bench.checked(next(ask_ids))
+        checked = bench.checked()
         assert checked.fault == ""
         return checked.num_open == 0
 
     until(is_idle, "all requests have ended")
-    bench.tell(AskMetrics(1))
-    return bench.heard(MetricsReport)
+    return bench.ask(AskMetrics(), MetricsReport)
 
 
 def test_a_choice_that_was_compiled_needs_no_preparing_thread_again(bench: Bench) -> None:

@@ -18,9 +18,10 @@ from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker import link as links
 from lockstep.worker.link import Link, ProcessLink, SpawnedWorker, ThreadLink, WorkerOptions, open_link
 from lockstep.worker.messages import (
+    Answered,
+    Ask,
     AskHealth,
     Event,
-    HealthReport,
     Load,
     Loaded,
     Outputs,
@@ -82,9 +83,9 @@ async def test_commands_go_in_and_events_come_out_in_their_order(kind: str) -> N
         assert (link.pid is None) == (kind == "thread")
         for number in range(3):
             link.send(Submit(number, "a", ask("abc", SHORT)))
-        link.send(AskHealth(7))
-        report = await heard.of(HealthReport)
-        assert isinstance(report, HealthReport)
+        link.send(Ask(7, AskHealth()))
+        report = await heard.of(Answered)
+        assert isinstance(report, Answered)
         assert report.ask_id == 7
         await until(lambda: len(texts_of(heard)) == 3)
         assert set(texts_of(heard)) == {"[stub:alpha] ok len=3 max=40"}
@@ -103,7 +104,7 @@ async def test_what_was_closed_takes_commands_and_does_nothing(kind: str) -> Non
     async with linked(kind) as (link, heard):
         pass
     num_events = len(heard.events)
-    link.send(AskHealth(1))
+    link.send(Ask(1, AskHealth()))
     await asyncio.sleep(0.05)
     assert len(heard.events) == num_events
 
@@ -135,11 +136,11 @@ async def test_requests_are_refused_that_a_worker_does_not_read_and_commands_are
         try:
             with pytest.raises(QueueFullError, match="1048576 bytes of requests already wait"):
                 fill(link)
-            link.send(AskHealth(9))
+            link.send(Ask(9, AskHealth()))
         finally:
             os.kill(link.pid, signal.SIGCONT)
-        report = await heard.of(HealthReport)
-        assert isinstance(report, HealthReport)
+        report = await heard.of(Answered)
+        assert isinstance(report, Answered)
         assert report.ask_id == 9
 
 
@@ -150,8 +151,8 @@ async def test_requests_are_refused_that_the_receiving_thread_does_not_take(
         monkeypatch.setattr(links, "MAX_COMMANDS", 0)
         with pytest.raises(QueueFullError, match="0 commands already wait"):
             link.send(Submit(1, "a", ask("abc", SHORT)))
-        link.send(AskHealth(9))
-        await heard.of(HealthReport)
+        link.send(Ask(9, AskHealth()))
+        await heard.of(Answered)
 
 
 @needs_unix
@@ -163,7 +164,7 @@ async def test_a_process_that_dies_is_lost_once_and_by_the_name_of_its_death(num
         assert link.pid is not None
         os.kill(link.pid, number)
         await until(lambda: bool(heard.endings))
-        link.send(AskHealth(1))  # to nobody
+        link.send(Ask(1, AskHealth()))  # to nobody
         await asyncio.sleep(0.05)
         assert heard.endings == [how]
 

@@ -9,7 +9,7 @@ import pytest
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.errors import DeadlineError, QueueFullError, RequestFailedError, WorkerLostError
-from lockstep.worker.messages import Checked, Outputs, Refused
+from lockstep.worker.messages import Answered, Checked, Outputs, Refused
 from lockstep.worker.pending import Mailbox, PendingRequests
 
 FOR_EVER_S = 3600.0
@@ -75,10 +75,10 @@ async def test_a_question_is_answered_once_or_not_at_all() -> None:
     ask_id = pending.next_id()
     answer = asyncio.create_task(pending.answer(ask_id, 10.0))
     await asyncio.sleep(0)
-    pending.answered(Checked(ask_id + 1, "of another", 0))
-    pending.answered(Checked(ask_id, "", 0))
-    pending.answered(Checked(ask_id, "again", 0))
-    assert await answer == Checked(ask_id, "", 0)
+    pending.answered(Answered(ask_id + 1, Checked("of another", 0)))
+    pending.answered(Answered(ask_id, Checked("", 0)))
+    pending.answered(Answered(ask_id, Checked("again", 0)))
+    assert await answer == Checked("", 0)
     assert await pending.answer(pending.next_id(), 0.01) is None
 
 

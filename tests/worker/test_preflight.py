@@ -96,3 +96,12 @@ def test_a_real_trial_says_what_is_wrong_as_loading_would(load: Callable[..., Lo
     options = LoadOptions(openvino=OpenVINOOptions(device="gpu"), cache_dir=tmp_path / "cache")
     with pytest.raises(UsageError, match="device 'gpu'"):
         run_trial(Load("model", load().source, options, TrialOptions()), COMMAND)
+
+
+def test_records_are_bounded_and_start_anew(
+    load: Callable[..., Load], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.worker.preflight.MAX_RECORDS", 3)
+    for threads in range(1, 6):
+        try_unknown(load(threads=threads), lambda stage, fraction: None, python(""))
+        assert 1 <= len(list((tmp_path / "cache" / "trials").iterdir())) <= 3

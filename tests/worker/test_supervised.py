@@ -20,11 +20,13 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import Swept
+from lockstep.errors import ExecutorError, RequestFailedError, WorkerLostError
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.life import Back, Lost
-from lockstep.worker.link import SpawnedWorker, WorkerOptions
+from lockstep.worker.link import Handler, Link, SpawnedWorker, WorkerOptions, open_link
 from lockstep.worker.messages import SessionsChanged, StepReport
+from lockstep.worker.pending import Mailbox
 from lockstep.worker.supervised import Notice, SupervisedWorker
 from tests.waiting import HANG_S
 
@@ -60,6 +62,12 @@ async def answer(worker: SupervisedWorker, replica: str, text: str, session: str
                         return output.request
     finally:
         worker.leave(mailbox)
+
+
+async def read_to_the_end(mailbox: Mailbox) -> None:
+    async with asyncio.timeout(HANG_S):
+        while True:
+            await mailbox.take()
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -184,3 +192,80 @@ def test_a_worker_process_imports_no_event_loop_and_no_readers_before_it_is_told
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not {"asyncio", "psutil", "tempfile", "tokenizers", "openvino", "llguidance", "jinja2"} & set(loaded)
     assert "lockstep.artifacts.source" not in loaded
+
+
+@pytest.mark.parametrize("kind", ["thread", PROCESS])
+async def test_what_is_asked_of_a_worker_is_answered_by_replica(kind: Kind) -> None:
+    async with running(kind, []) as worker:
+        await answer(worker, "a", "x" * 40, "s")
+        metrics = await worker.metrics()
+        assert metrics.keys() == {"a", "b"}
+        assert metrics["a"].counters["generation_tokens"] == 20
+        assert metrics["b"].counters["generation_tokens"] == 0
+        assert await worker.reset_prefix_cache() > 0
+        assert await worker.reset_prefix_cache() == 0
+        assert worker.recording_fault == ""
+
+
+async def test_nobody_answers_for_a_worker_that_is_not_there() -> None:
+    """Whoever asks gets what an empty device would say, and not an error."""
+    worker = SupervisedWorker(WorkerOptions())
+    assert not worker.is_up
+    assert await worker.metrics() == {}
+    assert await worker.check() is None
+    assert await worker.reset_prefix_cache() == 0
+    assert await worker.sessions() == {}
+    assert await worker.end_session("a", "s") == Swept(0, 0)
+    assert worker.pid is None
+    assert worker.loaded("a") is None
+    assert worker.trouble == "the device worker is being restarted"
+    await worker.close()
+    await worker.close()  # again: it is closed
+    assert worker.trouble == "the server is closing"
+
+
+async def test_requests_of_one_replica_are_ended_and_those_of_others_go_on() -> None:
+    async with running("thread", []) as worker:
+        params = SamplingParams(max_tokens=4000, ignore_eos=True)
+        mine, other = (worker.submit(key, GenerationRequest((1, 2, 3), params)) for key in "ab")
+        worker.abort_all(RequestFailedError("the manifest changed"), "a")
+        with pytest.raises(RequestFailedError, match="the manifest changed"):
+            await read_to_the_end(mine)
+        assert not other.is_ended
+        assert worker.num_open == 2
+        for mailbox in (mine, other):
+            worker.leave(mailbox)
+        assert worker.num_open == 0
+
+
+async def test_a_request_to_a_replica_that_is_not_loaded_is_lost_before_it_is_sent() -> None:
+    async with running("thread", []) as worker:
+        with pytest.raises(WorkerLostError, match="send the request again"):
+            worker.submit("nobody", GenerationRequest((1,)))
+        assert worker.num_open == 0
+
+
+@pytest.mark.parametrize("kind", [PROCESS])
+async def test_a_worker_that_cannot_be_started_is_tried_again(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever hinders it: nobody else would ever start one."""
+    notices: list[Notice] = []
+    hindrances: list[Exception] = [RuntimeError("a defect"), ExecutorError("no process can be started")]
+
+    async def hindered(options: WorkerOptions, handler: Handler) -> Link:
+        if hindrances:
+            raise hindrances.pop()
+        return await open_link(options, handler)
+
+    async with running(kind, notices) as worker:
+        monkeypatch.setattr("lockstep.worker.life.open_link", hindered)
+        monkeypatch.setattr("lockstep.worker.health.FIRST_DELAY_S", 0.01)
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        await until(lambda: any(isinstance(notice, Back) for notice in notices))
+        assert worker.is_up
+        assert worker.loaded("a") is None, "the next worker begins with nothing"
+    assert not hindrances
+    assert "the device worker did not come back: no process can be started" in caplog.text
+    assert "the device worker did not come back: a defect" in caplog.text

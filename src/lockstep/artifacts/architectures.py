@@ -21,13 +21,13 @@ class Architecture:
     model_type: str = ""
     """In config.json; empty: as the name."""
     in_gguf: bool = True
-    """Whether GGUF files bear the name; models of the others are written under another one's."""
+    """True if GGUF files bear the name; models of the others are written under another one's."""
     interleaved: bool = False
     """GGUF stores the rows of q and k for a rope on neighbouring pairs; otherwise for one on halves."""
     traits: Mapping[str, object] = field(default_factory=dict)
     """Fields of `ModelConfig` that all its models have."""
     norm_offset: float = 0.0
-    """What Hugging Face files leave out of each norm weight. Converters to GGUF add it."""
+    """Offset that Hugging Face files leave out of each norm weight. Converters to GGUF add it."""
     hidden_act: str = "silu"
     """The one activation of config.json that is computed."""
     fused: bool = False
@@ -35,7 +35,7 @@ class Architecture:
     partial_rope: bool = False
     """Rope may cover the leading part of each head only."""
     windows: str = "none"
-    """Which layers have a sliding window: ``none``, ``all`` (when its size is set), ``optional`` (those that the file
+    """Layers with a sliding window: ``none``, ``all`` (when its size is set), ``optional`` (those that the file
     names, when it switches them on) or ``periodic`` (all but every ``period``-th)."""
     period: int = 0
     rms_norm_eps: float = 1e-6

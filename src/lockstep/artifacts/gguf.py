@@ -57,7 +57,7 @@ _POST_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Where the outputs of attention and feed-forward are normalised, Hugging Face's names shift."""
+"""Names in models that normalise the outputs of attention and feed-forward: Hugging Face's shift there."""
 _FUSED_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)", re.ASCII)
 ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -180,26 +180,22 @@ def _architecture(metadata: Metadata) -> Architecture:
     name = metadata.text("general.architecture")
     known = {row.name: row for row in ARCHITECTURES.values() if row.in_gguf}
     if name not in known:
-        raise UnsupportedArtifactError(
-            f"architecture {name!r}; the known ones are {', '.join(known)}", path=metadata.path
-        )
+        raise metadata.unsupported(f"architecture {name!r}; the known ones are {', '.join(known)}")
     return known[name]
 
 
 def _refuse_variants(metadata: Metadata, prefix: str) -> None:
     if metadata.integer("split.count", 1) > 1:
-        raise UnsupportedArtifactError(
-            "one part of a split GGUF; merge the parts into one file (llama-gguf-split --merge)", path=metadata.path
-        )
+        raise metadata.unsupported("one part of a split GGUF; merge the parts into one file (llama-gguf-split --merge)")
     if metadata.integer(f"{prefix}.expert_count", 0) > 0:
-        raise UnsupportedArtifactError("a mixture of experts; dense models are supported", path=metadata.path)
+        raise metadata.unsupported("a mixture of experts; dense models are supported")
     if isinstance(metadata.values.get(f"{prefix}.attention.head_count_kv"), np.ndarray):
-        raise UnsupportedArtifactError("head counts that differ by layer; equal ones are supported", path=metadata.path)
+        raise metadata.unsupported("head counts that differ by layer; equal ones are supported")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if metadata.real(f"{prefix}.{key}", 0.0) != 0.0:
-            raise UnsupportedArtifactError(f"{key}; scores and logits without a cap are supported", path=metadata.path)
+            raise metadata.unsupported(f"{key}; scores and logits without a cap are supported")
     if prefix == "granite" and not metadata.flag(f"{prefix}.rope.scaling.finetuned", True):
-        raise UnsupportedArtifactError("attention without rope in every layer", path=metadata.path)
+        raise metadata.unsupported("attention without rope in every layer")
 
 
 def _rotary_dim(metadata: Metadata, architecture: Architecture, head_dim: int) -> int | None:
@@ -210,9 +206,7 @@ def _rotary_dim(metadata: Metadata, architecture: Architecture, head_dim: int) -
         ("rope.dimension_count", head_dim if architecture.partial_rope else rotary_dim),
     ):
         if other != head_dim:
-            raise UnsupportedArtifactError(
-                f"{key} is {other} and the head size {head_dim}; equal ones are supported", path=metadata.path
-            )
+            raise metadata.unsupported(f"{key} is {other} and the head size {head_dim}; equal ones are supported")
     return None if rotary_dim == head_dim else rotary_dim
 
 

@@ -14,7 +14,6 @@ import mmap
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,8 +22,8 @@ import numpy.typing as npt
 
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import Encoding, Tensor
-from lockstep.artifacts.quantisation import BLOCKS
-from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
+from lockstep.artifacts.tensors import BLOCKS, MappedTensors
+from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
 Value = bool | int | float | str | Callable[[], list[str]] | npt.NDArray[np.generic]
 
@@ -63,11 +62,6 @@ _ENCODINGS: Mapping[int, Encoding] = {
     13: Encoding.Q5_K,
     14: Encoding.Q6_K,
 }
-_ARRAY_TYPES: Mapping[Encoding, np.dtype[np.generic]] = {
-    Encoding.F32: np.dtype("<f4"),
-    Encoding.F16: np.dtype("<f2"),
-    Encoding.BF16: np.dtype("<u2"),
-}
 
 # What else ggml writes, so that a refusal can name it.
 _OTHER_TYPES: Mapping[int, str] = {
@@ -95,24 +89,17 @@ def read_gguf(path: Path) -> GgufFile:
         CorruptArtifactError: it is truncated or contradicts itself.
         UnsupportedArtifactError: a version, byte order or tensor type that we do not know.
     """
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < 24:
-                raise CorruptArtifactError(f"{size} bytes are too few for a GGUF header (24)", path=path)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
-    return _Reader(path, mapped).read()
+    return _Reader(MappedTensors(path, 24, "a GGUF header (24)")).read()
 
 
 class _Reader:
     """A position in the mapped file that never passes its end."""
 
-    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
-        self._path = path
-        self._buffer = mapped
-        self._end = len(mapped)
+    def __init__(self, file: MappedTensors) -> None:
+        self._file = file
+        self._path = file.path
+        self._buffer = file.buffer
+        self._end = len(file.buffer)
         self._position = 0
 
     def read(self) -> GgufFile:
@@ -203,35 +190,13 @@ class _Reader:
     def _tensors(
         self, infos: list[tuple[str, int, tuple[int, ...], int]], data_start: int, alignment: int
     ) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        extents: list[tuple[int, int, str]] = []
         for name, kind, shape, offset in infos:
-            if name in tensors:
-                self._corrupt(f"tensor {name!r} appears twice")
             encoding = self._encoding(name, kind)
-            dtype = _ARRAY_TYPES.get(encoding, np.dtype(np.uint8))
-            block_values, block_bytes = BLOCKS.get(encoding, (1, dtype.itemsize))
+            block_values, _ = BLOCKS.get(encoding, (1, 0))
             if 0 in shape or shape[-1] % block_values:
                 self._corrupt(f"tensor {name!r} has shape {list(shape)}; rows of {block_values}n values are expected")
-            row_bytes = shape[-1] // block_values * block_bytes
-            num_bytes = row_bytes
-            for length in shape[:-1]:
-                num_bytes *= length
-            start = data_start + offset
-            if offset % alignment or start + num_bytes > self._end:
-                self._corrupt(
-                    f"tensor {name!r} lies at bytes {start}..{start + num_bytes} of a file of {self._end}; "
-                    f"is the download complete?"
-                )
-            extents.append((start, start + num_bytes, name))
-            raw = np.frombuffer(self._buffer, np.uint8, num_bytes, start)
-            data = raw.view(dtype).reshape(*shape[:-1], row_bytes // dtype.itemsize)
-            tensors[name] = Tensor(name, encoding, shape, data)
-        extents.sort()
-        for (_, stop, first), (start, _, second) in pairwise(extents):
-            if start < stop:
-                self._corrupt(f"tensors {first!r} and {second!r} overlap")
-        return tensors
+            self._file.add(name, encoding, shape, data_start + offset, alignment)
+        return self._file.tensors()
 
     def _encoding(self, name: str, kind: int) -> Encoding:
         known = _ENCODINGS.get(kind)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lockstep.artifacts.generation_config import END_TEXTS, MARKER_TEXTS, end_token_ids
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import TokenizerParts
-from lockstep.errors import CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
+from lockstep.errors import MissingTokenizerError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,7 +51,7 @@ class Splitter:
     ignore_merges: bool = False
     """A piece that is a token as a whole is that token, whatever the merges say."""
     add_bos: bool = False
-    """What the family does when the file does not say."""
+    """Default of the family, where the file does not say."""
 
 
 _DEFAULT = Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
@@ -118,8 +118,8 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> TokenizerParts:
     elif model == "llama":
         tokenizer, adds_bos = _sentencepiece(metadata, vocabulary)
     else:
-        raise UnsupportedArtifactError(
-            f"tokenizer model {model!r}; gpt2 (byte-level BPE) and llama (SentencePiece) are known", path=metadata.path
+        raise metadata.unsupported(
+            f"tokenizer model {model!r}; gpt2 (byte-level BPE) and llama (SentencePiece) are known"
         )
     _add_tokens(tokenizer, vocabulary)
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
@@ -150,25 +150,22 @@ class _Vocabulary:
     def read(cls, metadata: Metadata, vocab_size: int) -> _Vocabulary:
         tokens = metadata.strings("tokenizer.ggml.tokens")
         if not 1 <= len(tokens) <= vocab_size:
-            raise CorruptArtifactError(
-                f"{len(tokens)} tokens and an embedding of {vocab_size} rows; 1 to {vocab_size} are expected",
-                path=metadata.path,
+            raise metadata.corrupt(
+                f"{len(tokens)} tokens and an embedding of {vocab_size} rows; 1 to {vocab_size} are expected"
             )
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
         ids = {token: index for index, token in enumerate(tokens)}
         if len(ids) != len(tokens):
             twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
-            raise CorruptArtifactError(f"token {twice!r} appears twice in the vocabulary", path=metadata.path)
+            raise metadata.corrupt(f"token {twice!r} appears twice in the vocabulary")
         longest = max(tokens, key=len)
         if len(longest) > _MAX_TOKEN_CHARS:
-            raise CorruptArtifactError(
-                f"a token of {len(longest)} characters; at most {_MAX_TOKEN_CHARS} are expected", path=metadata.path
-            )
+            raise metadata.corrupt(f"a token of {len(longest)} characters; at most {_MAX_TOKEN_CHARS} are expected")
         types = [int(_Type.NORMAL)] * len(tokens)
         if "tokenizer.ggml.token_type" in metadata.values:
             types = metadata.numbers("tokenizer.ggml.token_type").tolist()
         if len(types) != len(tokens):
-            raise CorruptArtifactError(f"{len(types)} token types for {len(tokens)} tokens", path=metadata.path)
+            raise metadata.corrupt(f"{len(types)} token types for {len(tokens)} tokens")
         for text in (*END_TEXTS, *MARKER_TEXTS):
             if text in ids:  # converters often leave these ordinary, or user-defined
                 types[ids[text]] = _Type.CONTROL
@@ -184,9 +181,7 @@ class _Vocabulary:
             return None
         index = self.metadata.integer(key)
         if not 0 <= index < len(self.tokens):
-            raise CorruptArtifactError(
-                f"{key!r} is {index}; the vocabulary has {len(self.tokens)} tokens", path=self.metadata.path
-            )
+            raise self.metadata.corrupt(f"{key!r} is {index}; the vocabulary has {len(self.tokens)} tokens")
         return index
 
     def added(self, name: str, index: int | None, by_default: bool) -> int | None:
@@ -195,7 +190,7 @@ class _Vocabulary:
         if not self.metadata.flag(key, by_default):
             return None
         if index is None and key in self.metadata.values:
-            raise CorruptArtifactError(f"{key!r} is set and no {name} token is named", path=self.metadata.path)
+            raise self.metadata.corrupt(f"{key!r} is set and no {name} token is named")
         return index
 
 
@@ -208,12 +203,12 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokenizer,
     splitter = SPLITTERS.get(name)
     if splitter is None:
         known = ", ".join(SPLITTERS)
-        raise UnsupportedArtifactError(f"pre-tokenizer {name!r}; the known ones are {known}", path=metadata.path)
+        raise metadata.unsupported(f"pre-tokenizer {name!r}; the known ones are {known}")
     merges = []
     for merge in metadata.strings("tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
         if any(part not in vocabulary.ids for part in (left, right, left + right)):
-            raise CorruptArtifactError(f"merge {merge!r} is not of two tokens that make a third", path=metadata.path)
+            raise metadata.corrupt(f"merge {merge!r} is not of two tokens that make a third")
         merges.append((left, right))
     tokenizer = Tokenizer(BPE(dict(vocabulary.ids), merges, ignore_merges=splitter.ignore_merges))
     tokenizer.pre_tokenizer = _pre_tokenizer(splitter)
@@ -237,9 +232,9 @@ def _sentencepiece(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[Tokeniz
 
     scores = metadata.numbers("tokenizer.ggml.scores").tolist()
     if len(scores) != len(vocabulary.tokens):
-        raise CorruptArtifactError(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens", path=metadata.path)
+        raise metadata.corrupt(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens")
     if not all(math.isfinite(score) for score in scores):
-        raise CorruptArtifactError("'tokenizer.ggml.scores' holds scores that are not finite", path=metadata.path)
+        raise metadata.corrupt("'tokenizer.ggml.scores' holds scores that are not finite")
     unknown = vocabulary.special("unknown") or 0
     tokenizer = Tokenizer(
         BPE(

@@ -8,13 +8,9 @@ JSON header and the data, which are memory-mapped; the tests compare with the pa
 from __future__ import annotations
 
 import functools
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from lockstep.artifacts.fingerprint import files_fingerprint
 from lockstep.artifacts.generation_config import end_token_ids, from_generation_config
@@ -22,6 +18,7 @@ from lockstep.artifacts.huggingface_config import read_config
 from lockstep.artifacts.layout import MappedWeights, check_config, check_tensors, split_fused
 from lockstep.artifacts.metadata import Metadata, parse_object, read_bytes, read_json, read_optional_json
 from lockstep.artifacts.model import Artifact, Encoding, Tensor, TokenizerParts
+from lockstep.artifacts.tensors import FLOAT_TYPES, MappedTensors, num_stored_bytes
 from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, MissingTokenizerError, UnsupportedArtifactError
 
 if TYPE_CHECKING:
@@ -35,15 +32,11 @@ SMALL_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""What changes a model's behaviour beside its weights, as far as it is read here."""
+"""Files that change a model's behaviour beside its weights, as far as they are read here."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _MAX_DIMENSIONS = 4
-_DTYPES: Mapping[str, tuple[Encoding, np.dtype[np.generic]]] = {
-    "F32": (Encoding.F32, np.dtype("<f4")),
-    "F16": (Encoding.F16, np.dtype("<f2")),
-    "BF16": (Encoding.BF16, np.dtype("<u2")),
-}
+_ENCODINGS: Mapping[str, Encoding] = {encoding.value: encoding for encoding in FLOAT_TYPES}
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
 
 
@@ -111,40 +104,19 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         CorruptArtifactError: it is truncated or contradicts itself.
         UnsupportedArtifactError: a dtype that we do not know.
     """
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < 8:
-                raise CorruptArtifactError(f"{size} bytes are too few for a safetensors header", path=path)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
-    header_bytes = int.from_bytes(mapped[:8], "little")
-    if header_bytes > min(_MAX_HEADER_BYTES, len(mapped) - 8):
+    file = MappedTensors(path, 8, "a safetensors header")
+    header_bytes = int.from_bytes(file.buffer[:8], "little")
+    if header_bytes > min(_MAX_HEADER_BYTES, len(file.buffer) - 8):
         raise CorruptArtifactError(
-            f"declares a header of {header_bytes} bytes in a file of {len(mapped)}; is the download complete?",
+            f"declares a header of {header_bytes} bytes in a file of {len(file.buffer)}; is the download complete?",
             path=path,
         )
-    header = parse_object(mapped[8 : 8 + header_bytes], path)
+    header = parse_object(file.buffer[8 : 8 + header_bytes], path)
     header.pop("__metadata__", None)
-    tensors: dict[str, Tensor] = {}
-    extents: list[tuple[int, int, str]] = []
     for name, entry in header.items():
-        encoding, dtype, shape, begin, end = _entry(name, entry, path)
-        start, stop = 8 + header_bytes + begin, 8 + header_bytes + end
-        if stop > len(mapped):
-            raise CorruptArtifactError(
-                f"tensor {name!r} lies at bytes {start}..{stop} of a file of {len(mapped)}; is the download complete?",
-                path=path,
-            )
-        extents.append((start, stop, name))
-        data = np.frombuffer(mapped, np.uint8, stop - start, start).view(dtype).reshape(shape)
-        tensors[name] = Tensor(name, encoding, shape, data)
-    extents.sort()
-    for (_, stop, first), (start, _, second) in pairwise(extents):
-        if start < stop:
-            raise CorruptArtifactError(f"tensors {first!r} and {second!r} overlap", path=path)
-    return tensors
+        encoding, shape, begin = _entry(name, entry, path)
+        file.add(name, encoding, shape, 8 + header_bytes + begin)
+    return file.tensors()
 
 
 def read_tokenizer(directory: Path, vocab_size: int, declared: Sequence[Metadata]) -> TokenizerParts:
@@ -186,8 +158,8 @@ def _read_all(path: Path, files: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _entry(name: str, entry: object, path: Path) -> tuple[Encoding, np.dtype[np.generic], tuple[int, ...], int, int]:
-    """Encoding, dtype, shape and extent in the data part; the extent is what the shape needs."""
+def _entry(name: str, entry: object, path: Path) -> tuple[Encoding, tuple[int, ...], int]:
+    """Encoding, shape and beginning in the data part; the extent is what the shape needs."""
     match entry:
         case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
             pass
@@ -195,19 +167,17 @@ def _entry(name: str, entry: object, path: Path) -> tuple[Encoding, np.dtype[np.
             raise CorruptArtifactError(f"the header entry of tensor {name!r} is malformed", path=path)
     if len(shape) > _MAX_DIMENSIONS or not all(type(length) is int and length > 0 for length in shape):
         raise CorruptArtifactError(f"tensor {name!r} has shape {shape}", path=path)
-    if dtype_name not in _DTYPES:
+    if dtype_name not in _ENCODINGS:
         raise UnsupportedArtifactError(
-            f"tensor {name!r} is {dtype_name}; the types that are read are {', '.join(_DTYPES)}", path=path
+            f"tensor {name!r} is {dtype_name}; the types that are read are {', '.join(_ENCODINGS)}", path=path
         )
-    encoding, dtype = _DTYPES[dtype_name]
-    num_bytes = dtype.itemsize
-    for length in shape:
-        num_bytes *= length
+    encoding = _ENCODINGS[dtype_name]
+    num_bytes = num_stored_bytes(encoding, tuple(shape))
     if begin < 0 or end - begin != num_bytes:
         raise CorruptArtifactError(
             f"tensor {name!r} of shape {shape} lies at {begin}..{end}; {num_bytes} bytes are expected", path=path
         )
-    return encoding, dtype, tuple(shape), begin, end
+    return encoding, tuple(shape), begin
 
 
 def _load(directory: Path, vocab_size: int) -> Tokenizer:
@@ -243,7 +213,7 @@ def _end_ids(source: Metadata) -> Iterator[int]:
     value = source.values.get("eos_token_id", [])
     for index in value if isinstance(value, list) else [value]:
         if type(index) is not int:
-            raise CorruptArtifactError(f"'eos_token_id' holds {index!r}; token ids are expected", path=source.path)
+            raise source.corrupt(f"'eos_token_id' holds {index!r}; token ids are expected")
         yield index
 
 

@@ -16,7 +16,6 @@ from lockstep.artifacts.architectures import ARCHITECTURES, Architecture
 from lockstep.artifacts.layout import check_num_layers
 from lockstep.artifacts.metadata import Metadata
 from lockstep.artifacts.model import ModelConfig, RopeScaling
-from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 
 _LAYER_KINDS = {"full_attention": False, "sliding_attention": True}
 KNOWN_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -111,18 +110,16 @@ def _architecture(declared: Metadata) -> Architecture:
         for name in names:
             if name in by_class:
                 return by_class[name]
-        raise UnsupportedArtifactError(
-            f"architecture {' or '.join(names) or 'of no name'}; the known ones are {known}", path=declared.path
-        )
+        raise declared.unsupported(f"architecture {' or '.join(names) or 'of no name'}; the known ones are {known}")
     model_type = declared.text("model_type")
     for row in ARCHITECTURES.values():
         if model_type == (row.model_type or row.name):
             return row
-    raise UnsupportedArtifactError(f"model type {model_type!r}; the known ones are {known}", path=declared.path)
+    raise declared.unsupported(f"model type {model_type!r}; the known ones are {known}")
 
 
 def _refuse_variants(declared: Metadata, architecture: Architecture) -> None:
-    """What would change the forward pass and is not computed."""
+    """Refuse what would change the forward pass and is not computed."""
     problem = None
     expected = architecture.hidden_act
     activation = declared.text("hidden_activation", declared.text("hidden_act", expected))
@@ -139,7 +136,7 @@ def _refuse_variants(declared: Metadata, architecture: Architecture) -> None:
         if key in declared.values:
             problem = f"{key}; scores and logits without a cap are supported"
     if problem is not None:
-        raise UnsupportedArtifactError(problem, path=declared.path)
+        raise declared.unsupported(problem)
 
 
 def _scales(declared: Metadata, architecture: Architecture, hidden_size: int) -> dict[str, float]:
@@ -147,9 +144,7 @@ def _scales(declared: Metadata, architecture: Architecture, hidden_size: int) ->
     if architecture.name == "gemma3":
         scalar = declared.real("query_pre_attn_scalar", 256)
         if scalar <= 0:
-            raise CorruptArtifactError(
-                f"query_pre_attn_scalar is {scalar}; a positive number is expected", path=declared.path
-            )
+            raise declared.corrupt(f"query_pre_attn_scalar is {scalar}; a positive number is expected")
         return {"embedding_scale": max(hidden_size, 0) ** 0.5, "attention_scale": scalar**-0.5}
     if architecture.name == "granite":
         return {
@@ -170,9 +165,7 @@ def _unrotated_layers(declared: Metadata, architecture: Architecture, num_layers
         return tuple(range(interval - 1, num_layers, interval)) if interval > 0 else ()
     rotated = declared.reals("no_rope_layers")
     if len(rotated) != num_layers:
-        raise CorruptArtifactError(
-            f"no_rope_layers has {len(rotated)} entries; {num_layers} are expected", path=declared.path
-        )
+        raise declared.corrupt(f"no_rope_layers has {len(rotated)} entries; {num_layers} are expected")
     return tuple(layer for layer, flag in enumerate(rotated) if not flag)
 
 
@@ -185,23 +178,20 @@ def _windows(
         return ()
     size = declared.integer("sliding_window", architecture.sliding_window)
     if size < 1:
-        raise CorruptArtifactError(
-            f"sliding_window is {size} in a model with sliding attention; at least 1 is expected", path=declared.path
-        )
+        raise declared.corrupt(f"sliding_window is {size} in a model with sliding attention; at least 1 is expected")
     return tuple(size if flag else 0 for flag in local)
 
 
 def _local_layers(
     declared: Metadata, architecture: Architecture, num_layers: int, unrotated: tuple[int, ...]
 ) -> list[bool]:
-    """Which layers have a window: as config.json lists them, else by the rule of the architecture."""
+    """Layers with a sliding window, as flags: as config.json lists them, else by the rule of the architecture."""
     layers = range(num_layers)
     listed = _listed_layers(declared, num_layers)
     if architecture.windows in ("none", "all"):
         if listed is not None and any(listed):
-            raise UnsupportedArtifactError(
-                f"sliding attention in some layers; that is not part of a plain {architecture.name} model",
-                path=declared.path,
+            raise declared.unsupported(
+                f"sliding attention in some layers; that is not part of a plain {architecture.name} model"
             )
         everywhere = architecture.windows == "all" and "sliding_window" in declared.values
         return [everywhere for _ in layers]
@@ -210,8 +200,8 @@ def _local_layers(
         return listed if listed is not None else [period > 0 and (layer + 1) % period != 0 for layer in layers]
     if not declared.flag("use_sliding_window", False):
         if listed is not None and any(listed):
-            raise UnsupportedArtifactError(
-                "layers with sliding window attention, which use_sliding_window does not switch on", path=declared.path
+            raise declared.unsupported(
+                "layers with sliding window attention, which use_sliding_window does not switch on"
             )
         return [False for _ in layers]
     if listed is not None or "sliding_window" not in declared.values:
@@ -229,11 +219,9 @@ def _listed_layers(declared: Metadata, num_layers: int) -> list[bool] | None:
     for kind in kinds:
         if kind not in _LAYER_KINDS:
             known = ", ".join(_LAYER_KINDS)
-            raise UnsupportedArtifactError(f"a layer of type {kind!r}; the known ones are {known}", path=declared.path)
+            raise declared.unsupported(f"a layer of type {kind!r}; the known ones are {known}")
     if len(kinds) != num_layers:
-        raise CorruptArtifactError(
-            f"layer_types has {len(kinds)} entries; {num_layers} are expected", path=declared.path
-        )
+        raise declared.corrupt(f"layer_types has {len(kinds)} entries; {num_layers} are expected")
     return [_LAYER_KINDS[kind] for kind in kinds]
 
 
@@ -245,16 +233,14 @@ def _sections(declared: Metadata, architecture: Architecture) -> tuple[Metadata,
     rope = declared.section("rope_parameters")
     if not any(isinstance(value, dict) for value in rope.values.values()):
         if architecture.windows == "periodic" and rope.values:
-            raise UnsupportedArtifactError(f"rope_parameters without {_FULL!r}", path=declared.path)
+            raise declared.unsupported(f"rope_parameters without {_FULL!r}")
         return rope, none
     if architecture.windows != "periodic":
-        raise UnsupportedArtifactError("rope parameters that differ by layer; equal ones are supported", path=rope.path)
+        raise rope.unsupported("rope parameters that differ by layer; equal ones are supported")
     full, local = rope.section(_FULL), rope.section(_SLIDING)
     kind = local.text("rope_type", "default")
     if kind != "default":
-        raise UnsupportedArtifactError(
-            f"rope type {kind!r} in layers with a sliding window; default is known", path=rope.path
-        )
+        raise rope.unsupported(f"rope type {kind!r} in layers with a sliding window; default is known")
     return full, local
 
 
@@ -263,7 +249,7 @@ def _rotary_dim(rope: Metadata, declared: Metadata, architecture: Architecture, 
     if share == 1.0:
         return None
     if not architecture.partial_rope:
-        raise UnsupportedArtifactError("rope on a part of each head; on the whole is supported", path=rope.path)
+        raise rope.unsupported("rope on a part of each head; on the whole is supported")
     return _whole(head_dim * share)
 
 
@@ -285,11 +271,9 @@ def _scaling(
         return RopeScaling(kind, rope.real("factor")), context
     if kind not in KNOWN_TYPES:
         known = ", ".join(KNOWN_TYPES)
-        raise UnsupportedArtifactError(f"rope type {kind!r}; the known ones are {known}", path=rope.path)
+        raise rope.unsupported(f"rope type {kind!r}; the known ones are {known}")
     if trained <= 0:
-        raise CorruptArtifactError(
-            f"original_max_position_embeddings is {trained}; a positive number is expected", path=rope.path
-        )
+        raise rope.corrupt(f"original_max_position_embeddings is {trained}; a positive number is expected")
     if kind == "llama3":
         return _llama3(rope, trained), context
     if kind == "yarn":
@@ -303,7 +287,7 @@ def _scaling(
 def _llama3(rope: Metadata, trained: float) -> RopeScaling:
     parameters = {name: rope.real(name) for name in ("low_freq_factor", "high_freq_factor")}
     if parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
-        raise CorruptArtifactError("low_freq_factor is not below high_freq_factor", path=rope.path)
+        raise rope.corrupt("low_freq_factor is not below high_freq_factor")
     return RopeScaling("llama3", rope.real("factor"), parameters | {"original_max_position_embeddings": trained})
 
 
@@ -330,7 +314,7 @@ def _longrope(rope: Metadata, trained: float, context: int, rotary_dim: int) -> 
     """
     factors = rope.reals("short_factor")
     if len(factors) != rotary_dim // 2:
-        raise CorruptArtifactError(f"{len(factors)} short rope factors; {rotary_dim // 2} are expected", path=rope.path)
+        raise rope.corrupt(f"{len(factors)} short rope factors; {rotary_dim // 2} are expected")
     stretch = rope.real("factor", context / trained)
     attention = longrope_attention(stretch, trained) if trained > 1 else 1.0
     return (
@@ -347,5 +331,5 @@ def _whole(value: float) -> int:
 def _positive(rope: Metadata, key: str) -> float:
     value = rope.real(key)
     if value <= 0:
-        raise CorruptArtifactError(f"rope {key} is {value}; a positive number is expected", path=rope.path)
+        raise rope.corrupt(f"rope {key} is {value}; a positive number is expected")
     return value

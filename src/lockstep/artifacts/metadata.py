@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError
+from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError, UnsupportedArtifactError
 
 _MAX_BYTES = 64 << 20
 """The largest tokenizer files are some 35 MB."""
@@ -29,14 +29,20 @@ class Metadata:
     values: Mapping[str, object] = field(repr=False)
     """A function in the place of a value reads it when it is asked for: vocabularies are long."""
 
+    def corrupt(self, problem: str) -> CorruptArtifactError:
+        """Error for a file that contradicts itself."""
+        return CorruptArtifactError(problem, path=self.path)
+
+    def unsupported(self, problem: str) -> UnsupportedArtifactError:
+        """Error for a file of a kind that is not known."""
+        return UnsupportedArtifactError(problem, path=self.path)
+
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             self._wrong(key, "an integer")
         if value.bit_length() > 64:
-            raise CorruptArtifactError(
-                f"{key!r} has {value.bit_length()} bits; at most 64 are expected", path=self.path
-            )
+            raise self.corrupt(f"{key!r} has {value.bit_length()} bits; at most 64 are expected")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -45,7 +51,7 @@ class Metadata:
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._wrong(key, "a number")
         if not abs(value) <= sys.float_info.max:
-            raise CorruptArtifactError(f"{key!r} is {value}; a finite number is expected", path=self.path)
+            raise self.corrupt(f"{key!r} is {value}; a finite number is expected")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -91,9 +97,9 @@ class Metadata:
 
     def _wrong(self, key: str, expected: str) -> NoReturn:
         if key not in self.values:
-            raise CorruptArtifactError(f"{key!r} is missing; {expected} is expected", path=self.path)
+            raise self.corrupt(f"{key!r} is missing; {expected} is expected")
         found = type(self.values[key]).__name__
-        raise CorruptArtifactError(f"{key!r} is of type {found}; {expected} is expected", path=self.path)
+        raise self.corrupt(f"{key!r} is of type {found}; {expected} is expected")
 
 
 def read_json(path: Path) -> Metadata:

@@ -1,4 +1,4 @@
-"""What a model on disk is, whatever the format: the values that readers produce and executors consume."""
+"""Models on disk as values, whatever their format: readers produce them and executors consume them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Encoding(Enum):
-    """How a tensor's numbers are stored. Block formats are ggml's: 32 or 256 (_K) values along the last axis."""
+    """Storage format of a tensor's numbers. Block formats are ggml's: 32 or 256 (_K) values along the last axis."""
 
     F32 = "F32"
     F16 = "F16"
@@ -125,7 +125,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What an artifact says of its text side."""
+    """Tokenizer of an artifact, with its chat template and the tokens that begin and end a text."""
 
     tokenizer: Tokenizer
     """A ``tokenizers.Tokenizer``; its post-processor adds BOS where the artifact says so."""

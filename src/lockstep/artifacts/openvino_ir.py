@@ -58,7 +58,7 @@ def open_openvino(path: Path, source: str, cache_dir: Path) -> Artifact:
 
 
 def _read_config(declared: Metadata, num_layers: int) -> ModelConfig:
-    """What the executor and the user want to know; the graph itself says the rest, so any architecture will do."""
+    """Read what the executor and the user want to know; the graph says the rest, so any architecture will do."""
     num_heads = declared.integer("num_attention_heads")
     hidden_size = declared.integer("hidden_size")
     return ModelConfig(

@@ -17,7 +17,8 @@ from typing import cast
 import httptools
 import msgspec
 
-from lockstep.bench.protocol import Chunk, ChunkReader, Target, Usage, error_message
+from lockstep.bench.protocol import ChunkReader, Target
+from lockstep.cluster.completion_chunks import Chunk, Usage, error_message
 
 REQUEST_LIMIT_S = 6 * 3600.0
 """A request that takes longer has failed."""
@@ -215,7 +216,7 @@ def read_exchange(exchange: Exchange, start_s: float, prompt_tokens: int | None)
 
 
 def _measure(exchange: Exchange, start_s: float, prompt_tokens: int | None, delay_s: float) -> Outcome:
-    """Of a whole stream; ValueError: it says or shows that the answer is not whole."""
+    """Measure a whole stream; ValueError: it says or shows that the answer is not whole."""
     tokens_s: list[float] = []
     text: list[str] = []
     last_s: float | None = None
@@ -259,7 +260,7 @@ def _chunks(exchange: Exchange) -> Iterator[tuple[float, Chunk]]:
 
 
 def _reason(exchange: Exchange) -> str:
-    """Why a server refused, from whatever body it sent."""
+    """Reason of a refusal, from whatever body the server sent."""
     body = b"".join(piece for _, piece in exchange.reads)
     try:
         return error_message(msgspec.json.decode(body))

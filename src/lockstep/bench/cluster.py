@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from lockstep.bench.runner import loop_factory
-from lockstep.cluster.backend import Backend, served_by, targets_of
-from lockstep.cluster.cluster import ManifestCluster
+from lockstep.cluster.backend import Backend, served_by
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import Entry, Manifest, Tier
 from lockstep.cluster.manifest_file import parse
 from lockstep.cluster.planner import Observed, Phase, PlanPolicy, Replica, plan
@@ -150,10 +150,10 @@ async def _run(suite: Suite, manifest: Manifest, options: ClusterBenchOptions) -
     }
 
 
-async def _boot(manifest: Manifest, kind: Literal["process", "thread"]) -> tuple[ManifestCluster, float]:
+async def _boot(manifest: Manifest, kind: Literal["process", "thread"]) -> tuple[Cluster, float]:
     """A cluster that answers, and how many seconds that took, its worker's process included."""
     worker = WorkerOptions(kind, log_level="error", stream_interval_s=STREAM_INTERVAL_S)
-    cluster = ManifestCluster(manifest, ClusterOptions(backend=Backend.STUB, worker=worker))
+    cluster = Cluster(manifest, ClusterOptions(backend=Backend.STUB, worker=worker))
     started_s = time.perf_counter()
     await cluster.start()
     return cluster, time.perf_counter() - started_s
@@ -161,7 +161,7 @@ async def _boot(manifest: Manifest, kind: Literal["process", "thread"]) -> tuple
 
 def asked_of(manifest: Manifest) -> tuple[str, ...]:
     """Models that calls are routed to: those that are resident; where none is, all that routing knows."""
-    ids = targets_of(manifest)
+    ids = manifest.targets
     resident = tuple(id_ for id_ in ids if manifest.entry(id_).tier is Tier.RESIDENT)
     return resident or ids
 
@@ -232,7 +232,7 @@ def _call(target: str) -> GenerationRequest:
 
 
 async def _calls(
-    cluster: ManifestCluster, targets: Sequence[str], num_calls: int, concurrency: int
+    cluster: Cluster, targets: Sequence[str], num_calls: int, concurrency: int
 ) -> tuple[list[float], float]:
     """Seconds of every call, and of all together."""
     waiting = iter([_call(targets[index % len(targets)]) for index in range(num_calls)])

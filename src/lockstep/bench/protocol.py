@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from lockstep.cluster.completion_chunks import DONE, Chunk
 from lockstep.errors import UsageError
 from lockstep.version import __version__
 
@@ -73,54 +74,6 @@ class Target:
 
 
 _DATA = b"data:"
-_DONE = b"[DONE]"
-MAX_REASON_CHARS = 300
-
-
-class Delta(msgspec.Struct):
-    """Addition of a chat chunk."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: Any = None
-
-
-class Choice(msgspec.Struct):
-    """One of the ``n`` answers; ``text`` of completions, ``delta`` of chats."""
-
-    delta: Delta | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-
-    @property
-    def content(self) -> str:
-        return (self.text if self.delta is None else self.delta.content) or ""
-
-    @property
-    def thoughts(self) -> str:
-        return "" if self.delta is None else self.delta.reasoning_content or self.delta.reasoning or ""
-
-    @property
-    def brings_tokens(self) -> bool:
-        """Text, thoughts or a part of a tool call; not a role alone, nor an end alone."""
-        calls = None if self.delta is None else self.delta.tool_calls
-        return bool(self.content or self.thoughts or calls)
-
-
-class Usage(msgspec.Struct):
-    """Tokens as the server counts them."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-class Chunk(msgspec.Struct):
-    """One event."""
-
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: Any = None
 
 
 class ChunkReader:
@@ -135,14 +88,7 @@ class ChunkReader:
         if self.is_done or not line.startswith(_DATA):
             return None
         content = line[len(_DATA) :].strip()
-        if content == _DONE:
+        if content == DONE.encode():
             self.is_done = True
             return None
         return self._decoder.decode(content)
-
-
-def error_message(value: Any) -> str:
-    """The sentence in an error body of OpenAI's shape, or of any other."""
-    error = value.get("error", value) if isinstance(value, dict) else value
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:MAX_REASON_CHARS]

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx2
 
-from lockstep.bench.protocol import Chunk, ChunkReader, Target, error_message
+from lockstep.bench.protocol import ChunkReader, Target
+from lockstep.cluster.completion_chunks import Chunk, error_message
 from lockstep.errors import RemoteError
 
 CONNECT_LIMIT_S = 10.0

@@ -57,10 +57,15 @@ def run_replay_bench(
             "us_per_decided_step": round(min(times_s) * 1e6 / max(1, num_decided), 1),
             "fingerprint": replay.fingerprint,
         }
-    result["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+    result["peak_memory_bytes"] = peak_memory_bytes()
     if prints[0] != prints[1]:
         result["faults"].append(f"counted steps decide otherwise than single ones: {prints[0]} and {prints[1]}")
     return result
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
 
 
 def text_of(result: Mapping[str, Any]) -> str:

@@ -100,7 +100,7 @@ class ServeOptions:
 
     @property
     def is_timed(self) -> bool:
-        """Whether requests are due at times of their own, so that latencies count from those."""
+        """True if requests are due at times of their own, so that latencies count from those."""
         return self.dataset.kind == "trace" or not math.isinf(self.request_rate)
 
 

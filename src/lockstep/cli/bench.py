@@ -6,27 +6,32 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lockstep.cli import bench_options as load
 from lockstep.cli import options as flags
-from lockstep.cli import replay_options as asked
-from lockstep.cli.flag_groups import show_help_without_command, with_flags
+from lockstep.cli import replay_options as shared
+from lockstep.cli.flag_groups import SWITCH, Flag, show_help_without_command, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.replay_options import settings_of
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.bench.serve import ServeOptions, ServeResult
 
 EXIT_ALL_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXAMPLES = Path("examples")
 """Of the repository, in which the bench is run."""
 _ENDPOINTS: Mapping[str, str] = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
+
+SaveResult = Annotated[bool, typer.Option("--save-result", help="Write the result as a JSON file.")]
+ResultFile = Annotated[Path | None, typer.Option("--result-filename", help="Its name; implies --save-result.")]
 
 bench_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
@@ -37,78 +42,115 @@ def _bench(context: typer.Context) -> None:
     show_help_without_command(context)
 
 
+@dataclass(frozen=True, slots=True)
+class ServeFlags:
+    """The server, the load and the figures that are wanted."""
+
+    base_url: flags.BaseUrl = flags.DEFAULT_URL
+    backend: Literal["openai-chat", "openai"] | None = None
+    """openai-chat or openai, which is /v1/completions."""
+    endpoint: str | None = None
+    """Path of the endpoint, by default the backend's."""
+    model: flags.RemoteModel = None
+    api_key: flags.ApiKey = None
+    dataset: Annotated[str, Flag(also=("dataset-name",))] = "random"
+    """random, trace:FILE or jsonl:FILE."""
+    random_input_len: int = 1024
+    """Tokens of a prompt, without the chat template's."""
+    random_output_len: int = 128
+    """Tokens of an answer; also of JSONL lines that do not say."""
+    random_range_ratio: float = 0.0
+    """Lengths vary by this part, 0 to below 1."""
+    random_prefix_len: int = 0
+    """Tokens that all prompts share, in front."""
+    num_prompts: Annotated[int | None, Flag(also=("trace-limit",))] = None
+    """Requests at most; None: 100 random ones, files whole."""
+    request_rate: float = math.inf
+    """Requests per second; inf sends all at once."""
+    burstiness: float = 1.0
+    """Shape of the gaps: 1 is Poisson, less is burstier."""
+    max_concurrency: int | None = None
+    """Requests that are open at once."""
+    seed: int = 0
+    """Same seed, same requests at the same times."""
+    goodput: str = ""
+    """Goals in ms, such as ttft:500,tpot:50 (also e2el)."""
+    percentile_metrics: str = "ttft,tpot,itl,e2el"
+    """Which of these to report."""
+    metric_percentiles: str = "50,90,99"
+    """Which percentiles to report."""
+    save_result: SaveResult = False
+    save_detailed: Annotated[bool, SWITCH] = False
+    """The same with the figures of each request."""
+    result_filename: ResultFile = None
+    num_warmups: int = 0
+    """Requests before the run that are not measured."""
+    ignore_eos: Annotated[bool, SWITCH] = False
+    """Ask for answers of the whole length."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    extra_body: flags.ExtraBody = None
+    trace_speed: float = 1.0
+    """Replay a trace so many times as fast."""
+    trace_spread: Annotated[bool, SWITCH] = False
+    """Spread requests of one timestamp up to the next, for coarse clocks."""
+
+    def options(self, more_goals: list[str], *, shows_progress: bool) -> ServeOptions:
+        """As the bench takes them; UsageError where a value cannot be, or two do not fit."""
+        from lockstep.bench.protocol import Target
+        from lockstep.bench.samples import RandomLengths
+        from lockstep.bench.serve import Dataset, ServeOptions
+        from lockstep.bench.statistics import GOALS, parse_metrics, parse_percentiles
+        from lockstep.replay.metrics import parse_goals
+
+        backend, endpoint = _endpoint(self.backend, self.endpoint)
+        lengths = (self.random_input_len, self.random_output_len, self.random_range_ratio, self.random_prefix_len)
+        return ServeOptions(
+            target=Target.parse(self.base_url, self.api_key),
+            dataset=Dataset.parse(self.dataset),
+            lengths=RandomLengths(*lengths),
+            backend=backend,
+            endpoint=endpoint,
+            model=self.model,
+            num_prompts=self.num_prompts,
+            request_rate=self.request_rate,
+            burstiness=self.burstiness,
+            max_concurrency=self.max_concurrency,
+            seed=self.seed,
+            goals=parse_goals(_goals_text(self.goodput, more_goals), "--goodput", GOALS),
+            metrics=parse_metrics(self.percentile_metrics),
+            percentiles=parse_percentiles(self.metric_percentiles),
+            num_warmups=self.num_warmups,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            extra_body=tuple(flags.extra_fields(self.extra_body).items()),
+            trace_speed=self.trace_speed,
+            trace_spread=self.trace_spread,
+            shows_progress=shows_progress,
+        )
+
+
 @bench_app.command()
+@with_flags
 def serve(
-    more_goals: load.MoreGoals = None,
-    base_url: load.BaseUrl = load.DEFAULT_URL,
-    backend: load.Backend = None,
-    endpoint: load.Endpoint = None,
-    model: load.RemoteModel = None,
-    api_key: load.ApiKey = None,
-    dataset: load.Dataset = "random",
-    random_input_len: load.RandomInputLen = 1024,
-    random_output_len: load.RandomOutputLen = 128,
-    random_range_ratio: load.RandomRangeRatio = 0.0,
-    random_prefix_len: load.RandomPrefixLen = 0,
-    num_prompts: load.NumPrompts = None,
-    request_rate: load.RequestRate = math.inf,
-    burstiness: load.Burstiness = 1.0,
-    max_concurrency: load.MaxConcurrency = None,
-    seed: load.Seed = 0,
-    goodput: load.Goodput = "",
-    percentile_metrics: load.PercentileMetrics = "ttft,tpot,itl,e2el",
-    metric_percentiles: load.MetricPercentiles = "50,90,99",
-    save_result: load.SaveResult = False,
-    save_detailed: load.SaveDetailed = False,
-    result_filename: load.ResultFile = None,
-    num_warmups: load.NumWarmups = 0,
-    ignore_eos: load.IgnoreEos = False,
-    temperature: load.Temperature = 0.0,
-    extra_body: load.ExtraBody = None,
-    trace_speed: load.TraceSpeed = 1.0,
-    trace_spread: load.TraceSpread = False,
+    more_goals: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    *,
+    load: ServeFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
     """Measure any OpenAI-compatible server in an open loop; the result's keys are those of `vllm bench serve`."""
-    from lockstep.bench.protocol import Target
-    from lockstep.bench.samples import RandomLengths
-    from lockstep.bench.serve import Dataset, ServeOptions, run_serve
-    from lockstep.bench.statistics import GOALS, parse_metrics, parse_percentiles
-    from lockstep.replay.metrics import parse_goals
+    from lockstep.bench.serve import run_serve
 
-    chosen, path = _endpoint(backend, endpoint)
-    options = ServeOptions(
-        target=Target.parse(base_url, api_key),
-        dataset=Dataset.parse(dataset),
-        lengths=RandomLengths(random_input_len, random_output_len, random_range_ratio, random_prefix_len),
-        backend=chosen,
-        endpoint=path,
-        model=model,
-        num_prompts=num_prompts,
-        request_rate=request_rate,
-        burstiness=burstiness,
-        max_concurrency=max_concurrency,
-        seed=seed,
-        goals=parse_goals(_goals_text(goodput, more_goals or []), "--goodput", GOALS),
-        metrics=parse_metrics(percentile_metrics),
-        percentiles=parse_percentiles(metric_percentiles),
-        num_warmups=num_warmups,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        extra_body=tuple(load.extra_fields(extra_body).items()),
-        trace_speed=trace_speed,
-        trace_spread=trace_spread,
-        shows_progress=not as_json,
-    )
+    options = load.options(more_goals or [], shows_progress=not as_json)
     result = run_serve(options, lambda sentence: print(sentence, file=sys.stderr))
-    content = result.as_json(detailed=save_detailed)
-    if save_result or save_detailed or result_filename is not None:
-        _save(content, result_filename or _file_name(content))
+    content = result.as_json(detailed=load.save_detailed)
+    if load.save_result or load.save_detailed or load.result_filename is not None:
+        _save(content, load.result_filename or _file_name(content))
     _print_result(result, options, as_json)
 
 
-def _print_result(result: Any, options: Any, as_json: bool) -> None:
+def _print_result(result: ServeResult, options: ServeOptions, as_json: bool) -> None:
     """Print the figures and say by the exit code what they are worth."""
     from lockstep.bench.statistics import failures, text_of, text_of_failures
 
@@ -125,20 +167,34 @@ def _print_result(result: Any, options: Any, as_json: bool) -> None:
         raise typer.Exit(EXIT_ALL_FAILED)
 
 
+@dataclass(frozen=True, slots=True)
+class ThroughputFlags:
+    """The load, as `lockstep.bench.throughput.ThroughputOptions` has it."""
+
+    num_prompts: int = 64
+    """Requests."""
+    input_len: int = 200
+    """Tokens of each prompt."""
+    output_len: int = 64
+    """Tokens of each answer."""
+    concurrency: int = 32
+    """Requests in the engine at once."""
+    num_warmups: int = 1
+    """Requests before the run that are not measured."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    seed: int = 0
+    """Same seed, same requests."""
+
+
 @bench_app.command()
 @with_flags
 def throughput(
     model: flags.Model,
-    num_prompts: Annotated[int, typer.Option(help="Requests.")] = 64,
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 200,
-    output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
-    concurrency: Annotated[int, typer.Option(help="Requests in the engine at once.")] = 32,
-    num_warmups: Annotated[int, typer.Option(help="Requests before the run that are not measured.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
-    save_result: load.SaveResult = False,
-    result_filename: load.ResultFile = None,
     *,
+    load: ThroughputFlags,
+    save_result: SaveResult = False,
+    result_filename: ResultFile = None,
     pool: flags.Pool,
     openvino: flags.OpenVINO,
     cache_dir: flags.CacheDir = None,
@@ -150,13 +206,13 @@ def throughput(
     from lockstep.bench.throughput import ThroughputOptions, run_throughput
     from lockstep.engine.llm import LLM
 
-    options = ThroughputOptions(num_prompts, input_len, output_len, concurrency, temperature, seed, num_warmups)
-    engine = flags.checked(replace(pool, max_num_seqs=concurrency))
+    options = ThroughputOptions(**asdict(load))
+    engine = flags.checked(replace(pool, max_num_seqs=load.concurrency))
     loading = LoadOptions(engine, openvino, cache_dir, probe)
     with loading_progress(model) as progress:
         llm = LLM(model, loading, progress=progress)
     with llm, loading_progress(model) as progress:
-        result = run_throughput(llm, options, lambda done: progress("requests", done / num_prompts))
+        result = run_throughput(llm, options, lambda done: progress("requests", done / load.num_prompts))
     if save_result or result_filename is not None:
         _save(result, result_filename or Path(f"throughput-{llm.model.name}-{_now()}.json"))
     print(json.dumps(result) if as_json else _throughput_text(result))
@@ -189,10 +245,10 @@ def cluster(
 @with_flags
 def replay(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace, as for `lockstep replay`.")],
-    settings: asked.Set = None,
+    settings: shared.Set = None,
     rounds: Annotated[int, typer.Option(help="Times that each way is run; the best counts.", min=1, max=100)] = 3,
     *,
-    reading: asked.ReadFlags,
+    reading: shared.ReadFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:

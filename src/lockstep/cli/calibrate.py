@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,23 +14,19 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.replay.trace import Trace
-    from lockstep.worker.flight.entries import EngineEntry
-
-TracePath = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="A recording of lockstep serve --trace: file or directory.")
-]
-OutputFile = Annotated[
-    Path, typer.Option("--output", "-o", callback=expanded, help="Where the cost model goes, for replay --cost.")
-]
-EngineNumber = Annotated[
-    int | None, typer.Option("--engine", metavar="N", min=0, help="Whose steps, where a recording has several engines.")
-]
+    from lockstep.worker.flight.entries import EngineEntry, Header
 
 
 def calibrate(
-    trace: TracePath,
-    output: OutputFile = Path("cost.json"),
-    engine: EngineNumber = None,
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A recording of lockstep serve --trace: file or directory.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=expanded, help="Where the cost model goes, for replay --cost.")
+    ] = Path("cost.json"),
+    engine: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Whose steps, where a recording has several engines.")
+    ] = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
@@ -46,8 +41,8 @@ def calibrate(
     recording = open_with_notes(trace.expanduser())
     traced = _engine(recording, engine, trace)
     made_on = MadeOn(
-        lockstep=recording.lockstep,
-        machine=_machine(recording),
+        lockstep=recording.header.lockstep,
+        machine=_machine(recording.header),
         model=traced.name,
         fingerprint=traced.fingerprint,
         config=changed_fields(traced.config),
@@ -56,7 +51,6 @@ def calibrate(
     file = fitting.calibrate(live_steps(recording, traced.number), made_on)
     data = to_bytes(file)
     write_file(output, data, "the cost model")
-    print(f"cost model written to {output}", file=sys.stderr)
     print(data.decode(), end="") if as_json else show(cost_document(file))
 
 
@@ -73,6 +67,6 @@ def _engine(recording: Trace, number: int | None, trace: Path) -> EngineEntry:
     return engines[number]
 
 
-def _machine(recording: Trace) -> str:
+def _machine(header: Header) -> str:
     """Machine of the recording, and never the one that this command runs on."""
-    return "no machine: a simulated run" if recording.is_simulated else recording.machine or "an unrecorded machine"
+    return "no machine: a simulated run" if header.is_simulated else header.machine or "an unrecorded machine"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec import to_builtins
 
-from lockstep.cli import bench_options as remote_flags
 from lockstep.cli import options as flags
 from lockstep.cli.conversation import (
     ANY_VOCABULARY,
@@ -31,20 +30,18 @@ CHAT_PATH, RAW_PATH = "/v1/chat/completions", "/v1/completions"
 
 
 def chat(
-    base_url: remote_flags.BaseUrl = remote_flags.DEFAULT_URL,
-    model: remote_flags.RemoteModel = None,
-    api_key: remote_flags.ApiKey = None,
-    prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    base_url: flags.BaseUrl = flags.DEFAULT_URL,
+    model: flags.RemoteModel = None,
+    api_key: flags.ApiKey = None,
+    prompt: flags.Prompt = None,
+    system: flags.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, by /v1/completions.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer, where the server promises it.")] = None,
-    extra_body: remote_flags.ExtraBody = None,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print the figures of each answer.")] = False,
+    extra_body: flags.ExtraBody = None,
+    verbose: flags.Verbose = False,
     debug: flags.Debug = False,
 ) -> None:
     """Chat with a server that speaks OpenAI's language; ours is the default."""
@@ -57,7 +54,7 @@ def chat(
     params.validate(ANY_VOCABULARY)
     with Remote(Target.parse(base_url, api_key)) as remote:
         answerer = RemoteAnswerer(
-            remote, remote.model_or_first(model), remote_flags.extra_fields(extra_body), knows_roles=not raw
+            remote, remote.model_or_first(model), flags.extra_fields(extra_body), knows_roles=not raw
         )
         conversation = Conversation(answerer, params, system_of(system), is_verbose=verbose)
         if prompt is None:

@@ -111,7 +111,7 @@ def _processor() -> dict[str, Any]:
 def _memory() -> dict[str, Any]:
     import psutil
 
-    from lockstep.engine.sizing import available_memory_bytes
+    from lockstep.executors.machine import available_memory_bytes
 
     memory = psutil.virtual_memory()
     return {

@@ -212,7 +212,7 @@ def answer_one(conversation: Conversation, prompt: str) -> None:
     conversation.ask(prompt_of(prompt), AnswerWriter(), answer)
     print(flush=True)
     if conversation.is_verbose:
-        _tell(answer.figures)
+        _print_note(answer.figures)
 
 
 def converse(conversation: Conversation) -> None:
@@ -223,9 +223,9 @@ def converse(conversation: Conversation) -> None:
     """
     with _reader() as reader:
         if reader.is_terminal:
-            _tell(GREETING)
+            _print_note(GREETING)
             if not conversation.knows_roles:
-                _tell("There is no chat template: each message is completed on its own.")
+                _print_note("There is no chat template: each message is completed on its own.")
         while True:
             try:
                 line = reader.read().strip()
@@ -233,14 +233,14 @@ def converse(conversation: Conversation) -> None:
                 return
             try:
                 if line.startswith("/") and not line.startswith("//"):
-                    if _obey(conversation, line):
+                    if _run_command(conversation, line):
                         return
                 elif line:
                     _say(conversation, reader, unquoted(line[1:] if line.startswith("//") else line))
             except LockstepError as error:
                 if not reader.is_terminal:
                     raise
-                _tell(f"error: {error}")
+                _print_note(f"error: {error}")
 
 
 @contextmanager
@@ -270,12 +270,12 @@ def _say(conversation: Conversation, reader: Reader, text: str) -> None:
     if is_kept:
         conversation.remember(text, answer)
     if is_stopped:
-        _tell("(stopped)" if is_kept else "(stopped before the first word: the message is not remembered)")
+        _print_note("(stopped)" if is_kept else "(stopped before the first word: the message is not remembered)")
     elif conversation.is_verbose:
-        _tell(answer.figures)
+        _print_note(answer.figures)
 
 
-def _tell(line: str) -> None:
+def _print_note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -292,7 +292,7 @@ class Command:
     """With what follows the word. None: leave."""
 
 
-def _obey(conversation: Conversation, line: str) -> bool:
+def _run_command(conversation: Conversation, line: str) -> bool:
     """Do what a line commands; True: leave. UsageError: it commands nothing that is known."""
     word, *rest = line.split(maxsplit=1)
     command = COMMANDS.get(word)
@@ -309,14 +309,14 @@ def _help(conversation: Conversation, rest: str) -> None:
     shown = {command.usage: command.help for command in COMMANDS.values()}
     width = max(map(len, shown))
     for usage, text in shown.items():
-        _tell(f"  {usage:{width}}  {text}")
+        _print_note(f"  {usage:{width}}  {text}")
     for usage, text in (
         ('"""', 'Begins a message of several lines; """ at a line\'s end ends it.'),
         ("//TEXT", "Sends /TEXT as a message."),
         ("Ctrl-C", "Stops an answer, whose words so far are kept; at the prompt, twice, leaves."),
     ):
-        _tell(f"  {usage:{width}}  {text}")
-    _tell(f"Parameters of /set: {', '.join(SETTINGS)}.")
+        _print_note(f"  {usage:{width}}  {text}")
+    _print_note(f"Parameters of /set: {', '.join(SETTINGS)}.")
 
 
 def _clear(conversation: Conversation, rest: str) -> None:
@@ -325,7 +325,7 @@ def _clear(conversation: Conversation, rest: str) -> None:
 
 def _system(conversation: Conversation, rest: str) -> None:
     if not rest:
-        _tell("there is no system message" if conversation.system is None else conversation.system)
+        _print_note("there is no system message" if conversation.system is None else conversation.system)
         return
     conversation.system = None if rest == _UNSET else whole_text(unquoted(rest), "the system message")
 
@@ -372,7 +372,7 @@ def _set(conversation: Conversation, rest: str) -> None:
         raise UsageError(f"there is no parameter {name}. {hint}There are {', '.join(SETTINGS)}")
     if not value:
         for each in [name] if name else SETTINGS:
-            _tell(f"  {each:18}  {_shown(getattr(conversation.params, each))}")
+            _print_note(f"  {each:18}  {_shown(getattr(conversation.params, each))}")
         return
     changed = replace(conversation.params, **{name: _setting(name, value)})
     changed.validate(ANY_VOCABULARY)
@@ -412,7 +412,7 @@ def _save(conversation: Conversation, rest: str) -> None:
         raise UsageError(f"{path} exists; /save --force {path} replaces it") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-    _tell(f"{len(conversation.transcript())} messages are in {path}")
+    _print_note(f"{len(conversation.transcript())} messages are in {path}")
 
 
 def _load(conversation: Conversation, rest: str) -> None:
@@ -438,7 +438,7 @@ def _load(conversation: Conversation, rest: str) -> None:
         raise UsageError(f"{path} has a system message behind the first message")
     conversation.system = messages[0]["content"] if has_system else None
     conversation.messages = messages[has_system:]
-    _tell(f"{len(messages)} messages were read from {path}")
+    _print_note(f"{len(messages)} messages were read from {path}")
 
 
 def _is_message(value: object) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli import replay_options as asked
+from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import refuse_others, with_flags
 from lockstep.cli.replay_options import config_of, file_settings, open_with_notes, settings_of, warn_of_order
 from lockstep.cli.writing import check_places, expanded, write_file
@@ -34,26 +34,6 @@ if TYPE_CHECKING:
 EXIT_DIVERGED = 1
 _OF_RECORDINGS = ("a", "b", "engine", "html", "as_json", "debug")
 
-First = Annotated[
-    str, typer.Argument(metavar="A", help="A workload or trace; with --workload, a YAML or JSON file of limits.")
-]
-Second = Annotated[str | None, typer.Argument(metavar="B", help="Another of the same kind; none with --set-b.")]
-WorkloadFile = Annotated[
-    str | None, typer.Option("--workload", metavar="FILE", help="Compare the configs A and B on this.")
-]
-ReproducerFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--reproducer",
-        metavar="FILE",
-        callback=expanded,
-        help="Write the few requests that still show it, as a workload.",
-    ),
-]
-SetB = Annotated[
-    list[str] | None, typer.Option("--set-b", metavar="FIELD=VALUE", help="A limit of B only, over those of --set.")
-]
-
 
 class Sides(NamedTuple):
     """Both sides of a comparison."""
@@ -68,16 +48,26 @@ class Sides(NamedTuple):
 @with_flags
 def diff(
     context: typer.Context,
-    a: First,
-    b: Second = None,
-    workload: WorkloadFile = None,
-    settings: asked.Set = None,
-    settings_b: SetB = None,
-    reproducer: ReproducerFile = None,
-    html: asked.Html = None,
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A workload or trace; with --workload, a YAML or JSON file of limits.")
+    ],
+    b: Annotated[str | None, typer.Argument(metavar="B", help="Another of the same kind; none with --set-b.")] = None,
+    workload: Annotated[str | None, typer.Option(metavar="FILE", help="Compare the configs A and B on this.")] = None,
+    settings: shared.Set = None,
+    set_b: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUE", help="A limit of B only, over those of --set."),
+    ] = None,
+    reproducer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=expanded, help="Write the few requests that still show it, as a workload."
+        ),
+    ] = None,
+    html: shared.Html = None,
     *,
-    reading: asked.ReadFlags,
-    costs: asked.CostFlags,
+    reading: shared.ReadFlags,
+    costs: shared.CostFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
@@ -93,7 +83,7 @@ def diff(
         refuse_others(context, _OF_RECORDINGS, why)
         _diff_recordings(Path(a), Path(b), reading.engine, html, as_json)
         return
-    sides = _sides(a, b, workload, settings, settings_b, reading)
+    sides = _sides(a, b, workload, settings, set_b, reading)
     if reproducer is not None and sides.other is not None:
         raise UsageError("--reproducer is for two configs on one workload; here each side has its own")
     cost = costs.model()
@@ -142,15 +132,14 @@ def _diff_recordings(a: Path, b: Path, engine: int | None, html: Path | None, as
     if as_json:
         print(json.dumps({"version": VERSION, "engines": [engine_facts(each) for each in found]}, indent=2))
     else:
-        for each, finding in zip(found, engines, strict=True):
+        for (number, _, _, its), finding in zip(found, engines, strict=True):
             show_block(finding)
-            if each.fields and each.b is not None:
-                words = ["lockstep", "diff", str(a), "--engine", str(each.engine), *_set_b(each.fields, each.b.config)]
+            if its.fields and its.b is not None:
+                words = ["lockstep", "diff", str(a), "--engine", str(number), *_set_b(its.fields, its.b.config)]
                 print(f"what decides, and on how few requests: {shlex.join(words)}")
     if html is not None:
         write_file(html, recordings_page(str(a), str(b), engines).encode(), "the page")
-        print(f"page written to {html}", file=sys.stderr)
-    if any(each.difference is not None for each in found):
+    if any(each.diff.divergence is not None for each in found):
         raise typer.Exit(EXIT_DIVERGED)
 
 
@@ -160,7 +149,7 @@ def _sides(
     workload: str | None,
     settings: list[str] | None,
     settings_b: list[str] | None,
-    reading: asked.ReadFlags,
+    reading: shared.ReadFlags,
 ) -> Sides:
     common, own = settings_of(settings), settings_of(settings_b)
     if workload is not None:
@@ -192,7 +181,6 @@ def _write_page(path: Path, sides: Sides, cost: CostModel | None, found: Diff, f
     a = _side(sides.workload, sides.a, cost)
     b = _side(sides.other or sides.workload, sides.b, cost)
     write_file(path, comparison_page(a, b, finding, mark).encode(), "the page")
-    print(f"page written to {path}", file=sys.stderr)
 
 
 def _side(workload: Workload, config: SchedulerConfig, cost: CostModel | None) -> Side:
@@ -206,38 +194,35 @@ def _side(workload: Workload, config: SchedulerConfig, cost: CostModel | None) -
     return side
 
 
-def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: asked.CostFlags) -> None:
+def _write_reproducer(path: Path, found: Diff, sides: Sides, costs: shared.CostFlags) -> None:
     from lockstep.replay.readers.workload_json import workload_document
 
     if found.reproducer is None:
         print(f"no reproducer is written to {path}: A and B decide the same", file=sys.stderr)
         return
-    write_file(path, workload_document(found.reproducer.workload, sides.a), "the reproducer")
     words = ["lockstep", "diff", str(path), *_set_b(found.fields, sides.b)]
     words += ["--cost", str(costs.cost)] if costs.cost is not None else []
     words += ["--tick-ms", f"{costs.tick_ms:g}"] if costs.tick_ms is not None else []
-    print(f"reproducer written to {path}; it shows with: {shlex.join(words)}", file=sys.stderr)
+    document = workload_document(found.reproducer.workload, sides.a)
+    write_file(path, document, "the reproducer", f"; it shows with: {shlex.join(words)}")
 
 
 VERSION = 1
 """Version of the JSON form."""
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")]
-From = Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Limits of A, as YAML or JSON.")]
-To = Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Limits of B.")]
-Metric = Annotated[str, typer.Option(help="A figure of the report: ttft_p99, output_tokens_per_s, preemptions ...")]
-
 
 @with_flags
 def bisect(
-    file: File,
-    config_a: From,
-    config_b: To,
-    metric: Metric = "ttft_p99",
-    settings: asked.Set = None,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")],
+    config_a: Annotated[Path, typer.Option("--from", metavar="A.yaml", help="Limits of A, as YAML or JSON.")],
+    config_b: Annotated[Path, typer.Option("--to", metavar="B.yaml", help="Limits of B.")],
+    metric: Annotated[
+        str, typer.Option(help="A figure of the report: ttft_p99, output_tokens_per_s, preemptions ...")
+    ] = "ttft_p99",
+    settings: shared.Set = None,
     *,
-    reading: asked.ReadFlags,
-    costs: asked.CostFlags,
+    reading: shared.ReadFlags,
+    costs: shared.CostFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:

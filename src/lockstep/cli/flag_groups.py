@@ -1,17 +1,23 @@
-"""Flags in groups, and flags made of options: a command takes a few values instead of sixty parameters."""
+"""Flags as fields of dataclasses: a command takes a few values instead of sixty parameters.
+
+A flag has its type, its default and its sentence from its field. The sentence is the first paragraph under the field;
+``; None: X.`` in it says what holds where nothing is given, X being a text or the name of another field.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from itertools import pairwise
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import ParameterInfo
 
 from lockstep.errors import UsageError
 
@@ -24,8 +30,8 @@ Options = TypeVar("Options")
 def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
     """Make flags of every parameter that is a group of them; the command is called with the groups' values.
 
-    A group is annotated as a dataclass, each of whose fields is an ``Annotated`` option with a default, as a parameter
-    would be; or as ``Annotated[Options, OptionFlags(...)]``. Flags stand where their group stands.
+    A group is annotated as a dataclass, each of whose fields is a flag and has a default; or as
+    ``Annotated[Options, OptionFlags(...)]``. Flags stand where their group stands.
     """
     own = inspect.signature(command, eval_str=True).parameters.values()
     groups = {each.name: group for each in own if (group := _group_of(each.annotation)) is not None}
@@ -51,24 +57,34 @@ def with_flags(command: Callable[..., Answer]) -> Callable[..., Answer]:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The command line's side of a field, as far as its name, type, default and sentence do not tell it."""
+    """The command line's side of a field, as far as its name, type, default and sentence do not tell it.
+
+    In a group it is the field's annotation, ``Annotated[int, Flag(low=1)]``; so may be what typer has for a parameter.
+    """
 
     name: str = ""
     """Of the parameter; empty: the field's."""
     also: tuple[str, ...] = ()
     """Further names of the flag, without dashes."""
     low: float | None = None
+    high: float | None = None
     default: Any = ...
     """Given where nothing is said; ``...``: the field's own."""
     shown: str = ""
     """The default in words, where the field's sentence has none."""
+    metavar: str | None = None
+    """Its value in the help; None: the type's name."""
+    is_switch: bool = False
+    """A truth that can only be said, and not be denied."""
+    call: Callable[..., Any] | None = None
+    """Called with what is given, for the value that is meant."""
+
+
+SWITCH = Flag(is_switch=True)
 
 
 class OptionFlags(Generic[Options]):
-    """Flags for fields of options, which are a dataclass: types, defaults and help are the fields'.
-
-    The help is the first paragraph under a field. ``; None: X.`` in it says what holds where nothing is given, X being
-    a text or the name of another field.
+    """Flags for fields of options, which are a dataclass of a room below.
 
     Args:
         owner: the dataclass.
@@ -88,25 +104,30 @@ class OptionFlags(Generic[Options]):
         defaults = {field.name: field.default for field in fields(self._owner)}
         for field, flag in self._flags.items():
             default = defaults[field] if flag.default is ... else flag.default
-            yield _parameter(flag.name or field, hints[field], default, docs[field], flag)
+            yield _parameter(flag.name or field, hints[field], default, docs[field], flag, has_variables=True)
 
     def value(self, **given: Any) -> Options:
         """The options, of the flags' values by parameter."""
         return self._owner(**{field: given[flag.name or field] for field, flag in self._flags.items()})
 
 
-def _parameter(name: str, hint: Any, default: Any, doc: str, flag: Flag) -> inspect.Parameter:
+def _parameter(
+    name: str, hint: Any, default: Any, doc: str, flag: Flag, *, has_variables: bool = False
+) -> inspect.Parameter:
     words, _, instead = doc.partition("; None: ")
     instead = instead.rstrip(".").replace("_", "-")
     shown = flag.shown or (f"as {instead}" if instead and " " not in instead else instead)
     names = [f"--{each}" for each in (name.replace("_", "-"), *flag.also)]
-    type_ = hint if get_origin(hint) is Literal else next(iter(get_args(hint)), hint)  # without its None
+    type_ = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint  # without its None
     option = typer.Option(
-        *(f"{each}/--no-{each[2:]}" if type_ is bool else each for each in names),
-        help=words if words.endswith(".") else f"{words}.",
+        *(f"{each}/--no-{each[2:]}" if type_ is bool and not flag.is_switch else each for each in names),
+        help=words if words.endswith(".") or not words else f"{words}.",
         min=flag.low,
+        max=flag.high,
+        metavar=flag.metavar,
+        callback=flag.call,
         show_default=shown or True,
-        envvar=_Variables(*names) if len(names) > 1 else None,  # else it is found by the flag's name
+        envvar=_Variables(*names) if has_variables and len(names) > 1 else None,  # else it is found by the flag's name
     )
     type_ = type_ | None if default is None else type_
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -125,17 +146,24 @@ class _Variables(list[str]):
 
 @dataclass(frozen=True, slots=True)
 class _OwnFlags:
-    """A dataclass of flags, each field of which is an ``Annotated`` option."""
+    """A dataclass of flags, which are all its fields."""
 
     value: Callable[..., Any]
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         group: Any = self.value
-        hints = get_type_hints(group, include_extras=True)
-        for flag in fields(group):
-            assert flag.default is not MISSING, f"{group.__name__}.{flag.name}: a flag has a default"
-            kind = inspect.Parameter.KEYWORD_ONLY
-            yield inspect.Parameter(flag.name, kind, default=flag.default, annotation=hints[flag.name])
+        hints, docs = get_type_hints(group, include_extras=True), field_docs(group)
+        for field in fields(group):
+            name, hint = field.name, hints[field.name]
+            assert field.default is not MISSING, f"{group.__name__}.{name}: a flag has a default"
+            said = getattr(hint, "__metadata__", ())
+            if any(isinstance(each, ParameterInfo) for each in said):
+                kind = inspect.Parameter.KEYWORD_ONLY
+                yield inspect.Parameter(name, kind, default=field.default, annotation=hint)
+                continue
+            flag = next((each for each in said if isinstance(each, Flag)), Flag())
+            bare = get_args(hint)[0] if said else hint
+            yield _parameter(flag.name or name, bare, field.default, docs.get(name, ""), flag)
 
 
 def _group_of(annotation: Any) -> OptionFlags[Any] | _OwnFlags | None:
@@ -147,17 +175,22 @@ def _group_of(annotation: Any) -> OptionFlags[Any] | _OwnFlags | None:
 
 def field_docs(owner: type) -> Mapping[str, str]:
     """The first paragraph under each field of a dataclass, by field, as its source has it; none without a source."""
-    try:
-        [found] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    except OSError:
-        return {}
-    body = found.body if isinstance(found, ast.ClassDef) else []
     docs: dict[str, str] = {}
-    for field, below in pairwise(body):
+    for field, below in pairwise(_classes_of(owner.__module__).get(owner.__name__, ())):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 docs[name] = " ".join(inspect.cleandoc(text).partition("\n\n")[0].split()).replace("``", "")
     return docs
+
+
+@cache
+def _classes_of(module: str) -> Mapping[str, Sequence[ast.stmt]]:
+    """Bodies of a module's classes, by name."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except OSError:
+        return {}
+    return {found.name: found.body for found in ast.parse(source).body if isinstance(found, ast.ClassDef)}
 
 
 def refuse_others(context: typer.Context, used: Collection[str], why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,6 @@ from lockstep.errors import ConfigError, ManifestError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.cluster.backend import Backend, OneModel
-    from lockstep.cluster.budget import Budget
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.placement import Placement
 
@@ -124,7 +124,6 @@ def _print_json(facts: dict[str, Any]) -> None:
 
 
 def _facts(name: str, backend: str, placement: Placement) -> dict[str, Any]:
-    table = placement.table
     return {
         "name": name,
         "cluster": placement.declared.cluster,
@@ -134,10 +133,7 @@ def _facts(name: str, backend: str, placement: Placement) -> dict[str, Any]:
         "refusals": list(placement.refusals),
         "warnings": list(placement.warnings),
         "models": [_model(entry.id, placement) for entry in placement.declared.entries],
-        "budgets": [
-            _budget(table.budgets.gpu, table.gpu_needed_bytes),
-            _budget(table.budgets.ram, table.ram_needed_bytes),
-        ],
+        "budgets": [asdict(budget) for budget in placement.table.budgets],
     }
 
 
@@ -155,13 +151,4 @@ def _model(id_: str, placement: Placement) -> dict[str, Any]:
         "memory_bytes": None if row is None else row.ram_bytes,
         "shares_with": None if row is None else row.shares_with,
         "verdict": "unknown" if row is None else row.verdict.value,
-    }
-
-
-def _budget(budget: Budget, needed_bytes: int) -> dict[str, Any]:
-    return {
-        "name": budget.name,
-        "declared_bytes": budget.declared_bytes,
-        "effective_bytes": budget.effective_bytes,
-        "needed_bytes": needed_bytes,
     }

@@ -42,13 +42,24 @@ ChatTemplateKwargs = Annotated[
 Reasoning = Annotated[
     Literal["auto", "off"], typer.Option(help="auto keeps thoughts apart from the answer; off leaves them in it.")
 ]
+Prompt = Annotated[
+    str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
+]
+System = Annotated[str | None, typer.Option(help="System message.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print the figures of each answer.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+DEFAULT_URL = "http://127.0.0.1:9000"
+BaseUrl = Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="The server, with or without /v1.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.", show_envvar=True)]
+RemoteModel = Annotated[str | None, typer.Option("--model", help="By default the first of /v1/models.")]
+ExtraBody = Annotated[str | None, typer.Option(metavar="JSON", help="Further fields of each request.")]
 
 
 def checked(options: EngineOptions) -> EngineOptions:
     """The options; ConfigError for what flags ask of any engine in vain. It names the flag of a size."""
-    from lockstep.engine.sizing import machine_memory_bytes
+    from lockstep.executors.machine import machine_memory_bytes
 
     check_limits(options)
     check_sizes(options, machine_memory_bytes(), SIZE_FLAGS)
@@ -58,6 +69,11 @@ def checked(options: EngineOptions) -> EngineOptions:
 def template_kwargs(text: str | None) -> dict[str, Any]:
     """The value of --chat-template-kwargs; UsageError where it is not a JSON object."""
     return json_object("--chat-template-kwargs", text, '{"enable_thinking": false}')
+
+
+def extra_fields(text: str | None) -> dict[str, Any]:
+    """The value of --extra-body; UsageError where it is not a JSON object."""
+    return json_object("--extra-body", text, '{"top_k": 1}')
 
 
 def json_object(flag: str, text: str | None, example: str) -> dict[str, Any]:

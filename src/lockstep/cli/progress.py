@@ -136,7 +136,7 @@ class LoadingLines:
 
 
 class ServingProgress:
-    """Progress of a server's loads: `tell` it of them, and `announce` lines on standard output beside it.
+    """Progress of a server's loads: `update` it of them, and `announce` lines on standard output beside it.
 
     Args:
         console: where bars are drawn; None: nowhere, and lines are logged.
@@ -157,7 +157,7 @@ class ServingProgress:
 
         return cls(Console(stderr=True))
 
-    def tell(self, model: str, stage: str, fraction: float) -> None:
+    def update(self, model: str, stage: str, fraction: float) -> None:
         if self._bars is not None:
             self._draw(self._bars, model, stage, fraction)
         self._lines(model, stage, fraction)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from lockstep.cli import bench_options as remote_flags
 from lockstep.cli import options as flags
 from lockstep.errors import RemoteError
 
 if TYPE_CHECKING:
     from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, ModelSnapshot, ReplicaSnapshot
 
-_COLUMNS = ("MODEL", "TIER", "STATE", "PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE")
-_NUM_LEFT = 3
-"""Columns of words; numbers stand on the right."""
+_WORDS = ("MODEL", "TIER", "STATE")
+_NUMBERS = ("PREDICTED", "MEASURED", "RUNNING", "WAITING", "SESSIONS", "REQUESTS", "IDLE")
 
 
 def ps(
-    base_url: remote_flags.BaseUrl = remote_flags.DEFAULT_URL,
-    api_key: remote_flags.ApiKey = None,
+    base_url: flags.BaseUrl = flags.DEFAULT_URL,
+    api_key: flags.ApiKey = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
@@ -46,14 +43,18 @@ def ps(
 def text_of(snapshot: ClusterSnapshot) -> str:
     """The table, then a line per budget, then the counters that are not zero. Bytes stand with the first model of those
     that share them."""
+    from lockstep.report.document import Table, numbers, words
+    from lockstep.report.text import to_lines
+
     replicas = {replica.key: replica for replica in snapshot.replicas}
-    lines = table([_COLUMNS, *(_row(model, replicas.get(model.replica or "")) for model in snapshot.models)])
+    table = Table("", (*words(*_WORDS), *numbers(*_NUMBERS)))
+    table.rows += [_row(model, replicas.get(model.replica or "")) for model in snapshot.models]
     notes = [f"{model.id}: {model.reason}" for model in snapshot.models if model.reason]
     counters = {name: value for name, value in msgspec.to_builtins(snapshot.counters).items() if value}
     counted = ", ".join(f"{name} {value}" for name, value in counters.items())
     return "\n".join(
         [
-            *lines,
+            to_lines(table),
             "",
             *notes,
             *(_budget(budget) for budget in snapshot.budgets),
@@ -62,18 +63,6 @@ def text_of(snapshot: ClusterSnapshot) -> str:
             *(f"warning: {warning}" for warning in snapshot.warnings),
         ]
     )
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, their columns aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < _NUM_LEFT else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def size(num_bytes: int) -> str:

@@ -6,22 +6,21 @@ Here are files, clocks and the terminal; what decides is in lockstep/replay and 
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli import replay_options as asked
-from lockstep.cli.flag_groups import refuse_others, with_flags
+from lockstep.cli import replay_options as shared
+from lockstep.cli.flag_groups import SWITCH, Flag, refuse_others, with_flags
 from lockstep.cli.replay_options import open_with_notes, settings_of
-from lockstep.cli.writing import Place, check_places, make_folder, write_file
+from lockstep.cli.writing import Place, check_places, expanded, make_folder, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,9 +30,56 @@ if TYPE_CHECKING:
     from lockstep.replay.workload import Workload
 
 
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes that `ru_maxrss` counts."""
 _OF_RECORDINGS = ("verify", "execute", "model", "allow_gaps", "as_json", "debug")
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonFlags:
+    """A second run beside the first, and what both are judged by."""
+
+    set_b: Annotated[list[str] | None, Flag(metavar="FIELD=VALUE")] = None
+    """Run twice, the second time with this too, and compare."""
+    compare: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Replay this too, and compare."""
+    slo: Annotated[str, Flag(metavar="GOALS")] = ""
+    """Count requests that meet goals in ms, e.g. ttft:500,tpot:50."""
+
+    @property
+    def has_b(self) -> bool:
+        return self.compare is not None or bool(self.set_b)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFlags:
+    """Files that are written, and what stands in them."""
+
+    output: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
+    """Write the report there as JSON."""
+    ticks: Annotated[bool | None, Flag(shown="where there are at most 10,000 ticks")] = None
+    """Whether the JSON report has every tick and request."""
+    html: shared.Html = None
+    trace: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
+    """Record the run there as a server records its own, for --verify and diff."""
+    perfetto: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
+    """Write every step and request there, for ui.perfetto.dev."""
+
+    @property
+    def files(self) -> Files:
+        return Files(self.trace, self.perfetto)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingFlags:
+    """A recording that is decided or computed again, in the place of a replay."""
+
+    verify: Annotated[Path | None, Flag(metavar="TRACE")] = None
+    """Decide every step of a recording again: identical, or where it differs."""
+    execute: Annotated[Path | None, Flag(metavar="TRACE")] = None
+    """Compute every token of a recording with content again, with --model."""
+    model: Annotated[str | None, Flag(metavar="SOURCE")] = None
+    """The model of --execute."""
+    allow_gaps: Annotated[bool, SWITCH] = False
+    """With --verify: files that are missing or cut are told, and are no fault."""
 
 
 class Files(NamedTuple):
@@ -65,60 +111,52 @@ class Settings:
 @with_flags
 def replay(
     context: typer.Context,
-    file: asked.File = None,
-    input_file: asked.Input = None,
-    settings: asked.Set = None,
-    settings_b: asked.SetB = None,
-    compare: asked.Compare = None,
-    slo: asked.Slo = "",
-    output: asked.Output = None,
-    ticks: asked.Ticks = None,
-    html: asked.Html = None,
-    trace: asked.Trace = None,
-    perfetto: asked.Perfetto = None,
-    verify: asked.Verify = None,
-    execute: asked.Execute = None,
-    model: asked.Model = None,
-    allow_gaps: asked.AllowGaps = False,
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="A workload or a trace; what format it has is seen by itself.")
+    ] = None,
+    input_file: Annotated[str | None, typer.Option("--input", metavar="FILE", help="The same as FILE.")] = None,
+    settings: shared.Set = None,
     *,
-    reading: asked.ReadFlags,
-    costs: asked.CostFlags,
+    comparison: ComparisonFlags,
+    outputs: OutputFlags,
+    recorded: RecordingFlags,
+    reading: shared.ReadFlags,
+    costs: shared.CostFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> int:
     """Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes."""
-    if verify is not None or execute is not None:
-        way = "--verify" if execute is None else "--execute"
+    if recorded.verify is not None or recorded.execute is not None:
+        way = "--verify" if recorded.execute is None else "--execute"
         refuse_others(context, _OF_RECORDINGS, f"says nothing to {way}, which takes a recording as it is; leave it out")
-        return replay_trace(verify, execute, model, allow_gaps, as_json)
+        return replay_trace(recorded, as_json)
     from lockstep.replay.metrics import parse_goals
     from lockstep.replay.report import GOALS
 
-    if model is not None:
+    output, html = outputs.output, outputs.html
+    if recorded.model is not None:
         raise UsageError("--model is what --execute TRACE computes with; a replay computes no token and needs none")
-    if allow_gaps:
+    if recorded.allow_gaps:
         raise UsageError("--allow-gaps is for --verify TRACE; a replay of a recording says what is missing and goes on")
-    if ticks and output is None and not as_json:
+    if outputs.ticks and output is None and not as_json:
         raise UsageError("--ticks makes the JSON report longer; say where it goes with --output FILE, or --json")
     path = one_file(file, input_file)
-    is_pair = compare is not None or bool(settings_b)
-    files = Files(trace, perfetto)
-    places = ((output, "the report"), (html, "the page"), *files.places(), *(files.of_b().places() if is_pair else ()))
-    check_places(places, (path, compare, costs.cost))
-    has_ticks = False if output is None and not as_json else ticks
-    common = Settings(costs.priced(), parse_goals(slo, "--slo", GOALS), has_ticks, html is not None)
+    files, has_b = outputs.files, comparison.has_b
+    places = ((output, "the report"), (html, "the page"), *files.places(), *(files.of_b().places() if has_b else ()))
+    check_places(places, (path, comparison.compare, costs.cost))
+    has_ticks = False if output is None and not as_json else outputs.ticks
+    common = Settings(costs.priced(), parse_goals(comparison.slo, "--slo", GOALS), has_ticks, html is not None)
     overrides = settings_of(settings)
     runs = [_simulate(reading.read(path), overrides, common, files)]
-    if is_pair:
-        other = reading.read(compare or path)
-        runs.append(_simulate(other, {**overrides, **settings_of(settings_b)}, common, files.of_b()))
+    if has_b:
+        other = reading.read(comparison.compare or path)
+        runs.append(_simulate(other, {**overrides, **settings_of(comparison.set_b)}, common, files.of_b()))
     reports = [report for report, _ in runs]
     if html is not None:
         _write_page(html, [side for _, side in runs if side is not None])
     data = _as_bytes(reports)
     if output is not None:
         write_file(output, data, "the report")
-        print(f"report written to {output}", file=sys.stderr)
     print(data.decode(), end="") if as_json else _show(reports)
     return 0
 
@@ -136,11 +174,11 @@ def _simulate(
     from lockstep.replay.configs import config_for, order_note
     from lockstep.replay.cost import CostModel, Extrapolation
     from lockstep.replay.recording import RunRecording
-    from lockstep.replay.records import MAX_TICKS, MAX_TICKS_UNASKED, TickRecorder
     from lockstep.replay.render.perfetto import PerfettoWriter
     from lockstep.replay.render.side import Side
     from lockstep.replay.report import report_of
     from lockstep.replay.simulator import Simulation
+    from lockstep.replay.timeline import MAX_TICKS, MAX_TICKS_UNASKED, TickRecorder
 
     config = config_for(workload, overrides)
     cost, ranges = settings.priced or (None, {})
@@ -179,10 +217,11 @@ def _simulate(
 
 
 def _print_speed(num_requests: int, passed_s: float) -> None:
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+    from lockstep.bench.replay import peak_memory_bytes
+
     print(
         f"{num_requests:,} requests in {passed_s:.2f} s: {num_requests / max(passed_s, 1e-9):,.0f} requests/s, "
-        f"peak memory {peak_bytes / 1e6:,.0f} MB",
+        f"peak memory {peak_memory_bytes() / 1e6:,.0f} MB",
         file=sys.stderr,
     )
 
@@ -192,7 +231,6 @@ def _write_page(path: Path, sides: Sequence[Side]) -> None:
 
     text = replay_page(sides[0]) if len(sides) == 1 else comparison_page(sides[0], sides[1])
     write_file(path, text.encode(), "the page")
-    print(f"page written to {path}", file=sys.stderr)
 
 
 def _as_bytes(reports: Sequence[Report]) -> bytes:
@@ -213,18 +251,18 @@ VERSION = 2
 """Version of the JSON form of ``--verify`` and ``--execute``."""
 
 
-def replay_trace(verify: Path | None, execute: Path | None, model: str | None, allows_gaps: bool, as_json: bool) -> int:
-    """Exit code 0: everything is there and identical, 1: something is not."""
-    if verify is not None and execute is not None:
+def replay_trace(given: RecordingFlags, as_json: bool) -> int:
+    """Decide or compute a recording again; exit code 0: everything is there and identical, 1: something is not."""
+    if given.verify is not None and given.execute is not None:
         raise UsageError("--verify decides a recording again and --execute computes it again; give one of them")
-    if execute is not None:
-        if allows_gaps:
+    if given.execute is not None:
+        if given.allow_gaps:
             raise UsageError("--execute follows every step and cannot pass over gaps; leave --allow-gaps out")
-        return execute_trace(execute.expanduser(), model, as_json)
-    assert verify is not None, "one of the two is given"
-    if model is not None:
+        return execute_trace(given.execute.expanduser(), given.model, as_json)
+    assert given.verify is not None, "one of the two is given"
+    if given.model is not None:
         raise UsageError("--verify needs no model: it decides, and computes nothing; leave --model out")
-    return verify_trace(verify.expanduser(), as_json, allows_gaps=allows_gaps)
+    return verify_trace(given.verify.expanduser(), as_json, allows_gaps=given.allow_gaps)
 
 
 def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False) -> int:
@@ -239,7 +277,7 @@ def verify_trace(path: Path, as_json: bool, *, allows_gaps: bool = False) -> int
     if files != (path,):
         trace = open_trace(path)
         verification = deciding.verify(trace)
-        facts |= deciding.facts(verification)
+        facts |= deciding.facts(verification, trace)
         lines += deciding.describe(verification, trace)
         is_in_order, may_be_meant = (verification.is_in_order(allows) for allows in (allows_gaps, True))
     if files:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +24,7 @@ from lockstep.cli.conversation import (
     prompt_of,
     system_of,
 )
-from lockstep.cli.flag_groups import with_flags
+from lockstep.cli.flag_groups import SWITCH, Flag, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
@@ -35,24 +35,53 @@ if TYPE_CHECKING:
     from lockstep.engine.llm import LLM
     from lockstep.engine.outputs import RequestOutput
 
-Prompt = Annotated[
-    str | None, typer.Option("-p", "--prompt", help="Answer this and exit; - reads it from standard input.")
-]
-Raw = Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")]
+
+@dataclass(frozen=True, slots=True)
+class SamplingFlags:
+    """Parameters of the answer, as `SamplingParams` has them."""
+
+    max_tokens: int | None = None
+    """At most so many new tokens."""
+    min_tokens: int = 0
+    """No end before so many new tokens."""
+    temperature: float | None = None
+    """0 is greedy."""
+    top_k: int | None = None
+    """Keep the k most likely tokens; 0: all."""
+    top_p: float | None = None
+    """Keep the most likely tokens up to this mass."""
+    min_p: float | None = None
+    """Drop tokens below this part of the likeliest."""
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """Same seed, same answer."""
+    stop: list[str] | None = None
+    """End before this text; may be repeated."""
+    ignore_eos: Annotated[bool, SWITCH] = False
+    """Go on past the model's end token."""
+
+    def params(self, constraint: Constraint | None) -> SamplingParams:
+        """The parameters; InvalidParameterError for what is wrong whatever the model is."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        params = SamplingParams(**{**given, "stop": tuple(self.stop or ()), "constraint": constraint})
+        params.validate(ANY_VOCABULARY)
+        return params
 
 
 @dataclass(frozen=True, slots=True)
 class ConstraintFlags:
     """Constraints of the answer; at most one of them is given."""
 
-    json_schema: Annotated[
-        str | None, typer.Option(metavar="FILE|JSON", help="The answer is a JSON document that this schema accepts.")
-    ] = None
-    regex: Annotated[str | None, typer.Option(help="The whole answer matches this pattern.")] = None
-    choice: Annotated[list[str] | None, typer.Option(help="The answer is one of these texts; repeat the flag.")] = None
-    grammar: Annotated[Path | None, typer.Option(metavar="FILE", help="The answer is a word of this Lark grammar.")] = (
-        None
-    )
+    json_schema: Annotated[str | None, Flag(metavar="FILE|JSON")] = None
+    """The answer is a JSON document that this schema accepts."""
+    regex: str | None = None
+    """The whole answer matches this pattern."""
+    choice: list[str] | None = None
+    """The answer is one of these texts; repeat the flag."""
+    grammar: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """The answer is a word of this Lark grammar."""
 
     def constraint(self) -> Constraint | None:
         """The one constraint that the flags mean, or none.
@@ -83,22 +112,13 @@ class ConstraintFlags:
 @with_flags
 def run(
     model: flags.Model,
-    prompt: Prompt = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    raw: Raw = False,
-    max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
-    min_tokens: Annotated[int, typer.Option(help="No end before so many new tokens.")] = 0,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0: all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this part of the likeliest.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option()] = None,
-    presence_penalty: Annotated[float, typer.Option()] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option()] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")] = False,
+    prompt: flags.Prompt = None,
+    system: flags.System = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the prompt as it is, without the chat template.")
+    ] = False,
     *,
+    sampling: SamplingFlags,
     must_be: ConstraintFlags,
     chat_template: flags.ChatTemplate = None,
     chat_template_kwargs: flags.ChatTemplateKwargs = None,
@@ -108,26 +128,11 @@ def run(
     cache_dir: flags.CacheDir = None,
     probe: flags.Probe = True,
     as_json: flags.Json = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print the figures of each answer.")] = False,
+    verbose: flags.Verbose = False,
     debug: flags.Debug = False,
 ) -> None:
     """Answer a prompt, or chat when there is none."""
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        constraint=must_be.constraint(),
-    )
-    params.validate(ANY_VOCABULARY)  # what is wrong whatever the model is said before it is loaded
+    params = sampling.params(must_be.constraint())  # what is wrong is said before the model is loaded
     answering = partial(LocalAnswerer, flags.template_kwargs(chat_template_kwargs), reasoning, raw)
     conversing = partial(Conversation, params=params, system=system_of(system), is_verbose=verbose)
     load = LoadOptions(

@@ -36,7 +36,7 @@ from lockstep.errors import UsageError
 from lockstep.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from lockstep.cluster.base import Cluster
+    from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.resolve import LoadProgress
     from lockstep.server.reload import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
@@ -84,7 +84,7 @@ def serve(
         progress = ServingProgress.for_this(report.log_format)
         decided = decided_options(engine, "fcfs" if cluster_flags.manifest is None else "priority")
         load = LoadOptions(decided, openvino, worker_flags.cache_dir, worker_flags.probe)
-        cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, progress.tell)
+        cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, progress.update)
         warnings = answers_to(foreign)
         log_to_stderr(report.log_format, report.log_level, "server")
         for warning in warnings:
@@ -149,7 +149,7 @@ def server_options(
 
 def _allowed_hosts(listen: ListenFlags, host: str) -> tuple[str, ...]:
     """Names that requests may call the server; where loopback is the only protection, only its own."""
-    from lockstep.server.access import loopback_hosts
+    from lockstep.server.admission import loopback_hosts
 
     given = tuple(name.lower() for name in listen.allowed_host or ())
     is_bare = not listen.api_key and not listen.allow_unauthenticated
@@ -181,7 +181,7 @@ def _cluster(
     progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
     """Make the cluster behind the server, and the reload of its manifest where there is one."""
-    from lockstep.cluster.cluster import ManifestCluster
+    from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.manifest import Manifest
     from lockstep.cluster.state import ClusterOptions
     from lockstep.server.reload import ManifestReload, stamp_of
@@ -204,9 +204,9 @@ def _cluster(
         assert model is not None, "one of the two is given"
         template = flags.read_template(model_flags.chat_template)
         manifest = Manifest.of_model(model, model_flags.served_model_name or (model,), template)
-        return ManifestCluster(manifest, options, progress=progress), None
+        return Cluster(manifest, options, progress=progress), None
     seen = stamp_of(cluster_flags.manifest)  # before it is read: what is written from now on is brought in
-    cluster = ManifestCluster(read_manifest(cluster_flags.manifest), options, progress=progress)
+    cluster = Cluster(read_manifest(cluster_flags.manifest), options, progress=progress)
     return cluster, ManifestReload(cluster, cluster_flags.manifest, os.environ, seen, watches=cluster_flags.watch)
 
 
@@ -215,10 +215,15 @@ def trace_options(report: ReportFlags) -> TraceOptions | None:
     from lockstep.worker.flight.options import TraceOptions
 
     if report.trace is None:
-        if report.trace_content:
-            raise UsageError("--trace-content is said of a recording; give --trace DIR, or leave it out")
+        given = {"--trace-content": report.trace_content, "--trace-key": report.trace_key is not None}
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            raise UsageError(f"{flag} is said of a recording; give --trace DIR, or leave it out")
         return None
-    return TraceOptions(str(report.trace.absolute()), report.trace_max_mb << 20, report.trace_content)
+    key_file = "" if report.trace_key is None else str(report.trace_key.expanduser().absolute())
+    directory = str(report.trace.absolute())
+    options = TraceOptions(directory, report.trace_max_mb << 20, report.trace_content, key_file)
+    options.secret()  # what is wrong with it is said now
+    return options
 
 
 def _check_together(model: str | None, model_flags: ModelFlags, cluster_flags: ClusterFlags) -> None:

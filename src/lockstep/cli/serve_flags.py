@@ -6,7 +6,7 @@ told what happens instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli.flag_groups import Flag, OptionFlags, field_docs
+from lockstep.cli.flag_groups import SWITCH, Flag, OptionFlags, field_docs
 from lockstep.cli.manifests import BackendName
 from lockstep.core.policy import POSITIVE, SchedulerConfig
 from lockstep.engine.options import DEFAULTS, EngineOptions
@@ -28,37 +28,25 @@ from lockstep.worker.health import MAX_SILENCE_S
 class ListenFlags:
     """Addresses to listen on, keys and origins that are let in."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 9000
-    addr: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Both at once; goes before them.")] = None
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="A key that opens the server; may be repeated, or hold several with commas between them."),
-    ] = None
-    admin_key: Annotated[
-        list[str] | None,
-        typer.Option(help="As --api-key, and the only ones that then open the cluster, its manifest and sessions."),
-    ] = None
-    allow_unauthenticated: Annotated[
-        bool, typer.Option("--allow-unauthenticated", help="Listen beyond loopback without a key.")
-    ] = False
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A name in requests' Host that is answered to; may be repeated.",
-            show_default="loopback's where there is no key, else any",
-        ),
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="An origin that browsers may call from, or *; may be repeated.")
-    ] = None
-    loopback_origins: Annotated[
-        bool,
-        typer.Option(
-            "--loopback-origins/--no-loopback-origins",
-            help="Whether pages that this machine serves itself may ask models from a browser.",
-        ),
-    ] = True
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Flag(low=0, high=65535)] = 9000
+    """Port to listen on; 0: any free one."""
+    addr: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """Both at once; goes before them."""
+    api_key: list[str] | None = None
+    """A key that opens the server; may be repeated, or hold several with commas between them."""
+    admin_key: list[str] | None = None
+    """As --api-key, and the only ones that then open the cluster, its manifest and sessions."""
+    allow_unauthenticated: Annotated[bool, SWITCH] = False
+    """Listen beyond loopback without a key."""
+    allowed_host: list[str] | None = None
+    """A name in requests' Host that is answered to; may be repeated; None: loopback's where there is no key, else
+    any."""
+    cors_origin: list[str] | None = None
+    """An origin that browsers may call from, or *; may be repeated."""
+    loopback_origins: bool = True
+    """Whether pages that this machine serves itself may ask models from a browser."""
 
 
 LIMITS = OptionFlags(
@@ -81,9 +69,8 @@ LIMITS = OptionFlags(
 class ModelFlags:
     """Names of the model, and its chat template."""
 
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name in requests; repeated: aliases.", show_default="MODEL")
-    ] = None
+    served_model_name: Annotated[list[str] | None, Flag(shown="MODEL")] = None
+    """Name in requests; repeated: aliases."""
     chat_template: flags.ChatTemplate = None
     chat_template_kwargs: flags.ChatTemplateKwargs = None
     reasoning: flags.Reasoning = "auto"
@@ -95,42 +82,27 @@ class WorkerFlags:
 
     cache_dir: flags.CacheDir = None
     probe: flags.Probe = True
-    worker: Annotated[
-        Literal["process", "thread"], typer.Option(help="Where the model runs: a supervised process of its own.")
-    ] = "process"
-    worker_timeout: Annotated[
-        float,
-        typer.Option(help="Seconds without a sign of life until a worker process is replaced; 0: never.", min=0.0),
-    ] = MAX_SILENCE_S
-    stream_interval_ms: Annotated[
-        float, typer.Option(help="Tokens of a stream that come faster share a frame; 0: never.", min=0.0, max=1000.0)
-    ] = 20.0
+    worker: Literal["process", "thread"] = "process"
+    """Where the model runs: a supervised process of its own."""
+    worker_timeout: Annotated[float, Flag(low=0.0)] = MAX_SILENCE_S
+    """Seconds without a sign of life until a worker process is replaced; 0: never."""
+    stream_interval_ms: Annotated[float, Flag(low=0.0, high=1000.0)] = 20.0
+    """Tokens of a stream that come faster share a frame; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFlags:
     """Many models in the place of one."""
 
-    manifest: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A cluster of models, as YAML, instead of MODEL; SIGHUP brings it in again."),
-    ] = None
+    manifest: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """A cluster of models, as YAML, instead of MODEL; SIGHUP brings it in again."""
     backend: BackendName = None
-    watch: Annotated[bool, typer.Option("--watch", help="Bring the manifest in whenever its file changes.")] = False
-    allow_any_source: Annotated[
-        bool,
-        typer.Option(
-            "--allow-any-source",
-            help="Let any key put manifests with any file or hub model; else only an admin key may.",
-        ),
-    ] = False
-    allow_private_remotes: Annotated[
-        bool,
-        typer.Option(
-            "--allow-private-remotes",
-            help="Let any key put manifests with servers at private addresses; else only an admin key may.",
-        ),
-    ] = False
+    watch: Annotated[bool, SWITCH] = False
+    """Bring the manifest in whenever its file changes."""
+    allow_any_source: Annotated[bool, SWITCH] = False
+    """Let any key put manifests with any file or hub model; else only an admin key may."""
+    allow_private_remotes: Annotated[bool, SWITCH] = False
+    """Let any key put manifests with servers at private addresses; else only an admin key may."""
 
 
 _SPECIAL: Mapping[str, Flag] = {
@@ -162,39 +134,32 @@ ENGINE = OptionFlags(
 class ReportFlags:
     """Logs, metrics, traces and recordings."""
 
-    log_format: Annotated[Literal["text", "json"], typer.Option(help="How log lines are written.")] = "text"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="From which level on.")] = (
-        "info"
-    )
-    disable_log_requests: Annotated[bool, typer.Option("--disable-log-requests", help="No line per request.")] = False
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Put prompts and answers into the line of a request.")
-    ] = False
-    log_user: Annotated[
-        bool, typer.Option("--log-user", help="Name a request's user in its line, in the place of a hash.")
-    ] = False
-    metrics_prefix: Annotated[
-        str, typer.Option(help="First part of metric names; vllm makes boards for vLLM work.")
-    ] = "lockstep"
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="Send a span per request there (OTLP over HTTP).")
-    ] = None
-    responses_db: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Keep stored responses in this SQLite file.")
-    ] = None
-    enable_debug_endpoints: Annotated[
-        bool, typer.Option("--enable-debug-endpoints", help="POST /reset_prefix_cache and GET /debug/check.")
-    ] = False
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Record every decision there, for lockstep replay; no text and no tokens."),
-    ] = None
-    trace_content: Annotated[
-        bool, typer.Option("--trace-content", help="Record prompts and answers too, as token ids.")
-    ] = False
-    trace_max_mb: Annotated[
-        int, typer.Option(metavar="MB", help="Recordings in DIR take as much; the oldest go first.", min=1)
-    ] = DEFAULT_MAX_MB
+    log_format: Literal["text", "json"] = "text"
+    """How log lines are written."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """From which level on."""
+    disable_log_requests: Annotated[bool, SWITCH] = False
+    """No line per request."""
+    log_prompts: Annotated[bool, SWITCH] = False
+    """Put prompts and answers into the line of a request."""
+    log_user: Annotated[bool, SWITCH] = False
+    """Name a request's user in its line, in the place of a hash."""
+    metrics_prefix: str = "lockstep"
+    """First part of metric names; vllm makes boards for vLLM work."""
+    otlp_traces_endpoint: Annotated[str | None, Flag(metavar="URL")] = None
+    """Send a span per request there (OTLP over HTTP)."""
+    responses_db: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Keep stored responses in this SQLite file."""
+    enable_debug_endpoints: Annotated[bool, SWITCH] = False
+    """POST /reset_prefix_cache and GET /debug/check."""
+    trace: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Record every decision there, for lockstep replay; no text and no tokens."""
+    trace_content: Annotated[bool, SWITCH] = False
+    """Record prompts and answers too, as token ids."""
+    trace_key: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """A secret of the recording; digests under equal ones compare."""
+    trace_max_mb: Annotated[int, Flag(low=1, metavar="MB")] = DEFAULT_MAX_MB
+    """Recordings in DIR take as much; the oldest go first."""
 
 
 _Text = Annotated[str | None, typer.Option(hidden=True)]
@@ -227,52 +192,53 @@ class ForeignFlags:
     enable_server_load_tracking: Annotated[bool, typer.Option("--enable-server-load-tracking", hidden=True)] = False
 
 
+_ONE_DEVICE = "{flag} is {value}; a model runs on one device here, so it can only be 1"
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "tensor_parallel_size": ((None, 1), _ONE_DEVICE),
+    "pipeline_parallel_size": ((None, 1), _ONE_DEVICE),
+    "data_parallel_size": ((None, 1), _ONE_DEVICE),
+    "dtype": (
+        (None, "auto", "float", "float32"),
+        "{flag} is {value!r}; activations are float32 here: leave it out, or look at --quantize",
+    ),
+    "quantization": (
+        (None,),
+        "{flag} is told by the model's files; --quantize int8 or int4 rounds float weights at load",
+    ),
+    "tokenizer": ((None,), "{flag} is the one in the model's files; give a MODEL that has the right one"),
+    "load_format": ((None, "auto"), "{flag} is {value!r}; it is told by the model's files: leave it out"),
+    "swap_space": ((None,), "{flag} is called --swap-space-bytes here, and counts bytes"),
+    "seed": ((None,), "{flag} belongs to requests here: the same seed in a request gives the same answer"),
+}
+"""By field: values that ask for nothing that cannot be had, and what is said to any other."""
+_HARMLESS: Mapping[str, str] = {
+    "gpu_memory_utilization": "no GPU memory is reserved; --kv-cache-memory-bytes sizes the KV pool",
+    "trust_remote_code": "no code of a model is ever run",
+    "enforce_eager": "there are no CUDA graphs",
+    "enable_auto_tool_choice": "tools are always on",
+    "tool_call_parser": "the format is told by the chat template",
+    "reasoning_parser": "tags are in the chat template; see --reasoning",
+    "disable_log_stats": "figures are in /metrics only",
+    "enable_log_requests": "requests are logged unless --disable-log-requests",
+    "enable_prompt_tokens_details": "they are always there",
+    "enable_server_load_tracking": "/load always counts",
+}
+"""By field: what holds instead, or anyway."""
+
+
 def answers_to(given: ForeignFlags) -> list[str]:
     """Warnings about the flags that were given.
 
     Raises:
         UsageError: one asks for what cannot be had, so the server would not be the one that was meant.
     """
-    for refusal in _refusals(given):
-        raise UsageError(refusal)
-    return [f"{flag} has no effect: {instead}" for flag, was_given, instead in _harmless(given) if was_given]
+    values = {field.name: getattr(given, field.name) for field in fields(given)}
+    for name, (allowed, refusal) in _REFUSED.items():
+        if values[name] not in allowed:
+            raise UsageError(refusal.format(flag=_flag_of(name), value=values[name]))
+    given_names = [name for name in _HARMLESS if values[name] is not None and values[name] is not False]
+    return [f"{_flag_of(name)} has no effect: {_HARMLESS[name]}" for name in given_names]
 
 
-def _refusals(given: ForeignFlags) -> Iterator[str]:
-    for flag, size in (
-        ("--tensor-parallel-size", given.tensor_parallel_size),
-        ("--pipeline-parallel-size", given.pipeline_parallel_size),
-        ("--data-parallel-size", given.data_parallel_size),
-    ):
-        if size not in (None, 1):
-            yield f"{flag} is {size}; a model runs on one device here, so it can only be 1"
-    if given.dtype not in (None, "auto", "float", "float32"):
-        yield f"--dtype is {given.dtype!r}; activations are float32 here: leave it out, or look at --quantize"
-    if given.quantization is not None:
-        yield "--quantization is told by the model's files; --quantize int8 or int4 rounds float weights at load"
-    if given.tokenizer is not None:
-        yield "--tokenizer is the one in the model's files; give a MODEL that has the right one"
-    if given.load_format not in (None, "auto"):
-        yield f"--load-format is {given.load_format!r}; it is told by the model's files: leave it out"
-    if given.swap_space is not None:
-        yield "--swap-space is called --swap-space-bytes here, and counts bytes"
-    if given.seed is not None:
-        yield "--seed belongs to requests here: the same seed in a request gives the same answer"
-
-
-def _harmless(given: ForeignFlags) -> Iterator[tuple[str, bool, str]]:
-    memory = "no GPU memory is reserved; --kv-cache-memory-bytes sizes the KV pool"
-    yield "--gpu-memory-utilization", given.gpu_memory_utilization is not None, memory
-    yield "--trust-remote-code", given.trust_remote_code, "no code of a model is ever run"
-    yield "--enforce-eager", given.enforce_eager, "there are no CUDA graphs"
-    yield "--enable-auto-tool-choice", given.enable_auto_tool_choice, "tools are always on"
-    yield "--tool-call-parser", given.tool_call_parser is not None, "the format is told by the chat template"
-    yield (
-        "--reasoning-parser",
-        given.reasoning_parser is not None,
-        "tags are in the chat template; see --reasoning",
-    )
-    yield "--disable-log-stats", given.disable_log_stats, "figures are in /metrics only"
-    yield "--enable-log-requests", given.enable_log_requests, "requests are logged unless --disable-log-requests"
-    yield "--enable-prompt-tokens-details", given.enable_prompt_tokens_details, "they are always there"
-    yield "--enable-server-load-tracking", given.enable_server_load_tracking, "/load always counts"
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.cli import options as flags
-from lockstep.cli import replay_options as asked
-from lockstep.cli.flag_groups import with_flags
+from lockstep.cli import replay_options as shared
+from lockstep.cli.flag_groups import Flag, with_flags
 from lockstep.cli.replay_options import settings_of, warn_of_order
-from lockstep.cli.writing import check_places, write_file
+from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,54 +23,43 @@ if TYPE_CHECKING:
 
 EXIT_NONE_MEETS = 1
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")]
-Grid = Annotated[
-    list[str] | None,
-    typer.Option("--grid", metavar="FIELD=VALUES", help="Values by commas, e.g. max_num_seqs=8,16,32; one per field."),
-]
-Objective = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--objective",
-        metavar="METRIC",
-        help="What the front is about; the first two are plotted.",
-        show_default="ttft_p99 and output_tokens_per_s, or total_ticks",
-    ),
-]
-Slo = Annotated[
-    str, typer.Option(metavar="GOALS", help="Find the cheapest config that meets these, in ms: ttft:500,tpot:50.")
-]
-SloPercent = Annotated[
-    float | None,
-    typer.Option(
-        metavar="P",
-        min=0,
-        max=100,
-        help="Requests that must meet the goals, of all that arrive.",
-        show_default="99",
-    ),
-]
-Jobs = Annotated[int | None, typer.Option(min=1, metavar="N", help="Processes.", show_default="one per core")]
 DEFAULT_OBJECTIVES = ("ttft_p99", "output_tokens_per_s")
 DEFAULT_OBJECTIVES_IN_TICKS = ("ttft_p99", "total_ticks")
 """Where nobody said how long a tick is, nothing is per second."""
 DEFAULT_SLO_PERCENT = 99.0
 
 
+@dataclass(frozen=True, slots=True)
+class SearchFlags:
+    """Goals and objectives of the search, and how it runs."""
+
+    objective: Annotated[
+        list[str] | None, Flag(metavar="METRIC", shown="ttft_p99 and output_tokens_per_s, or total_ticks")
+    ] = None
+    """What the front is about; the first two are plotted."""
+    slo: Annotated[str, Flag(metavar="GOALS")] = ""
+    """Find the cheapest config that meets these, in ms: ttft:500,tpot:50."""
+    slo_percent: Annotated[float | None, Flag(low=0, high=100, metavar="P", shown="99")] = None
+    """Requests that must meet the goals, of all that arrive."""
+    jobs: Annotated[int | None, Flag(low=1, metavar="N", shown="one per core")] = None
+    """Processes."""
+    output: Annotated[Path | None, Flag(metavar="FILE", call=expanded)] = None
+    """Write the report there as JSON."""
+
+
 @with_flags
 def sweep(
-    file: File,
-    grid: Grid = None,
-    settings: asked.Set = None,
-    objective: Objective = None,
-    slo: Slo = "",
-    slo_percent: SloPercent = None,
-    jobs: Jobs = None,
-    output: asked.Output = None,
-    html: asked.Html = None,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A workload or a trace.")],
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUES", help="Values by commas, e.g. max_num_seqs=8,16,32; one per field."),
+    ] = None,
+    settings: shared.Set = None,
     *,
-    reading: asked.ReadFlags,
-    costs: asked.CostFlags,
+    search: SearchFlags,
+    html: shared.Html = None,
+    reading: shared.ReadFlags,
+    costs: shared.CostFlags,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
@@ -82,10 +71,11 @@ def sweep(
     from lockstep.replay.report import GOALS
     from lockstep.replay.sweep import Job
 
+    objective, slo_percent, output = search.objective, search.slo_percent, search.output
     check_places(((output, "the sweep"), (html, "the page")), (file, costs.cost))
     for metric in objective or ():
         check_metric(metric)
-    goals = parse_goals(slo, "--slo", GOALS)
+    goals = parse_goals(search.slo, "--slo", GOALS)
     if slo_percent is not None and not goals:
         raise UsageError("--slo-percent says how many requests must meet the goals; give them with --slo ttft:500")
     all_settings = combinations(parse_grid(grid or ()))
@@ -97,13 +87,12 @@ def sweep(
     if "order" not in all_settings[0]:
         warn_of_order((workload, common))
     job = Job(workload, common, costs.priced(), goals)
-    outcomes = _run(job, all_settings, jobs or available_cores())
+    outcomes = _run(job, all_settings, search.jobs or available_cores())
     percent = DEFAULT_SLO_PERCENT if slo_percent is None else slo_percent
     swept = _judged(job, outcomes, objective, percent)
     text = json.dumps(facts(swept), indent=2) + "\n"
     if output is not None:
         write_file(output, text.encode(), "the sweep")
-        print(f"sweep written to {output}", file=sys.stderr)
     if html is not None:
         _write_page(html, swept)
     print(text, end="") if as_json else _show(swept)
@@ -162,4 +151,3 @@ def _write_page(path: Path, swept: Swept) -> None:
     from lockstep.replay.render.sweep import sweep_page
 
     write_file(path, sweep_page(swept).encode(), "the page")
-    print(f"page written to {path}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -52,13 +53,19 @@ def make_folder(path: Path, what: str) -> None:
         raise UsageError(f"{path}: {what} cannot be written there: {error.strerror}") from None
 
 
-def write_file(path: Path, data: bytes, what: str) -> None:
-    """Write a file whole, in a folder that may have to be made; UsageError where that cannot be done."""
+def write_file(path: Path, data: bytes, what: str, note: str = "") -> None:
+    """Write a file whole, in a folder that may have to be made, and say so; UsageError where that cannot be done.
+
+    Args:
+        what: it is called, with its article.
+        note: ends the line on standard error.
+    """
     make_folder(path, what)
     try:
         path.write_bytes(data)
     except OSError as error:
         raise UsageError(f"{path}: {what} cannot be written there: {error.strerror}") from None
+    print(f"{what.removeprefix('the ')} written to {path}{note}", file=sys.stderr)
 
 
 def _check(path: Path, what: str) -> None:
@@ -84,7 +91,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_same(path: Path, file: Path) -> bool:
-    """Whether two names are one file: links are followed."""
+    """True if two names are one file: links are followed."""
     try:
         return path.samefile(file)
     except OSError:  # one of them is not there

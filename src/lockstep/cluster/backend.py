@@ -35,12 +35,6 @@ class OneModel:
         return self.source
 
 
-def targets_of(manifest: Manifest) -> tuple[str, ...]:
-    """Ids that the routing's rule may name, in order of definition."""
-    routing = manifest.routing
-    return () if routing is None else tuple(e.id for e in manifest.entries if e.set == routing.rule.set)
-
-
 def served_by(manifest: Manifest, backend: Backend | OneModel) -> Manifest:
     """The manifest with sources that the backend has.
 
@@ -70,7 +64,7 @@ def _routing_stub(manifest: Manifest, entry: Entry) -> Entry:
     if routing is None or routing.entry != entry.id or entry.tier is Tier.REMOTE or not entry.source.startswith(STUB):
         return entry
     options = StubOptions.parse(entry.source)
-    *words, _ = routing.rule.constraint_words(targets_of(manifest))
+    *words, _ = routing.rule.constraint_words(manifest.targets)
     missing = {
         **({} if options.field else {"field": routing.rule.field_name}),
         **({} if options.ids else {"ids": ",".join(words)}),

@@ -1,4 +1,4 @@
-"""Circuit breaker: whether another server is asked at all. Pure: times come in, decisions go out.
+"""Circuit breaker: leaves another server alone that fails. Pure: times come in, decisions go out.
 
 After some failures in a row nobody asks for a while; then one request tries, and its first byte lets the others in
 again. Failures of requests that were let in before the state last changed say nothing of now, and are not counted.
@@ -24,32 +24,18 @@ class BreakerState(StrEnum):
     """One request, which tries."""
 
 
-class _Event(StrEnum):
-    TRIPPED = "tripped"
-    """As many failures in a row as are borne."""
-    RESTED = "rested"
-    """The rest is over and somebody asks."""
-    BEGAN = "began"
-    """The request that tries has its first byte."""
-    FAILED = "failed"
-    """It has not, and never will."""
-    LEFT = "left"
-    """Its client left before anything was known."""
-
-
-_NEXT: Mapping[tuple[BreakerState, _Event], BreakerState] = {
-    (BreakerState.CLOSED, _Event.TRIPPED): BreakerState.OPEN,
-    (BreakerState.OPEN, _Event.RESTED): BreakerState.HALF_OPEN,
-    (BreakerState.HALF_OPEN, _Event.BEGAN): BreakerState.CLOSED,
-    (BreakerState.HALF_OPEN, _Event.FAILED): BreakerState.OPEN,
-    (BreakerState.HALF_OPEN, _Event.LEFT): BreakerState.OPEN,
+_MOVES: Mapping[BreakerState, tuple[BreakerState, ...]] = {
+    BreakerState.CLOSED: (BreakerState.OPEN,),
+    BreakerState.OPEN: (BreakerState.HALF_OPEN,),
+    BreakerState.HALF_OPEN: (BreakerState.CLOSED, BreakerState.OPEN),
 }
-"""Every change there is."""
+"""Every change there is: as many failures in a row as are borne; its rest is over and somebody asks; the request that
+tries has its first byte, or never will have, or its client left before anything was known."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerOptions:
-    """How many failures are borne, and how long the server is left alone then."""
+    """Bounds of a breaker: the failures that are borne, and the rest of the server after them."""
 
     num_failures: int = 5
     """In a row, until it opens."""
@@ -64,7 +50,7 @@ class BreakerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that was let in; its ending is noted with this."""
+    """Admission of one request; its ending is noted with this."""
 
     era: int
     """How often the breaker had changed."""
@@ -96,7 +82,7 @@ class Breaker:
     def admit(self, now_s: float) -> Admission | None:
         """Let a request in; None: not now, see `wait_s`."""
         if self._state is BreakerState.OPEN and now_s >= self._until_s:
-            self._change(_Event.RESTED)
+            self._change(BreakerState.HALF_OPEN)
         elif self._state is not BreakerState.CLOSED:
             return None
         return Admission(self._era)
@@ -106,7 +92,7 @@ class Breaker:
         if admission.era != self._era or self._state is not BreakerState.HALF_OPEN:
             return admission
         self._num_failures = self._options.num_failures - 1
-        self._change(_Event.BEGAN)
+        self._change(BreakerState.CLOSED)
         return Admission(self._era)
 
     def succeeded(self, admission: Admission) -> None:
@@ -120,23 +106,24 @@ class Breaker:
         if admission.era != self._era:
             return
         if self._state is BreakerState.HALF_OPEN:
-            self._open(_Event.FAILED, now_s)
+            self._open(now_s)
             return
         self._num_failures += 1
         if self._num_failures >= self._options.num_failures:
-            self._open(_Event.TRIPPED, now_s)
+            self._open(now_s)
 
     def left(self, admission: Admission) -> None:
         """Note a request that nobody waits for any more, and of which nothing is known: the next one may try."""
         if admission.era == self._era and self._state is BreakerState.HALF_OPEN:
-            self._change(_Event.LEFT)
+            self._change(BreakerState.OPEN)
 
-    def _open(self, event: _Event, now_s: float) -> None:
+    def _open(self, now_s: float) -> None:
         options = self._options
         self._num_openings += 1
         self._until_s = now_s + backoff_s(self._num_openings, options.rest_s, options.max_rest_s)
-        self._change(event)
+        self._change(BreakerState.OPEN)
 
-    def _change(self, event: _Event) -> None:
-        self._state = _NEXT[self._state, event]
+    def _change(self, state: BreakerState) -> None:
+        assert state in _MOVES[self._state], f"a breaker does not go from {self._state} to {state}"
+        self._state = state
         self._era += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from lockstep.cluster.manifest import Resources, Tier
 
@@ -71,22 +72,41 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One ceiling."""
+    """One ceiling, and what models need under it."""
 
     name: str
     declared_bytes: int | None
     """None: the manifest says nothing."""
     effective_bytes: int | None
     """What holds; None: nothing bounds it."""
+    needed_bytes: int = 0
+    """By the models that were counted."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether the machine has less than the manifest says."""
+        """True where the machine has less than the manifest says."""
         return None not in (self.declared_bytes, self.effective_bytes) and self.declared_bytes != self.effective_bytes
 
+    @property
+    def excess_bytes(self) -> int:
+        return 0 if self.effective_bytes is None else max(0, self.needed_bytes - self.effective_bytes)
 
-@dataclass(frozen=True, slots=True)
-class Budgets:
+    def adding(self, num_bytes: int) -> Budget:
+        """The same ceiling with a further need."""
+        return replace(self, needed_bytes=self.needed_bytes + num_bytes)
+
+    def __str__(self) -> str:
+        """One line: what is needed of it, and whether the machine has it."""
+        needed = f"{self.name}: {megabytes(self.needed_bytes)} needed"
+        if self.effective_bytes is None:
+            return f"{needed}, no bound"
+        text = f"{needed} of {megabytes(self.effective_bytes)}"
+        if self.is_cut and self.declared_bytes is not None:
+            text += f" (declared {megabytes(self.declared_bytes)}; the machine has no more)"
+        return f"{text}, {megabytes(self.excess_bytes)} too much" if self.excess_bytes else text
+
+
+class Budgets(NamedTuple):
     """Both ceilings of a manifest."""
 
     gpu: Budget
@@ -103,14 +123,12 @@ def effective_budgets(resources: Resources, machine: Machine | None) -> Budgets:
         machine: None: sizes are fictitious (stubs), and nothing is cut.
     """
     gpu, ram = resources.gpu_budget_bytes, resources.ram_budget_bytes
-    if machine is None:
-        return Budgets(Budget(GPU_BUDGET, gpu, gpu), Budget(RAM_BUDGET, ram, ram))
-    memory = machine.memory_bytes
-    if machine.accelerator_bytes is not None:
-        (gpu_bytes,), (ram_bytes,) = _share([gpu], machine.accelerator_bytes), _share([ram], memory)
-    else:
-        gpu_bytes, ram_bytes = _share([gpu, ram], memory)
-    return Budgets(Budget(GPU_BUDGET, gpu, gpu_bytes), Budget(RAM_BUDGET, ram, ram_bytes))
+    effective: Sequence[int | None] = (gpu, ram)
+    if machine is not None and machine.accelerator_bytes is not None:
+        effective = [*_share([gpu], machine.accelerator_bytes), *_share([ram], machine.memory_bytes)]
+    elif machine is not None:
+        effective = _share([gpu, ram], machine.memory_bytes)
+    return Budgets(Budget(GPU_BUDGET, gpu, effective[0]), Budget(RAM_BUDGET, ram, effective[1]))
 
 
 def _share(declared: Sequence[int | None], available: int) -> list[int]:
@@ -133,7 +151,7 @@ class Need:
 
 
 class Verdict(StrEnum):
-    """Whether a model has its room."""
+    """Verdict on the room that a model needs."""
 
     FITS = "fits"
     EXCEEDS = "over budget"
@@ -165,17 +183,15 @@ class BudgetTable:
     rows: tuple[Row, ...]
     """In order of definition."""
     budgets: Budgets
-    gpu_needed_bytes: int
-    ram_needed_bytes: int
 
     @property
     def is_kept(self) -> bool:
-        """Whether the manifest can be booted."""
+        """True where the manifest can be booted."""
         return all(row.verdict is not Verdict.EXCEEDS for row in self.rows)
 
 
-def check(needs: Sequence[Need], budgets: Budgets) -> BudgetTable:
-    """The placement of a manifest at boot.
+def check(needs: Sequence[Need], ceilings: Budgets) -> BudgetTable:
+    """The placement of a manifest at boot, its needs counted anew.
 
     A replica is resident when one of its models is, and counts where the first of its models stands.
     """
@@ -184,20 +200,21 @@ def check(needs: Sequence[Need], budgets: Budgets) -> BudgetTable:
     pinned_bytes = sum(each.resident_bytes for replica, each in footprints.items() if replica in resident)
     owners: dict[str, str] = {}
     rows: list[Row] = []
-    gpu_bytes = ram_bytes = 0
+    gpu, ram = (replace(ceiling, needed_bytes=0) for ceiling in ceilings)
     for need in needs:
         if need.replica is None or need.footprint is None:
             rows.append(Row(need.model, need.tier, Verdict.REMOTE))
             continue
         row = _row(need, need.footprint, need.replica in resident, owners.get(need.replica))
         owners.setdefault(need.replica, need.model)
-        gpu_bytes, ram_bytes = gpu_bytes + row.gpu_bytes, ram_bytes + row.ram_bytes
-        if _exceeds(row.gpu_bytes, gpu_bytes, budgets.gpu) or _exceeds(row.ram_bytes, ram_bytes, budgets.ram):
+        gpu, ram = gpu.adding(row.gpu_bytes), ram.adding(row.ram_bytes)
+        promoted = replace(gpu, needed_bytes=pinned_bytes + need.footprint.resident_bytes)
+        if (row.gpu_bytes and gpu.excess_bytes) or (row.ram_bytes and ram.excess_bytes):
             row = replace(row, verdict=Verdict.EXCEEDS)
-        elif need.replica not in resident and _exceeds(1, pinned_bytes + need.footprint.resident_bytes, budgets.gpu):
+        elif need.replica not in resident and promoted.excess_bytes:
             row = replace(row, verdict=Verdict.NEVER_FITS)
         rows.append(row)
-    return BudgetTable(tuple(rows), budgets, gpu_bytes, ram_bytes)
+    return BudgetTable(tuple(rows), Budgets(gpu, ram))
 
 
 def _row(need: Need, footprint: Footprint, is_resident: bool, owner: str | None) -> Row:
@@ -208,10 +225,6 @@ def _row(need: Need, footprint: Footprint, is_resident: bool, owner: str | None)
     return Row(need.model, need.tier, Verdict.FITS, None, gpu_bytes, ram_bytes, footprint.origin)
 
 
-def _exceeds(added: int, total: int, budget: Budget) -> bool:
-    return added > 0 and budget.effective_bytes is not None and total > budget.effective_bytes
-
-
 def megabytes(num_bytes: int) -> str:
     """Bytes for people: millions, and one decimal of few."""
     return f"{num_bytes / 1e6:,.1f} MB" if 0 < num_bytes < 10_000_000 else f"{num_bytes / 1e6:,.0f} MB"
@@ -220,7 +233,7 @@ def megabytes(num_bytes: int) -> str:
 def table_text(table: BudgetTable) -> str:
     """The table as a refused boot tells it: a line a model, then a line a budget."""
     models = [("model", "tier", *COLUMNS), *((row.model, row.tier, *cells_of(row)) for row in table.rows)]
-    return "\n".join([*aligned(models), *budget_texts(table)])
+    return "\n".join([*aligned(models), *map(str, table.budgets)])
 
 
 def cells_of(row: Row) -> tuple[str, str, str, str]:
@@ -239,32 +252,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def budget_texts(table: BudgetTable) -> list[str]:
-    """A line a budget."""
-    return [
-        budget_text(table.budgets.gpu, table.gpu_needed_bytes),
-        budget_text(table.budgets.ram, table.ram_needed_bytes),
-    ]
-
-
-def budget_text(budget: Budget, needed_bytes: int) -> str:
-    """A budget in one line: what is needed of it, and whether the machine has it."""
-    needed = f"{budget.name}: {megabytes(needed_bytes)} needed"
-    if budget.effective_bytes is None:
-        return f"{needed}, no bound"
-    text = f"{needed} of {megabytes(budget.effective_bytes)}"
-    if budget.is_cut and budget.declared_bytes is not None:
-        text += f" (declared {megabytes(budget.declared_bytes)}; the machine has no more)"
-    missing = needed_bytes - budget.effective_bytes
-    return f"{text}, {megabytes(missing)} too much" if missing > 0 else text
-
-
 def cut_texts(budgets: Budgets) -> list[str]:
     """A sentence for each budget of which the machine has less than the manifest says."""
     return [
         f"{budget.name} is cut from {megabytes(budget.declared_bytes or 0)} to "
         f"{megabytes(budget.effective_bytes or 0)}, which this machine can give"
-        for budget in (budgets.gpu, budgets.ram)
+        for budget in budgets
         if budget.is_cut
     ]
 
@@ -273,12 +266,9 @@ def refusal(table: BudgetTable) -> str:
     """Refusal of a boot over budget: which budgets, by how much, and what would help; empty: nothing is exceeded."""
     if table.is_kept:
         return ""
-    budgets = ((table.budgets.gpu, table.gpu_needed_bytes), (table.budgets.ram, table.ram_needed_bytes))
-    over = [(budget, needed) for budget, needed in budgets if _exceeds(needed, needed, budget)]
-    parts = [
-        f"{budget.name} ({megabytes(needed)} of {megabytes(budget.effective_bytes or 0)})" for budget, needed in over
-    ]
-    first, it = over[0][0], "it" if len(over) == 1 else "them"
+    over = [budget for budget in table.budgets if budget.excess_bytes]
+    parts = [f"{each.name} ({megabytes(each.needed_bytes)} of {megabytes(each.effective_bytes or 0)})" for each in over]
+    first, it = over[0], "it" if len(over) == 1 else "them"
     helps = f"raise {it}, or declare fewer models resident" if first.name == GPU_BUDGET else "raise it, or drop models"
     if first.is_cut:
         helps = "the machine has no more for it; declare fewer or smaller models"

@@ -1,4 +1,5 @@
-"""Cluster of a manifest: one model or many on one device worker, and some of other servers."""
+"""Cluster of a manifest, and all that the server knows of its models: one or many on one device worker, and some of
+other servers."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from lockstep.cluster.base import EventStream, Health, ModelCard
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse, plain
+from lockstep.cluster.models import Model
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.reload import replace_manifest
 from lockstep.cluster.replica_state import ReplicaState
@@ -35,13 +37,13 @@ STEPS_PER_S = 4.0
 Validators = Mapping[str, Validator]
 
 
-class ManifestCluster:
-    """Implements `lockstep.cluster.base.Cluster`.
+class Cluster:
+    """Server of requests by one model or many. Used from one event loop.
 
     Args:
         manifest: what is served at first.
         validators: of other rooms' blocks, for manifests that replace it.
-        progress: told about the stages of the first loading.
+        progress: called with the stages of the first loading.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class ManifestCluster:
 
     @property
     def events(self) -> EventLog:
-        """What happens in this cluster."""
+        """Its transitions, hops and steps, as they happen."""
         return self._state.events
 
     @property
@@ -78,15 +80,18 @@ class ManifestCluster:
         """Id of the device worker's process; None: it is a thread, or lost."""
         return self._state.worker.pid
 
-    # -- base.Cluster ---------------------------------------------------------------------------------------------
+    # -- models and their answers ---------------------------------------------------------------------------------
 
     def cards(self) -> tuple[ModelCard, ...]:
-        return tuple(map(self._card, self._state.names.ids))
+        """Every model that is served, in order of definition."""
+        return tuple(map(self._card, self._state.models.by_id.values()))
 
     def card(self, name: str | None) -> ModelCard:
-        return self._card(self._state.names.find(name))
+        """The model of a name or alias; ModelNotFoundError when there is none."""
+        return self._card(self._state.models.find(name))
 
     def tokenizer(self, name: str | None) -> Tokenizer:
+        """A model's tokenizer and template; ModelNotFoundError, or UnavailableError until it is loaded."""
         model = self._state.find(name)
         if model.remote is not None:
             return model.remote.tokenizer
@@ -95,11 +100,19 @@ class ManifestCluster:
             raise UnavailableError("the model is loading")
         return model.replica.tokenizer
 
-    def stream(self, call: GenerationRequest) -> EventStream:
-        return self._handler.stream(call)
+    def stream(self, request: GenerationRequest) -> EventStream:
+        """Answer a request. Leaving the stream early aborts it within one step.
+
+        Raises (from the first ``anext``, as far as it is known by then):
+            ModelNotFoundError, InvalidParameterError, PromptTooLongError, ChatTemplateError: it can never be served.
+            QueueFullError, UnavailableError: not now.
+            QueueDeadlineError, DeadlineError, RequestFailedError, WorkerLostError: accepted, then ended.
+        """
+        return self._handler.stream(request)
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
-        """Metrics of each replica under its first model, since others that share it are counted with it."""
+        """Metrics of each replica under its first model, since others that share it are counted with it; read also
+        while a step is running."""
         by_replica = await self._state.worker.metrics()
         found = {}
         for replica in self._state.replicas.all():
@@ -126,22 +139,28 @@ class ManifestCluster:
         return ""
 
     async def check(self) -> str:
+        """The invariant of the KV blocks that does not hold, looked at between two steps; empty when all do."""
         checked = await self._state.worker.check()
         return "the worker does not answer" if checked is None else checked.fault
 
     async def reset_prefix_cache(self) -> int:
+        """Forget what is cached and not in use; returns how many blocks that were."""
         return await self._state.worker.reset_prefix_cache()
 
     @property
     def num_open(self) -> int:
+        """Calls that are being answered."""
         return self._handler.num_open
 
     async def prepare(self) -> None:
+        """Open and weigh what is on this machine; nothing is fetched or loaded. LockstepError: `start` would be in
+        vain."""
         opened = await self._state.open(self._manifest, self._progress, fetches=False)
         if len(opened.needs) == len(self._manifest.entries):
             self._prepared = opened
 
     async def start(self) -> None:
+        """Load what is to be served; returns when it can answer. LockstepError: it cannot be loaded."""
         state = self._state
         try:
             await state.worker.start()  # first: a process has its imports to do, while the sources are opened
@@ -162,45 +181,50 @@ class ManifestCluster:
         self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     def abort_all(self, error: LockstepError) -> None:
+        """End every open call with this error."""
         self._state.worker.abort_all(error)
         self._state.replicas.fail_all(error)
-        if self._state.is_set:
-            for model in self._state.models.by_id.values():
-                model.sessions.fail_all(error)
-                if model.remote is not None:
-                    model.remote.abort_all(error)
+        for model in self._state.models.by_id.values():
+            model.sessions.fail_all(error)
+            if model.remote is not None:
+                model.remote.abort_all(error)
 
     async def close(self) -> None:
+        """End what is open, free the models and end the processes that were started."""
         self.abort_all(UnavailableError("the server is closing"))
         tasks: list[asyncio.Task[Any]] = [task for task in (self._sweeping, self._replacing) if task is not None]
         for task in tasks:
             task.cancel()
         await self._state.replicas.close()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._state.is_set:
-            for model in self._state.models.by_id.values():
-                if model.remote is not None:
-                    await model.remote.close()
+        for model in self._state.models.by_id.values():
+            if model.remote is not None:
+                await model.remote.close()
         await self._state.close()
 
-    # -- from above -----------------------------------------------------------------------------------------------
+    # -- management -----------------------------------------------------------------------------------------------
 
     @property
     def is_fixed(self) -> bool:
+        """True where no request may change what is served: it was made of a command line, and has no manifest to show.
+        What follows of manifests, loading and unloading is for others."""
         return self._state.options.is_fixed
 
     def snapshot(self) -> ClusterSnapshot:
-        return self._state.snapshot(self._is_replacing, self._handler.num_ephemeral)
+        """The whole cluster at this moment; UnavailableError until its models have been opened."""
+        self._state.check_opened()
+        return self._state.snapshot(self._is_replacing)
 
     def manifest_text(self) -> str:
-        """The manifest that holds, as text that could replace it."""
-        return dump(self._state.models.declared)
+        """The effective manifest as YAML; `replace` takes it."""
+        return dump(self._declared)
 
     def manifest_plain(self) -> Mapping[str, Any]:
-        return plain(self._state.models.declared)
+        """The same as maps, lists and scalars; `replace` takes it as JSON."""
+        return plain(self._declared)
 
     async def replace(self, text: str, environment: Mapping[str, str] | None = None, powers: Powers = NONE) -> Replaced:
-        """Serve another manifest; see `lockstep.cluster.reload`. Goes on when the caller leaves.
+        """Bring a new manifest in, as one unit; see `lockstep.cluster.reload`. Goes on when the caller leaves.
 
         Args:
             environment: what the text may refer to; None: to nothing, as it came from the network.
@@ -224,25 +248,37 @@ class ManifestCluster:
         return await asyncio.shield(self._replacing)
 
     async def load_model(self, id_: str) -> None:
-        """Make a model resident; LockstepError says why it cannot be."""
+        """Promote a model; returns when it can answer at once.
+
+        Raises:
+            ModelNotFoundError: there is none of that id or alias.
+            InvalidParameterError: it is remote.
+            LockstepError: it cannot be loaded.
+        """
         replica = self._replica(id_)
         replica.is_dismissed = False
         self._state.pin(replica, self._state.models)
         await self._state.bring_up(replica)
 
     async def unload_model(self, id_: str) -> None:
-        """Take a model, and those that share its replica, off the device; the next request brings it back."""
+        """Take a model, and those that share its replica, off the device; the next request brings it back. Returns when
+        its calls have ended and its memory is free.
+
+        Raises:
+            ModelNotFoundError, InvalidParameterError: as in `load_model`.
+        """
         replica = self._replica(id_)
         replica.is_dismissed = True
         replica.is_pinned = False
         await self._state.replicas.unload(replica, self._state.options.drain_s, "by hand")
 
     def sessions(self) -> tuple[SessionSnapshot, ...]:
+        """All named sessions, least recently used first."""
         return self._state.sessions.snapshot(time.monotonic())
 
     async def end_session(self, id_: str) -> None:
         """Give up a session's KV and forget it; SessionNotFoundError when nobody knows it."""
-        if self._state.sessions.forget(id_) is None:
+        if self._state.sessions.by_id.pop(id_, None) is None:
             raise SessionNotFoundError(f"No session with id '{id_}'.", param="session_id")
         for model in self._state.models.by_id.values():
             model.sessions.drop(id_)
@@ -250,6 +286,11 @@ class ManifestCluster:
                 await self._state.worker.end_session(model.replica.key, id_, model.id)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _declared(self) -> Manifest:
+        self._state.check_opened()
+        return self._state.models.declared
 
     @property
     def _is_replacing(self) -> bool:
@@ -299,23 +340,19 @@ class ManifestCluster:
             raise UnavailableError("the models are being loaded for the first time; try again when they are there")
 
     def _replica(self, id_: str) -> ReplicaState:
+        self._state.check_opened()
         replica = self._state.models.find(id_).replica
         self._check_booted()
         if replica is None:
             raise InvalidParameterError(f"{id_} is remote: there is nothing to load here", param="model")
         return replica
 
-    def _card(self, id_: str) -> ModelCard:
-        state = self._state
-        if not state.is_set:
-            entry = state.first.entry(id_)
-            return ModelCard(id_, entry.aliases, entry.source, self._created_s, "loading", None, None, None)
-        model = state.models.by_id[id_]
+    def _card(self, model: Model) -> ModelCard:
         replica = model.replica
         loaded = None if replica is None else replica.loaded
         probe = None if loaded is None else loaded.probe
         tokenizer = None if replica is None else replica.tokenizer
-        mates = () if replica is None else state.models_on(replica)
+        mates = () if replica is None else self._state.models_on(replica)
         return ModelCard(
             name=model.id,
             aliases=model.entry.aliases,

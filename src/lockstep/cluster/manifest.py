@@ -159,6 +159,7 @@ class Manifest:
                 return entry
         raise KeyError(id_)
 
-    def ids_of(self, set_: str) -> tuple[str, ...]:
-        """Ids of the models of a list, in order of definition."""
-        return tuple(entry.id for entry in self.entries if entry.set == set_)
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Ids that the routing's rule may name, in order of definition."""
+        return () if self.routing is None else tuple(e.id for e in self.entries if e.set == self.routing.rule.set)

@@ -20,9 +20,10 @@ from lockstep.cluster.manifest_keys import (
     RESOURCES,
     SESSIONS,
     Key,
+    Shape,
     check_name,
-    check_set_name,
     entry_keys,
+    mapping,
     name,
     read_fields,
     text,
@@ -33,8 +34,7 @@ from lockstep.cluster.quantities import size_text
 from lockstep.errors import ConfigError, ManifestError, Problem
 from lockstep.spelling import did_you_mean, listed
 
-TOP_KEYS = ("cluster", "resources", "models", "fallback", "routing", "sessions", "rollouts")
-ROUTING_KEYS = ("entry", "dispatch_rule", "literal")
+REQUIRED = ("cluster", "models")
 FALLBACK_ID = "fallback"
 """What the model under ``fallback:`` is called that has no ``id:``."""
 _LINE_CHARS = 120
@@ -57,27 +57,50 @@ class EntryDraft:
     id_where: str = ""
     """Where the id stands."""
 
+    def entry(self) -> Entry:
+        """The model, where it has no fault."""
+        tier = {"tier": Tier.REMOTE} if "remote" in self.fields else {}
+        return Entry(**{"id": self.id, "set": self.set, **self.fields, **tier})
+
 
 @dataclass(slots=True)
 class ManifestDraft:
-    """A manifest as far as it could be read."""
+    """A manifest as far as it could be read, by its keys."""
 
     cluster: str | None = None
-    entries: list[EntryDraft] = field(default_factory=list)
     resources: dict[str, int] = field(default_factory=dict)
+    models: list[EntryDraft] = field(default_factory=list)
+    fallback: EntryDraft | str | None = None
+    """A model of its own, or the id of another one."""
+    routing: dict[str, Any] = field(default_factory=dict)
+    """Fields of `Routing`."""
     sessions: dict[str, Any] = field(default_factory=dict)
-    entry: str | None = None
-    """``routing.entry``."""
-    rule: DispatchRule | None = None
-    fallback: str | None = None
     rollouts: Any = None
+
+    @property
+    def entries(self) -> list[EntryDraft]:
+        return [*self.models, *([self.fallback] if isinstance(self.fallback, EntryDraft) else [])]
 
     @property
     def ids(self) -> list[str]:
         return [entry.id for entry in self.entries if entry.id is not None]
 
-    def ids_of(self, set_: str) -> list[str]:
-        return [entry.id for entry in self.entries if entry.id is not None and entry.set == set_]
+    @property
+    def fallback_id(self) -> str | None:
+        return self.fallback.id if isinstance(self.fallback, EntryDraft) else self.fallback
+
+    def manifest(self, notes: tuple[str, ...]) -> Manifest:
+        """The manifest, where it has no fault."""
+        return Manifest(
+            cluster=str(self.cluster),
+            entries=tuple(entry.entry() for entry in self.entries),
+            resources=Resources(**self.resources),
+            routing=Routing(**self.routing) if self.routing else None,
+            fallback=self.fallback_id,
+            sessions=SessionLimits(**self.sessions),
+            rollouts=self.rollouts,
+            notes=notes,
+        )
 
 
 Vet = Callable[[EntryDraft, Reading], None]
@@ -103,14 +126,18 @@ def parse(
     Raises:
         ManifestError: it has faults; all of them, in the order of lines.
     """
-    reading = Reading()
-    manifest = None
+    reading, draft = Reading(), ManifestDraft()
     root = reading.compose(text)
-    if root is not None:
-        manifest = _manifest(root, validators, environment, vet)
-    if manifest is None or reading.problems:
+    values: Any = FAULTY if root is None else root.read(mapping(top_keys(validators, environment), REQUIRED))
+    if values is not FAULTY:
+        draft = ManifestDraft(**values)
+        check_draft(draft, reading)
+        if vet is not None:
+            for entry in draft.entries:
+                vet(entry, reading)
+    if reading.problems:
         raise ManifestError(sorted(reading.problems, key=lambda problem: problem.line), name)
-    return manifest
+    return draft.manifest(tuple(map(str, reading.notes)))
 
 
 def dump(manifest: Manifest) -> str:
@@ -126,16 +153,8 @@ def plain(manifest: Manifest) -> dict[str, Any]:
     """The canonical form as maps, lists and scalars: keys in one order, defaults left out, quantities in their shortest
     form."""
     keys = {"id": Key(name), **entry_keys({})}
-    top: dict[str, Any] = {"cluster": manifest.cluster}
-    blocks = {
-        "resources": written(RESOURCES, manifest.resources),
-        "models": {},
-        "fallback": manifest.fallback,
-        "routing": None if manifest.routing is None else _routing_written(manifest.routing),
-        "sessions": written(SESSIONS, manifest.sessions),
-        "rollouts": manifest.rollouts,
-    }
     models: dict[str, Any] = {}
+    fallback: object = manifest.fallback
     last = len(manifest.entries) - 1
     for index, entry in enumerate(manifest.entries):
         block = written(keys, entry, ("id", "source", "tier"))
@@ -144,103 +163,85 @@ def plain(manifest: Manifest) -> dict[str, Any]:
         if entry.set is not None:
             models.setdefault(entry.set, []).append(block)
         elif index == last and manifest.fallback == entry.id and index:
-            blocks["fallback"] = block
+            fallback = block
             if entry.id == FALLBACK_ID:
                 del block["id"]
         else:
             models[block.pop("id")] = block
-    blocks["models"] = models
-    return top | {key: block for key, block in blocks.items() if block not in (None, {})}
+    blocks = {
+        "cluster": manifest.cluster,
+        "resources": written(RESOURCES, manifest.resources),
+        "models": models,
+        "fallback": fallback,
+        "routing": None if manifest.routing is None else _routing_written(manifest.routing),
+        "sessions": written(SESSIONS, manifest.sessions),
+        "rollouts": manifest.rollouts,
+    }
+    return {key: block for key, block in blocks.items() if block not in (None, {})}
 
 
 def _routing_written(routing: Routing) -> dict[str, Any]:
-    block: dict[str, Any] = {"entry": routing.entry, "dispatch_rule": str(routing.rule)}
-    if routing.rule.literal:
-        block["literal"] = dict(routing.rule.literal)
-    return block
+    literal = {"literal": dict(routing.rule.literal)} if routing.rule.literal else {}
+    return {"entry": routing.entry, "dispatch_rule": str(routing.rule), **literal}
 
 
-def _manifest(
-    root: Place,
-    validators: Mapping[str, Validator],
-    environment: Mapping[str, str] | None,
-    vet: Vet | None,
-) -> Manifest | None:
-    """The value; None when something was noted."""
-    draft, reading = ManifestDraft(), root.reading
-    try:
-        places = root.known_entries(TOP_KEYS, ("cluster", "models"))
-    except ConfigError as error:
-        reading.fault("", str(error))
-        return None
+def top_keys(validators: Mapping[str, Validator], environment: Mapping[str, str] | None) -> Mapping[str, Key]:
+    """The keys of a manifest, each with what reads its block."""
     keys = entry_keys(environment)
-    if "cluster" in places:
-        draft.cluster = _or_none(places["cluster"].read(name))
-    if "resources" in places:
-        draft.resources = _or_none(places["resources"].read(lambda place: read_fields(place, RESOURCES))) or {}
-    if "models" in places:
-        places["models"].read(lambda place: _models(place, draft, keys))
-    if "fallback" in places:
-        places["fallback"].read(lambda place: _fallback(place, draft, keys))
-    if "routing" in places:
-        places["routing"].read(lambda place: _routing(place, draft))
-    if "sessions" in places:
-        draft.sessions = _or_none(places["sessions"].read(lambda place: read_fields(place, SESSIONS))) or {}
-    if "rollouts" in places:
-        draft.rollouts = _or_none(places["rollouts"].read(lambda place: _foreign(place, validators)))
-    check_draft(draft, reading)
-    if vet is not None:
-        for entry in draft.entries:
-            vet(entry, reading)
-    return None if reading.problems else _built(draft, tuple(map(str, reading.notes)))
+    return {
+        "cluster": Key(name),
+        "resources": Key(mapping(RESOURCES)),
+        "models": Key(partial(_models, keys)),
+        "fallback": Key(partial(_fallback, keys)),
+        "routing": Key(_routing),
+        "sessions": Key(mapping(SESSIONS)),
+        "rollouts": Key(partial(_foreign, validators)),
+    }
 
 
-def _or_none(value: Any) -> Any:
-    return None if value is FAULTY else value
-
-
-def _models(place: Place, draft: ManifestDraft, keys: Mapping[str, Key]) -> None:
+def _models(keys: Mapping[str, Key], place: Place) -> list[EntryDraft]:
+    """Models by their ids, and lists of models by their names."""
+    drafts: list[EntryDraft] = []
     places = place.entries()
     for key, child in places.items():
         if child.is_list:
-            _check_key(child, check_set_name, key)
-            child.read(partial(_set, draft, keys, key))
+            child.read(partial(_check_key, key, Shape.SET))
+            drafts += _kept(child.read(partial(_set, keys, key)))
         else:
-            _check_key(child, check_name, key)
-            child.read(partial(_model, draft, keys, None, key))
+            child.read(partial(_check_key, key, Shape.NAME))
+            drafts += _kept([child.read(partial(_entry, keys, None, key))])
     if not places:
         raise ConfigError("is empty; name at least one model")
+    return drafts
 
 
-def _check_key(place: Place, check: Callable[[str], str], key: str) -> None:
-    place.read(lambda _: check(key))
+def _check_key(key: str, shape: Shape, _: Place) -> str:
+    return check_name(key, shape)
 
 
-def _set(draft: ManifestDraft, keys: Mapping[str, Key], set_: str, place: Place) -> None:
+def _set(keys: Mapping[str, Key], set_: str, place: Place) -> list[EntryDraft]:
     items = place.items()
     if not items:
         raise ConfigError("is an empty list; name at least one model, or leave it out")
-    for item in items:
-        item.read(partial(_model, draft, keys, set_, None))
+    return _kept(item.read(partial(_entry, keys, set_, None)) for item in items)
 
 
-def _model(draft: ManifestDraft, keys: Mapping[str, Key], set_: str | None, key: str | None, place: Place) -> None:
-    draft.entries.append(_entry(place, keys, set_, key))
+def _kept(values: Any) -> list[Any]:
+    """Values without the faulty ones; none where the whole is."""
+    return [] if values is FAULTY else [value for value in values if value is not FAULTY]
 
 
-def _fallback(place: Place, draft: ManifestDraft, keys: Mapping[str, Key]) -> None:
+def _fallback(keys: Mapping[str, Key], place: Place) -> EntryDraft | str:
     """A model of its own, or the name of another."""
     if not place.is_map:
-        draft.fallback = str(name(place))
-        return
-    entry = _entry(place, keys, None, None)
+        return name(place)
+    entry = _entry(keys, None, None, place)
     if "fallback.id" not in place.reading.lines:
         entry.id, entry.id_where = FALLBACK_ID, place.where
-    draft.entries.append(entry)
-    draft.fallback = entry.id
+    return entry
 
 
-def _entry(place: Place, keys: Mapping[str, Key], set_: str | None, key: str | None) -> EntryDraft:
+def _entry(keys: Mapping[str, Key], set_: str | None, key: str | None, place: Place) -> EntryDraft:
     """A model; its id is its key, or its ``id:``."""
     own = {"id": Key(name if key is None else partial(_equal, key)), **keys}
     fields = read_fields(place, own, () if set_ is None else ("id",))
@@ -261,15 +262,12 @@ def _equal(key: str, place: Place) -> str:
     return value
 
 
-def _routing(place: Place, draft: ManifestDraft) -> None:
-    places = place.known_entries(ROUTING_KEYS, ("entry", "dispatch_rule"))
-    literal: dict[str, str] = {}
-    if "entry" in places:
-        draft.entry = _or_none(places["entry"].read(name))
-    if "literal" in places:
-        literal = _or_none(places["literal"].read(_literal)) or {}
-    if "dispatch_rule" in places:
-        draft.rule = _or_none(places["dispatch_rule"].read(lambda rule: parse_rule(text(rule), literal)))
+def _routing(place: Place) -> dict[str, Any]:
+    values = read_fields(place, ROUTING, ("entry", "dispatch_rule"))
+    literal = values.pop("literal", {})
+    if "rule" in values:  # its place: what it means depends on the map
+        values["rule"] = values["rule"].read(lambda rule: parse_rule(text(rule), literal))
+    return {key: value for key, value in values.items() if value is not FAULTY}
 
 
 def _literal(place: Place) -> dict[str, str]:
@@ -288,34 +286,22 @@ def _literal(place: Place) -> dict[str, str]:
     return literal
 
 
-def _foreign(place: Place, validators: Mapping[str, Validator]) -> object:
+ROUTING: Mapping[str, Key] = {
+    "entry": Key(name),
+    "dispatch_rule": Key(lambda place: place, "rule"),
+    "literal": Key(_literal),
+}
+
+
+def _foreign(validators: Mapping[str, Validator], place: Place) -> object:
     """Another room's block; a FAULTY one was noted."""
     if place.where not in validators:
         raise ConfigError("is of no use here: nothing that was started reads it; leave it out")
-    block = place.plain()
-    problems = validators[place.where](block)
+    value = place.plain()
+    problems = validators[place.where](value)
     for problem in problems:
         place.reading.fault(problem.where or place.where, problem.message, problem.line or None)
-    return FAULTY if problems else block
-
-
-def _built(draft: ManifestDraft, notes: tuple[str, ...]) -> Manifest:
-    """The value of a draft without faults."""
-    entries = []
-    for entry in draft.entries:
-        if "remote" in entry.fields:
-            entry.fields["tier"] = Tier.REMOTE
-        entries.append(Entry(id=str(entry.id), set=entry.set, **entry.fields))
-    return Manifest(
-        cluster=str(draft.cluster),
-        entries=tuple(entries),
-        resources=Resources(**draft.resources),
-        routing=None if draft.entry is None or draft.rule is None else Routing(draft.entry, draft.rule),
-        fallback=draft.fallback,
-        sessions=SessionLimits(**draft.sessions),
-        rollouts=draft.rollouts,
-        notes=notes,
-    )
+    return FAULTY if problems else value
 
 
 def check_draft(draft: ManifestDraft, reading: Reading) -> None:
@@ -323,12 +309,12 @@ def check_draft(draft: ManifestDraft, reading: Reading) -> None:
     _check_names(draft, reading)
     for entry in draft.entries:
         _check_entry(entry, draft, reading)
-    if draft.fallback is not None:
-        _check_fallback(draft, draft.fallback, reading)
-    if draft.entry is not None:
-        _check_known("routing.entry", draft.entry, draft.ids, reading)
-    if draft.rule is not None:
-        _check_rule(draft, draft.rule, reading)
+    if draft.fallback_id is not None:
+        _check_fallback(draft, draft.fallback_id, reading)
+    if "entry" in draft.routing:
+        _check_known("routing.entry", draft.routing["entry"], draft.ids, reading)
+    if "rule" in draft.routing:
+        _check_rule(draft, draft.routing["rule"], reading)
     _check_bytes(draft, reading)
 
 
@@ -342,38 +328,32 @@ def _check_known(where: str, name: str, known: Sequence[str], reading: Reading, 
 
 def _check_names(draft: ManifestDraft, reading: Reading) -> None:
     """Ids, aliases and the cluster's name share one space: they are what requests call ``model``."""
+    ids = [(entry.id, entry.id_where) for entry in draft.entries if entry.id is not None]
+    aliases = [each for entry in draft.entries for each in _items(entry, "aliases", reading)]
     taken: dict[str, str] = {}
-    for entry in draft.entries:
-        if entry.id is None:
-            continue
-        if entry.id in taken:
-            first = reading.line(taken[entry.id])
-            reading.fault(entry.id_where, f"is {entry.id!r}, which is taken since line {first}; ids are given once")
-            continue
-        taken[entry.id] = entry.id_where
-        if entry.id == draft.cluster and entry.id != draft.entry:
-            reading.fault(entry.id_where, f"is {entry.id!r}, the cluster's name, which stands for routing; rename one")
-    for entry in draft.entries:
-        for index, alias in enumerate(entry.fields.get("aliases", ())):
-            where = _item(f"{entry.where}.aliases", index, reading)
-            if alias in taken:
-                owner = f"taken since line {reading.line(taken[alias])}"
-                reading.fault(where, f"is {alias!r}, which is {owner}; ids and aliases are given once")
-            elif alias == draft.cluster:
-                reading.fault(where, f"is {alias!r}, the cluster's name, which stands for routing; choose another")
-            else:
-                taken[alias] = where
+    for index, (called, where) in enumerate([*ids, *aliases]):
+        is_id = index < len(ids)
+        is_cluster = called == draft.cluster and not (is_id and called == draft.routing.get("entry"))
+        if called in taken:
+            kinds = "ids" if is_id else "ids and aliases"
+            line = reading.line(taken[called])
+            reading.fault(where, f"is {called!r}, which is taken since line {line}; {kinds} are given once")
+        elif is_cluster:
+            way_out = "rename one" if is_id else "choose another"
+            reading.fault(where, f"is {called!r}, the cluster's name, which stands for routing; {way_out}")
+        if is_id or not is_cluster:
+            taken.setdefault(called, where)
 
 
-def _item(where: str, index: int, reading: Reading) -> str:
-    """The place of a list's item, or of the value that stands for a list of one."""
-    item = f"{where}[{index}]"
-    return item if item in reading.lines else where
+def _items(entry: EntryDraft, key: str, reading: Reading) -> list[tuple[str, str]]:
+    """Values of a key that takes one or a list, each with its place."""
+    where = f"{entry.where}.{key}"
+    places = [(value, f"{where}[{index}]") for index, value in enumerate(entry.fields.get(key, ()))]
+    return [(value, item if item in reading.lines else where) for value, item in places]
 
 
 def _check_entry(entry: EntryDraft, draft: ManifestDraft, reading: Reading) -> None:
-    for index, other in enumerate(entry.fields.get("co_activation", ())):
-        where = _item(f"{entry.where}.co_activation", index, reading)
+    for other, where in _items(entry, "co_activation", reading):
         if other == entry.id:
             reading.fault(where, f"is {other!r}, the model itself; name the models whose requests warm it")
         else:
@@ -391,27 +371,28 @@ def _check_entry(entry: EntryDraft, draft: ManifestDraft, reading: Reading) -> N
 
 def _check_fallback(draft: ManifestDraft, fallback: str, reading: Reading) -> None:
     where = "fallback.id" if "fallback.id" in reading.lines else "fallback"
-    if _check_known(where, fallback, draft.ids, reading) and fallback == draft.entry:
+    if _check_known(where, fallback, draft.ids, reading) and fallback == draft.routing.get("entry"):
         message = f"is {fallback!r}, the entry; without a fallback the entry's own answer stands, so leave it out"
         reading.fault(where, message)
 
 
 def _check_rule(draft: ManifestDraft, rule: DispatchRule, reading: Reading) -> None:
-    where = "routing.dispatch_rule"
+    where, entry = "routing.dispatch_rule", draft.routing.get("entry")
     is_known = _check_known(where, rule.entry, draft.ids, reading)
-    if is_known and draft.entry in draft.ids and rule.entry != draft.entry:
-        message = f"reads the output of {rule.entry!r}, but `entry:` is {draft.entry!r}; they must be the same"
+    if is_known and entry in draft.ids and rule.entry != entry:
+        message = f"reads the output of {rule.entry!r}, but `entry:` is {entry!r}; they must be the same"
         reading.fault(where, message)
-    sets = list(dict.fromkeys(entry.set for entry in draft.entries if entry.set is not None))
+    sets = list(dict.fromkeys(each.set for each in draft.entries if each.set is not None))
     if not _check_known(where, rule.set, sets, reading, "lists of models"):
         return
-    ids = draft.ids_of(rule.set)
-    for entry in draft.entries:
-        if entry.set == rule.set and entry.id is not None and entry.id.lower() == NONE_OF_THESE:
-            reading.fault(entry.id_where, f"is {entry.id!r}, the word for no specialist; rename it")
-    router = next((entry for entry in draft.entries if entry.id == rule.entry), None)
-    if router is not None and router.set == rule.set and rule.entry == draft.entry:
-        reading.fault(router.id_where, f"is {rule.entry!r}, the entry, which cannot be a target of its own rule")
+    targets = [each for each in draft.entries if each.set == rule.set and each.id is not None]
+    ids = [str(each.id) for each in targets]
+    for target in targets:
+        if str(target.id).lower() == NONE_OF_THESE:
+            reading.fault(target.id_where, f"is {target.id!r}, the word for no specialist; rename it")
+    router = next((each for each in draft.entries if each.id == rule.entry), None)
+    if router is not None and router.set == rule.set and rule.entry == entry:
+        reading.fault(router.id_where, f"is {entry!r}, the entry, which cannot be a target of its own rule")
     if rule.target is not None:
         _check_known(where, rule.target, ids, reading, f"models of {rule.set}")
     for value, id_ in rule.literal.items():
@@ -454,8 +435,7 @@ def _known_sizes(entries: Iterable[EntryDraft], tier: Tier) -> list[tuple[str, i
     found: dict[object, tuple[str, int]] = {}
     for entry in entries:
         fields = entry.fields
-        is_remote = "remote" in fields
-        own_tier = Tier.REMOTE if is_remote else fields.get("tier", Tier.RESIDENT)
+        own_tier = Tier.REMOTE if "remote" in fields else fields.get("tier", Tier.RESIDENT)
         if own_tier is tier and "size_bytes" in fields:
             key = (fields.get("source"), repr(sorted(fields.get("engine", {}).items())))
             if key not in found or found[key][1] < fields["size_bytes"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
+from enum import Enum
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
@@ -36,14 +37,24 @@ ANY_VOCABULARY = 2**31
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$(?:(\$)|\{([^{}]*)\}|\{)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?")
-_ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
-_SET = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_SIZE = "a size with a unit, e.g. 18GB"
 
 
 def _same(value: Any) -> Any:
     return value
+
+
+class Shape(Enum):
+    """Shape of a kind of names, as a pattern and in words."""
+
+    NAME = (
+        re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"),
+        "letters, digits, `.`, `_` and `-`, first a letter or digit, last no `.`",
+    )
+    ALIAS = (
+        re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"),
+        "letters, digits and `._-:/@`, first a letter or digit",
+    )
+    SET = (re.compile(r"[A-Za-z_][A-Za-z0-9_-]*"), "letters, digits, `_` and `-`, first a letter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +78,10 @@ def text(place: Place) -> str:
     return value
 
 
-def check_name(value: str) -> str:
-    """An id, a cluster's name, or a word that an entry says."""
-    return _checked(value, _NAME, "letters, digits, `.`, `_` and `-`, first a letter or digit, last no `.`")
-
-
-def check_alias(value: str) -> str:
-    return _checked(value, _ALIAS, "letters, digits and `._-:/@`, first a letter or digit")
-
-
-def check_set_name(value: str) -> str:
-    return _checked(value, _SET, "letters, digits, `_` and `-`, first a letter")
-
-
-def _checked(value: str, pattern: re.Pattern[str], right: str) -> str:
+def check_name(value: str, shape: Shape = Shape.NAME) -> str:
+    """Refuse what cannot be called so: an id, a cluster's name, or a word that an entry says, unless another shape is
+    given."""
+    pattern, right = shape.value
     if len(value) > MAX_NAME_CHARS or not pattern.fullmatch(value):
         odd = odd_character(value)
         found = f"is {shown(value)}, which {odd}" if odd else f"is {shown(value)}"
@@ -93,7 +94,7 @@ def name(place: Place) -> str:
 
 
 def alias(place: Place) -> str:
-    return check_alias(text(place))
+    return check_name(text(place), Shape.ALIAS)
 
 
 def one_of(known: Mapping[str, Any], shown_names: Sequence[str] | None = None) -> Reader:
@@ -123,21 +124,18 @@ def whole(low: int, high: int | None = None) -> Reader:
     return read
 
 
-def size(low: int = 0) -> Reader:
-    """Bytes, written with a unit."""
+def size(low: int = 0, *, is_budget: bool = False) -> Reader:
+    """Bytes, written with a unit.
+
+    Args:
+        is_budget: what was written for NRT is read as NRT read it, and noted.
+    """
 
     def read(place: Place) -> int:
-        return _at_least(low, parse_size(quantity(place, _SIZE)))
-
-    return read
-
-
-def budget(low: int = 0) -> Reader:
-    """Reader of a budget: a size, where what was written for NRT is read as NRT read it, and noted."""
-
-    def read(place: Place) -> int:
-        num_bytes, note = parse_budget(quantity(place, _SIZE))
-        _at_least(low, num_bytes)
+        written = quantity(place, "a size with a unit, e.g. 18GB")
+        num_bytes, note = parse_budget(written) if is_budget else (parse_size(written), "")
+        if num_bytes < low:
+            raise ConfigError("is 0; there must be something to share out")
         if note:
             place.reading.note(place.where, note)
         return num_bytes
@@ -145,26 +143,17 @@ def budget(low: int = 0) -> Reader:
     return read
 
 
-def _at_least(low: int, num_bytes: int) -> int:
-    if num_bytes < low:
-        raise ConfigError("is 0; there must be something to share out")
-    return num_bytes
-
-
 def duration(low_s: float = 0.0, read_text: Callable[[Place], str] | None = None) -> Reader:
     """Seconds, written with a unit."""
 
     def read(place: Place) -> float:
-        duration_s = parse_duration((read_text or _duration_text)(place))
+        right = "a duration with a unit, e.g. 30s"
+        duration_s = parse_duration(quantity(place, right) if read_text is None else read_text(place))
         if duration_s < low_s:
             raise ConfigError(f"is {duration_text(duration_s)}; it must be at least {duration_text(low_s)}")
         return duration_s
 
     return read
-
-
-def _duration_text(place: Place) -> str:
-    return quantity(place, "a duration with a unit, e.g. 30s")
 
 
 def quantity(place: Place, right: str) -> str:
@@ -226,10 +215,9 @@ def read_fields(place: Place, keys: Mapping[str, Key], required: Sequence[str] =
     return values
 
 
-def filled(place: Place, keys: Mapping[str, Key], of: type, required: Sequence[str] = ()) -> Any:
-    """A block as its dataclass; FAULTY where a required key is missing or faulty."""
-    values = read_fields(place, keys, required)
-    return of(**values) if all((keys[key].attribute or key) in values for key in required) else FAULTY
+def mapping(keys: Mapping[str, Key], required: Sequence[str] = ()) -> Reader:
+    """A block as its well-formed values by field."""
+    return lambda place: read_fields(place, keys, required)
 
 
 def written(keys: Mapping[str, Key], value: Any, always: Sequence[str] = ()) -> dict[str, Any]:
@@ -372,8 +360,8 @@ def remote_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
 RESOURCES: Mapping[str, Key] = {
     key: Key(read, f"{key}_bytes", size_text)
     for key, read in {
-        "gpu_budget": budget(1),
-        "ram_budget": budget(),
+        "gpu_budget": size(1, is_budget=True),
+        "ram_budget": size(is_budget=True),
         "kv_budget": size(1),
         "host_kv_budget": size(),
         "disk_kv_budget": size(),
@@ -410,10 +398,14 @@ def entry_keys(environment: Mapping[str, str] | None) -> Mapping[str, Key]:
         "chat_template": Key(text),
         "keep_alive": Key(duration(), "keep_alive_s", duration_text),
         "remote": Key(
-            lambda place: filled(place, remote, Remote, ("base_url",)),
+            lambda place: _remote(read_fields(place, remote, ("base_url",))),
             write=lambda value: written(remote, value),
         ),
     }
+
+
+def _remote(values: Mapping[str, Any]) -> object:
+    return Remote(**values) if "base_url" in values else FAULTY
 
 
 def engine_block(place: Place) -> object:

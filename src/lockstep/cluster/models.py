@@ -24,7 +24,7 @@ class Model:
     declared: Entry
     """As the manifest says."""
     replica: ReplicaState | None
-    """The replica that computes for it; None: it is remote."""
+    """The replica that computes for it; None: it is remote, or its source was not opened yet."""
     remote: RemoteModel | None
     sessions: ModelSessions
     num_requests: int = 0
@@ -39,7 +39,9 @@ class Model:
 
     def status(self, now_s: float) -> str:
         """The state that it is shown in: ``remote``, or that of its replica."""
-        return "remote" if self.replica is None else self.replica.status(now_s)
+        if self.replica is None:
+            return "loading" if self.remote is None else "remote"
+        return self.replica.status(now_s)
 
     def snapshot(self, worker_trouble: str, now_s: float) -> ModelSnapshot:
         """The model as it is shown outside.
@@ -77,38 +79,8 @@ class Model:
         )
 
 
-class Names:
-    """Names under which requests may call the models of a manifest; known before any of them is opened."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        entries = manifest.entries
-        self.ids = tuple(entry.id for entry in entries)
-        """In order of definition."""
-        self._ids = {alias: entry.id for entry in entries for alias in entry.aliases} | {e.id: e.id for e in entries}
-        self._entry = None if manifest.routing is None else manifest.routing.entry
-        if self._entry is not None:
-            self._ids.setdefault(manifest.cluster, self._entry)
-        self._default = self._entry or self.ids[0]
-        """Who is meant where a request names nobody."""
-
-    def is_routed(self, name: str | None) -> bool:
-        """Whether a request under this name goes through the entry model."""
-        return self._entry is not None and (name is None or self._ids.get(name) == self._entry)
-
-    def find(self, name: str | None) -> str:
-        """The id of an id or alias; the entry model's of the cluster's name or none.
-
-        Raises:
-            ModelNotFoundError: nobody is called so.
-        """
-        id_ = self._default if name is None else self._ids.get(name)
-        if id_ is None:
-            raise ModelNotFoundError(f"The model `{name}` does not exist.", param="model")
-        return id_
-
-
 class ModelSet:
-    """All models of one manifest, found by name; replaced as a whole.
+    """All models of one manifest, by every name that a request may use; replaced as a whole.
 
     Args:
         declared: the manifest as it was written.
@@ -121,27 +93,34 @@ class ModelSet:
         self.served = served
         pairs = zip(declared.entries, served.entries, strict=True)
         self.by_id: Mapping[str, Model] = {own.id: make(own, entry) for own, entry in pairs}
-        """By id, in order of definition."""
-        self.names = Names(served)
+        """In order of definition."""
         self.router = Router.of(served)
-        self._warmed_by: dict[str, tuple[Model, ...]] = {
+        self._by_name: dict[str | None, Model] = {
+            name: model for model in self.by_id.values() for name in (*model.entry.aliases, model.id)
+        }
+        self._by_name[None] = next(iter(self.by_id.values()))
+        """Who is meant where a request names nobody: the entry model, or the first one."""
+        if self.router is not None:
+            self._by_name[None] = self.by_id[self.router.entry]
+            self._by_name.setdefault(declared.cluster, self._by_name[None])
+        self.warmed_by: Mapping[str, tuple[Model, ...]] = {
             id_: tuple(m for m in self.by_id.values() if id_ in m.entry.co_activation and m.replica is not None)
             for id_ in self.by_id
         }
-
-    def is_routed(self, name: str | None) -> bool:
-        """Whether a request under this name goes through the entry model."""
-        return self.names.is_routed(name)
+        """By id, the models that name this one in `co_activation`."""
 
     def find(self, name: str | None) -> Model:
-        """The model that `Names.find` says; ModelNotFoundError."""
-        return self.by_id[self.names.find(name)]
+        """The model of an id or alias; the entry model of the cluster's name or none.
+
+        Raises:
+            ModelNotFoundError: nobody is called so.
+        """
+        model = self._by_name.get(name)
+        if model is None:
+            raise ModelNotFoundError(f"The model `{name}` does not exist.", param="model")
+        return model
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
         """Replicas of its models, each once, in order of definition."""
         return tuple(dict.fromkeys(m.replica for m in self.by_id.values() if m.replica is not None))
-
-    def warmed_by(self, id_: str) -> tuple[Model, ...]:
-        """Models that name this one in `co_activation`."""
-        return self._warmed_by[id_]

@@ -5,11 +5,10 @@ Reads the files that are here, fetches and loads nothing. The numbers are those 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from lockstep.artifacts.source import open_artifact
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import (
     COLUMNS,
@@ -18,8 +17,6 @@ from lockstep.cluster.budget import (
     Row,
     Verdict,
     aligned,
-    budget_text,
-    budget_texts,
     cells_of,
     check,
     cut_texts,
@@ -27,8 +24,7 @@ from lockstep.cluster.budget import (
     predict,
 )
 from lockstep.cluster.manifest import Entry, Manifest, Tier
-from lockstep.cluster.resolve import has_device_alone, machine_of, on_hub, open_manifest
-from lockstep.engine.loading import default_cache_dir
+from lockstep.cluster.resolve import Source, has_device_alone, machine_of, must_be_fetched, weigh
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import ArtifactError, ChatTemplateError, ConfigError
 from lockstep.executors.stub import SCHEME as STUB
@@ -36,7 +32,6 @@ from lockstep.spelling import listed
 
 MAX_SOURCE_CHARS = 60
 """Of a source in a table."""
-_BROKEN = "broken: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,58 +67,55 @@ def place(
         environment: where keys of remote models would be looked up.
     """
     served = served_by(manifest, backend)
+    sources, unopened, broken = _open_sources(served, base)
     unknown: dict[str, str] = {}
     refusals: list[str] = []
     opened: list[Entry] = []
-    declared: list[Need] = []
-    states = {entry.source: _state(entry.source, base) for entry in served.entries if entry.tier is not Tier.REMOTE}
+    needs: dict[str, Need] = {}
     for entry in served.entries:
-        state = states.get(entry.source, "") if entry.tier is not Tier.REMOTE else ""
         if entry.tier is Tier.REMOTE and entry.remote is None:
             refusals.append(
                 f"{entry.id}: a remote model needs `remote: {{base_url: …}}`; write it, or use --backend stub or pocket"
             )
-            declared.append(Need(entry.id, entry.tier))
-        elif not state:
+            needs[entry.id] = Need(entry.id, entry.tier)
+        elif entry.tier is Tier.REMOTE or entry.source in sources:
             opened.append(entry)
         elif entry.size_bytes is not None:
             key = repr((entry.source, entry.variant))
-            declared.append(Need(entry.id, entry.tier, key, predict(entry.size_bytes, 0, 0)))
+            needs[entry.id] = Need(entry.id, entry.tier, key, predict(entry.size_bytes, 0, 0))
         else:
-            unknown[entry.id] = state
-        if state.startswith(_BROKEN):
-            refusals.append(f"{entry.id}: {state.removeprefix(_BROKEN)}")
-    is_alone = has_device_alone(served)
-    known: tuple[Need, ...] = ()
+            unknown[entry.id] = unopened[entry.source]
+        if entry.tier is not Tier.REMOTE and entry.source in broken:
+            refusals.append(f"{entry.id}: {unopened[entry.source]}")
     try:
-        known = open_manifest(replace(served, entries=tuple(opened)), base, is_alone=is_alone).needs
+        known = weigh(replace(served, entries=tuple(opened)), sources, base, 0, has_device_alone(served)).needs
+        needs |= {need.model: need for need in known}
     except (ConfigError, ChatTemplateError) as error:
         refusals.append(str(error))
-    needs = {need.model: need for need in (*known, *declared)}
     budgets = effective_budgets(manifest.resources, machine_of(served))
     table = check([needs[entry.id] for entry in served.entries if entry.id in needs], budgets)
-    for budget, needed in ((budgets.gpu, table.gpu_needed_bytes), (budgets.ram, table.ram_needed_bytes)):
-        if budget.effective_bytes is not None and needed > budget.effective_bytes:
-            refusals.append(budget_text(budget, needed))
+    refusals += [str(budget) for budget in table.budgets if budget.excess_bytes]
+    absent = [f"{e.id}: {unknown[e.id]}" for e in served.entries if e.id in unknown and e.source not in broken]
     meant = (*manifest.notes, *_meant_otherwise(manifest))
-    warnings = (*meant, *_without_key(served, environment), *_found(table, unknown))
+    warnings = (*meant, *_without_key(served, environment), *absent, *_sizes_at_fault(table, unknown))
     return Placement(manifest, served, table, unknown, tuple(refusals), warnings)
 
 
-def _state(source: str, base: LoadOptions) -> str:
-    """Empty: the source can be opened here. Else why not, after `_BROKEN` where fetching would not help."""
-    if source.startswith(STUB):
-        return ""
-    from lockstep.artifacts.hub.cache import find_cached
-
-    named = on_hub(source)
-    if named is not None and find_cached(named, asking=False) is None:
-        return f"{source} is not on this machine yet; `lockstep pull {source}` fetches it"
-    try:
-        open_artifact(source, cache_dir=base.cache_dir or default_cache_dir())
-    except ArtifactError as error:
-        return _BROKEN + str(error)
-    return ""
+def _open_sources(served: Manifest, base: LoadOptions) -> tuple[dict[str, Source], dict[str, str], set[str]]:
+    """Opened sources, why others could not be opened, and those of them that are at fault: fetching would not help."""
+    sources: dict[str, Source] = {}
+    unopened: dict[str, str] = {}
+    broken: set[str] = set()
+    for source in sorted({entry.source for entry in served.entries if entry.tier is not Tier.REMOTE}):
+        try:
+            if must_be_fetched(source, is_online=False):
+                unopened[source] = f"{source} is not on this machine yet; `lockstep pull {source}` fetches it"
+            else:
+                sources[source] = Source.open(source, base)
+        except ArtifactError as error:
+            unopened[source] = str(error)
+            broken.add(source)
+    return sources, unopened, broken
 
 
 def _meant_otherwise(manifest: Manifest) -> list[str]:
@@ -159,9 +151,9 @@ def _without_key(served: Manifest, environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _found(table: BudgetTable, unknown: Mapping[str, str]) -> list[str]:
-    """Warnings that follow from the machine and the files."""
-    warnings = [f"{id_}: {reason}" for id_, reason in unknown.items() if not reason.startswith(_BROKEN)]
+def _sizes_at_fault(table: BudgetTable, unknown: Iterable[str]) -> list[str]:
+    """Warnings about models of unknown size, and about those that can never be loaded."""
+    warnings = []
     if unknown:
         warnings.append(f"the budgets do not count {listed(list(unknown))}; give `size:` to have it counted")
     warnings += [
@@ -179,7 +171,7 @@ def lines_of(placement: Placement) -> list[str]:
         row = placement.row(entry.id)
         cells = ("?", "?", "unknown", "unknown") if row is None else cells_of(row)
         rows.append((entry.id, entry.tier, _short(entry.source), *cells))
-    return [*aligned(rows), *budget_texts(placement.table)]
+    return [*aligned(rows), *map(str, placement.table.budgets)]
 
 
 def _short(source: str) -> str:

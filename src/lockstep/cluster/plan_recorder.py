@@ -60,7 +60,7 @@ class PlanRecorder:
         self._encode = msgspec.json.Encoder().encode
 
     def planned(self, observed: Observed, now_s: float, policy: PlanPolicy, actions: Sequence[Action]) -> None:
-        """A plan was made."""
+        """Record a plan."""
         line = self._encode(PlanRecord(now_s, policy, observed, tuple(map(action_fields, actions)))) + b"\n"
         files = self._files
         if files.wants_file():
@@ -71,7 +71,7 @@ class PlanRecorder:
 
     @property
     def fault(self) -> str:
-        """Why nothing is being recorded now; empty: it is."""
+        """Reason why nothing is being recorded now; empty: it is."""
         return self._files.report().fault
 
     def close(self) -> None:

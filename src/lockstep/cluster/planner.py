@@ -236,7 +236,7 @@ def look_again_s(observed: Observed, now_s: float, policy: PlanPolicy) -> float 
 
 
 def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
-    """Why a replica that was just loaded has to be unloaded again, in one sentence; empty: it may stay."""
+    """Reason why a replica that was just loaded has to be unloaded again, in one sentence; empty: it may stay."""
     before = next(r.bytes for r in observed.replicas if r.key == key)
     others = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT and r.key != key)
     if observed.budget_bytes is None or others + measured_bytes <= observed.budget_bytes:
@@ -250,7 +250,7 @@ def overshoot(observed: Observed, key: str, measured_bytes: int) -> str:
 
 
 def _is_settled(observed: Observed) -> bool:
-    """Whether nothing is to be decided: no absent replica is wanted, none may be too idle, the budget is kept."""
+    """True where nothing is to be decided: no absent replica is wanted, none may be too idle, the budget is kept."""
     absent, used = Phase.ABSENT, 0
     for replica in observed.replicas:
         if replica.phase is absent:
@@ -294,7 +294,7 @@ class _PlanBuilder:
         self._now_s = now_s
         self._policy = policy
         self._actions: list[Action] = []
-        self._going: set[str] = set()
+        self._leaving: set[str] = set()
         """Whose room this plan disposes of."""
         used = sum(r.bytes for r in observed.replicas if r.phase is not Phase.ABSENT)
         total = sum(r.bytes for r in observed.replicas)
@@ -396,14 +396,14 @@ class _PlanBuilder:
         victims = self._cheapest(idle + [r for r in self._replicas if self._is_drainable(r, claim)], lacking, claim)
         if not victims:
             return _Outcome.HOLDS
-        self._going.update(r.key for r in victims)
+        self._leaving.update(r.key for r in victims)
         self._actions += [Drain(r.key, claim.key) for r in victims]
         self._ledger.reserve(claim.key, claim.bytes, expected=sum(r.bytes for r in victims))
         return _Outcome.DRAINING
 
     def _unload(self, replicas: Iterable[Replica], reason: UnloadReason, makes_room_for: str | None) -> None:
         for replica in replicas:
-            self._going.add(replica.key)
+            self._leaving.add(replica.key)
             self._actions.append(Unload(replica.key, reason, makes_room_for))
             self._ledger.add_coming(makes_room_for, replica.bytes)
 
@@ -418,7 +418,7 @@ class _PlanBuilder:
     # -- whose room -----------------------------------------------------------------------------------------------
 
     def _is_evictable(self, replica: Replica, claim: _Claim) -> bool:
-        """Whether it may go at once."""
+        """True where it may be unloaded at once."""
         if replica.num_busy or not self._is_replaceable(replica, claim):
             return False
         if replica.num_waiting and replica.makes_room_for is None:
@@ -433,8 +433,8 @@ class _PlanBuilder:
         return self._now_s >= _stays_until_s(replica, self._policy)
 
     def _is_replaceable(self, replica: Replica, claim: _Claim) -> bool:
-        """Whether its room may ever be another's: who waits for it must be younger, and the other overdue."""
-        if replica.phase is not Phase.RESIDENT or replica.is_pinned or replica.key in self._going:
+        """True where its room may become another's: who waits for it must be younger, and the other overdue."""
+        if replica.phase is not Phase.RESIDENT or replica.is_pinned or replica.key in self._leaving:
             return False
         return not replica.num_waiting or (claim.is_overdue and claim.since_s < _since_s(replica))
 
@@ -462,7 +462,7 @@ class _PlanBuilder:
 
 
 def _outranks(i: int, other: Replica, index: int, replica: Replica) -> bool:
-    """Whether another's room is never to be had: it is declared resident, and there or defined first."""
+    """True where another's room is never to be had: it is declared resident, and there or defined first."""
     is_settled = other.phase is not Phase.ABSENT or not replica.is_pinned or i < index
     return other.is_pinned and i != index and is_settled
 
@@ -477,8 +477,8 @@ def _is_wanted(replica: Replica) -> bool:
 
 def _since_s(replica: Replica) -> float:
     """Time since which it is needed."""
-    asked = [] if replica.waiting_since_s is None else [replica.waiting_since_s]
-    return min(asked + ([replica.retry_at_s] if replica.is_pinned else []), default=math.inf)
+    since = [] if replica.waiting_since_s is None else [replica.waiting_since_s]
+    return min(since + ([replica.retry_at_s] if replica.is_pinned else []), default=math.inf)
 
 
 def _overdue_at_s(replica: Replica, policy: PlanPolicy) -> float:

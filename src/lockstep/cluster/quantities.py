@@ -38,6 +38,7 @@ MAX_DURATION_S = 10.0 * 365 * 86400
 """Longer than any process lives."""
 MAX_CHARS = 40
 """Of a number with its unit; what is longer is a mistake, and would only cost time."""
+_SIZE_EXAMPLES = "18GB (10^9 bytes each) or 16GiB (2^30)"
 _NUMBER = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
 
 
@@ -47,7 +48,7 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: no number, no unit or an unknown one, negative, or not whole bytes.
     """
-    number, unit = _split(text, "18GB (10^9 bytes each) or 16GiB (2^30)")
+    number, unit = _split(text, _SIZE_EXAMPLES)
     if not unit:
         raise ConfigError(f"is {text!r}, a size without a unit; write e.g. {text}MB, {text}GB or {text}GiB")
     if unit not in SIZE_UNITS:
@@ -65,12 +66,10 @@ def parse_budget(text: str) -> tuple[int, str]:
     Raises:
         ConfigError: as `parse_size`, but for those.
     """
-    number, unit = _split(text, "18GB (10^9 bytes each) or 16GiB (2^30)")
-    if unit in SIZE_UNITS:
-        return _whole_bytes(text, number, unit), ""
+    number, unit = _split(text, _SIZE_EXAMPLES)
     meant = _LOOSE_UNITS.get(unit.lower())
-    if meant is None:
-        raise ConfigError(f"is {text!r}, in an unknown unit; {_unit_hint(unit)}")
+    if unit in SIZE_UNITS or meant is None:
+        return parse_size(text), ""
     num_bytes = _whole_bytes(text, number, meant)
     written = text.strip().removesuffix(unit).strip() + meant
     return num_bytes, f"is {text!r}, and taken for {written} ({num_bytes:,} bytes); write {written}, or what is meant"

@@ -11,6 +11,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import httpx2
@@ -19,9 +20,8 @@ from lockstep.artifacts.model import TokenizerParts
 from lockstep.cluster.base import Accepted, EventStream, Health
 from lockstep.cluster.breaker import Admission, Breaker, BreakerOptions, BreakerState
 from lockstep.cluster.manifest import Entry
-from lockstep.cluster.remote_address import PublicTransport
-from lockstep.cluster.remote_exchange import Exchange, Patience
-from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, Named, RemoteRequest, remote_request
+from lockstep.cluster.remote_exchange import Exchange, Patience, PublicTransport
+from lockstep.cluster.remote_messages import RETRY_AFTER_S, AttemptError, RemoteRequest, ServerName, remote_request
 from lockstep.cluster.snapshot import RemoteSnapshot
 from lockstep.engine.metrics import HISTOGRAMS, Histogram
 from lockstep.engine.request import GenerationRequest
@@ -74,12 +74,12 @@ class RemoteModel:
         assert remote is not None, f"{entry.id} has no remote"
         self.entry = entry
         self.tokenizer: Tokenizer = remote_tokenizer()
-        """For those who plan a call; without a vocabulary."""
+        """For planning a call; without a vocabulary."""
         self._options = options or RemoteOptions()
         self._clock = clock
         self._model = remote.model or entry.id
         self._silence_s = remote.timeout_s
-        self._who = Named(entry.id, remote.api_key_env)
+        self._server = ServerName(entry.id, remote.api_key_env)
         self._breaker = Breaker(self._options.breaker)
         self._requests_total = 0
         self._attempts_total = 0
@@ -105,7 +105,7 @@ class RemoteModel:
 
     @property
     def state(self) -> BreakerState:
-        """Whether the other server is asked. An open breaker closes by the first call that tries and succeeds."""
+        """State of the breaker. An open one closes by the first call that tries and succeeds."""
         return self._breaker.state
 
     @property
@@ -132,7 +132,7 @@ class RemoteModel:
         return Health(not is_resting, str(self._rested()) if is_resting else "")
 
     async def stream(self, call: GenerationRequest) -> EventStream:
-        """Answer a call, as `lockstep.cluster.base.Cluster.stream`. Leaving the stream closes the connection.
+        """Answer a call, as `lockstep.cluster.cluster.Cluster.stream`. Leaving the stream closes the connection.
 
         Raises:
             InvalidParameterError: what is asked cannot be had there, or is refused there.
@@ -148,16 +148,14 @@ class RemoteModel:
             exchange, admission = await self._begin(request, patience)
             try:
                 yield (Accepted(self.entry.id, ()),)
-                is_whole = False
-                while not is_whole:
-                    outputs = await exchange.next()
-                    is_whole = exchange.is_whole
-                    if is_whole:
-                        self._breaker.succeeded(admission)
-                        if exchange.is_cut:
-                            log.warning("remote %s said more than was asked for, and was cut", self.entry.id)
-                    if outputs:
-                        yield outputs
+                async with aclosing(exchange.outputs()) as stream:
+                    async for outputs in stream:
+                        if exchange.is_whole:
+                            self._breaker.succeeded(admission)
+                            if exchange.is_cut:
+                                log.warning("remote %s said more than was asked for, and was cut", self.entry.id)
+                        if outputs:
+                            yield outputs
             except AttemptError as refused:
                 self._count(admission, refused)
                 raise refused.error from None
@@ -186,7 +184,7 @@ class RemoteModel:
                 raise self._rested()
             self._attempts_total += 1
             sent_s = self._clock()
-            exchange = Exchange(self._client, self._who, request, patience, self._silence_s)
+            exchange = Exchange(self._client, self._server, request, patience, self._silence_s)
             try:
                 await exchange.begin()
             except AttemptError as refused:
@@ -227,7 +225,7 @@ class RemoteModel:
     def _rested(self) -> UnavailableError:
         wait_s = self._breaker.wait_s(self._clock())
         return UnavailableError(
-            f"{self._who} failed too often in a row and is left alone; try again in {wait_s:.1f} s",
+            f"{self._server} failed too often in a row and is left alone; try again in {wait_s:.1f} s",
             retry_after_s=max(RETRY_AFTER_S, wait_s),
         )
 

@@ -1,23 +1,29 @@
-"""Exchange with another server: one attempt, posted, watched for time and read event by event."""
+"""Exchange with another server: one attempt, posted, watched for time and read event by event; and the public addresses
+to which alone some of them may go.
+
+Whether an address is public is decided of the one that is connected to, since a name may lead anywhere, and elsewhere
+the next time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import math
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import TypeVar, cast
 
 import httpx2
 
-from lockstep.cluster.remote_address import NotPublicError
+from lockstep.cluster.completion_chunks import DONE
 from lockstep.cluster.remote_messages import (
-    DONE,
     RETRY_AFTER_S,
     AttemptError,
-    Named,
     RemoteAnswer,
     RemoteRequest,
+    ServerName,
     of_status,
 )
 from lockstep.engine.outputs import TokenOutput
@@ -40,6 +46,9 @@ USAGE_S = 5.0
 _OK = 200
 _EVENTS = "text/event-stream"
 T = TypeVar("T")
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
 class Patience:
@@ -95,29 +104,32 @@ class Patience:
 
 
 class Exchange:
-    """`begin` it, take its outputs with `next` until `is_whole`, and `close` it in any case.
+    """One attempt: `begin` it, take its `outputs`, and `close` it in any case.
 
     Args:
         silence_s: how long the other server may send nothing.
     """
 
     def __init__(
-        self, client: httpx2.AsyncClient, who: Named, request: RemoteRequest, patience: Patience, silence_s: float
+        self,
+        client: httpx2.AsyncClient,
+        server: ServerName,
+        request: RemoteRequest,
+        patience: Patience,
+        silence_s: float,
     ) -> None:
         self._client = client
-        self._who = who
+        self._server = server
         self._request = request
         self._patience = patience
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._sent_s = self._loop.time()
         self._queue_s = 0.0
-        self._answer = RemoteAnswer(who, request.num_choices, request.has_tools, request.max_tokens, self._sent_s)
+        self._answer = RemoteAnswer(server, request, self._sent_s)
         self._response: httpx2.Response | None = None
         self._events: AsyncGenerator[httpx2.ServerSentEvent] | None = None
         self._first: httpx2.ServerSentEvent | None = None
-        self._finished_s = math.inf
-        """When the last choice had ended."""
         self.is_whole = False
         """Everything was taken."""
         self._is_at_end = False
@@ -125,7 +137,7 @@ class Exchange:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer had to be ended here, because the other server did not."""
+        """True where the answer had to be ended here, because the other server did not."""
         return self._answer.is_cut
 
     async def begin(self) -> None:
@@ -136,7 +148,7 @@ class Exchange:
             LockstepError: the call was ended, or its time is up.
         """
         until_s = self._sent_s + self._silence_s
-        late = AttemptError(DeadlineError(f"{self._who} did not begin to answer within {self._silence_s:g} s"))
+        late = AttemptError(DeadlineError(f"{self._server} did not begin to answer within {self._silence_s:g} s"))
         posted = self._client.build_request("POST", self._request.path.removeprefix("/"), content=self._request.body)
         with self._translated():
             self._response = response = await self._patience.wait(
@@ -145,56 +157,51 @@ class Exchange:
             self._queue_s = self._loop.time() - self._sent_s
             if response.status_code != _OK:
                 body = await self._patience.wait(lambda: _beginning(response), until_s, late)
-                raise of_status(self._who, response.status_code, response.headers.get("retry-after"), body)
+                raise of_status(self._server, response.status_code, response.headers.get("retry-after"), body)
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != _EVENTS:
-                text = f"{self._who} answered with {kind[:64] or 'no content type'} in place of {_EVENTS}"
+                text = f"{self._server} answered with {kind[:64] or 'no content type'} in place of {_EVENTS}"
                 raise AttemptError(RemoteFailedError(f"{text}; is it an OpenAI-compatible server?"))
             events = aiter(httpx2.EventSource(response, MAX_EVENT_BYTES))
             self._events = cast("AsyncGenerator[httpx2.ServerSentEvent]", events)  # what it is, and may be closed
-            self._first = await self._patience.wait(lambda: self._next_event(), until_s, late)
+            self._first = await self._patience.wait(self._next_event, until_s, late)
         if self._first is None:
             raise self._broken("closed the connection before its answer", may_retry=True)
         self._patience.answered()
 
-    async def next(self) -> list[TokenOutput]:
-        """Take the next event; returns what it brings, which may be nothing.
+    async def outputs(self) -> AsyncGenerator[list[TokenOutput]]:
+        """Each event's outputs, which may be none; the last one is the whole answer, and taken when `is_whole`.
 
         Raises:
             AttemptError: the answer ends here, and is not whole.
             LockstepError: the call was ended, or its time is up.
         """
-        event, self._first = self._first, None
-        if event is None and self._answer.is_finished:
-            event = await self._usage_event()
-        elif event is None:
-            until_s = self._loop.time() + self._silence_s
-            late = AttemptError(
-                DeadlineError(f"{self._who} was silent for {self._silence_s:g} s in the middle of its answer")
-            )
-            with self._translated():
-                event = await self._patience.wait(lambda: self._next_event(), until_s, late)
-        outputs: list[TokenOutput] = []
-        if event is not None and event.data != DONE:
-            outputs = self._answer.feed(event.data, self._loop.time()) if event.data else []
-            if self._answer.is_finished:
-                self._finished_s = min(self._finished_s, self._loop.time())
-            if not (self._answer.is_finished and self._answer.is_cut):
-                return outputs
-        if not self._answer.is_finished:
+        answer, event, usage_until_s = self._answer, self._first, math.inf
+        while event is not None and event.data != DONE:
+            yield answer.feed(event.data, self._loop.time()) if event.data else []
+            if answer.is_finished and answer.is_cut:
+                break
+            if answer.is_finished:
+                usage_until_s = min(usage_until_s, self._loop.time() + USAGE_S)
+                event = await self._usage_event(usage_until_s)
+            else:
+                text = f"{self._server} was silent for {self._silence_s:g} s in the middle of its answer"
+                late, until_s = AttemptError(DeadlineError(text)), self._loop.time() + self._silence_s
+                with self._translated():
+                    event = await self._patience.wait(self._next_event, until_s, late)
+        if not answer.is_finished:
             raise self._broken("broke off in the middle of its answer")
         self.is_whole = True
-        return [*outputs, self._answer.end(self._loop.time(), self._queue_s)]
+        yield [answer.end(self._loop.time(), self._queue_s)]
 
-    async def _usage_event(self) -> httpx2.ServerSentEvent | None:
+    async def _usage_event(self, until_s: float) -> httpx2.ServerSentEvent | None:
         """The event after the last choice's end; None: nothing that is worth waiting for."""
-        until_s = self._finished_s + USAGE_S
         if self._loop.time() >= until_s:
             return None
         late = AttemptError(DeadlineError("its usage does not come"))
         try:
             with self._translated():
-                event = await self._patience.wait(lambda: self._next_event(), until_s, late)
+                event = await self._patience.wait(self._next_event, until_s, late)
         except AttemptError:  # however it goes to pieces, its answer is there
             return None
         self._is_at_end = event is None or event.data == DONE
@@ -218,27 +225,27 @@ class Exchange:
         return await anext(self._events, None)
 
     def _broken(self, how: str, *, may_retry: bool = False) -> AttemptError:
-        return AttemptError(RemoteFailedError(f"{self._who} {how}"), may_retry=may_retry)
+        return AttemptError(RemoteFailedError(f"{self._server} {how}"), may_retry=may_retry)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
         """Whatever the transport raises, as a refusal. Nothing has come of an answer while there is no response."""
-        who, is_new = self._who, self._response is None
+        server, is_new = self._server, self._response is None
         try:
             yield
         except httpx2.PoolTimeout:
-            error = UnavailableError(f"{who} has as many requests of ours as it gets; try again later")
+            error = UnavailableError(f"{server} has as many requests of ours as it gets; try again later")
             raise AttemptError(error, is_fault=False) from None
         except NotPublicError:
-            text = f"{who} is at no public address, and whoever brought its manifest may name no other"
+            text = f"{server} is at no public address, and whoever brought its manifest may name no other"
             raise AttemptError(RemoteFailedError(text)) from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            text = f"{who} cannot be reached ({type(error).__name__})"
+            text = f"{server} cannot be reached ({type(error).__name__})"
             raise AttemptError(RemoteFailedError(text, retry_after_s=RETRY_AFTER_S), may_retry=True) from None
         except httpx2.TimeoutException:
-            raise AttemptError(DeadlineError(f"{who} was silent for {self._silence_s:g} s")) from None
+            raise AttemptError(DeadlineError(f"{server} was silent for {self._silence_s:g} s")) from None
         except httpx2.SSEError as error:
-            raise AttemptError(RemoteFailedError(f"{who} sent a stream that cannot be read: {error}")) from None
+            raise AttemptError(RemoteFailedError(f"{server} sent a stream that cannot be read: {error}")) from None
         except (httpx2.HTTPError, httpx2.StreamError) as error:
             if is_new:
                 raise self._broken(f"broke the connection ({type(error).__name__})", may_retry=True) from None
@@ -255,3 +262,66 @@ async def _beginning(response: httpx2.Response) -> bytes:
             if size >= MAX_ERROR_BYTES:
                 break
     return b"".join(parts)[:MAX_ERROR_BYTES]
+
+
+class NotPublicError(httpx2.ConnectError):
+    """The name leads to no address, or to one that is not public; which of both is nobody's business."""
+
+
+def is_public(address: str) -> bool:
+    """True for an address on the internet at large: not loopback, private, link-local (with the metadata of clouds),
+    shared, reserved or multicast, and no form of IPv6 that leads to one of those; ValueError where it is none."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return found.is_global and not found.is_multicast
+    if found.ipv4_mapped is not None or found in _NAT64:
+        return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF)))
+    carried = (found.sixtofour, *(found.teredo or ()))
+    return found in _UNICAST and found.is_global and all(is_public(str(each)) for each in carried if each is not None)
+
+
+def is_plainly_private(host: str) -> bool:
+    """True where a URL's host says by itself that it is not public; what a name leads to is known when it is asked."""
+    try:
+        return not is_public(host.strip("[]"))
+    except ValueError:
+        name = host.lower().rstrip(".")
+        return name in _LOOPBACK_NAMES or name.endswith(".localhost")
+
+
+class PublicTransport(httpx2.AsyncBaseTransport):
+    """Looks a name up, and connects to the very address that it has looked at.
+
+    Args:
+        inner: does the rest; certificates are checked for the name all the same.
+    """
+
+    def __init__(self, inner: httpx2.AsyncBaseTransport) -> None:
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        url = request.url
+        address = await _public_address(url.host, url.port or (443 if url.scheme == "https" else 80), request)
+        pinned = httpx2.Request(
+            request.method,
+            url.copy_with(host=address),
+            headers=request.headers,  # Host among them
+            stream=request.stream,
+            extensions={**request.extensions, "sni_hostname": url.host},
+        )
+        return await self._inner.handle_async_request(pinned)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+async def _public_address(host: str, port: int, request: httpx2.Request) -> str:
+    """The address that a name leads to; NotPublicError where any of its addresses is not public."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        found = []
+    addresses = [str(info[4][0]) for info in found]
+    if not addresses or not all(map(is_public, addresses)):
+        raise NotPublicError("no public address", request=request)
+    return min(addresses, key=lambda address: ":" in address)  # IPv4 first: it is routed everywhere

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import NODEFAULT
 from msgspec.structs import fields
 
+from lockstep.cluster.completion_chunks import CallDelta, Choice, Chunk, Delta, FunctionPart, Usage, error_message
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import CallPart, Completion, RequestOutput, Timings, TokenCounts, TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
@@ -45,7 +46,6 @@ _STRUCTURED: Mapping[ConstraintKind, str] = {
 
 _SENT_OTHERWISE = ("logprobs", "constraint")
 """Parameters of sampling that are refused, or have another form."""
-DONE = "[DONE]"
 MAX_ANSWER_CHARS = 1 << 22
 """Of all choices, thoughts and calls together; a server that says more is out of its mind, and is cut."""
 MAX_EMPTY_EVENTS = 1 << 16
@@ -59,11 +59,10 @@ _ENDINGS: Mapping[str, FinishReason] = {
 }
 _FILTERED = "content_filter"
 """The one ending that is given as the stop reason: there is no finish reason for it here."""
-MAX_REASON_CHARS = 300
-"""Of another server's words."""
 RETRY_AFTER_S = 1.0
 """Where the other server does not say when."""
 MAX_RETRY_AFTER_S = 3_600.0
+NO_REASON = "no reason given"
 _OF_THE_REQUEST = ("invalid_request_error", "timeout_error")
 """Types of errors that say nothing against the server."""
 
@@ -167,51 +166,6 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
     return {"structured_outputs": {_STRUCTURED[constraint.kind]: value}}
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[_Call] | None = None
-
-
-class _Choice(msgspec.Struct):
-    """``delta`` of chats, ``text`` of completions."""
-
-    index: int = 0
-    delta: _Delta | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class _Cached(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Cached | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
 class _ChoiceSoFar:
     """A choice so far."""
 
@@ -227,23 +181,21 @@ class _ChoiceSoFar:
 class RemoteAnswer:
     """The answer that the events of one stream make.
 
+    It is whole when all choices that were asked for have ended. A server that sends more pieces of a choice than its
+    `max_tokens` did not take the limit, and is cut; without one, only `MAX_ANSWER_CHARS` bounds the answer.
+
     Args:
-        num_choices: how many were asked for; an answer is whole when all have ended.
-        has_tools: whether functions may be called.
-        max_tokens: of each choice; who sends more pieces than that did not hear, and is cut. None: only
-            `MAX_ANSWER_CHARS` bounds it.
         sent_s: when the request was sent, on the clock of the other times.
     """
 
-    def __init__(self, who: Named, num_choices: int, has_tools: bool, max_tokens: int | None, sent_s: float) -> None:
-        self._who = who
-        self._has_tools = has_tools
-        self._max_tokens = max_tokens
+    def __init__(self, server: ServerName, request: RemoteRequest, sent_s: float) -> None:
+        self._server = server
+        self._request = request
         self._sent_s = sent_s
         self._first_s: float | None = None
-        self._decoder = msgspec.json.Decoder(_Chunk)
-        self._choices = [_ChoiceSoFar() for _ in range(num_choices)]
-        self._usage = _Usage()
+        self._decoder = msgspec.json.Decoder(Chunk)
+        self._choices = [_ChoiceSoFar() for _ in range(request.num_choices)]
+        self._usage = Usage()
         self._num_chars = 0
         self._num_empty = 0
         self.is_cut = False
@@ -252,7 +204,7 @@ class RemoteAnswer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all choices have ended; what may follow is the usage."""
+        """True when all choices have ended; what may follow is the usage."""
         return self._last is not None
 
     def feed(self, data: str, now_s: float) -> list[TokenOutput]:
@@ -266,7 +218,7 @@ class RemoteAnswer:
         except (ValueError, UnicodeEncodeError) as error:
             raise self._malformed(f"an event that is no completion chunk ({error})") from None
         if chunk.error is not None:
-            raise of_frame(self._who, chunk.error)
+            raise of_frame(self._server, chunk.error)
         if chunk.usage is not None:
             self._usage = chunk.usage
         outputs = [output for choice in chunk.choices for output in self._outputs(choice, now_s)]
@@ -307,7 +259,7 @@ class RemoteAnswer:
         )
         return msgspec.structs.replace(self._last, request=output)
 
-    def _outputs(self, choice: _Choice, now_s: float) -> list[TokenOutput]:
+    def _outputs(self, choice: Choice, now_s: float) -> list[TokenOutput]:
         if not 0 <= choice.index < len(self._choices):
             raise self._malformed(f"choice {choice.index} of {len(self._choices)}")
         so_far = self._choices[choice.index]
@@ -317,7 +269,7 @@ class RemoteAnswer:
             if has_news and not self.is_cut:
                 raise self._malformed(f"more of choice {choice.index} after its end")
             return []
-        is_over = so_far.num_pieces == self._max_tokens or self._num_chars > MAX_ANSWER_CHARS
+        is_over = so_far.num_pieces == self._request.max_tokens or self._num_chars > MAX_ANSWER_CHARS
         if has_news and is_over and choice.finish_reason is None:
             self.is_cut = True
             return self._ended(choice.index, FinishReason.LENGTH, None)
@@ -329,20 +281,19 @@ class RemoteAnswer:
         news = [output] if has_news else []
         return news if choice.finish_reason is None else [*news, *self._finish(choice)]
 
-    def _news(self, choice: _Choice) -> TokenOutput:
-        delta = choice.delta or _Delta()
+    def _news(self, choice: Choice) -> TokenOutput:
+        delta = choice.delta or Delta()
         calls = tuple(_part(call) for call in delta.tool_calls or ())
-        if calls and not self._has_tools:
+        if calls and not self._request.has_tools:
             raise self._malformed("a call of a function, and there are none in the request")
-        text = f"{choice.text or ''}{delta.content or ''}{delta.refusal or ''}"
-        reasoning = delta.reasoning_content or delta.reasoning or ""
-        self._num_chars += len(text) + len(reasoning) + sum(len(part.arguments) for part in calls)
-        return TokenOutput(0, choice.index, (), text, reasoning=reasoning, calls=calls)
+        text, thoughts = f"{choice.text or ''}{delta.content or ''}{delta.refusal or ''}", choice.thoughts
+        self._num_chars += len(text) + len(thoughts) + sum(len(part.arguments) for part in calls)
+        return TokenOutput(0, choice.index, (), text, reasoning=thoughts, calls=calls)
 
-    def _finish(self, choice: _Choice) -> list[TokenOutput]:
+    def _finish(self, choice: Choice) -> list[TokenOutput]:
         reason = choice.finish_reason or ""
         if reason not in _ENDINGS:
-            raise AttemptError(RemoteFailedError(f"{self._who} ended its answer with {reason[:64]!r}"))
+            raise AttemptError(RemoteFailedError(f"{self._server} ended its answer with {reason[:64]!r}"))
         return self._ended(choice.index, _ENDINGS[reason], _FILTERED if reason == _FILTERED else choice.stop_reason)
 
     def _ended(self, index: int, reason: FinishReason, stop_reason: int | str | None) -> list[TokenOutput]:
@@ -355,11 +306,11 @@ class RemoteAnswer:
         return []
 
     def _malformed(self, what: str) -> AttemptError:
-        return AttemptError(RemoteFailedError(f"{self._who} sent {what}; is it an OpenAI-compatible server?"))
+        return AttemptError(RemoteFailedError(f"{self._server} sent {what}; is it an OpenAI-compatible server?"))
 
 
-def _part(call: _Call) -> CallPart:
-    function = call.function or _Function()
+def _part(call: CallDelta) -> CallPart:
+    function = call.function or FunctionPart()
     return CallPart(call.index, function.arguments or "", call.id, function.name)
 
 
@@ -367,7 +318,7 @@ class AttemptError(Exception):
     """An attempt that came to nothing. Never leaves `RemoteModel`, which raises ``error``.
 
     Args:
-        error: for those who asked.
+        error: for the caller.
         is_fault: whether it counts against the other server.
         may_retry: whether the same request may be sent again at once: nothing of an answer has come.
     """
@@ -380,7 +331,7 @@ class AttemptError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ServerName:
     """The other server, as messages name it."""
 
     id: str
@@ -390,19 +341,21 @@ class Named:
         return f"{self.id!r}, which another server answers,"
 
 
-def of_status(who: Named, status: int, retry_after: str | None, body: bytes) -> AttemptError:
+def of_status(server: ServerName, status: int, retry_after: str | None, body: bytes) -> AttemptError:
     """The failure of a response that is no answer."""
     if 300 <= status < 400:
         return AttemptError(
-            RemoteFailedError(f"{who} answered with a redirect ({status}), which is not followed; correct its base_url")
+            RemoteFailedError(
+                f"{server} answered with a redirect ({status}), which is not followed; correct its base_url"
+            )
         )
     if status in (401, 403):
-        given = "no api_key_env" if who.api_key_env is None else f"the key in {who.api_key_env}"
+        given = "no api_key_env" if server.api_key_env is None else f"the key in {server.api_key_env}"
         return AttemptError(
-            RemoteFailedError(f"{who} refused our key ({status}); its entry has {given}"), is_fault=False
+            RemoteFailedError(f"{server} refused our key ({status}); its entry has {given}"), is_fault=False
         )
     message, param, code = _error_of(body)
-    text = f"{who} answered {status}: {message}"
+    text = f"{server} answered {status}: {message}"
     if status in (400, 413, 422):
         kind = PromptTooLongError if code == "context_length_exceeded" else InvalidParameterError
         return AttemptError(kind(text, param=param), is_fault=False)
@@ -419,10 +372,10 @@ def of_status(who: Named, status: int, retry_after: str | None, body: bytes) -> 
     return AttemptError(RemoteFailedError(text), is_fault=status < 400 or status >= 500, may_retry=status >= 500)
 
 
-def of_frame(who: Named, error: Any) -> AttemptError:
+def of_frame(server: ServerName, error: Any) -> AttemptError:
     """The failure of an error in the middle of a stream."""
     type_ = error.get("type") if isinstance(error, dict) else None
-    text = f"{who} ended its answer: {_words(error)}"
+    text = f"{server} ended its answer: {error_message(error) or NO_REASON}"
     kind = DeadlineError if type_ == "timeout_error" else RemoteFailedError
     return AttemptError(kind(text), is_fault=type_ not in _OF_THE_REQUEST)
 
@@ -435,12 +388,8 @@ def _error_of(body: bytes) -> tuple[str, str | None, str | None]:
         value = body.decode("utf-8", "replace")
     error = value.get("error", value) if isinstance(value, dict) else value
     param, code = (error.get("param"), error.get("code")) if isinstance(error, dict) else (None, None)
-    return _words(error), param if isinstance(param, str) else None, code if isinstance(code, str) else None
-
-
-def _words(error: Any) -> str:
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(message).split())[:MAX_REASON_CHARS] or "no reason given"
+    message = error_message(error) or NO_REASON
+    return message, param if isinstance(param, str) else None, code if isinstance(code, str) else None
 
 
 def _seconds(retry_after: str | None) -> float:

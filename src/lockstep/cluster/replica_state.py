@@ -112,7 +112,7 @@ class ReplicaState:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are admitted at once: it is there, and is not replica back for others."""
+        """True where calls are admitted at once: it is there, and is not held back for others."""
         return self.phase is Phase.RESIDENT and self.makes_room_for is None and not self.num_leaving
 
     def pin(self, entries: Sequence[Entry]) -> None:
@@ -141,7 +141,7 @@ class ReplicaState:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it is tried in a throw-away process before it is loaded again."""
+        """True where it is tried in a throw-away process before it is loaded again."""
         return self.num_lost >= SUSPECT_LOADS
 
     def succeeded(self, loaded: Loaded, now_s: float) -> None:
@@ -184,12 +184,12 @@ class ReplicaState:
 
     @property
     def absence(self) -> str:
-        """Why it could not be loaded, in one sentence; empty: nothing speaks against it."""
+        """Reason why it could not be loaded, in one sentence; empty: nothing speaks against it."""
         again = "" if self.loaded is None else " again"
         return "" if self.failure is None else f"the model could not be loaded{again}: {self.failure}"
 
     def trouble(self) -> str:
-        """Why calls would not be answered at once, in one sentence; empty: they would, if the worker is well."""
+        """Reason why calls would not be answered at once, in one sentence; empty: they would, if the worker is well."""
         return "" if self.phase is Phase.RESIDENT else self.absence or "the model is loading"
 
     def status(self, now_s: float) -> str:

@@ -1,8 +1,8 @@
 """Replicas of a cluster: the shell that carries out the planner's plans on a device worker. Event loop only.
 
-A call takes part in a replica between `acquire` and `release`. While its replica is not there, or is replica back for
-others, it waits; waiters of one replica share its load. What the worker does, it does in tasks of this shell, so that
-a client that leaves ends its own wait and nothing else.
+A call takes part in a replica between `acquire` and `release`. While its replica is not there, or is held back for
+others, it waits; waiters of one replica share its load. What the worker does, it does in tasks of this shell, so that a
+client that leaves ends its own wait and nothing else.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ LOST = "worker lost"
 CUT = "the model was taken out of service before this answer was complete; send the request again"
 """What calls are told that did not end in the time that draining had."""
 Watcher = Callable[[ReplicaState, Phase, str, float], None]
-"""Told that a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
+"""Called when a replica has come to another phase: the replica, its phase before, why, and how long that lasted."""
 PlanWatcher = Callable[[Observed, float, PlanPolicy, tuple[Action, ...]], None]
-"""Told what the planner saw, and what it said."""
+"""Called with what the planner saw, and what it decided."""
 
 
 class Replicas:
@@ -56,8 +56,8 @@ class Replicas:
     Args:
         worker: does the loading and unloading.
         policy: the planner's patience.
-        on_moved: told of every change of phase, after it.
-        on_planned: told of every plan, before it is carried out.
+        on_moved: called with every change of phase, after it.
+        on_planned: called with every plan, before it is carried out.
         clock: monotonic seconds.
     """
 
@@ -78,7 +78,7 @@ class Replicas:
         """In order of definition."""
         self.budget_bytes: int | None = None
         self.progress: Callable[[ReplicaState, str, float], None] | None = None
-        """Told about loads: which replica, the stage and how much of it is done."""
+        """Called with the progress of loads: which replica, the stage and how much of it is done."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.TimerHandle | None = None
         self._changed: asyncio.Future[None] | None = None
@@ -164,7 +164,7 @@ class Replicas:
         return self._closing or replica.refusal(self._clock()) or self._away()
 
     def _away(self) -> UnavailableError | None:
-        """Why nobody need wait for the next worker; None: it is there, or comes soon."""
+        """The error where waiting for the next worker is of no use; None: it is there, or comes soon."""
         if self._worker.away_s <= MAX_AWAY_S:
             return None
         return UnavailableError(self._worker.trouble, retry_after_s=self._worker.retry_after_s)

@@ -60,19 +60,18 @@ class RequestHandler:
         self._clock = clock
         self._prompts = PromptTokeniser()
         self.num_open = 0
-        self.num_ephemeral = 0
-        """Open calls without a session id."""
 
     async def stream(self, call: GenerationRequest) -> EventStream:
-        """Answer a request, as `lockstep.cluster.base.Cluster.stream`."""
-        model, models = self._state.find(call.model), self._state.models
+        """Answer a request, as `lockstep.cluster.cluster.Cluster.stream`."""
+        model, router = self._state.find(call.model), self._state.models.router
         hops: tuple[Hop, ...] = ()
         self._state.counters.requests_total += 1
         self.num_open += 1
-        self._begin_session(call, model)
+        if self._state.sessions.begin(call.session_id, model.id, self._clock()):
+            self._state.events.emit("session_admitted", session=call.session_id, model=model.id)
         try:
-            if models.router is not None and call.pooling is None and models.is_routed(call.model):
-                routed = await self._route(models.router, model, call)
+            if router is not None and model.id == router.entry and call.pooling is None:
+                routed = await self._route(router, model, call)
                 hops = (routed.hop,)
                 if routed.target is None:
                     yield (replace(routed.accepted, hops=hops),)
@@ -86,7 +85,7 @@ class RequestHandler:
                     yield events
         finally:
             self.num_open -= 1
-            self._end_session(call)
+            self._state.sessions.end(call.session_id, self._clock())
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
@@ -127,8 +126,8 @@ class RequestHandler:
             duration_ms=round(latency_s * 1e3, 3),
         )
         if target is not None:
-            if call.session_id is not None:
-                self._state.sessions.answered_by(call.session_id, target.id)
+            if (session := self._state.sessions.by_id.get(call.session_id or "")) is not None:
+                session.model = target.id
             self._state.counters.dispatch_hits += not decision.is_fallback
             self._state.counters.dispatch_fallbacks += decision.is_fallback
         return _EntryAnswer(accepted, outputs, hop, target)
@@ -138,7 +137,8 @@ class RequestHandler:
     ) -> tuple[Accepted, list[TokenOutput]]:
         """Collect the entry's whole answer; promote what it will decide as soon as that is known."""
         by_id = self._state.models.by_id
-        has_hints = any(m.entry.promotes_on_intent and _is_absent(m.replica) for m in by_id.values())
+        hinted = (model.replica for model in by_id.values() if model.entry.promotes_on_intent)
+        has_hints = any(replica is not None and replica.phase is Phase.ABSENT for replica in hinted)
         accepted = Accepted(entry.id, ())
         outputs: list[TokenOutput] = []
         text = ""
@@ -239,7 +239,7 @@ class RequestHandler:
             raise
 
     def _must_wait(self, model: Model, call: GenerationRequest) -> bool:
-        """Whether a call would be neither taken nor refused at once."""
+        """True where a call would be neither taken nor refused at once."""
         if model.remote is not None:
             return model.remote.health().ready
         assert model.replica is not None, "a model is local or remote"
@@ -249,24 +249,10 @@ class RequestHandler:
 
     def _warm(self, model: Model) -> None:
         """Promote the models that are named together with this one, once however many requests come."""
-        for other in self._state.models.warmed_by(model.id):
+        for other in self._state.models.warmed_by[model.id]:
             if other.replica is not None and self._state.replicas.warm(other.replica):
                 self._state.counters.co_activation_warms += 1
                 self._state.events.emit("co_activation_warmed", model=other.id, by=model.id)
-
-    # -- sessions -------------------------------------------------------------------------------------------------
-
-    def _begin_session(self, call: GenerationRequest, model: Model) -> None:
-        if call.session_id is None:
-            self.num_ephemeral += 1
-        elif self._state.sessions.begin(call.session_id, model.id, self._clock()):
-            self._state.events.emit("session_admitted", session=call.session_id, model=model.id)
-
-    def _end_session(self, call: GenerationRequest) -> None:
-        if call.session_id is None:
-            self.num_ephemeral -= 1
-        else:
-            self._state.sessions.end(call.session_id, self._clock())
 
 
 def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:
@@ -295,10 +281,6 @@ def _too_late(model: Model, call: GenerationRequest, waited_s: float) -> Lockste
     if call.queue_deadline_s is not None and waited_s >= call.queue_deadline_s:
         return QueueDeadlineError(what)
     return UnavailableError(what)
-
-
-def _is_absent(replica: ReplicaState | None) -> bool:
-    return replica is not None and replica.phase is Phase.ABSENT
 
 
 def _qualified(model: Model) -> str:

@@ -1,4 +1,4 @@
-"""Resolve a manifest's artifacts: sources opened and checked, report apart by content, and their bytes counted.
+"""Resolve a manifest's artifacts: sources opened and checked, told apart by content, and their bytes counted.
 
 Reads files and may fetch them from the hub, so it runs on a thread of its own.
 """
@@ -22,9 +22,9 @@ from lockstep.cluster.replica_state import ReplicaSpec
 from lockstep.engine.chat_template import ChatTemplate
 from lockstep.engine.loading import default_cache_dir, download_stage
 from lockstep.engine.options import EngineOptions, LoadOptions, Progress, check_limits, check_sizes
-from lockstep.engine.sizing import available_memory_bytes, machine_memory_bytes
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, ConfigError
+from lockstep.executors.machine import available_memory_bytes, machine_memory_bytes
 from lockstep.executors.stub import DECLARED_BYTES, StubOptions, stub_tokenizer_parts
 from lockstep.executors.stub import SCHEME as STUB
 from lockstep.worker.messages import Loaded
@@ -73,33 +73,36 @@ def open_manifest(
         ConfigError: a remote model says not where it is, or an ``engine`` cannot work with its model or this machine.
         ChatTemplateError: a ``chat_template`` is not Jinja.
     """
-    local = [entry for entry in manifest.entries if entry.tier is not Tier.REMOTE]
     for entry in manifest.entries:
         if entry.tier is Tier.REMOTE and entry.remote is None:
             raise ConfigError(
                 f"{entry.id}: a remote model needs remote.base_url under the backend auto; "
                 "give it, or serve with --backend stub or pocket"
             )
-    sources = {entry.source: entry.id for entry in reversed(local)}  # the first of those who share it
-    is_alone = has_device_alone(manifest) if is_alone is None else is_alone
-    base = replace(base, engine=replace(base.engine, order=base.engine.order or "priority"))
-    if not is_alone:
-        kv_bytes = _share(manifest.resources.kv_budget_bytes, len(sources), DEFAULT_KV_BYTES)
-        host_bytes = _share(manifest.resources.host_kv_budget_bytes, len(sources), 0)
-        base = replace(base, engine=_with_pool(base.engine, kv_bytes, host_bytes))
-    sources_of = {source: _Source.open(source, sources[source], base, progress) for source in sorted(sources)}
+    first_ids = {entry.source: entry.id for entry in reversed(manifest.entries) if entry.tier is not Tier.REMOTE}
+    sources = {source: Source.open(source, base, first_ids[source], progress) for source in sorted(first_ids)}
+    return weigh(manifest, sources, base, held_bytes, has_device_alone(manifest) if is_alone is None else is_alone)
+
+
+def weigh(
+    manifest: Manifest, sources: Mapping[str, Source], base: LoadOptions, held_bytes: int, is_alone: bool
+) -> Opened:
+    """Decide how each model is loaded, and what it takes of which budget; as `open_manifest`.
+
+    Args:
+        sources: of all its models that are not remote, opened.
+    """
+    engine = replace(base.engine, order=base.engine.order or "priority")
+    base = replace(base, engine=engine if is_alone else _with_pools(engine, manifest.resources, len(sources)))
     specs: dict[str, ReplicaSpec] = {}
     footprints: dict[str, Footprint] = {}
-    for entry in local:
-        source = sources_of[entry.source]
-        engine = base.engine if is_alone else source.adapted(base.engine)
-        template = base.chat_template if entry.chat_template is None else entry.chat_template
-        options = replace(base, engine=replace(engine, **entry.engine), chat_template=template)
-        source.check(entry, options)
-        footprint = source.footprint(entry, options.engine)
-        spec = _spec(entry, source, options, footprint)
-        footprints.setdefault(spec.key, footprint)
-        specs[entry.id] = spec
+    for entry in manifest.entries:
+        if entry.tier is not Tier.REMOTE:
+            options = sources[entry.source].options(entry, base, is_alone)
+            footprint = sources[entry.source].footprint(entry, options.engine)
+            spec = _spec(entry, sources[entry.source], options, footprint)
+            footprints.setdefault(spec.key, footprint)
+            specs[entry.id] = spec
     needs = tuple(
         Need(e.id, e.tier, specs[e.id].key, footprints[specs[e.id].key]) if e.id in specs else Need(e.id, e.tier)
         for e in manifest.entries
@@ -114,13 +117,22 @@ def here(manifest: Manifest) -> Manifest:
     Args:
         manifest: as the backend serves it.
     """
+    return replace(
+        manifest,
+        entries=tuple(e for e in manifest.entries if e.tier is Tier.REMOTE or not must_be_fetched(e.source)),
+    )
+
+
+def must_be_fetched(source: str, *, is_online: bool = True) -> bool:
+    """True where a source is on the hub, and not beyond doubt on this machine.
+
+    Args:
+        is_online: as in `lockstep.artifacts.hub.cache.find_cached`.
+    """
     from lockstep.artifacts.hub.cache import find_cached
 
-    def must_be_fetched(entry: Entry) -> bool:
-        named = None if entry.tier is Tier.REMOTE else on_hub(entry.source)
-        return named is not None and find_cached(named) is None
-
-    return replace(manifest, entries=tuple(entry for entry in manifest.entries if not must_be_fetched(entry)))
+    named = on_hub(source)
+    return named is not None and find_cached(named, is_online=is_online) is None
 
 
 def on_hub(source: str) -> HubSource | None:
@@ -138,8 +150,8 @@ def on_hub(source: str) -> HubSource | None:
 
 
 def has_device_alone(manifest: Manifest) -> bool:
-    """Whether there is one replica, and no budget: it shares with nobody, so its pool has the size that its load finds
-    room for, and nothing bounds it but what loading itself refuses."""
+    """True where there is one replica, and no budget: it shares with nobody, so its pool has the size that its load
+    finds room for, and nothing bounds it but what loading itself refuses."""
     replicas = {(entry.source, entry.variant) for entry in manifest.entries if entry.tier is not Tier.REMOTE}
     return len(replicas) == 1 and manifest.resources == Resources()
 
@@ -174,7 +186,7 @@ def corrected(opened: Opened, loaded: Mapping[str, Loaded]) -> Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """One opened source."""
 
     source: str
@@ -186,15 +198,18 @@ class _Source:
     is_stub: bool
 
     @classmethod
-    def open(cls, source: str, model: str, base: LoadOptions, progress: LoadProgress | None) -> _Source:
+    def open(cls, source: str, base: LoadOptions, model: str = "", progress: LoadProgress | None = None) -> Source:
+        """Open a source, and report so under a model's id; ArtifactError: it cannot be served."""
         if source.startswith(STUB):
             stub = StubOptions.parse(source)
             parts = partial(stub_tokenizer_parts, stub.name)
             return cls(source, source, DECLARED_BYTES, parts, stub.max_model_len, is_stub=True)
-        tell: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
-        tell("open", 0.0)
-        artifact = open_artifact(source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(tell))
-        tell("open", 1.0)
+        report: Progress = (lambda stage, fraction: None) if progress is None else partial(progress, model)
+        report("open", 0.0)
+        artifact = open_artifact(
+            source, cache_dir=base.cache_dir or default_cache_dir(), progress=download_stage(report)
+        )
+        report("open", 1.0)
         return cls(
             source,
             artifact.fingerprint,
@@ -204,24 +219,25 @@ class _Source:
             is_stub=False,
         )
 
-    def check(self, entry: Entry, options: LoadOptions) -> None:
-        """Refuse what its load would refuse in the end, as far as it is known now."""
+    def options(self, entry: Entry, base: LoadOptions, is_alone: bool) -> LoadOptions:
+        """Options by which a model of this source is loaded. What its load would refuse in the end is refused here, as
+        far as it is known now; a stub's pool is a fiction, and counted in blocks."""
+        engine = base.engine
+        if self.is_stub and engine.num_blocks is None and not is_alone:
+            engine = replace(engine, num_blocks=STUB_BLOCKS)
+        template = base.chat_template if entry.chat_template is None else entry.chat_template
+        options = replace(base, engine=replace(engine, **entry.engine), chat_template=template)
         try:
             check_limits(options.engine, self.max_model_len)
-            if not self.is_stub:  # its pool is a fiction
+            if not self.is_stub:
                 check_sizes(options.engine, machine_memory_bytes())
+            if template is not None:
+                ChatTemplate(template, None, None)
         except ConfigError as error:
             raise ConfigError(f"{entry.id}: {error}") from None
-        if options.chat_template is not None:
-            try:
-                ChatTemplate(options.chat_template, None, None)
-            except ChatTemplateError as error:
-                raise ChatTemplateError(f"{entry.id}: {error}") from None
-
-    def adapted(self, engine: EngineOptions) -> EngineOptions:
-        """A stub's blocks take no memory, so its pool is counted in blocks."""
-        is_free = self.is_stub and engine.num_blocks is None
-        return replace(engine, num_blocks=STUB_BLOCKS) if is_free else engine
+        except ChatTemplateError as error:
+            raise ChatTemplateError(f"{entry.id}: {error}") from None
+        return options
 
     def footprint(self, entry: Entry, engine: EngineOptions) -> Footprint:
         if self.is_stub:
@@ -231,20 +247,22 @@ class _Source:
         )
 
 
-def _share(budget_bytes: int | None, num_replicas: int, default_bytes: int) -> int:
-    return default_bytes if budget_bytes is None else budget_bytes // max(1, num_replicas)
+def _with_pools(engine: EngineOptions, resources: Resources, num_replicas: int) -> EngineOptions:
+    """Pools of sizes that are known beforehand: each replica's share of the budgets. What the operator said stands."""
 
+    def share(given: int | None, budget_bytes: int | None, default_bytes: int) -> int:
+        if given is not None:
+            return given
+        return default_bytes if budget_bytes is None else budget_bytes // max(1, num_replicas)
 
-def _with_pool(engine: EngineOptions, kv_bytes: int, host_bytes: int) -> EngineOptions:
-    """Pools of a size that is known beforehand; what the operator said stands."""
     return replace(
         engine,
-        kv_cache_memory_bytes=kv_bytes if engine.kv_cache_memory_bytes is None else engine.kv_cache_memory_bytes,
-        host_kv_memory_bytes=host_bytes if engine.host_kv_memory_bytes is None else engine.host_kv_memory_bytes,
+        kv_cache_memory_bytes=share(engine.kv_cache_memory_bytes, resources.kv_budget_bytes, DEFAULT_KV_BYTES),
+        host_kv_memory_bytes=share(engine.host_kv_memory_bytes, resources.host_kv_budget_bytes, 0),
     )
 
 
-def _spec(entry: Entry, source: _Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:
+def _spec(entry: Entry, source: Source, options: LoadOptions, footprint: Footprint) -> ReplicaSpec:
     digest = hashlib.blake2b(repr((source.fingerprint, entry.variant)).encode()).hexdigest()[:KEY_DIGITS]
 
     def measure(loaded: Loaded) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec.structs import fields, replace
 
-from lockstep.cluster.backend import targets_of
 from lockstep.cluster.manifest import Entry, Manifest, Persona, Routing
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError
@@ -37,7 +36,7 @@ class Router:
         self.entry = routing.entry
         self._rule = routing.rule
         self._fallback = manifest.fallback
-        self._ids = targets_of(manifest)
+        self._ids = manifest.targets
         words = routing.rule.constraint_words(self._ids)
         choices = (*words, *(f"{routing.rule.field_name}={word}" for word in words))
         self._params = SamplingParams(

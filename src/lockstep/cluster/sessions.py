@@ -56,7 +56,7 @@ class ModelSessions:
 
     Args:
         limit: how many may be held at once; None: no request waits, and `MAX_SESSIONS` named ones are held when idle.
-        on_swept: told which idle session gave way.
+        on_swept: called with the idle session that gave way.
     """
 
     def __init__(self, limit: int | None, on_swept: Callable[[str], None]) -> None:
@@ -82,7 +82,7 @@ class ModelSessions:
         return len(self._waiting)
 
     def is_open(self, session: str | None) -> bool:
-        """Whether a request of a session may run at once."""
+        """True where a request of a session may run at once."""
         return not self._waiting and self._has_room(session)
 
     async def enter(self, session: str | None) -> None:
@@ -124,7 +124,7 @@ class ModelSessions:
         return session in self._active or session in self._idle
 
     def drop(self, session: str) -> bool:
-        """Give up an idle session's KV; whether it was held."""
+        """Give up an idle session's KV; returns True where it was held."""
         is_held = session in self._idle
         self._idle.pop(session, None)
         if is_held:
@@ -149,7 +149,7 @@ class ModelSessions:
 
     @property
     def _num_excess(self) -> int:
-        """How many sessions are held beyond the limit; without one, how many idle ones beyond `MAX_SESSIONS`."""
+        """Sessions that are held beyond the limit; without one, idle ones beyond `MAX_SESSIONS`."""
         return len(self._idle) - MAX_SESSIONS if self.limit is None else self.num_held - self.limit
 
     def _take(self, session: str | None) -> None:
@@ -172,86 +172,54 @@ class ModelSessions:
 
 
 class Sessions:
-    """All named sessions of a cluster, in order of last use."""
+    """All sessions of a cluster: named ones, and those of requests without a session id."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Session] = {}
+        self.by_id: dict[str, Session] = {}
+        """Named ones, least recently used first."""
+        self._num_ephemeral = 0
 
-    def begin(self, id_: str, model: str, now_s: float) -> bool:
-        """Note a request of a session; whether the session is new."""
-        session = self._known.pop(id_, None)
+    @property
+    def num_live(self) -> int:
+        """Sessions whose requests are being answered, or whose KV is held."""
+        return self._num_ephemeral + sum(bool(each.num_active or each.is_held) for each in self.by_id.values())
+
+    def begin(self, id_: str | None, model: str, now_s: float) -> bool:
+        """Note a request of a session; returns True where it is a new one with a name."""
+        if id_ is None:
+            self._num_ephemeral += 1
+            return False
+        session = self.by_id.pop(id_, None)
         is_new = session is None
         if session is None:
             session = Session(id_, model, now_s, now_s)
-        self._known[id_] = session
+        self.by_id[id_] = session
         session.model, session.last_used_s = model, now_s
         session.is_held, session.is_evicted = True, False
         session.num_requests += 1
         session.num_active += 1
         return is_new
 
-    def end(self, id_: str, now_s: float) -> None:
+    def end(self, id_: str | None, now_s: float) -> None:
         """Note the end of a request, whatever became of it."""
-        session = self._known.get(id_)
-        if session is not None:
+        if id_ is None:
+            self._num_ephemeral -= 1
+        elif (session := self.by_id.get(id_)) is not None:
             session.num_active = max(0, session.num_active - 1)  # one that was ended and began anew counts its own
             session.last_used_s = now_s
 
-    def answered_by(self, id_: str, model: str) -> None:
-        if id_ in self._known:
-            self._known[id_].model = model
-
-    def kept(self, id_: str, model: str, num_tokens: int) -> None:
-        """Note how many of its tokens are on the device now, for one model."""
-        if id_ in self._known:
-            self._known[id_].kept_tokens[model] = num_tokens
-
-    def dropped(self, id_: str, model: str | None = None, *, is_held: bool) -> None:
-        """Note that a model gave up its KV, or all did.
-
-        Args:
-            is_held: whether another one still has some.
-        """
-        if (session := self._known.get(id_)) is not None:
-            session.is_held = is_held
-            if model is None:
-                session.kept_tokens.clear()
-            else:
-                session.kept_tokens.pop(model, None)
-
-    def evict(self, id_: str) -> bool:
-        """Note that its KV was given up; False: it was before, with no request since, or nobody knows it."""
-        session = self._known.get(id_)
-        if session is None or session.is_evicted:
-            return False
-        session.is_evicted = True
-        return True
-
-    def last_model(self, id_: str) -> str | None:
-        """The model that answered it last; None: nobody knows it."""
-        session = self._known.get(id_)
-        return None if session is None else session.model
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self._known)
-
-    def forget(self, id_: str) -> Session | None:
-        """Forget a session that its client ended; None: nobody knows it."""
-        return self._known.pop(id_, None)
-
     def idle(self, limits: SessionLimits, now_s: float) -> list[Session]:
         """Sessions whose KV may be given up, as nobody came back for long; those that are too many are forgotten."""
-        excess = len(self._known) - MAX_SESSIONS
-        for session in list(self._known.values())[: max(0, excess)]:
+        excess = len(self.by_id) - MAX_SESSIONS
+        for session in list(self.by_id.values())[: max(0, excess)]:
             if not session.num_active and not session.is_held:
-                del self._known[session.id]
+                del self.by_id[session.id]
         threshold_s = limits.idle_threshold_s
         if threshold_s is None:
             return []
         return [
             session
-            for session in self._known.values()
+            for session in self.by_id.values()
             if session.is_held
             and not session.num_active
             and now_s - session.last_used_s >= threshold_s
@@ -259,4 +227,4 @@ class Sessions:
         ]
 
     def snapshot(self, now_s: float) -> tuple[SessionSnapshot, ...]:
-        return tuple(session.snapshot(now_s) for session in self._known.values())
+        return tuple(session.snapshot(now_s) for session in self.by_id.values())

@@ -199,7 +199,7 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
 
 
 class Replaced(msgspec.Struct, frozen=True):
-    """What the replacement of a manifest did."""
+    """Result of a manifest's replacement."""
 
     cluster: str
     added: tuple[str, ...]

@@ -14,11 +14,10 @@ from pathlib import Path
 import msgspec
 
 from lockstep.cluster.backend import Backend, OneModel, served_by
-from lockstep.cluster.base import recording_warnings
 from lockstep.cluster.budget import cut_texts, refusal, table_text
 from lockstep.cluster.events import EventLog
 from lockstep.cluster.manifest import PRIORITIES, Entry, Manifest, Tier
-from lockstep.cluster.models import Model, ModelSet, Names
+from lockstep.cluster.models import Model, ModelSet
 from lockstep.cluster.plan_recorder import PlanRecorder
 from lockstep.cluster.planner import Phase, PlanPolicy, UnloadReason
 from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
@@ -75,8 +74,8 @@ class ClusterState:
 
     def __init__(self, options: ClusterOptions, manifest: Manifest) -> None:
         self.options = options
-        self.first = served_by(manifest, options.backend)
-        self._first_names = Names(self.first)
+        self.models = ModelSet(manifest, served_by(manifest, options.backend), _unopened)
+        """The models that calls go to, or will when they have been opened."""
         self.worker = SupervisedWorker(options.worker, self._noticed)
         self.events = EventLog()
         self.counters = Counters()
@@ -87,33 +86,20 @@ class ClusterState:
         on_planned = None if self._plans is None else self._plans.planned
         self.replicas = Replicas(self.worker, options.policy, self._moved, on_planned)
         self.opened: Opened | None = None
-        """The resolved artifacts of the models that calls go to."""
+        """The resolved artifacts of the models that calls go to; None: nothing was opened yet."""
         self.is_booted = False
-        self._models: ModelSet | None = None
         self._coming: ModelSet | None = None
         """The models of a manifest that is being brought in."""
 
     @property
-    def models(self) -> ModelSet:
-        """The models that calls go to; UnavailableError until their sources have been opened."""
-        if self._models is None:
-            raise UnavailableError(self.loading)
-        return self._models
-
-    @property
-    def is_set(self) -> bool:
-        """Whether there are models yet."""
-        return self._models is not None
-
-    @property
-    def names(self) -> Names:
-        """Names of the models that calls go to, or will."""
-        return self._first_names if self._models is None else self._models.names
-
-    @property
     def loading(self) -> str:
-        """Why nobody is answered before the boot has ended, in one sentence."""
-        return "the model is loading" if len(self.names.ids) == 1 else "the models are loading"
+        """Reason why nobody is answered before the boot has ended, in one sentence."""
+        return "the model is loading" if len(self.models.by_id) == 1 else "the models are loading"
+
+    def check_opened(self) -> None:
+        """Refuse what needs the models' sources; UnavailableError until they have been opened."""
+        if self.opened is None:
+            raise UnavailableError(self.loading)
 
     def find(self, name: str | None) -> Model:
         """The model that a call is for.
@@ -122,10 +108,10 @@ class ClusterState:
             ModelNotFoundError: nobody is called so.
             UnavailableError: nobody is answered yet.
         """
-        id_ = self.names.find(name)
+        model = self.models.find(name)
         if not self.is_booted:
             raise UnavailableError(self.loading)
-        return self.models.by_id[id_]
+        return model
 
     # -- from a manifest to models --------------------------------------------------------------------------------
 
@@ -161,12 +147,12 @@ class ClusterState:
 
     def build(self, manifest: Manifest, opened: Opened) -> ModelSet:
         """Make the models of a manifest; those that it does not change go on as they are."""
-        before = self._models
+        before = self.models.by_id if self.opened is not None else {}
 
         def make(declared: Entry, entry: Entry) -> Model:
             spec = opened.specs.get(entry.id)
             replica = None if spec is None else self.replicas.of(spec)
-            old = None if before is None else before.by_id.get(entry.id)
+            old = before.get(entry.id)
             limit = _session_limit(entry, manifest)
             if old is not None and (old.entry, old.declared, old.replica) == (entry, declared, replica):
                 return old
@@ -207,7 +193,7 @@ class ClusterState:
         notes = (*models.declared.notes, *cut_texts(opened.table.budgets)) if opened is not self.opened else ()
         for note in notes:
             log.warning("%s", note)
-        self._models, self._coming, self.opened = models, None, opened
+        self.models, self._coming, self.opened = models, None, opened
         for model in models.by_id.values():
             model.sessions.resize(_session_limit(model.entry, models.declared))
         self.replicas.budget_bytes = opened.table.budgets.gpu.effective_bytes
@@ -237,7 +223,9 @@ class ClusterState:
 
     def warnings(self) -> tuple[str, ...]:
         """Sentences on what somebody should look after although calls are answered."""
-        return recording_warnings(self.worker.recording_fault, "" if self._plans is None else self._plans.fault)
+        faults = (self.worker.recording_fault, "" if self._plans is None else self._plans.fault)
+        why = "; ".join(dict.fromkeys(filter(None, faults)))
+        return (f"nothing is recorded now: {why}; requests are answered all the same",) if why else ()
 
     async def close(self) -> None:
         """End the worker, and what is recorded."""
@@ -249,23 +237,21 @@ class ClusterState:
 
     def models_on(self, replica: ReplicaState) -> tuple[Model, ...]:
         """The models that share a replica, those that are coming included."""
-        sets = [models for models in (self._coming, self._models) if models is not None]
+        sets = [models for models in (self._coming, self.models) if models is not None]
         found = {m.id: m for models in sets for m in models.by_id.values() if m.replica is replica}
         return tuple(found.values())
 
     def trouble(self, replica: ReplicaState) -> str:
-        """Why calls of a replica would not be answered at once, in one sentence; empty: they would."""
+        """Reason why calls of a replica would not be answered at once, in one sentence; empty: they would."""
         return self.worker.trouble or replica.trouble()
 
-    def snapshot(self, is_replacing: bool, num_ephemeral: int) -> ClusterSnapshot:
+    def snapshot(self, is_replacing: bool) -> ClusterSnapshot:
         """Snapshot of the whole cluster at this moment.
 
         Args:
             is_replacing: whether a manifest is being brought in.
-            num_ephemeral: sessions of open calls that named none.
         """
         models, now_s = self.models, time.monotonic()
-        named = self.sessions.snapshot(now_s)
         return ClusterSnapshot(
             cluster=models.declared.cluster,
             backend=str(self.options.backend),
@@ -275,8 +261,8 @@ class ClusterState:
             models=tuple(model.snapshot(self.worker.trouble, now_s) for model in models.by_id.values()),
             replicas=tuple(each.snapshot(tuple(m.id for m in self.models_on(each))) for each in self.replicas.all()),
             budgets=self._budgets(),
-            sessions=named,
-            sessions_live=num_ephemeral + sum(session.state != "dropped" for session in named),
+            sessions=self.sessions.snapshot(now_s),
+            sessions_live=self.sessions.num_live,
             counters=msgspec.structs.replace(self.counters),
             transitions=tuple(self.transitions),
             remotes=tuple(model.remote.snapshot() for model in models.by_id.values() if model.remote is not None),
@@ -285,8 +271,8 @@ class ClusterState:
 
     def _budgets(self) -> tuple[BudgetSnapshot, ...]:
         assert self.opened is not None
-        table = self.opened.table
-        used = ((table.budgets.gpu, self.replicas.held_bytes), (table.budgets.ram, table.ram_needed_bytes))
+        gpu, ram = self.opened.table.budgets
+        used = ((gpu, self.replicas.held_bytes), (ram, ram.needed_bytes))
         return tuple(
             BudgetSnapshot(budget.name, budget.declared_bytes, budget.effective_bytes, used_bytes)
             for budget, used_bytes in used
@@ -294,19 +280,21 @@ class ClusterState:
 
     # -- sessions -------------------------------------------------------------------------------------------------
 
-    def swept(self, session: str, owners: Sequence[str], reason: str) -> None:
+    def swept(self, session_id: str, owners: Sequence[str], reason: str) -> None:
         """Note that models gave up a session's KV. However many they are, and when: until its next request that is one
         eviction. Of remote models, which keep none, it is none."""
-        by_id = self.models.by_id
-        is_held = any(model.sessions.holds(session) for model in by_id.values())
+        by_id, session = self.models.by_id, self.sessions.by_id.get(session_id)
+        if session is None or not owners:
+            return
+        session.is_held = any(model.sessions.holds(session_id) for model in by_id.values())
         for owner in owners:
-            self.sessions.dropped(session, owner, is_held=is_held)
+            session.kept_tokens.pop(owner, None)
         local = [owner for owner in owners if owner in by_id and by_id[owner].replica is not None]
-        if local and self.sessions.evict(session):
-            last = self.sessions.last_model(session)
+        if local and not session.is_evicted:
+            session.is_evicted = True
             self.counters.lru_evictions += reason in LRU_REASONS
-            shown = last if last in local else local[0]
-            self.events.emit("session_evicted", session=session, model=shown, reason=reason)
+            shown = session.model if session.model in local else local[0]
+            self.events.emit("session_evicted", session=session_id, model=shown, reason=reason)
 
     async def free(self, session: str, model: str) -> None:
         """Let the worker unpin what an idle session keeps for a model."""
@@ -314,12 +302,13 @@ class ClusterState:
         if found is not None and found.replica is not None and found.replica.phase is Phase.RESIDENT:
             await self.worker.sweep(found.replica.key, session, model)
 
-    def _gave_up(self, session: str, reason: str) -> None:
+    def _drop_held(self, session: str, reason: str) -> None:
         self.swept(session, [m.id for m in self.models.by_id.values() if m.sessions.drop(session)], reason)
 
     def _session_changed(self, change: SessionChange) -> None:
         if change.what == "kept":
-            self.sessions.kept(change.session_id, change.owner, change.num_tokens)
+            if (session := self.sessions.by_id.get(change.session_id)) is not None:
+                session.kept_tokens[change.owner] = change.num_tokens
             return
         model = self.models.by_id.get(change.owner)
         if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
@@ -334,14 +323,12 @@ class ClusterState:
             return -by_id[session.model].entry.priority if session.model in by_id else -PRIORITIES["low"]
 
         for session in sorted(self.sessions.idle(self.models.declared.sessions, now_s), key=urgency):
-            await self._sweep(session.id)
-
-    async def _sweep(self, session: str) -> None:
-        holders = [model.id for model in self.models.by_id.values() if model.sessions.holds(session)]
-        self._gave_up(session, "idle")
-        self.sessions.dropped(session, is_held=False)  # also where the model that held it is gone from the manifest
-        for model in holders:
-            await self.free(session, model)
+            holders = [model.id for model in by_id.values() if model.sessions.holds(session.id)]
+            self._drop_held(session.id, "idle")
+            session.is_held = False  # also where the model that held it is gone from the manifest
+            session.kept_tokens.clear()
+            for model in holders:
+                await self.free(session.id, model)
 
     # -- notices --------------------------------------------------------------------------------------------------
 
@@ -364,8 +351,8 @@ class ClusterState:
                     self._session_changed(change)
             case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
-                for session in self.sessions.ids:
-                    self._gave_up(session, LOST)
+                for session in tuple(self.sessions.by_id):
+                    self._drop_held(session, LOST)
                 self.replicas.worker_lost()
             case Back():
                 self.replicas.pump()
@@ -397,14 +384,19 @@ class ClusterState:
             self.counters.model_evictions += reason == UnloadReason.ROOM
 
 
+def _unopened(declared: Entry, entry: Entry) -> Model:
+    """A model that is known by its names, and answers nobody yet."""
+    return Model(entry, declared, None, None, ModelSessions(None, lambda session: None))
+
+
 def _shown(phase: Phase) -> str:
     """The phase of a replica as the state of its models."""
     return STANDBY if phase is Phase.ABSENT else phase.value
 
 
 def _session_limit(entry: Entry, manifest: Manifest) -> int | None:
-    """How many sessions a model may have at once; those of a remote one hold nothing on the device, so that its
-    connections bound them."""
+    """Limit of the sessions that a model may have at once; those of a remote one hold nothing on the device, so that
+    its connections bound them."""
     if entry.max_active_sessions is not None:
         return entry.max_active_sessions
     return MAX_CONNECTIONS if entry.tier is Tier.REMOTE else manifest.sessions.max_active_sessions

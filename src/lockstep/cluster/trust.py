@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from lockstep.cluster.manifest import Manifest, Remote, Tier
 from lockstep.cluster.manifest_file import EntryDraft
 from lockstep.cluster.manifest_yaml import Reading
-from lockstep.cluster.remote_address import is_plainly_private
+from lockstep.cluster.remote_exchange import is_plainly_private
 from lockstep.errors import ArtifactError, ExecutorError, ManifestError, Problem
 
 SOURCE_REFUSED = (

@@ -53,7 +53,7 @@ class BlockPool:
         return len(self._free) + len(self._cached) + len(self._pinned)
 
     def refs(self, block: int) -> int:
-        """How many sequences hold the block."""
+        """Number of sequences that hold the block."""
         return self._refs[block]
 
     def free_order(self) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class DecodeRun:
         self._num_unwritten = 0
         """Committed steps, and those of them that the sequences do not know of yet."""
         self._is_plain = False
-        """Whether the last step was one of this run that moved nothing, so that the next may be its repeat."""
+        """True if the last step was one of this run that moved nothing, so that the next may be its repeat."""
         self._last = min([seq.max_known - seq.num_known for seq in seqs]) - 1
         """Step of the run in which somebody reaches its limit: the last one."""
         self._quiet_until = min(self._last, *self._due)
@@ -77,11 +77,11 @@ class DecodeRun:
         return True
 
     def is_over(self, result: StepResult) -> bool:
-        """Whether somebody ends with the step that was counted last."""
+        """True if a sequence ends with the step that was counted last."""
         return self._num_steps > self._last or result.finishes != self._nones
 
     def finishes(self, result: StepResult) -> tuple[Finish, ...]:
-        """Who ends with it, by rank; everything is written back."""
+        """Write everything back; returns the sequences that end with the last step, by rank."""
         reasons = [
             FinishReason.LENGTH if reason is None and seq.num_known == seq.max_known else reason
             for seq, reason in zip(self.seqs, result.finishes, strict=True)

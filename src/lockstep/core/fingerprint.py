@@ -108,7 +108,7 @@ class Fingerprint:
 
     @property
     def step_before(self) -> StepPlan | None:
-        """What the next record's rows are told against."""
+        """Plan that the next record's rows are differences to."""
         before, shift = self._before, self._shift
         if before is None or not shift:
             return before
@@ -116,7 +116,7 @@ class Fingerprint:
 
     @property
     def ended_before(self) -> Set[int]:
-        """Who ended with that step."""
+        """Sequences that ended with that step."""
         return self._before_ended
 
     @property
@@ -181,20 +181,20 @@ class Fingerprint:
             ids, tables, samples = before.seq_ids, before.tables, before.samples
             ends = tuple(map(add, before.starts, before.lengths))
         if ended:
-            goes_on = [seq_id not in ended for seq_id in ids]
-            ids, ends = tuple(compress(ids, goes_on)), tuple(compress(ends, goes_on))
-            tables, samples = tuple(compress(tables, goes_on)), tuple(compress(samples, goes_on))
+            continues = [seq_id not in ended for seq_id in ids]
+            ids, ends = tuple(compress(ids, continues)), tuple(compress(ends, continues))
+            tables, samples = tuple(compress(tables, continues)), tuple(compress(samples, continues))
         self._ids, self._ends, self._tables, self._samples = ids, ends, tables, samples
         self._num_sampled = samples.index(False) if False in samples else len(samples)
         """Leading rows that sampled."""
 
     def _due(self) -> tuple[int, ...]:
-        """Where the next tokens of the known rows would be."""
+        """Positions of the next tokens of the known rows."""
         shift = self._shift
         return tuple([end + shift for end in self._ends]) if shift else self._ends
 
     def _changes(self, plan: StepPlan, due: tuple[int, ...]) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Who had a row in the step before and has none now; which rows do not continue plainly."""
+        """Sequences whose row of the step before is gone, and rows that do not continue plainly."""
         lead, known = self._num_sampled, self._ids
         if not (
             plan.seq_ids[:lead] == known[:lead]
@@ -255,20 +255,20 @@ def _row(index: int, plan: StepPlan, known: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _are_same(tables: Sequence[tuple[int, ...]], known: Sequence[tuple[int, ...]]) -> bool:
-    """Whether two steps of as many rows have equal tables. Most are the same object, and one that grew is longer: the
+    """True if two steps of as many rows have equal tables. Most are the same object, and one that grew is longer: the
     blocks of a long table are not compared one by one."""
     return all(map(is_, tables, known)) or (list(map(len, tables)) == list(map(len, known)) and tables == known)
 
 
 def _moves_nothing(plan: StepPlan) -> bool:
-    """Whether it moves no block and lists nobody."""
+    """True if it moves no block and lists no sequence."""
     return not (
         plan.evicted or plan.swap_out or plan.swap_in or plan.copies or plan.admitted or plan.resumed or plan.preempted
     )
 
 
 def _only_decodes(plan: StepPlan, events: StepEvents) -> bool:
-    """Whether each row computes one token and got one."""
+    """True if each row computes one token and got one."""
     count = len(plan.seq_ids)
     return plan.lengths.count(1) == plan.samples.count(True) == events.num_tokens.count(1) == count
 

@@ -1,4 +1,4 @@
-"""Which sequence holds which blocks, on the device and on the host, and what a step must move for that."""
+"""KV blocks by sequence, on the device and on the host, and the moves that a step needs for that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.core.state import KVState
 
 
 class Moves(NamedTuple):
-    """What the executor does before the forward pass; see StepPlan."""
+    """Moves of blocks that the executor makes before the forward pass; see StepPlan."""
 
     evicted: tuple[int, ...]
     swap_out: tuple[tuple[int, int], ...]
@@ -46,7 +46,7 @@ class KVCache:
         """Sequences that this step moves; moved in: with the blocks that they had on the device before."""
 
     def take_moves(self) -> Moves:
-        """What the step in the making moves so far."""
+        """Take the moves of the step in the making so far."""
         if not (self._evicted or self._swap_out or self._swap_in):
             return _NO_MOVES
         moves = Moves(tuple(self._evicted), tuple((d, h) for h, d in self._swap_out.items()), tuple(self._swap_in))
@@ -62,7 +62,7 @@ class KVCache:
         self._moved_out.clear()
 
     @property
-    def came_back(self) -> list[Sequence]:
+    def resumed(self) -> list[Sequence]:
         """Those whose blocks the step under way brings back from the host."""
         return [seq for seq, _ in self._moved_in.values()]
 
@@ -252,7 +252,7 @@ class KVCache:
 
 
 def choose_tails(tables: Seq[tuple[int, ...]], refs: Callable[[int], int], missing: int) -> list[int] | None:
-    """How many blocks to take from the tail of each table so that ``missing`` become free.
+    """Numbers of blocks to take from the tail of each table so that ``missing`` become free.
 
     Blocks that only their owner holds go first; taking a shared one frees nothing until its last holder lets go, so
     those are taken only when there is no other way.

@@ -15,7 +15,7 @@ from lockstep.core.step import Explain, Limit, Reason
 from lockstep.core.step_builder import Reached, StepBuilder
 
 Output = tuple[Sequence, int]
-"""Who samples or replays, and the length of its segment."""
+"""A sequence that samples or replays, and the length of its segment."""
 
 _by_turn = attrgetter("turn")
 
@@ -45,7 +45,7 @@ class StepPlanner:
         self._reserves = config.admission == "reserve"
         self._order_is_fixed = config.order != "fair" and not config.priority_aging_steps
         self._nobody_fits_at: tuple[int, int, int] | None = None
-        """What could be had when all that were asked lacked blocks, and nothing else."""
+        """Supply at which all that were tried lacked blocks, and nothing else."""
         self._explain: Explain | None = None
 
     def plan(self, step: int, explain: Explain | None = None) -> StepBuilder:
@@ -57,7 +57,7 @@ class StepPlanner:
         running, self._explain = self._running, explain
         num_waiting = len(self._queue) + len(running.preempted) + len(running.prefilling)
         builder = StepBuilder(self._config, step, prefill_budget(self._config, num_waiting, len(running.decoding)))
-        chosen, spare = self._choose_who_samples(builder)
+        chosen, spare = self._choose_sampling(builder)
         self._grow(builder, chosen, spare)
         self._advance_prompts(builder)
         self._resume(builder)
@@ -66,7 +66,7 @@ class StepPlanner:
 
     # -- 1: who samples or replays ------------------------------------------------------------------------------------
 
-    def _choose_who_samples(self, builder: StepBuilder) -> tuple[list[Output], list[Sequence]]:
+    def _choose_sampling(self, builder: StepBuilder) -> tuple[list[Output], list[Sequence]]:
         """Reserve budgets for those who sample or replay: whose last turn is longest ago, class by class.
 
         Returns:
@@ -93,7 +93,7 @@ class StepPlanner:
             length = seq.segment_length(seq.num_computed)
             if not self._reserve(builder, seq, length):
                 spare.append(seq)
-                self._tell_all([seq], builder.limits_on_output(length) if self._explain else ())
+                self._note_all([seq], builder.limits_on_output(length) if self._explain else ())
             elif seq.prompt_left <= 0:
                 chosen.append((seq, length))
         chosen.sort(key=lambda output: output[0].rank)
@@ -130,7 +130,7 @@ class StepPlanner:
         if missing > 0:
             victims = [*self._running.preempted_holders(), *self._running.running_behind(seq.rank)]
             if not self._take_blocks(builder, victims, missing):
-                self._tell_blocks(seq, (), num_positions)
+                self._note_blocks(seq, (), num_positions)
                 return False
         return self._kv.hold(seq, (), num_positions)
 
@@ -161,7 +161,7 @@ class StepPlanner:
 
     def _add_prompt(self, builder: StepBuilder, seq: Sequence) -> bool:
         if self._explain is not None:
-            self._tell_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
+            self._note_all([seq], builder.limits_on_prompt(seq, seq.num_computed))
         return builder.add_prompt(seq)
 
     # -- 4: resuming --------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class StepPlanner:
         for seq in waiting:
             if not self._may_resume(builder, seq):
                 if self._explain is not None:
-                    self._tell_all(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
+                    self._note_all(waiting, [(Limit.PREEMPTED, 0, 0)], [seq.seq_id])
                 return
             running.run(seq)
             builder.resumed.append(seq.seq_id)
@@ -181,20 +181,20 @@ class StepPlanner:
                 self._add_prompt(builder, seq)
                 continue
             length = seq.segment_length(seq.num_computed)
-            self._tell_all([seq], builder.limits_on_output(length) if self._explain else ())
+            self._note_all([seq], builder.limits_on_output(length) if self._explain else ())
             if builder.reserve_output(length):
                 builder.seqs.append(seq)
                 builder.lengths.append(length)
 
     def _may_resume(self, builder: StepBuilder, seq: Sequence) -> bool:
-        """Whether a preempted sequence runs again; it then has its blocks."""
+        """Give a preempted sequence its blocks; True if it runs again."""
         num_running, most = self._running.num_running, self._config.max_num_seqs
         if builder.left_out:
-            self._tell(seq, Limit.STALLED, others=builder.left_out)
+            self._note(seq, Limit.STALLED, others=builder.left_out)
         elif num_running >= most:
-            self._tell(seq, Limit.SEQS, num_running, most)
+            self._note(seq, Limit.SEQS, num_running, most)
         elif seq.seq_id in builder.victims:
-            self._tell(seq, Limit.VICTIM)
+            self._note(seq, Limit.VICTIM)
         else:
             return self._bring_back(builder, seq)
         return False
@@ -213,7 +213,7 @@ class StepPlanner:
                 return kv.hold(seq, hits, positions)
             behind = [other for other in self._running.preempted_holders() if other.rank > seq.rank]
             if not self._take_blocks(builder, behind, missing):
-                self._tell_blocks(seq, hits, positions, spare)
+                self._note_blocks(seq, hits, positions, spare)
                 return False
 
     # -- 5: admitting -------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class StepPlanner:
         supply = self._supply()
         if builder.left_out or not len(queue):
             if self._explain is not None:
-                self._tell_all(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
+                self._note_all(queue.in_order(builder.step), [(Limit.STALLED, 0, 0)], builder.left_out)
             return
         if supply == self._nobody_fits_at and self._explain is None:
             return
@@ -242,15 +242,15 @@ class StepPlanner:
             if running.num_running >= config.max_num_seqs or builder.num_places < 1 or builder.chunk_room < 1:
                 is_only_blocks = False
                 if self._explain is not None:
-                    self._tell_all([seq, *waiting], self._limits_on_all(builder))
+                    self._note_all([seq, *waiting], self._limits_on_all(builder))
                 break
             if not self._is_sibling_ready(seq):
                 is_only_blocks = False
-                self._tell(seq, Limit.SIBLING)
+                self._note(seq, Limit.SIBLING)
                 continue
             is_blocked = queue.effective_class(seq, builder.step) >= blocked_from
             if is_blocked:
-                self._tell_blockers(seq, blockers)
+                self._note_blockers(seq, blockers)
             if not is_blocked and self._start(builder, seq):
                 admitted.append(seq)
                 for other in passed:
@@ -261,7 +261,7 @@ class StepPlanner:
                 overtaken = [seq]
             if len(passed) > config.max_skips:
                 if self._explain is not None:
-                    self._tell_all(waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [each.seq_id for each in passed])
+                    self._note_all(waiting, [(Limit.OVERTAKEN, 0, config.max_skips)], [each.seq_id for each in passed])
                 break
             for other in overtaken:
                 if other.num_skips >= config.max_skips:
@@ -273,7 +273,7 @@ class StepPlanner:
         self._nobody_fits_at = supply if is_only_blocks else None
 
     def _supply(self) -> tuple[int, int, int]:
-        """What must have grown before anyone fits who lacked blocks before: taking blocks never helps the others."""
+        """Supply of blocks, which must have grown before anyone fits who lacked some: taking blocks helps nobody."""
         return (self._kv.pool.num_released, self._kv.prefix.num_published, self._queue.num_changes)
 
     def _start(self, builder: StepBuilder, seq: Sequence) -> bool:
@@ -285,11 +285,11 @@ class StepPlanner:
         start = len(hits) * self._config.block_size
         if not builder.chunk_length(seq, start) and not builder.lacks_only_a_turn(seq, start):
             builder.is_budget_short = True
-            self._tell_all([seq], builder.limits_on_prompt(seq, start) if self._explain else ())
+            self._note_all([seq], builder.limits_on_prompt(seq, start) if self._explain else ())
             return False
         positions = seq.max_known if self._reserves else seq.num_prompt
         if not self._kv.hold(seq, hits, positions):
-            self._tell_blocks(seq, hits, positions)
+            self._note_blocks(seq, hits, positions)
             return False
         seq.num_published = len(hits)
         seq.num_cached_tokens = start
@@ -303,38 +303,38 @@ class StepPlanner:
         return True
 
     def _is_sibling_ready(self, seq: Sequence) -> bool:
-        """Whether the first of its siblings has committed its prompt or has ended."""
+        """True if the first of its siblings has committed its prompt or has ended."""
         first = seq.request.sibling_of
         leader = None if first is None else self._sequences.get(first)
         return leader is None or leader.num_known > leader.num_prompt
 
     # -- explaining ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, seq: Sequence, limit: Limit, used: int = 0, most: int = 0, others: Iterable[int] = ()) -> None:
+    def _note(self, seq: Sequence, limit: Limit, used: int = 0, most: int = 0, others: Iterable[int] = ()) -> None:
         if self._explain is not None:
             self._explain(Reason(seq.seq_id, limit, used, most, others=tuple(others)))
 
-    def _tell_all(self, seqs: Iterable[Sequence], limits: Seq[Reached], others: Seq[int] = ()) -> None:
+    def _note_all(self, seqs: Iterable[Sequence], limits: Seq[Reached], others: Seq[int] = ()) -> None:
         for seq in seqs:
             for limit, used, most in limits:
-                self._tell(seq, limit, used, most, others)
+                self._note(seq, limit, used, most, others)
 
-    def _tell_blocks(self, seq: Sequence, hits: tuple[int, ...], num_positions: int, spare: int = 0) -> None:
+    def _note_blocks(self, seq: Sequence, hits: tuple[int, ...], num_positions: int, spare: int = 0) -> None:
         if self._explain is not None:
             pool, needed = self._kv.pool, self._kv.num_needed(seq, hits, num_positions) + spare
             self._explain(
                 Reason(seq.seq_id, Limit.BLOCKS, pool.num_blocks - pool.num_available, pool.num_blocks, needed)
             )
 
-    def _tell_blockers(self, seq: Sequence, blockers: list[Sequence]) -> None:
+    def _note_blockers(self, seq: Sequence, blockers: list[Sequence]) -> None:
         if self._explain is not None:
             for limit, state in ((Limit.PREEMPTED, SequenceState.PREEMPTED), (Limit.OVERTAKEN, SequenceState.WAITING)):
                 others = [each.seq_id for each in blockers if each.state is state]
                 if others:
-                    self._tell(seq, limit, 0, self._config.max_skips, others)
+                    self._note(seq, limit, 0, self._config.max_skips, others)
 
     def _limits_on_all(self, builder: StepBuilder) -> list[Reached]:
-        """Which limits let nobody else in."""
+        """Limits that let nobody else in."""
         num_running, most = self._running.num_running, self._config.max_num_seqs
         slots = [(Limit.SEQS, num_running, most)] if num_running >= most else []
         return [*slots, *builder.spent()]

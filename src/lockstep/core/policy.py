@@ -26,7 +26,7 @@ Preemption = Literal["swap", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much a scheduler may do at once, and in which order it does it."""
+    """Limits of what a scheduler does at once, and the order in which it does it."""
 
     block_size: int
     """Tokens per KV block; the executor's."""
@@ -176,11 +176,11 @@ def output_limit(config: SchedulerConfig, request: Request) -> int:
         InvalidParameterError: a count is not positive, or more output was asked than can ever fit.
         PromptTooLongError: the prompt itself can never fit.
     """
-    prompt, wanted = request.num_prompt_tokens, request.max_output_tokens
+    prompt, max_tokens = request.num_prompt_tokens, request.max_output_tokens
     if prompt < 1:
         raise InvalidParameterError(f"the prompt has {prompt} tokens; at least one is needed", param="prompt")
-    if wanted is not None and wanted < 1:
-        raise InvalidParameterError(f"max_tokens is {wanted}; at least 1 is needed", param="max_tokens")
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidParameterError(f"max_tokens is {max_tokens}; at least 1 is needed", param="max_tokens")
     capacity = config.num_blocks * config.block_size
     tokens_that_fit = capacity + 1 if config.admission == "optimistic" else capacity
     for limit, what in (
@@ -192,9 +192,9 @@ def output_limit(config: SchedulerConfig, request: Request) -> int:
                 f"the prompt has {prompt} tokens, but {what} (prompt and output); at most {limit - 1} are possible",
                 param="prompt",
             )
-        if wanted is not None and prompt + wanted > limit:
+        if max_tokens is not None and prompt + max_tokens > limit:
             raise InvalidParameterError(
-                f"max_tokens is {wanted} and the prompt has {prompt} tokens, but {what}; at most {limit - prompt} "
+                f"max_tokens is {max_tokens} and the prompt has {prompt} tokens, but {what}; at most {limit - prompt} "
                 "are possible here",
                 param="max_tokens",
             )
@@ -202,4 +202,4 @@ def output_limit(config: SchedulerConfig, request: Request) -> int:
     if not config.chunking and prompt > largest:
         message = f"the prompt has {prompt} tokens, but without chunking a step computes at most {largest}"
         raise PromptTooLongError(message, param="prompt")
-    return min(config.max_model_len, tokens_that_fit) - prompt if wanted is None else wanted
+    return min(config.max_model_len, tokens_that_fit) - prompt if max_tokens is None else max_tokens

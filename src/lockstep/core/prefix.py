@@ -117,7 +117,7 @@ class PrefixCache:
 
     @property
     def pins(self) -> Mapping[bytes, int]:
-        """How often each content is pinned, published or not."""
+        """Number of pins by content, published or not."""
         return self._pins
 
     def restore(self, published: Iterable[tuple[int, bytes]], pins: Iterable[tuple[bytes, int]]) -> None:

@@ -1,4 +1,4 @@
-"""Who waits, in which order they may be admitted, and how much waiting is allowed."""
+"""Waiting queue: the order of admission, and bounds of how much may wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TenantLedger:
     def __init__(self, max_tenants: int) -> None:
         self._max_tenants = max_tenants
         self._served: OrderedDict[str, int] = OrderedDict()
-        """Who came last is last."""
+        """Tenants in the order of their last request."""
         self._unfinished: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class TenantLedger:
         self._served[tenant] += num_tokens
 
     def items(self) -> Iterable[tuple[str, int]]:
-        """What each remembered tenant was served, longest absent first."""
+        """Tokens served by remembered tenant, longest absent first."""
         return self._served.items()
 
     def restore(self, served: Iterable[tuple[str, int]], unfinished: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 
 class FinishReason(Enum):
-    """Why a sequence ended. The core itself decides only LENGTH."""
+    """Reason for a sequence's end. The core itself decides only LENGTH."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -56,7 +56,7 @@ class Scheduler:
         """The rows of the step under way, or of the last one."""
         self._run: DecodeRun | None = None
         self._is_settled = False
-        """Whether everybody past the prompt sampled one token in the last step, so has one to compute in the next."""
+        """True if everybody past the prompt sampled one token in the last step, so has one to compute in the next."""
         self._finished: deque[FinishedSequence] = deque(maxlen=config.max_finished)
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Scheduler:
         self._leave_run()
         self._is_settled = False
         self._counters.num_failed_steps += 1
-        stopped = {seq.seq_id: seq for seq in (*self._pending_seqs, *self._kv.came_back)}
+        stopped = {seq.seq_id: seq for seq in (*self._pending_seqs, *self._kv.resumed)}
         for seq in stopped.values():
             self._running.preempt(seq)
         self._kv.fail()
@@ -222,7 +222,7 @@ class Scheduler:
     # -- steps that repeat --------------------------------------------------------------------------------------------
 
     def num_quiet_steps(self) -> int:
-        """How many next steps are sure to repeat the last one with no new block, as long as nobody is ended and no
+        """Number of next steps that are sure to repeat the last one with no new block, if nobody is ended and no
         command comes: a simulator may ``skip`` them."""
         return self._run.num_quiet_steps if self._can_repeat() and self._run is not None else 0
 
@@ -235,7 +235,7 @@ class Scheduler:
         self._step += num_steps
 
     def _can_repeat(self) -> bool:
-        """Whether there is nothing to decide but growth; opens a run then."""
+        """Open a run of repeated steps; True if there is nothing to decide but growth."""
         running = self._running
         if not self._is_settled or self._pending is not None or running.prefilling or running.preempted:
             return False
@@ -287,7 +287,7 @@ class Scheduler:
         self._kv.publish(seq, seq.num_computed + length)
 
     def _cut_forced(self, seq: Sequence, num_tokens: int) -> int:
-        """What of a segment fits the output limit."""
+        """Length of a segment within the output limit."""
         most = self.config.max_forced_tokens if seq.request.allows_forced else 1
         assert 1 <= num_tokens <= most, f"sequence {seq.seq_id} got {num_tokens} tokens in one step, not 1..{most}"
         return min(num_tokens, seq.max_known - seq.num_known)
@@ -318,7 +318,7 @@ class Scheduler:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> SchedulerState:
-        """What decides all that is to come, as a plain value: between two steps, or in one."""
+        """State that decides all that is to come, as a plain value: between two steps, or in one."""
         self._write_back()
         contents: dict[bytes, int] = {}
         tenants: dict[str, int] = {}
@@ -362,7 +362,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether somebody waits, runs or is preempted."""
+        """True if a sequence waits, runs or is preempted."""
         return bool(self._sequences)
 
     @property
@@ -372,7 +372,7 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Who waits, runs or is preempted."""
+        """Number of sequences that wait, run or are preempted."""
         return len(self._sequences)
 
     @property
@@ -427,7 +427,7 @@ class Scheduler:
         )
 
     def drain_finished(self) -> tuple[FinishedSequence, ...]:
-        """What ended since the last call, at most ``max_finished``."""
+        """Take the sequences that ended since the last call, at most ``max_finished``."""
         finished = tuple(self._finished)
         self._finished.clear()
         return finished

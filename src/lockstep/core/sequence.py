@@ -11,7 +11,7 @@ from lockstep.core.request import FinishReason, Request
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """Stage of a sequence's life."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -87,7 +87,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.num_skips = 0
-        """How often it was overtaken in the queue while it did not fit."""
+        """Number of times that it was overtaken in the queue while it did not fit."""
         self.arrival_step = arrival_step
         self.admitted_step = -1
         self.first_token_step = -1
@@ -101,7 +101,7 @@ class Sequence:
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """Who has waited longest for a place to sample, class by class: a total order."""
+        """Sort key of turns to sample: longest waiting first, class by class; a total order."""
         return (self.request.priority, self.last_sampled_step, self.seq_id)
 
     @property
@@ -168,7 +168,7 @@ class Sequence:
         )
 
     def finished(self, reason: FinishReason, step: int) -> FinishedSequence:
-        """What remains of it once it has ended; ``step``: the one that had last begun."""
+        """Counts that remain of it once it has ended; ``step``: the one that had last begun."""
         return FinishedSequence(
             self.seq_id,
             reason,
@@ -185,7 +185,7 @@ class Sequence:
 
 
 class SequenceView(NamedTuple):
-    """What others may know of a sequence; a copy."""
+    """Copy of what others may know of a sequence."""
 
     seq_id: int
     state: SequenceState
@@ -205,7 +205,7 @@ class SequenceView(NamedTuple):
 
 
 class FinishedSequence(NamedTuple):
-    """What remains of a sequence that ended."""
+    """Counts of a sequence that ended."""
 
     seq_id: int
     reason: FinishReason

@@ -82,11 +82,11 @@ class SchedulerState(NamedTuple):
     tenants: tuple[str, ...]
     next_id: int
     step: int
-    """Of the next plan."""
+    """Number of the next plan."""
     pending: StepPlan | None
     """The step under way."""
     aborting: tuple[tuple[int, FinishReason], ...]
-    """Who was ended by a command since it began."""
+    """Sequences that a command has ended since it began."""
     sequences: tuple[SavedSequence, ...]
     """By id."""
     kv: KVState
@@ -101,14 +101,14 @@ class FingerprintState(NamedTuple):
     chain: bytes
     """The digest over the closed records."""
     body: bytes | None
-    """Of the open record; None: there is none."""
+    """Bytes of the open record; None: there is none."""
     repeats: int
     before: StepPlan | None
     """The step before; None: there was none, or it failed."""
     ended_before: tuple[int, ...]
     """Ids of those who ended with it, ascending."""
     is_plain: bool
-    """Whether it may be repeated."""
+    """True if it may be repeated."""
 
 
 def saved(seq: Sequence, contents: dict[bytes, int], tenants: dict[str, int]) -> SavedSequence:

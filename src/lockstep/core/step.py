@@ -1,4 +1,4 @@
-"""What one step is: the frozen plan, the result that answers it, the events that follow.
+"""Values of one step: the frozen plan, the result that answers it, the events that follow.
 
 The plan is stored in columns (one tuple per field, aligned by position) because building an object per chunk would
 cost more than the decisions themselves. It describes and never does; the engine adds token ids, the executor acts.
@@ -24,12 +24,12 @@ class Chunk(NamedTuple):
     table: tuple[int, ...]
     """Device block ids; covers at least ``start + length`` positions."""
     samples: bool
-    """Whether the chunk's last token's logits are sampled."""
+    """True if the chunk's last token's logits are sampled."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What must happen in one step, in this order: evict, swap out, swap in, copy, forward."""
+    """Everything that must happen in one step, in this order: evict, swap out, swap in, copy, forward."""
 
     step: Final[int]
     """Number of the step, from 0; the batch id."""
@@ -53,11 +53,11 @@ class StepPlan:
     preempted: Final[tuple[int, ...]] = ()
     """Ids that lost blocks in this step and wait until they get them back."""
     num_prompt_tokens: Final[int] = 0
-    """How many of the tokens are prompt."""
+    """Number of the tokens that are prompt."""
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is forwarded."""
+        """True if anything is forwarded."""
         return bool(self.seq_ids)
 
     @property
@@ -71,12 +71,12 @@ class StepPlan:
 
     @property
     def has_prefill(self) -> bool:
-        """Whether a prompt moves on."""
+        """True if a prompt moves on."""
         return self.num_prompt_tokens > 0
 
     @property
     def has_decode(self) -> bool:
-        """Whether somebody decodes, or replays what was decoded."""
+        """True if a sequence decodes, or replays what was decoded."""
         return self.num_tokens > self.num_prompt_tokens
 
     @property
@@ -95,7 +95,7 @@ class StepResult(NamedTuple):
     num_tokens: tuple[int, ...]
     """Tokens that each sampling sequence got: 1, or 1 + the grammar-forced ones."""
     finishes: tuple[FinishReason | None, ...]
-    """Why the sequence ends with its last token, or None."""
+    """Reason for which the sequence ends with its last token, or None."""
 
 
 class Finish(NamedTuple):
@@ -106,16 +106,16 @@ class Finish(NamedTuple):
 
 
 class StepEvents(NamedTuple):
-    """What became known by a commit."""
+    """Events that a commit made known."""
 
     step: int
     finished: tuple[Finish, ...]
     num_tokens: tuple[int, ...] = ()
-    """What each sampling sequence got, in plan order: the result's counts, cut at the output limit."""
+    """Tokens that each sampling sequence got, in plan order: the result's counts, cut at the output limit."""
 
 
 class Limit(Enum):
-    """What passes a sequence over in a step, or cuts its chunk."""
+    """Limit by which a step passes a sequence over, or cuts its chunk."""
 
     SEQS = "sequences that run"
     PLACES = "rows of the step"
@@ -132,13 +132,13 @@ class Limit(Enum):
 
 
 class Reason(NamedTuple):
-    """Why a step passes a sequence over or cuts its chunk, as the planner saw it when it decided so."""
+    """Reason to pass a sequence over or to cut its chunk, as the planner saw it when it decided so."""
 
     seq_id: int
     limit: Limit
     used: int = 0
     most: int = 0
-    """Of what the limit counts."""
+    """Bound of what the limit counts."""
     needed: int = 0
     """Blocks."""
     others: tuple[int, ...] = ()
@@ -146,4 +146,4 @@ class Reason(NamedTuple):
 
 
 Explain = Callable[[Reason], None]
-"""Who asked for reasons."""
+"""Callback for reasons."""

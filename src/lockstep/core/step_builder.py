@@ -31,7 +31,7 @@ class StepBuilder:
         self.left_out: list[int] = []
         """Ids of running sequences that lack blocks or budget: then nobody new is admitted."""
         self.is_budget_short = False
-        """Whether somebody in the queue lacked budget."""
+        """True if somebody in the queue lacked budget."""
         self.seqs: list[Sequence] = []
         self.lengths: list[int] = []
         """The rows; each starts where its sequence is computed to."""
@@ -90,11 +90,11 @@ class StepBuilder:
             self.num_places += 1
 
     def chunk_length(self, seq: Sequence, start: int) -> int:
-        """How long the next chunk of a prompt is, as far as budgets last; 0: there is none."""
+        """Length of a prompt's next chunk, as far as budgets last; 0: there is none."""
         return self._chunk_length(seq, start, self.num_width > 0 or seq.num_known > seq.num_prompt)
 
     def lacks_only_a_turn(self, seq: Sequence, start: int) -> bool:
-        """Whether nothing but a place to sample keeps a prompt from moving on: its turn will come."""
+        """True if nothing but a place to sample keeps a prompt from moving on: its turn will come."""
         return self.num_width < 1 and self._chunk_length(seq, start, True) > 0
 
     def _chunk_length(self, seq: Sequence, start: int, may_end: bool) -> int:
@@ -121,7 +121,7 @@ class StepBuilder:
     # -- explaining ---------------------------------------------------------------------------------------------------
 
     def limits_on_output(self, length: int) -> list[Reached]:
-        """Which limits have no room for an output segment."""
+        """Limits that have no room for an output segment."""
         return self._reached(
             (Limit.WIDTH, self.num_width < 1),
             (Limit.PLACES, self.num_places <= self.num_kept_places),
@@ -129,7 +129,7 @@ class StepBuilder:
         )
 
     def limits_on_prompt(self, seq: Sequence, start: int) -> list[Reached]:
-        """Which limits keep a prompt's next chunk from being all that is left of it; what is used of them then is said
+        """Limits that keep a prompt's next chunk from being all that is left of it; what is used of them then is said
         once the chunk is taken."""
         left, room = seq.num_prompt - start, self.chunk_room
         reached = self._reached(
@@ -147,7 +147,7 @@ class StepBuilder:
         return [(limit, used + length * (limit in taken), most) for limit, used, most in reached]
 
     def spent(self) -> list[Reached]:
-        """Which limits leave nothing for any prompt."""
+        """Limits that leave nothing for any prompt."""
         has_own = self._prefill_budget < self._config.max_num_batched_tokens
         return self._reached(
             (Limit.PLACES, self.num_places < 1),

@@ -36,6 +36,11 @@ _OF_EVERY_DICT = frozenset(dir(dict))
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 16_384
 MAX_CONTENT_PARTS = 4_096
+_CUTTING_METHODS = frozenset((
+    "endswith", "find", "index", "partition", "removeprefix", "removesuffix", "replace", "rpartition", "rsplit",
+    "split", "startswith",
+))  # fmt: skip
+"""Of strings: what they are given is looked for."""
 
 
 class ChatTemplate:
@@ -67,18 +72,51 @@ class ChatTemplate:
 
     @cached_property
     def cut_words(self) -> frozenset[str]:
-        """Strings that the template looks for in values."""
-        return cut_words(self._tree())
+        """Strings that the template looks for in values, as in ``content.split('</think>')`` or ``'x' in content``."""
+        from jinja2 import nodes
+
+        tree = self._tree()
+        words: set[object] = set()
+        for call in tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr in _CUTTING_METHODS:
+                words |= {arg.value for arg in call.args if isinstance(arg, nodes.Const)}
+        for filtered in tree.find_all(nodes.Filter):
+            words |= {arg.value for arg in filtered.args if isinstance(arg, nodes.Const)}
+        for compare in tree.find_all(nodes.Compare):
+            if isinstance(compare.expr, nodes.Const) and any(op.op in ("in", "notin") for op in compare.ops):
+                words.add(compare.expr.value)
+        return frozenset(word for word in words if isinstance(word, str))
 
     @cached_property
     def literals(self) -> frozenset[str]:
-        """Every piece of text that the template itself holds."""
-        return literals(self._tree())
+        """Every piece of text that the template itself holds.
+
+        Where the role of a message stands between pieces, as in ``'<|' + message.role + '|>'``, the whole is a piece
+        for each role that a message can have: no caller has a hand in it.
+        """
+        from jinja2 import nodes
+
+        tree = self._tree()
+        roles = _roles(tree)
+        texts: set[str] = set()
+        joined: set[Node] = set()
+        for written in tree.find_all((nodes.Output, nodes.Add, nodes.Concat)):
+            if written in joined:
+                continue
+            parts = list(_parts(written, joined))
+            for run in _runs(parts, roles):
+                if not roles.isdisjoint(run):
+                    joined.update(run)
+                    texts |= {"".join(role if part in roles else _text(part) or "" for part in run) for role in ROLES}
+        alone = [_text(part) for part in tree.find_all((nodes.TemplateData, nodes.Const)) if part not in joined]
+        return frozenset(texts.union(text for text in alone if text is not None))
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names that the template looks up, its own included."""
-        return names(self._tree())
+        from jinja2 import nodes
+
+        return frozenset(name.name for name in self._tree().find_all(nodes.Name) if name.ctx == "load")
 
     def _tree(self) -> Template:
         return self._environment.parse(self.source)
@@ -146,7 +184,7 @@ def checked_messages(messages: object, *, knows_developer: bool) -> list[dict[st
         InvalidParameterError: `param` names the place, e.g. ``messages[2].content``.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, (list, Sequence)):
-        raise _wrong("messages", messages, "a list of messages")
+        raise InvalidParameterError.of("messages", messages, "a list of messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidParameterError(
             f"messages has {len(messages)} entries; it must have 1..{MAX_MESSAGES}", param="messages"
@@ -156,10 +194,10 @@ def checked_messages(messages: object, *, knows_developer: bool) -> list[dict[st
 
 def _checked(message: object, where: str, knows_developer: bool) -> dict[str, object]:
     if not isinstance(message, (dict, Mapping)):
-        raise _wrong(where, message, "an object with role and content")
+        raise InvalidParameterError.of(where, message, "an object with role and content")
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+        raise InvalidParameterError.of(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     checked: dict[str, object] = {str(key): value for key, value in message.items()}
     checked["role"] = "system" if role == "developer" and not knows_developer else role
     calls = message.get("tool_calls")
@@ -176,7 +214,7 @@ def _content(content: object, where: str, may_be_absent: bool) -> str:
     if content is None and may_be_absent:
         return ""
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise _wrong(where, content, "a string or a list of text parts")
+        raise InvalidParameterError.of(where, content, "a string or a list of text parts")
     if len(content) > MAX_CONTENT_PARTS:
         raise InvalidParameterError(
             f"{where} has {len(content)} parts; it must have at most {MAX_CONTENT_PARTS}", param=where
@@ -187,19 +225,21 @@ def _content(content: object, where: str, may_be_absent: bool) -> str:
 def _part(part: object, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(text := part.get("text"), str):
         return text
-    raise _wrong(where, part, 'a text part, {"type": "text", "text": "..."}; other kinds are not served')
+    raise InvalidParameterError.of(
+        where, part, 'a text part, {"type": "text", "text": "..."}; other kinds are not served'
+    )
 
 
 def _tool_calls(calls: object, where: str) -> list[object]:
     if isinstance(calls, (str, bytes)) or not isinstance(calls, Sequence):
-        raise _wrong(where, calls, "a list of tool calls")
+        raise InvalidParameterError.of(where, calls, "a list of tool calls")
     return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: object, where: str) -> dict[str, object]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _wrong(where, call, "an object with function.name and function.arguments")
+        raise InvalidParameterError.of(where, call, "an object with function.name and function.arguments")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
@@ -207,15 +247,8 @@ def _tool_call(call: object, where: str) -> dict[str, object]:
         except (ValueError, RecursionError):  # no JSON, or more nested than the parser goes
             arguments = None
     if not isinstance(arguments, Mapping):
-        raise _wrong(f"{where}.function.arguments", function.get("arguments"), "a JSON object")
+        raise InvalidParameterError.of(f"{where}.function.arguments", function.get("arguments"), "a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _wrong(where: str, value: object, right: str) -> InvalidParameterError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
-    return InvalidParameterError(f"{where} is {shown}; it must be {right}", param=where)
 
 
 class _Refusal(Exception):  # noqa: N818 - raised by the template itself: a message, not an error of ours
@@ -292,69 +325,6 @@ def _environment(budget: Budget) -> Environment:
     limit_environment(environment, budget)
     environment.globals["raise_exception"] = _refuse
     return environment
-
-
-_CUTTING_METHODS = frozenset(
-    [
-        "endswith",
-        "find",
-        "index",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rpartition",
-        "rsplit",
-        "split",
-        "startswith",
-    ]
-)
-
-
-def cut_words(tree: Template) -> frozenset[str]:
-    """Strings that the template looks for in values, as in ``content.split('</think>')`` or ``'x' in content``."""
-    from jinja2 import nodes
-
-    words: set[object] = set()
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr) and call.node.attr in _CUTTING_METHODS:
-            words |= {arg.value for arg in call.args if isinstance(arg, nodes.Const)}
-    for filtered in tree.find_all(nodes.Filter):
-        words |= {arg.value for arg in filtered.args if isinstance(arg, nodes.Const)}
-    for compare in tree.find_all(nodes.Compare):
-        if isinstance(compare.expr, nodes.Const) and any(op.op in ("in", "notin") for op in compare.ops):
-            words.add(compare.expr.value)
-    return frozenset(word for word in words if isinstance(word, str))
-
-
-def names(tree: Template) -> frozenset[str]:
-    """Names that the template looks up, its own included."""
-    from jinja2 import nodes
-
-    return frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
-
-
-def literals(tree: Template) -> frozenset[str]:
-    """Every piece of text that the template itself holds.
-
-    Where the role of a message stands between pieces, as in ``'<|' + message.role + '|>'``, the whole is a piece for
-    each role that a message can have: no caller has a hand in it.
-    """
-    from jinja2 import nodes
-
-    roles = _roles(tree)
-    texts: set[str] = set()
-    joined: set[Node] = set()
-    for written in tree.find_all((nodes.Output, nodes.Add, nodes.Concat)):
-        if written in joined:
-            continue
-        parts = list(_parts(written, joined))
-        for run in _runs(parts, roles):
-            if not roles.isdisjoint(run):
-                joined.update(run)
-                texts |= {"".join(role if part in roles else _text(part) or "" for part in run) for role in ROLES}
-    alone = [_text(part) for part in tree.find_all((nodes.TemplateData, nodes.Const)) if part not in joined]
-    return frozenset(texts.union(text for text in alone if text is not None))
 
 
 def _parts(node: Node, seen: set[Node]) -> Iterator[Node]:

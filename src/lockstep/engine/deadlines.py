@@ -24,7 +24,7 @@ def check_deadlines(request: GenerationRequest) -> None:
     """Refuse what no clock reaches; InvalidParameterError names the deadline."""
     for name, value in (("deadline_s", request.deadline_s), ("queue_deadline_s", request.queue_deadline_s)):
         if value is not None and not value > 0:
-            raise InvalidParameterError(f"{name} is {value}; it must be positive", param=name)
+            raise InvalidParameterError.of(name, value, "positive")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -62,10 +62,10 @@ class Detokenizer:
         self._strip = rules.strip_first if rules is not None and begins else ""
         self._window: list[int] = [] if begins or after is None else [after]
         self._read = len(self._window)
-        """How much of the window is only context, its text already shown."""
+        """Tokens of the window that are only context, their text already shown."""
 
     def special_text(self, token_id: int) -> str:
-        """How a special token, whose text `append` leaves out, is written; empty for any other."""
+        """Text of a special token, which `append` leaves out; empty for any other."""
         return self._tokenizer.special_text(token_id)
 
     def append(self, token_id: int) -> str:
@@ -162,7 +162,7 @@ class DecoderRules:
     replacements: tuple[tuple[str, str], ...] = ()
     """In order, within a token."""
     byte_tokens: bool = False
-    """Whether ``<0x0A>`` stands for a byte."""
+    """True if ``<0x0A>`` stands for a byte."""
     strip_first: str = ""
     """Dropped once from the beginning of the text."""
     blank_first: str = ""
@@ -180,7 +180,7 @@ class TokenBytes:
     alphabet: dict[str, int] = field(default_factory=lambda: byte_alphabet())
     known: dict[int, bytes] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
-    """Of tokens that were met and are whole characters, wherever in a text they stand but at its beginning."""
+    """Texts of tokens that were met and are whole characters, wherever in a text they stand but at its beginning."""
 
     def of(self, token_id: int) -> bytes:
         """The bytes of a token; none for an id outside the vocabulary."""

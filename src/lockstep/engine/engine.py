@@ -1,4 +1,4 @@
-"""The step loop of one replica: inbox, schedule, execute, sample, commit, publish.
+"""Step loop of one replica: inbox, schedule, execute, sample, commit, publish.
 
 One thread owns all state: whoever calls ``step``, or ``run``, which does. Other threads reach it through the bounded
 inbox only. The engine knows no recorder and no HTTP; it takes an observer and hands outputs to sinks.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
 
 from lockstep.core.fingerprint import Fingerprint
 from lockstep.core.policy import SchedulerConfig
-from lockstep.core.request import FinishReason
+from lockstep.core.request import CommandListener, FinishReason
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepEvents, StepPlan, StepResult
@@ -23,16 +25,44 @@ from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled, cache_config_labels, snapshot
 from lockstep.engine.output_processing import OutputProcessor
 from lockstep.engine.outputs import Published, RequestOutput, StepOutputs, TokenOutput
-from lockstep.engine.queues import Abort, Inbox, LoopMailboxes, OutputStream, Results, collect, stream
-from lockstep.engine.recorder_hook import RecorderHook
+from lockstep.engine.queues import Abort, Inbox, LoopMailboxes, Results
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
-from lockstep.engine.threads import Runner
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError, UsageError
 
 log = logging.getLogger(__name__)
 
 Observer = Callable[[StepPlan, StepResult, StepEvents], None]
+OutputStream = AsyncGenerator[TokenOutput, None]
+IDLE_WAIT_S = 1.0
+"""Longest sleep of `Engine.run` before it looks for work unasked."""
+
+
+class RecorderHook(CommandListener, Protocol):
+    """Listener to all that decides an engine's steps: commands come from the scheduler, the rest from the engine.
+
+    Called in order on the engine's thread; never raises.
+    """
+
+    def opened(self, scheduler: Scheduler, fingerprint: Fingerprint) -> None:
+        """Take note of whose decisions follow; once, before everything else, on any thread."""
+        ...
+
+    def joined(self, generation: Generation, waited_s: float) -> None:
+        """Take note of the sequence that the scheduler was just given, and how long it waited for that."""
+        ...
+
+    def committed(self, record: bytes | None, result: StepResult, touched: Sequence[Generation]) -> None:
+        """Take note of a step's result; ``record`` is what it closed, ``touched`` are the sequences that sampled."""
+        ...
+
+    def ended(self, generation: Generation) -> None:
+        """Take note of a sequence that has ended, in a step or outside; its last token and reason are known."""
+        ...
+
+    def failed(self, record: bytes | None) -> None:
+        """Take note of a failed step; ``record`` is what it closed."""
+        ...
 
 
 class Engine:
@@ -40,11 +70,11 @@ class Engine:
 
     Args:
         model: what loading produced; the engine does not close it.
-        config: limits and policy of the scheduler; ``lockstep.engine.sizing`` makes one from the geometry.
+        config: limits and policy of the scheduler; ``lockstep.engine.options.plan_config`` makes one from the geometry.
         clock: where durations and deadlines come from.
         observer: called after each committed step, when its outputs are told, with the plan, its result and its events.
         on_session: called on the engine's thread with each change of a session.
-        recorder: told of all that decides a step.
+        recorder: listens to all that decides a step.
     """
 
     def __init__(
@@ -71,7 +101,8 @@ class Engine:
             recorder.opened(self.scheduler, self._fingerprint)
         self._publisher = OutputProcessor(model, self._metrics)
         self._inbox = Inbox()
-        self._runner = Runner(self._inbox)
+        self._running_thread_id = 0
+        """Id of the thread in ``run``; 0: none."""
         self._ids = itertools.count()
         self._info = {"cache_config_info": cache_config_labels(config)}
         self._open: dict[int, LiveRequest] = {}
@@ -114,11 +145,29 @@ class Engine:
 
     async def submit_async(self, request: GenerationRequest) -> RequestOutput:
         """The whole answer; leaving the await aborts the request."""
-        return await collect(self, self._mailboxes, request)
+        async for output in self.stream(request):
+            if output.request is not None:
+                return output.request
+        raise RequestFailedError("the stream ended without its last output; this is a bug in Lockstep")
 
-    def stream(self, request: GenerationRequest) -> OutputStream:
-        """``async for`` over what each step brings; leaving the loop aborts the request."""
-        return stream(self, self._mailboxes, request)
+    async def stream(self, request: GenerationRequest) -> OutputStream:
+        """Yield what each step brings; an error of the request is raised; leaving the loop aborts the request."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        request_id = self.submit(request, lambda output: self._mailboxes.post(loop, queue, output))
+        try:
+            while True:
+                output = await queue.get()
+                if output.error is not None:
+                    raise output.error
+                yield output
+                if output.request is not None:
+                    return
+        finally:
+            if not self.is_complete(request_id):
+                self.abort(request_id)
 
     def abort(self, request_id: int) -> None:
         """End a request before its next step; an unknown or ended one is left alone."""
@@ -199,7 +248,38 @@ class Engine:
         there, and come out on the main thread. So does on any what breaks the loop itself, or what an observer raises:
         every open request has ended with an error then, and no more are taken.
         """
-        self._runner.run(self)
+        self._check_thread()
+        if self._running_thread_id:
+            raise UsageError("this engine is running; a callback or observer cannot run it once more")
+        self._running_thread_id = threading.get_ident()
+        try:
+            while not self._inbox.is_closed:
+                if not self._advance():
+                    self.wait(IDLE_WAIT_S)  # not at all where somebody came since the last wait
+            self.abort_all()
+        except BaseException as error:
+            self._inbox.close(f"this engine broke and takes no requests ({error!r}); load the model again")
+            self.abandon(RequestFailedError(f"the engine broke: {error!r}; load the model again"))
+            raise
+        finally:
+            self._running_thread_id = 0
+
+    def _advance(self) -> bool:
+        """Make one step of ``run``; False: there was nothing to compute."""
+        try:
+            return self.step().plan is not None
+        except Exception:
+            raise
+        except BaseException:
+            if threading.current_thread() is threading.main_thread():
+                raise
+            # The step is over, its requests know, and nobody above this thread can be interrupted.
+            log.exception("an interrupt in an engine's thread")
+            return True
+
+    def _check_thread(self) -> None:
+        if self._running_thread_id and self._running_thread_id != threading.get_ident():
+            raise UsageError("another thread runs this engine's steps; submit to it, and take results from it")
 
     def run_until_idle(self) -> None:
         """Step until nothing is left to do."""
@@ -235,7 +315,7 @@ class Engine:
         out of here when the step is over. A signal's may come amid a decision, and nothing is certain then: to go on
         after Ctrl-C, step on another thread, as ``LLM`` does.
         """
-        self._runner.check_thread()
+        self._check_thread()
         self.take()
         outputs = self._publisher.outputs
         self.drain()
@@ -338,7 +418,7 @@ class Engine:
             first = seq_id if first is None else first
             generation = self._publisher.open(live, index, seq_id, self.config.max_forced_tokens)
             if self._recorder is not None:
-                self._recorder.came(generation, max(0.0, now_s - live.arrival_s))
+                self._recorder.joined(generation, max(0.0, now_s - live.arrival_s))
         return True
 
     def _refuse(self, live: LiveRequest, error: LockstepError, reason: FinishReason = FinishReason.ERROR) -> None:
@@ -353,7 +433,7 @@ class Engine:
         self._metrics.count_finished(reason)
         self._finish(live, now_s)
         request = live.output(now_s)
-        self._publisher.tell(live, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=request))
+        self._publisher.publish(live, TokenOutput(live.request_id, 0, (), "", reason, error=error, request=request))
 
     def _end(self, request_id: int, reason: FinishReason, error: LockstepError | None = None) -> None:
         """End what is still open of a request, outside a step."""
@@ -387,6 +467,8 @@ class Engine:
     def _close(self, generation: Generation, reason: FinishReason, now_s: float) -> None:
         """Account for a sequence that ended, and for its request with the last of them."""
         generation.end(reason)
+        if self._recorder is not None:
+            self._recorder.ended(generation)
         live = generation.live
         live.num_open -= 1
         self._metrics.observe_finished(generation.span(), generation.finish_reason or reason, now_s)

@@ -15,7 +15,7 @@ from lockstep.engine.output_rules import BadWords, Pooler, PromptLogprobs, Reaso
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, RequestFailedError
-from lockstep.executors.grammar import Grammar, TokenBits
+from lockstep.executors.grammar import AnyGrammar, TokenBits
 from lockstep.executors.logits import TokenLogprobs
 from lockstep.executors.sampling import SamplerState
 from lockstep.executors.sampling_params import ResolvedSampling
@@ -23,105 +23,78 @@ from lockstep.executors.sampling_params import ResolvedSampling
 Sink = Callable[[TokenOutput], None]
 
 
+@dataclass(slots=True, eq=False)
 class Generation:
     """One sequence of a request: its tokens, its text so far, and the state of every rule on it."""
 
-    __slots__ = (
-        "bad_words",
-        "delta_ids",
-        "delta_logprobs",
-        "delta_reasoning",
-        "delta_text",
-        "detokenizer",
-        "ends",
-        "fault",
-        "finish_reason",
-        "first_token_s",
-        "grammar",
-        "ignored_ends",
-        "index",
-        "last_token_s",
-        "live",
-        "logprobs",
-        "max_forced",
-        "max_len",
-        "min_len",
-        "num_cached_tokens",
-        "pooler",
-        "prompt_len",
-        "prompt_logprobs",
-        "sampler",
-        "seq_id",
-        "shows_end",
-        "splitter",
-        "stop_reason",
-        "stops",
-        "suppressed",
-        "takes_likeliest",
-        "texts",
-        "thoughts",
-        "tokens",
-    )
+    live: LiveRequest
+    index: int
+    seq_id: int
+    sampler: SamplerState
+    detokenizer: Detokenizer
+    max_step_tokens: int
+    """Tokens that one step may add, forced ones included."""
+    tokens: list[int] = field(init=False)
+    """Prompt and output."""
+    prompt_len: int = field(init=False)
+    min_len: int = field(init=False)
+    max_len: int = field(init=False)
+    ends: frozenset[int] = field(init=False)
+    """Tokens that end it."""
+    grammar: AnyGrammar | None = None
+    stops: StopStrings | None = None
+    bad_words: BadWords | None = None
+    splitter: ReasoningSplitter | None = None
+    pooler: Pooler | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """For the first sequence only: its siblings have the same prompt."""
+    takes_likeliest: bool = False
+    """True if each of its tokens is the most likely one, and nobody asks how likely."""
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    delta_ids: tuple[int, ...] = ()
+    """New since its last output, as are the other deltas."""
+    delta_text: str = ""
+    delta_reasoning: str = ""
+    delta_logprobs: tuple[TokenLogprobs, ...] | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    num_cached_tokens: int | None = None
+    """Position at which its first chunk began."""
+    fault: LockstepError | None = None
+    """Reason for which its next token cannot be chosen."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
 
-    def __init__(
-        self,
-        live: LiveRequest,
-        index: int,
-        seq_id: int,
-        sampler: SamplerState,
-        detokenizer: Detokenizer,
-        max_step_tokens: int,
-    ) -> None:
-        params = live.request.params
-        self.live = live
-        self.index = index
-        self.seq_id = seq_id
+    def __post_init__(self) -> None:
+        live, request, params = self.live, self.live.request, self.live.request.params
         self.tokens = list(live.prompt_ids)
         self.prompt_len = len(self.tokens)
         self.min_len = self.prompt_len + params.min_tokens
         self.max_len = self.prompt_len + live.max_output_tokens
-        self.grammar = live.grammars[index] if live.grammars else None
-        self.max_forced = max_step_tokens - 1 if live.core_request.allows_forced else 0
-        """Tokens that may ride with a sampled one."""
-        self.ignored_ends = live.ignored_end_ids
-        self.fault: LockstepError | None = None
-        """Why its next token cannot be chosen."""
-        pooling = live.request.pooling
-        self.pooler = None if pooling is None else Pooler(pooling, self.prompt_len)
-        wanted = live.request.prompt_logprobs
-        self.prompt_logprobs = None if wanted is None or index else PromptLogprobs(live.prompt_ids, wanted)
-        """Of the first sequence only: its siblings have the same prompt."""
-        self.sampler = sampler
-        self.detokenizer = detokenizer
-        self.shows_end = params.include_stop_str_in_output
-        """Whether what ends it is shown, where that is text."""
-        self.stops = StopStrings(params.stop, shows_stop=self.shows_end) if params.stop else None
         self.ends = frozenset(live.end_ids)
-        self.suppressed = live.end_ids
-        self.bad_words = BadWords(live.banned_runs) if live.banned_runs else None
+        if live.grammars:
+            self.grammar = live.grammars[self.index]
+        if params.stop:
+            self.stops = StopStrings(params.stop, shows_stop=params.include_stop_str_in_output)
+        if live.banned_runs:
+            self.bad_words = BadWords(live.banned_runs)
+        if request.reasoning is not None:
+            self.splitter = ReasoningSplitter(request.reasoning)
+        if request.pooling is not None:
+            self.pooler = Pooler(request.pooling, self.prompt_len)
+        if request.prompt_logprobs is not None and self.index == 0:
+            self.prompt_logprobs = PromptLogprobs(live.prompt_ids, request.prompt_logprobs)
+        if params.logprobs is not None:
+            self.logprobs = []
         self.takes_likeliest = (
-            sampler.is_plain_greedy
+            self.sampler.is_plain_greedy
             and self.grammar is None
             and self.bad_words is None
             and not params.min_tokens
             and params.logprobs is None
         )
-        """Whether each of its tokens is the most likely one, and nobody asks how likely."""
-        reasoning = live.request.reasoning
-        self.splitter = None if reasoning is None else ReasoningSplitter(reasoning)
-        self.texts: list[str] = []
-        self.thoughts: list[str] = []
-        self.logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
-        self.delta_ids: tuple[int, ...] = ()
-        self.delta_text = ""
-        self.delta_reasoning = ""
-        self.delta_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self.first_token_s: float | None = None
-        self.num_cached_tokens: int | None = None
-        """Where its first chunk began."""
-        self.last_token_s = 0.0
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
 
     def began_at(self, start: int, now_s: float) -> None:
         """A chunk of its prompt is about to be computed."""
@@ -132,15 +105,15 @@ class Generation:
 
     def avoided(self) -> tuple[int, ...]:
         """The tokens that may not come now; of ends, a grammar knows that itself."""
-        ends = self.suppressed if self.grammar is None and len(self.tokens) < self.min_len else ()
+        ends = self.live.end_ids if self.grammar is None and len(self.tokens) < self.min_len else ()
         return ends if self.bad_words is None else ends + self.bad_words.after(self.tokens, self.prompt_len)
 
     def allowed(self) -> TokenBits | None:
         """The tokens that the grammar allows next; None, with ``fault`` set, when it cannot go on."""
         assert self.grammar is not None, "only a constrained sequence is asked"
-        avoided = self.ignored_ends
+        avoided = self.live.ignored_end_ids
         if len(self.tokens) < self.min_len:
-            avoided += self.suppressed
+            avoided += self.live.end_ids
         try:
             bits = self.grammar.allowed(avoided)
         except RequestFailedError as error:
@@ -172,8 +145,9 @@ class Generation:
         self.delta_ids, self.delta_text = (token_id,), ""
         if self._take(token_id, logprobs) or self.grammar is None:
             return 1
+        room = min(self.max_step_tokens, self.max_len - known) - 1 if self.live.core_request.allows_forced else 0
         try:
-            forced = self.grammar.accept(token_id, min(self.max_forced, self.max_len - known - 1))
+            forced = self.grammar.accept(token_id, room)
         except RequestFailedError as error:
             self.live.error = self.fault = error
             self.end(FinishReason.ERROR)
@@ -198,7 +172,7 @@ class Generation:
         is_end = token_id in self.ends and len(self.tokens) > self.min_len
         if is_end:
             self.stop_reason = token_id
-            if not self.shows_end:
+            if not self.live.request.params.include_stop_str_in_output:
                 self.end(FinishReason.STOP)
                 return True
         text = self.detokenizer.append(token_id)
@@ -252,7 +226,8 @@ class Generation:
         """Take what happened since the last call, as a value."""
         live = self.live
         ended = self.finish_reason is not None
-        live.num_told += ended
+        live.num_delivered += ended
+        is_last = ended and live.num_open == 0 and live.num_delivered == len(live.generations)
         output = TokenOutput(
             live.request_id,
             self.index,
@@ -262,7 +237,7 @@ class Generation:
             self.stop_reason,
             self.delta_logprobs,
             live.error if ended else None,
-            live.output(now_s) if ended and live.num_open == 0 and live.num_told == len(live.generations) else None,
+            live.output(now_s) if is_last else None,
             self.delta_reasoning,
         )
         self.delta_ids, self.delta_text, self.delta_logprobs, self.delta_reasoning = (), "", None, ""
@@ -309,12 +284,12 @@ class LiveRequest:
     max_output_tokens: int
     sampling: ResolvedSampling
     seed: int
-    """Of the first sequence; sibling ``i`` draws with ``seed + i``."""
+    """Seed of the first sequence; sibling ``i`` draws with ``seed + i``."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a sequence, in a fixed order."""
     ignored_end_ids: tuple[int, ...] = ()
     """The model's end tokens where the request goes on after them."""
-    grammars: tuple[Grammar, ...] = ()
+    grammars: tuple[AnyGrammar, ...] = ()
     """One per sequence of a constrained request; else empty."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens whose text is part of the answer's."""
@@ -328,7 +303,7 @@ class LiveRequest:
     """The whole answer is kept until it is asked for."""
     generations: list[Generation] = field(default_factory=list)
     num_open: int = field(init=False)
-    num_told: int = 0
+    num_delivered: int = 0
     """Sequences whose last output was taken: of several that end in one step, the last one tells the whole."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

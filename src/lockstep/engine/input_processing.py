@@ -24,8 +24,10 @@ MAX_SHOWN_SPECIALS = 64
 MAX_SESSION_CHARS = 512
 MAX_OWNER_CHARS = 4_096
 """An owner is a model, which may be called by its path."""
+MAX_EXTERNAL_ID_CHARS = 128
+MAX_SEGMENT_CHARS = 64
 REASONING = ("auto", "off")
-"""What a conversation may say of thoughts."""
+"""Values of a conversation's ``reasoning``."""
 
 
 def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequest) -> LiveRequest:
@@ -39,6 +41,7 @@ def prepare(model: LoadedModel, config: SchedulerConfig, request: GenerationRequ
     params.validate(vocab_size)
     check_deadlines(request)
     _check_session(request)
+    _check_labels(request)
     request = tokenised(model.tokenizer, config.max_model_len, request)
     prompt_ids: tuple[int, ...] = request.prompt  # type: ignore[assignment]  # tokens by now
     _check_ids(prompt_ids, vocab_size)
@@ -86,9 +89,7 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
     most = max_model_len - 1 if request.truncate_prompt_tokens is None else None
     if isinstance(prompt, Conversation):
         if prompt.reasoning not in REASONING:
-            raise InvalidParameterError(
-                f"reasoning is {prompt.reasoning!r}; it must be one of {', '.join(REASONING)}", param="reasoning"
-            )
+            raise InvalidParameterError.of("reasoning", prompt.reasoning, f"one of {', '.join(REASONING)}")
         ids: Sequence[int] = tokenizer.encode_chat(
             prompt.messages,
             template_kwargs=prompt.template_kwargs,
@@ -107,16 +108,13 @@ def tokenised(tokenizer: Tokenizer, max_model_len: int, request: GenerationReque
 
 def _truncated(ids: tuple[int, ...], max_model_len: int, request: GenerationRequest) -> tuple[int, ...]:
     """The last tokens of the prompt, as many as the request wants to keep."""
-    wanted = request.truncate_prompt_tokens
-    if wanted is None:
+    num_kept = request.truncate_prompt_tokens
+    if num_kept is None:
         return ids
     room = max_model_len - (request.params.max_tokens or 1)
-    if not (wanted == -1 or 1 <= wanted <= room):
-        raise InvalidParameterError(
-            f"truncate_prompt_tokens is {wanted}; it must be -1 or an integer of 1..{room}",
-            param="truncate_prompt_tokens",
-        )
-    return ids[-(room if wanted == -1 else wanted) :]
+    if not (num_kept == -1 or 1 <= num_kept <= room):
+        raise InvalidParameterError.of("truncate_prompt_tokens", num_kept, f"-1 or an integer of 1..{room}")
+    return ids[-(room if num_kept == -1 else num_kept) :]
 
 
 def banned_runs(tokenizer: Tokenizer, words: Sequence[str]) -> Runs:
@@ -167,11 +165,15 @@ def _check_session(request: GenerationRequest) -> None:
             f"session_owner must have at most {MAX_OWNER_CHARS} characters", param="session_owner"
         )
     if request.max_active_sessions < 1:
-        raise InvalidParameterError(
-            f"max_active_sessions is {request.max_active_sessions}; it must be at least 1", param="max_active_sessions"
-        )
+        raise InvalidParameterError.of("max_active_sessions", request.max_active_sessions, "at least 1")
     if request.pooling is not None:
         raise InvalidParameterError("a pooled request leaves a session nothing to keep", param="session_id")
+
+
+def _check_labels(request: GenerationRequest) -> None:
+    for name, most in (("external_id", MAX_EXTERNAL_ID_CHARS), ("segment", MAX_SEGMENT_CHARS)):
+        if len(getattr(request, name)) > most:
+            raise InvalidParameterError(f"{name} must have at most {most} characters", param=name)
 
 
 def _shown_ids(model: LoadedModel, request: GenerationRequest) -> frozenset[int]:

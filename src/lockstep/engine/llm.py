@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.engine.engine import Engine, Observer
+from lockstep.engine.engine import Engine, Observer, OutputStream
 from lockstep.engine.generation import Sink
 from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.output_rules import Pooling, unit_vectors
 from lockstep.engine.outputs import RequestOutput, TokenOutput
-from lockstep.engine.queues import OutputStream
 from lockstep.engine.request import Conversation, GenerationRequest
-from lockstep.engine.threads import Aside, Task
 from lockstep.errors import ConfigError, RequestFailedError, UsageError
 from lockstep.executors.sampling_params import SamplingParams
 
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
+LAST_TASK_S = 10.0
+"""For the task under way when the process ends."""
+
+Result = TypeVar("Result")
 
 
 class LLM:
@@ -58,7 +63,7 @@ class LLM:
         self.model, config = load_model(model, options, progress)
         try:
             self.engine = Engine(self.model, config, observer=observer)
-            self._aside = Aside(f"lockstep-{self.model.name}")
+            self._task_thread = TaskThread(f"lockstep-{self.model.name}")
         except BaseException:
             self.model.close()
             raise
@@ -118,15 +123,15 @@ class LLM:
             RequestError: the request is refused.
             LockstepError: what ended it after it had been accepted.
         """
-        task = Task[TokenOutput, list[int]](lambda task: self._serve([request], task.news.put, task))
+        task = Task[list[int]](lambda task: self._serve([request], task.emitted.put, task))
         try:
-            self._aside.begin(task)
-            while (output := task.news.get()) is not None:
+            self._task_thread.submit(task)
+            while (output := task.emitted.get()) is not None:
                 if output.error is not None:
                     raise output.error
                 yield output
         except BaseException:
-            self._aside.stop(task)
+            self._task_thread.stop(task)
             raise
         task.result()
 
@@ -137,14 +142,14 @@ class LLM:
             if output.request is not None:
                 outputs[output.request_id] = output.request
 
-        ids = self._aside.do(lambda task: self._serve(requests, collect, task))
+        ids = self._task_thread.run(lambda task: self._serve(requests, collect, task))
         for request_id in ids:
             error = outputs[request_id].error
             if error is not None:
                 raise error
         return [outputs[request_id] for request_id in ids]
 
-    def _serve(self, requests: Sequence[GenerationRequest], sink: Sink, task: Task[Any, list[int]]) -> list[int]:
+    def _serve(self, requests: Sequence[GenerationRequest], sink: Sink, task: Task[list[int]]) -> list[int]:
         """Answer requests, as many at once as the queue takes; returns their ids. On the model's thread."""
         engine, waiting, ids = self.engine, deque(requests), list[int]()
         try:
@@ -162,9 +167,9 @@ class LLM:
 
     def close(self) -> None:
         """Free the model; using it afterwards is an error. Calling it again does nothing."""
-        if self._aside.is_alive:
-            self._aside.do(lambda task: self.model.close())
-        self._aside.end()
+        if self._task_thread.is_alive:
+            self._task_thread.run(lambda task: self.model.close())
+        self._task_thread.end()
 
     def __enter__(self) -> LLM:
         return self
@@ -276,6 +281,112 @@ class AsyncEngine:
             log.exception("the engine's thread broke")
         finally:  # here, since a wait for this thread may be interrupted
             self.model.close()
+
+
+class Task(Generic[Result]):
+    """Work of a `TaskThread`, with what it emits meanwhile and its result."""
+
+    def __init__(self, work: Callable[[Task[Result]], Result]) -> None:
+        self._work = work
+        self.is_stopped = False
+        """Set once nobody waits for the rest; long work looks at it now and then."""
+        self.emitted: SimpleQueue[TokenOutput | None] = SimpleQueue()
+        """Outputs of the work, and None when it is over. A wait for it is one native call: an interrupt comes before or
+        after it, and no output is lost."""
+        self._results: list[Result] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work, on the thread that is for it."""
+        try:
+            self._results.append(self._work(self))
+        except BaseException as error:  # the waiting one's, whatever it is
+            self._error = error
+        finally:
+            self.emitted.put(None)
+
+    def result(self) -> Result:
+        """Take what the work returned; raises what it raised."""
+        error, self._error = self._error, None
+        if error is None:
+            return self._results.pop()
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+
+class TaskThread:
+    """One thread that does tasks in the order in which they came. It ends with the last reference to this, or with the
+    process.
+
+    Python raises Ctrl-C, and whatever else a signal's handler raises, between any two instructions of the main thread.
+    What must not be left half done, as a step, is done here: an interrupt finds only the waiting.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_work_off, args=(self._tasks,), name=name, daemon=True)
+        self._is_ended = False
+        self._pid = os.getpid()
+        weakref.finalize(self, _end, self._tasks, self._thread)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """True while tasks are done: it was not ended, and this is no fork of its process.
+
+        The thread is not asked: `Thread.is_alive` takes a lock, and says no for ever once it was interrupted there.
+        """
+        return not self._is_ended and os.getpid() == self._pid
+
+    def end(self) -> None:
+        """End the thread behind the tasks that wait. Calling it again does what an interrupt left of it."""
+        self._is_ended = True
+        _end(self._tasks, self._thread)
+
+    def submit(self, task: Task[Any]) -> None:
+        """Do a task as soon as those before it are done.
+
+        Raises:
+            UsageError: it never could be.
+        """
+        if threading.current_thread() is self._thread:
+            raise UsageError("a callback or observer of a model cannot wait for the model; ask it after the call")
+        if not self.is_alive:
+            raise UsageError("this model is closed, or was loaded before the process was forked; load it again")
+        self._tasks.put(task)
+
+    def run(self, work: Callable[[Task[Result]], Result]) -> Result:
+        """Do it and wait; an interrupt stops it, and a second one no longer waits until it has stopped."""
+        task = Task(work)
+        try:
+            self.submit(task)
+            task.emitted.get()
+        except BaseException:
+            self.stop(task)
+            raise
+        return task.result()
+
+    def stop(self, task: Task[Any]) -> None:
+        """Stop a task, wherever its beginning was interrupted, and wait until it and those before it are over."""
+        task.is_stopped = True
+        if self.is_alive and threading.current_thread() is not self._thread:
+            last: Task[None] = Task(lambda task: None)
+            self._tasks.put(last)
+            last.emitted.get()
+
+
+def _work_off(tasks: SimpleQueue[Task[Any] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # with what it brought
+
+
+def _end(tasks: SimpleQueue[Task[Any] | None], thread: threading.Thread) -> None:
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join(LAST_TASK_S)
 
 
 def _chat_request(

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.model import Artifact, TokenizerParts
+from lockstep.artifacts.model import TokenizerParts
 from lockstep.core.policy import SchedulerConfig
-from lockstep.engine.options import LoadOptions, Progress
-from lockstep.engine.sizing import anonymous_memory_bytes, available_memory_bytes, plan_config
+from lockstep.engine.options import LoadOptions, Progress, plan_config
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import UsageError
 from lockstep.executors.base import Executor
 from lockstep.executors.grammar_compiler import GrammarCompiler
+from lockstep.executors.machine import anonymous_memory_bytes, available_memory_bytes
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubExecutor, StubOptions, stub_tokenizer_parts
 
@@ -39,17 +39,14 @@ class LoadedModel:
     name: str
     source: str
     fingerprint: str
-    """Of the artifact's content."""
+    """Digest of the artifact's content."""
     executor: Executor
     tokenizer: Tokenizer
     grammars: GrammarCompiler
     """Puts constraints to work for this model's vocabulary."""
     sampling_defaults: Mapping[str, float | int]
-    num_blocks: int
-    """Device blocks that were allocated."""
-    num_host_blocks: int
-    probe: ProbeReport | None
-    """What the determinism probe saw at load; None: it was not run."""
+    probe: ProbeReport | None = None
+    """Findings of the determinism probe at load; None: it was not run."""
     weights_bytes: int | None = None
     """Memory that loading took beside the blocks on the device: the graph as it was compiled, its weights in their
     packed form, the tokenizer. Pages that stay mapped from files are not in it. None: it could not be measured."""
@@ -83,10 +80,13 @@ def load_model(
     """
     options = options or LoadOptions()
     report = progress or (lambda stage, fraction: None)
-    if source.startswith(STUB_SCHEME):
-        loaded, config = _load_stub(source, options)
-        report("ready", 1.0)
-        return loaded, config
+    load = _load_stub if source.startswith(STUB_SCHEME) else _load_artifact
+    loaded, config = load(source, options, report)
+    report("ready", 1.0)
+    return loaded, config
+
+
+def _load_artifact(source: str, options: LoadOptions, report: Progress) -> tuple[LoadedModel, SchedulerConfig]:
     report("open", 0.0)
     from lockstep.artifacts.source import open_artifact
     from lockstep.executors.openvino.executor import load_executor
@@ -104,10 +104,31 @@ def load_model(
     except BaseException:
         executor.close()
         raise
-    loaded = _loaded(artifact.name, source, artifact.fingerprint, executor, tokenizer, artifact, config, probe)
-    pool_bytes = config.num_blocks * executor.geometry.bytes_per_block
-    report("ready", 1.0)
-    return replace(loaded, weights_bytes=_grown_by(before_bytes, pool_bytes)), config
+    loaded = LoadedModel(
+        name=artifact.name,
+        source=source,
+        fingerprint=artifact.fingerprint,
+        executor=executor,
+        tokenizer=tokenizer,
+        grammars=_grammars(tokenizer, executor),
+        sampling_defaults=artifact.sampling_defaults,
+        probe=probe,
+        weights_bytes=_grown_by(before_bytes, config.num_blocks * executor.geometry.bytes_per_block),
+    )
+    return loaded, config
+
+
+def _load_stub(source: str, options: LoadOptions, report: Progress) -> tuple[LoadedModel, SchedulerConfig]:
+    stub = StubOptions.parse(source)
+    executor = StubExecutor(stub)
+    config = plan_config(options.engine, executor.geometry, STUB_POOL_BYTES)
+    tokenizer = _tokenizer(stub_tokenizer_parts(stub.name), options)
+    grammars = _grammars(tokenizer, executor)
+    return LoadedModel(stub.name, source, f"stub-{stub.name}", executor, tokenizer, grammars, {}), config
+
+
+def _grammars(tokenizer: Tokenizer, executor: Executor) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.vocabulary, executor.geometry.vocab_size, tokenizer.end_token_ids)
 
 
 def verify_model(source: str, options: LoadOptions, progress: Progress | None = None) -> ProbeReport:
@@ -174,36 +195,3 @@ def _probe(executor: Executor, num_blocks: int) -> ProbeReport:
             failed,
         )
     return report
-
-
-def _load_stub(source: str, options: LoadOptions) -> tuple[LoadedModel, SchedulerConfig]:
-    stub = StubOptions.parse(source)
-    executor = StubExecutor(stub)
-    config = plan_config(options.engine, executor.geometry, STUB_POOL_BYTES)
-    executor.allocate(config.num_blocks, config.num_host_blocks)
-    tokenizer = _tokenizer(stub_tokenizer_parts(stub.name), options)
-    return _loaded(stub.name, source, f"stub-{stub.name}", executor, tokenizer, None, config, None), config
-
-
-def _loaded(
-    name: str,
-    source: str,
-    fingerprint: str,
-    executor: Executor,
-    tokenizer: Tokenizer,
-    artifact: Artifact | None,
-    config: SchedulerConfig,
-    probe: ProbeReport | None,
-) -> LoadedModel:
-    return LoadedModel(
-        name=name,
-        source=source,
-        fingerprint=fingerprint,
-        executor=executor,
-        tokenizer=tokenizer,
-        grammars=GrammarCompiler(tokenizer.vocabulary, executor.geometry.vocab_size, tokenizer.end_token_ids),
-        sampling_defaults={} if artifact is None else artifact.sampling_defaults,
-        num_blocks=config.num_blocks,
-        num_host_blocks=config.num_host_blocks,
-        probe=probe,
-    )

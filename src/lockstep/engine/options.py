@@ -1,4 +1,4 @@
-"""Options of an engine and of loading a model: what a user may intend, and the checks that need no model.
+"""Options of an engine and of loading a model: what a user may intend, its checks, and the config that follows from it.
 
 Knows no executor, so that reading options stays cheap.
 """
@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.core.policy import Admission, Order, Preemption, PrefillShare, SchedulerConfig
 from lockstep.errors import ConfigError
 from lockstep.executors.openvino.options import OpenVINOOptions
+
+if TYPE_CHECKING:
+    from lockstep.executors.base import Geometry
 
 KV_SHARE = 0.3
 """Part of the memory available at load that the KV pool may take when nothing else is sizes."""
@@ -21,6 +24,8 @@ DECIDED_AT_LOAD = ("block_size", "num_blocks", "num_host_blocks", "max_model_len
 DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(SchedulerConfig) if f.name not in DECIDED_AT_LOAD}
 """Of the fields of SchedulerConfig that a user may set, by name."""
 SCHEDULER_FIELDS = tuple(DEFAULTS)
+HOST_SHARE = 0.5
+"""Host swap space in parts of the device pool when nothing else is said."""
 _TYPICAL_BLOCK_TOKENS = 32
 MAX_LIMITS: Mapping[str, int] = {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20}
 """More than any machine computes at once."""
@@ -32,7 +37,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a user may intend for one engine; None: decided at load, or as SchedulerConfig says.
+    """Intentions of a user for one engine; None: decided at load, or as SchedulerConfig says.
 
     The flags of `lockstep serve` and the ``engine:`` of a manifest are these fields, and the first paragraphs under
     them the help; those of the scheduler's fields are SchedulerConfig's.
@@ -84,7 +89,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded."""
+    """Options of loading a model."""
 
     engine: EngineOptions = field(default_factory=EngineOptions)
     openvino: OpenVINOOptions = field(default_factory=OpenVINOOptions)
@@ -145,6 +150,53 @@ def check_sizes(options: EngineOptions, memory_bytes: int, called: Mapping[str, 
             f"{parts}, and this machine has {gigabytes(memory_bytes)} of memory for everything, weights included; "
             f"give less, or leave it out ({KV_SHARE:.0%} of what is free is taken then)"
         )
+
+
+def plan_config(options: EngineOptions, geometry: Geometry, available_bytes: int) -> SchedulerConfig:
+    """Blocks from bytes, limits from the model, policy from the user.
+
+    Raises:
+        ConfigError: an impossible limit, or not even one sequence would fit.
+    """
+    max_model_len = geometry.max_model_len if options.max_model_len is None else options.max_model_len
+    check_model_len(max_model_len, geometry.max_model_len)
+    if options.block_size not in (None, geometry.block_size):
+        raise ConfigError(
+            f"block_size is {options.block_size}; this executor has blocks of {geometry.block_size} tokens"
+        )
+    max_num_seqs = DEFAULTS["max_num_seqs"] if options.max_num_seqs is None else options.max_num_seqs
+    blocks_per_seq = -(-max_model_len // geometry.block_size)
+    blocks_of_all = blocks_per_seq * max_num_seqs
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        budget = options.kv_cache_memory_bytes
+        budget = int(available_bytes * KV_SHARE) if budget is None else budget
+        num_blocks = min(blocks_of_all, budget // geometry.bytes_per_block)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV pool would hold no block: one takes {geometry.bytes_per_block} bytes; "
+            "raise kv_cache_memory_bytes or num_blocks"
+        )
+    if options.num_host_blocks is not None:
+        num_host_blocks = options.num_host_blocks
+    elif options.host_kv_memory_bytes is None:
+        num_host_blocks = int(num_blocks * HOST_SHARE)
+    else:
+        num_host_blocks = options.host_kv_memory_bytes // geometry.bytes_per_block
+    pool_bytes = (num_blocks + num_host_blocks) * geometry.bytes_per_block
+    if pool_bytes > available_bytes:
+        raise ConfigError(
+            f"the KV pool would take {gigabytes(pool_bytes)} ({num_blocks} blocks on the device and {num_host_blocks} "
+            f"on the host), and {gigabytes(available_bytes)} of memory are free once the model is loaded; lower "
+            "kv_cache_memory_bytes, num_blocks, host_kv_memory_bytes or num_host_blocks, or leave them out"
+        )
+    return SchedulerConfig(
+        block_size=geometry.block_size,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_model_len=max_model_len,
+        **options.scheduler,
+    )
 
 
 def check_model_len(given: int, declared: int) -> None:

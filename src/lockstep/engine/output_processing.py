@@ -34,15 +34,15 @@ class OutputProcessor:
         self._metrics = metrics
         self.generations: dict[int, Generation] = {}
         self._pooled: list[tuple[Pooler, int, range]] = []
-        """Who gets the step's hidden states: whose, from which position, which offsets of the chunk."""
+        """Poolers that get the step's hidden states: from which position, and which offsets of the chunk."""
         self._judged: list[tuple[Generation, int]] = []
-        """Whose prompt is judged by the rows that follow the sampled ones, and by how many of them."""
+        """Sequences whose prompts are judged by the rows behind the sampled ones, and by how many of them."""
         self._sampling: list[Generation] = []
-        """Who samples in the step under way, in plan order."""
+        """Sequences that sample in the step under way, in plan order."""
         self.interrupt: BaseException | None = None
-        """What is to come out of the step when it is over."""
+        """Interrupt that comes out of the step when it is over."""
         self.outputs: list[TokenOutput] = []
-        """What was told since the step under way began, or the last one; the engine puts a new list here for each."""
+        """Outputs since the step under way began, or the last one; the engine puts a new list here for each."""
 
     def open(self, live: LiveRequest, index: int, seq_id: int, max_step_tokens: int) -> Generation:
         """One of a request's sequences has its place in the queue."""
@@ -83,10 +83,10 @@ class OutputProcessor:
                 rows.append(len(ids) - 1)
         self._sampling = sampling
         self._pooled, self._judged = [], []
-        hidden = self._look_at_prompts(plan, rows, now_s) if plan.num_prompt_tokens else None
+        hidden = self._note_prompts(plan, rows, now_s) if plan.num_prompt_tokens else None
         return StepBatch(plan, np.array(ids, np.int64), np.array(rows, np.int64), hidden)
 
-    def _look_at_prompts(self, plan: StepPlan, rows: list[int], now_s: float) -> npt.NDArray[np.int64] | None:
+    def _note_prompts(self, plan: StepPlan, rows: list[int], now_s: float) -> npt.NDArray[np.int64] | None:
         """Take note of prompts that move on, and add the rows that judge them; returns those whose hidden states are
         wanted, if any."""
         hidden_rows: list[int] = []
@@ -186,7 +186,7 @@ class OutputProcessor:
         if interrupt is not None:
             raise interrupt
 
-    def tell(self, live: LiveRequest, output: TokenOutput) -> bool:
+    def publish(self, live: LiveRequest, output: TokenOutput) -> bool:
         """Put an output among the step's and call the request's sink, if it has one; False when that raised, which is
         its request's fault and never the engine's."""
         self.outputs.append(output)
@@ -209,7 +209,7 @@ class OutputProcessor:
             live, output = generation.live, generation.take_output(now_s)
             if live.sink is None:
                 self.outputs.append(output)
-            elif not self.tell(live, output):
+            elif not self.publish(live, output):
                 lost.append(live.request_id)
         return lost
 

@@ -5,7 +5,6 @@ were cut into steps.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -16,88 +15,47 @@ import numpy.typing as npt
 
 from lockstep.executors.logits import TokenLogprobs, token_logprobs
 
-_ROOT = 0
-
 
 class StopStrings:
     """Stop strings in a text that arrives in pieces: found across borders, and shown only where that is wanted.
 
-    One Aho-Corasick automaton (A. Aho, M. Corasick, "Efficient string matching", CACM 1975) over all stop strings: a
-    step per character, however many strings there are. The depth of its state is the length of the longest end of the
-    text that may yet become a stop string, and exactly that much is held back.
-
-    The first one to be complete wins; of two that end together, the longer. That depends on the text alone and not on
-    where it was cut, so a streamed answer is the answer.
+    Exactly the longest end of the text that may yet become a stop string is held back. The first one to be complete
+    wins; of two that end together, the longer. That depends on the text alone and not on where it was cut, so a
+    streamed answer is the answer.
     """
 
-    __slots__ = ("_depth", "_fail", "_goto", "_held", "_hit", "_shows_stop", "_state")
+    __slots__ = ("_beginnings", "_firsts", "_held", "_max_held", "_shows_stop", "_stops")
 
     def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
-        self._shows_stop = shows_stop
-        """Whether the stop string is let through as well."""
         assert all(stops), "an empty stop string would stop at once; validation refuses it"
-        self._goto: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._fail = [_ROOT]
-        self._hit: list[str | None] = [None]
-        """Per state: the longest stop string that ends here."""
-        self._state = _ROOT
+        self._stops = tuple(dict.fromkeys(stops))
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._shows_stop = shows_stop
+        """True if the stop string is let through as well."""
+        self._beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
+        self._max_held = max(map(len, stops)) - 1
         self._held = ""
-        for stop in stops:
-            self._insert(stop)
-        self._link()
 
     def append(self, text: str) -> tuple[str, str | None]:
         """Take text; returns what may be shown now, and the stop string that it completed (nothing after it counts)."""
-        goto, fail = self._goto, self._fail
-        state = self._state
-        for index, char in enumerate(text):
-            while char not in goto[state] and state != _ROOT:
-                state = fail[state]
-            state = goto[state].get(char, _ROOT)
-            stop = self._hit[state]
-            if stop is not None:
-                shown = self._held + text[: index + 1]
-                self._state, self._held = _ROOT, ""
-                return shown if self._shows_stop else shown[: -len(stop)], stop
-        self._state = state
+        if not self._held and self._firsts.isdisjoint(text):
+            return text, None
         whole = self._held + text
-        cut = len(whole) - self._depth[state]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := whole.find(stop)) >= 0]
+        if found:
+            end, at, stop = min(found)
+            self._held = ""
+            return whole[: end if self._shows_stop else at], stop
+        cut = max(0, len(whole) - self._max_held)
+        while cut < len(whole) and whole[cut:] not in self._beginnings:
+            cut += 1
         self._held = whole[cut:]
         return whole[:cut], None
 
     def flush(self) -> str:
         """Release what was held back, when no more text comes."""
-        held, self._held, self._state = self._held, "", _ROOT
+        held, self._held = self._held, ""
         return held
-
-    def _insert(self, stop: str) -> None:
-        state = _ROOT
-        for char in stop:
-            following = self._goto[state].get(char)
-            if following is None:
-                following = len(self._goto)
-                self._goto[state][char] = following
-                self._goto.append({})
-                self._depth.append(self._depth[state] + 1)
-                self._fail.append(_ROOT)
-                self._hit.append(None)
-            state = following
-        self._hit[state] = stop
-
-    def _link(self) -> None:
-        """Breadth first: where to go on when a character does not fit, and which shorter stop ends there as well."""
-        queue = deque(self._goto[_ROOT].values())
-        while queue:
-            state = queue.popleft()
-            for char, following in self._goto[state].items():
-                back = self._fail[state]
-                while char not in self._goto[back] and back != _ROOT:
-                    back = self._fail[back]
-                self._fail[following] = self._goto[back].get(char, _ROOT)
-                if self._hit[following] is None:
-                    self._hit[following] = self._hit[self._fail[following]]
-                queue.append(following)
 
 
 Runs = tuple[tuple[int, ...], ...]

@@ -91,7 +91,7 @@ class CallPart(msgspec.Struct, frozen=True, array_like=True):
     """News of one function call, from a server that tells calls from content itself."""
 
     index: int
-    """Of the call, in order."""
+    """Number of the call, in order."""
     arguments: str
     """A fragment; together they are JSON text of an object."""
     id: str | None = None
@@ -104,7 +104,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: int
     index: int
-    """Which of the ``n`` completions."""
+    """Number of the completion, of ``n``."""
     token_ids: tuple[int, ...]
     text: str
     """New text; may be empty while a character or a possible stop string is incomplete."""
@@ -139,5 +139,5 @@ class StepOutputs(NamedTuple):
     plan: StepPlan | None
     """None: there was nothing to compute."""
     outputs: list[TokenOutput]
-    """What it brought, of every request, with a callback or without; also of those that it aborted, refused or found
+    """Outputs of every request, with a callback or without; also of those that it aborted, refused or found
     past their deadline."""

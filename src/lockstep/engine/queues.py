@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from lockstep.engine.generation import LiveRequest, Sink
+from lockstep.engine.generation import LiveRequest
 from lockstep.engine.outputs import RequestOutput, TokenOutput
-from lockstep.engine.request import GenerationRequest
-from lockstep.errors import QueueFullError, RequestFailedError, UsageError
+from lockstep.errors import QueueFullError, UsageError
 
 if TYPE_CHECKING:
     import asyncio
@@ -148,19 +147,6 @@ class Results:
         return None
 
 
-OutputStream = AsyncGenerator[TokenOutput, None]
-
-
-class Submitter(Protocol):
-    """The part of an engine that a stream needs."""
-
-    def submit(self, request: GenerationRequest, callback: Sink | None = None) -> int: ...
-
-    def abort(self, request_id: int) -> None: ...
-
-    def is_complete(self, request_id: int) -> bool: ...
-
-
 class LoopMailboxes:
     """Outputs of one step, grouped by the event loop that waits for them: one wake-up per loop and step, never one per
     token. Engine thread only."""
@@ -187,31 +173,3 @@ class LoopMailboxes:
 def _deliver(batch: list[tuple[OutputQueue, TokenOutput]]) -> None:
     for queue, output in batch:
         queue.put_nowait(output)
-
-
-async def stream(engine: Submitter, mailboxes: LoopMailboxes, request: GenerationRequest) -> OutputStream:
-    """Yield what each step brings; an error of the request is raised; leaving early aborts it."""
-    import asyncio
-
-    loop = asyncio.get_running_loop()
-    queue: OutputQueue = asyncio.Queue()
-    request_id = engine.submit(request, lambda output: mailboxes.post(loop, queue, output))
-    try:
-        while True:
-            output = await queue.get()
-            if output.error is not None:
-                raise output.error
-            yield output
-            if output.request is not None:
-                return
-    finally:
-        if not engine.is_complete(request_id):
-            engine.abort(request_id)
-
-
-async def collect(engine: Submitter, mailboxes: LoopMailboxes, request: GenerationRequest) -> RequestOutput:
-    """The collected stream."""
-    async for output in stream(engine, mailboxes, request):
-        if output.request is not None:
-            return output.request
-    raise RequestFailedError("the stream ended without its last output; this is a bug in Lockstep")

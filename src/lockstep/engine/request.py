@@ -70,6 +70,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sessions of its owner that the device keeps, this one included."""
     truncate_prompt_tokens: int | None = None
     """Keep only the last so many tokens of the prompt; -1: as many as the context holds beside the tokens of output."""
+    external_id: str = ""
+    """The caller's name for it, as ``x-request-id`` has it; decides nothing, and recordings have it."""
+    segment: str = ""
+    """The caller's label for the part of the traffic that it belongs to; decides nothing, and recordings have it."""
     model: str | None = None
     """The served name that a cluster is asked for; None: whoever takes requests without a name. An engine has one
     model."""

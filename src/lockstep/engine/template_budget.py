@@ -25,17 +25,17 @@ MAX_WORK = 1_000_000
 """Units per rendering; a unit is about a microsecond: an operation, an element, or CHARS_PER_UNIT characters."""
 CHARS_PER_UNIT = 256
 MAX_RENDERED_CHARS = 16_000_000
-"""Of the prompt and of any text on the way; no context is as long."""
+"""Bound of the prompt and of any text on the way; no context is as long."""
 MAX_REPEATED = 100_000
 """The largest factor of ``*``, exponent of ``**`` and padding, as Jinja's own bound of ``range``."""
 MAX_INTEGER_BITS = 4_096
 MAX_SOURCE_CHARS = 1_000_000
-"""Of a template; the longest known ones are a fiftieth of it."""
+"""Bound of a template; the longest known ones are a fiftieth of it."""
 
 GATE, LOOP, CONCAT = "lockstep gate", "lockstep loop", "lockstep concat"
 """Names that no template can write."""
 _CALL_UNITS, _MACRO_UNITS = 1, 3
-"""Of a call beside its arguments and the unit of the gate."""
+"""Price of a call beside its arguments and the unit of the gate."""
 _CONSTANT_TIME = (
     "attr", "boolean", "callable", "count", "d", "default", "defined", "false", "first", "float", "integer",
     "iterable", "last", "length", "mapping", "none", "number", "sameas", "sequence", "string", "true",
@@ -221,43 +221,30 @@ def add_gates(tree: Template) -> Template:
     environment = tree.environment
     assert environment is not None, "a parsed template knows its environment"
 
-    def gated(node: nodes.Node, name: str = GATE) -> nodes.Filter:
+    def gated(node: Any, name: str = GATE) -> nodes.Filter:
         gate = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
         gate.set_environment(environment)
         return gate
 
     class Gates(NodeTransformer):
-        def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - names of Jinja's visitors
-            self.generic_visit(node)
-            node.iter = gated(node.iter, LOOP)
+        def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+            super().generic_visit(node, *args, **kwargs)
+            match node:
+                case nodes.For():
+                    node.iter = gated(node.iter, LOOP)
+                case nodes.Compare():
+                    node.expr = gated(node.expr)
+                    for operand in node.ops:
+                        operand.expr = gated(operand.expr)
+                case nodes.Concat():
+                    return gated(nodes.List(node.nodes, lineno=node.lineno), CONCAT)
+                case nodes.Getitem(arg=nodes.Slice()):
+                    node.node = gated(node.node)
+                case nodes.Pair():
+                    node.key = gated(node.key)
+                case nodes.TemplateData() if len(node.data) >= CHARS_PER_UNIT:
+                    return gated(nodes.Const(node.data, lineno=node.lineno))
             return node
-
-        def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802 - as above
-            self.generic_visit(node)
-            node.expr = gated(node.expr)
-            for operand in node.ops:
-                operand.expr = gated(operand.expr)
-            return node
-
-        def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802 - as above
-            self.generic_visit(node)
-            return gated(nodes.List(node.nodes, lineno=node.lineno), CONCAT)
-
-        def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:  # noqa: N802 - as above
-            self.generic_visit(node)
-            if isinstance(node.arg, nodes.Slice):
-                node.node = gated(node.node)
-            return node
-
-        def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:  # noqa: N802 - as above
-            self.generic_visit(node)
-            node.key = gated(node.key)
-            return node
-
-        def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Expr:  # noqa: N802 - as above
-            if len(node.data) < CHARS_PER_UNIT:
-                return node
-            return gated(nodes.Const(node.data, lineno=node.lineno))
 
     gates: Any = Gates()
     whole: Template = gates.visit(tree)

@@ -30,14 +30,15 @@ _COMPOSING = frozenset({"NFC", "NFKC"})
 _SPLITTING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
 """Steps that cut a text and drop nothing of it."""
 _BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""What Unicode calls white space, and an added token may take in beside it."""
+"""Unicode's white space, which an added token may take in beside it."""
 
 
 class Tokenizer:
     """Text to tokens and back, and conversations to prompts, as an artifact says. May be shared by threads."""
 
     def __init__(self, parts: TokenizerParts) -> None:
-        self._parts = parts
+        self.parts = parts
+        """The artifact's parts that it was made of."""
         self._tokenizer = parts.tokenizer
         added = parts.tokenizer.get_added_tokens_decoder()
         self.special_token_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
@@ -53,18 +54,13 @@ class Tokenizer:
         self._guard: SpecialTokenGuard | None = None
 
     @property
-    def parts(self) -> TokenizerParts:
-        """The artifact's parts that it was made of."""
-        return self._parts
-
-    @property
     def has_chat_template(self) -> bool:
-        return self._parts.chat_template is not None
+        return self.parts.chat_template is not None
 
     @property
     def chat_template(self) -> str | None:
         """The template's source, for those who ask what it knows."""
-        return self._parts.chat_template
+        return self.parts.chat_template
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -226,7 +222,7 @@ class Tokenizer:
 
     def reasoning_after(self, prompt: Sequence[int]) -> Reasoning | None:
         """Find how the answer to a prompt of `encode_chat` tells its thoughts from its content; None: it has none."""
-        tags = None if self._parts.chat_template is None else tags_of_template(self._parts.chat_template)
+        tags = None if self.parts.chat_template is None else tags_of_template(self.parts.chat_template)
         if tags is None:
             return None
         tail = self.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
@@ -247,7 +243,7 @@ class Tokenizer:
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
-            parts = self._parts
+            parts = self.parts
             if parts.chat_template is None:
                 raise ChatTemplateError(
                     "this model has no chat template; send a prompt instead, or serve it with --chat-template FILE",

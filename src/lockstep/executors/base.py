@@ -50,7 +50,7 @@ class Executor(Protocol):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What the bits depend on: library version, instruction set, threads, options, artifact fingerprint."""
+        """Everything that the bits depend on: library version, instruction set, threads, options, fingerprint."""
         ...
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:

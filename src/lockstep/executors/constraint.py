@@ -16,7 +16,7 @@ from lockstep.errors import InvalidParameterError
 
 PARAM = "constraint"
 MAX_SOURCE_BYTES = 65_536
-"""Of a schema, pattern or grammar, and of all choices together, in UTF-8."""
+"""Bound of a schema, pattern or grammar, and of all choices together, in UTF-8."""
 MAX_CHOICES = 1_000
 JsonSchema = Mapping[str, object] | bool | str
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
@@ -30,7 +30,7 @@ _CHOOSING = frozenset(["anyOf", "oneOf", "$ref"])
 _OPENING = frozenset(["additionalProperties", "patternProperties", "propertyNames", "minProperties"])
 """Keywords that say something of properties which are not declared."""
 _MAPS, _LISTS, _ONES = ("properties", "$defs", "definitions"), ("anyOf", "oneOf", "prefixItems"), ("items",)
-"""Where schemas stand in a schema: by name, in a list, alone."""
+"""Keywords under which schemas stand in a schema: by name, in a list, alone."""
 
 
 class ConstraintKind(StrEnum):
@@ -170,7 +170,7 @@ def closed(schema: object) -> object:
 
 
 def _joins(schema: object) -> bool:
-    """Whether an object may have to obey several schemas at once."""
+    """True if an object may have to obey several schemas at once."""
     if not isinstance(schema, dict):
         return False
     keys = schema.keys()

@@ -24,7 +24,7 @@ import numpy as np
 
 from lockstep.errors import InvalidParameterError, LockstepError, QueueFullError, RequestFailedError
 from lockstep.executors.constraint import COMPACT, PARAM, Constraint, ConstraintKind, schema_text
-from lockstep.executors.grammar import CachedMatcher, Grammar, MatcherStates, is_panic, short_message
+from lockstep.executors.grammar import AnyGrammar, ChoiceGrammar, ChoiceStates, Grammar, is_panic, short_message
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -39,10 +39,10 @@ INITIAL_LEXER_FUEL = 100_000
 STEP_LEXER_FUEL = 100_000
 MAX_LEXER_STATES = 20_000
 MAX_COPIED_BYTES = 8_192
-"""Of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and making all of them
-takes about two units of fuel per byte: less than half of `MAX_LEXER_STATES` and a sixth of the fuel of one step."""
+"""Bound of the texts of a choice whose matcher is copied. Its lexer has about one state per byte, and making all of
+them takes about two units of fuel per byte: less than half of `MAX_LEXER_STATES`, and a sixth of the fuel of a step."""
 NUM_REHEARSED_TOKENS = 16
-"""How far a new constraint is tried, so that one that explodes is refused instead of stopping the engine."""
+"""Tokens for which a new constraint is tried, so that one that explodes is refused instead of stopping the engine."""
 SENTINEL = "\x02"
 """A character that no merge crosses, before texts whose tokenizer puts a space in front."""
 Result = TypeVar("Result")
@@ -66,10 +66,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._checked: OrderedDict[Constraint, _Checked] = OrderedDict()
-        self._states = MatcherStates()
+        self._states = ChoiceStates()
         self._deep_stack = DeepStack(STACK_BYTES, MAX_BUILDERS)
 
-    def build(self, constraint: Constraint, count: int = 1) -> tuple[Grammar, ...]:
+    def build(self, constraint: Constraint, count: int = 1) -> tuple[AnyGrammar, ...]:
         """Grammars for ``count`` sequences, each at its beginning. Unless `is_ready` says so it blocks for about a
         millisecond, at most `MAX_COMPILE_S`; the GIL is free meanwhile.
 
@@ -92,7 +92,7 @@ class GrammarCompiler:
             raise _refused(constraint, f"the compiler broke on it: {error}") from None
 
     def is_ready(self, constraint: Constraint) -> bool:
-        """Whether `build` has nothing to compile, so that anybody may call it at any time."""
+        """True if `build` has nothing to compile, so that anybody may call it at any time."""
         try:
             return self._pristine(constraint) is not None
         except TypeError:  # it was not validated yet, and holds what has no hash
@@ -109,7 +109,7 @@ class GrammarCompiler:
                 self._checked.move_to_end(constraint)
             return checked
 
-    def _build(self, tokenizer: LLTokenizer, constraint: Constraint, count: int) -> tuple[Grammar, ...]:
+    def _build(self, tokenizer: LLTokenizer, constraint: Constraint, count: int) -> tuple[AnyGrammar, ...]:
         checked = self._known(constraint)
         if checked is None:
             checked = self._check(constraint, tokenizer)
@@ -123,13 +123,12 @@ class GrammarCompiler:
             return self._copies(constraint, checked.pristine, count)
         return tuple(Grammar(self._matcher(tokenizer, checked.source), self._vocab_size) for _ in range(count))
 
-    def _copies(self, constraint: Constraint, pristine: LLMatcher, count: int) -> tuple[Grammar, ...]:
+    def _copies(self, constraint: Constraint, pristine: LLMatcher, count: int) -> tuple[AnyGrammar, ...]:
         def forget() -> None:  # what one copy broke may be shared by all
             with self._lock:
                 self._checked.pop(constraint, None)
 
-        matchers = (CachedMatcher(pristine, self._states, forget) for _ in range(count))
-        return tuple(Grammar(matcher, self._vocab_size) for matcher in matchers)
+        return tuple(ChoiceGrammar(pristine, self._vocab_size, self._states, forget) for _ in range(count))
 
     def _check(self, constraint: Constraint, tokenizer: LLTokenizer) -> _Checked:
         """Compile it and try it on a few tokens."""
@@ -307,12 +306,12 @@ class DeepStack:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What is remembered of a constraint."""
+    """Result of checking a constraint, which is remembered."""
 
     source: str
     """For llguidance."""
     error: str | None
-    """Why it cannot be used with this model."""
+    """Reason for which it cannot be used with this model."""
     pristine: LLMatcher | None = None
     """At its beginning, only ever copied; None: it must be built anew."""
 

@@ -26,7 +26,7 @@ class TokenLogprobs:
     """Natural logarithms of probabilities, of the model's own distribution."""
 
     logprob: float
-    """Of the sampled token."""
+    """Log-probability of the sampled token."""
     top: tuple[tuple[int, float], ...]
     """(token id, log-probability) of the k most likely, best first; of equals the lowest id first."""
 

@@ -1,4 +1,4 @@
-"""The machine that computes: usable cores, processor, instruction set, and whether OpenVINO runs on it.
+"""The machine that computes: usable cores and memory, processor, instruction set, and whether OpenVINO runs on it.
 
 Imports no executor, so that asking is cheap.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 CPUINFO = Path("/proc/cpuinfo")
+CGROUP = Path("/sys/fs/cgroup")
 ONEDNN_CAP = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Variables that bound what oneDNN makes of a processor: the first that is not empty counts."""
 OPENVINO_CAP = ("OV_CPU_MAX_ISA",)
@@ -38,24 +40,49 @@ _STEPS: Mapping[str, tuple[str | None, tuple[str, ...]]] = MappingProxyType(
 is no value of theirs bounds nothing, in either library."""
 
 
-def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def available_cores(cgroup: Path = CGROUP) -> int:
     """Whole cores that this process may use: the affinity mask, cut by the cgroup's CPU quota (v2, then v1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota(cgroup)
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
+def machine_memory_bytes(cgroup: Path = CGROUP) -> int:
+    """All memory that this process could ever have: the machine's, cut by the cgroup's limit (v2)."""
+    import psutil
+
+    total, limit = psutil.virtual_memory().total, _number(cgroup / "memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def available_memory_bytes(cgroup: Path = CGROUP) -> int:
+    """Memory that this process may still take: what the machine has, cut by the cgroup's limit (v2), which counts
+    files that were read once and may be forgotten as used."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
+    if limit is None or used is None:
+        return available
+    idle = re.search(r"^inactive_file (\d+)$", _text(cgroup / "memory.stat") or "", re.MULTILINE)
+    used -= 0 if idle is None else min(used, int(idle[1]))
+    return max(0, min(available, limit - used))
+
+
+def anonymous_memory_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """Memory of this process that is in no file: `RssAnon`, see proc(5). None: this system does not tell."""
+    found = re.search(r"^RssAnon:\s*(\d+) kB$", _text(status) or "", re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
+
+
 def processor_name(cpuinfo: Path = CPUINFO) -> str | None:
-    """As its maker calls it; None: this machine does not tell."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return platform.processor() or None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "Model"))), None)
+    """The processor as its maker calls it; None: this machine does not tell."""
+    text = _text(cpuinfo)
+    return platform.processor() or None if text is None else _field(text, "model name", "Model")
 
 
 def machine_name(cpuinfo: Path = CPUINFO) -> str:
-    """What a measurement was made on, in words: processor and cores."""
+    """Name of the machine that a measurement was made on: processor and cores."""
     usable, all_cores = available_cores(), os.cpu_count() or 1
     cores = f"{usable} of {all_cores}" if usable < all_cores else f"{all_cores}"
     return f"{processor_name(cpuinfo) or 'unknown processor'}, {cores} logical cores"
@@ -79,7 +106,7 @@ class InstructionSet:
 
     @property
     def has_row_dependent_kernels(self) -> bool:
-        """Whether the bits of a product of compressed weights can depend on its number of rows (products.py).
+        """True if the bits of a product of compressed weights can depend on its number of rows (products.py).
 
         So they do on x86-64 without AVX-512. With it the kernels were seen to keep the promise as they are.
         """
@@ -106,7 +133,7 @@ def instruction_set(
 
 
 def unsupported_reason(cpuinfo: Path = CPUINFO, environ: Mapping[str, str] = os.environ, machine: str = "") -> str:
-    """Why OpenVINO would not come through here, and what would be right, in one sentence; empty: it would.
+    """Explain in one sentence why OpenVINO would crash here, and what would be right; empty: it would not.
 
     Without AVX2 for products its attention is a segmentation fault. Where it finds VNNI itself, it asks for products
     with activations in int8, for which oneDNN has no kernel if it is kept to AVX2.
@@ -133,34 +160,41 @@ def unsupported_reason(cpuinfo: Path = CPUINFO, environ: Mapping[str, str] = os.
 
 def _cgroup_quota(cgroup: Path) -> float | None:
     """Cores allowed by the quota, or None without one."""
-    try:
-        limit, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if limit in ("max", "-1"):
-        return None
-    try:
-        return int(limit) / int(period)
-    except (ValueError, ZeroDivisionError):
-        return None
+    both = (_text(cgroup / "cpu.max") or "").split()
+    if len(both) != 2:
+        both = [(_text(cgroup / "cpu" / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
+    limit, period = both
+    return int(limit) / int(period) if limit.isdecimal() and period.isdecimal() and int(period) else None
 
 
 def _flags(cpuinfo: Path) -> tuple[str, ...]:
-    """Of the first processor; none where this machine does not tell."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return ()
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    """Flags of the first processor; none where this machine does not tell."""
+    flags = (_field(_text(cpuinfo) or "", "flags", "Features") or "").split()
     return tuple(sorted(flag for flag in set(flags) if flag.startswith(_FLAGS)))
 
 
+def _field(cpuinfo: str, *names: str) -> str | None:
+    """Value of the first line that begins with one of the names."""
+    lines = cpuinfo.splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(names)), None)
+
+
+def _text(path: Path) -> str | None:
+    """Content of one of the system's small files; None: it is not there."""
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return None
+
+
+def _number(path: Path) -> int | None:
+    """The number in one of the cgroup's files; None: there is none, or it is ``max``."""
+    text = (_text(path) or "").strip()
+    return int(text) if text.isdecimal() else None
+
+
 def _cap(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """What a library is capped by, in capitals; empty: nothing."""
+    """Cap of a library's instruction set, in capitals; empty: none."""
     value = next((environ[name] for name in names if environ.get(name)), "").upper()
     return "SSE41" if value == "SSE42" and names == OPENVINO_CAP else value
 

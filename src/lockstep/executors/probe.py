@@ -39,7 +39,7 @@ class ProbeCase:
     name: str
     passed: bool
     detail: str
-    """What differed, or how much was compared."""
+    """Difference that was found, or how much was compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Scenario:
     move: str = ""
     """While it decodes, ``swap``: out to the host, over its old blocks, into others; ``copy``: to others directly."""
     all_rows: bool = False
-    """Whether logits of every token are asked for, not only of the sampled ones."""
+    """True if logits of every token are asked for, not only of the sampled ones."""
 
 
 def play(executor: Executor, num_blocks: int, scenario: Scenario) -> Logits:
@@ -232,9 +232,9 @@ def _compare(name: str, expected: Logits, again: Callable[[], Logits]) -> ProbeC
     )
 
 
-def _prompt_length(executor: Executor, num_blocks: int, wanted: int) -> int:
+def _prompt_length(executor: Executor, num_blocks: int, most: int) -> int:
     geometry = executor.geometry
-    return min(wanted, min(geometry.max_model_len, num_blocks * geometry.block_size) - Scenario((1,)).decodes)
+    return min(most, min(geometry.max_model_len, num_blocks * geometry.block_size) - Scenario((1,)).decodes)
 
 
 @dataclass(slots=True)

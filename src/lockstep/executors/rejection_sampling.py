@@ -191,19 +191,6 @@ def weigh_lightly(values: Floats, peak: float, temperature: float) -> Floats:
 class Head:
     """The columns with the greatest maxima, and bounds of the weight of all tokens."""
 
-    __slots__ = (
-        "_block",
-        "_bound",
-        "_cols",
-        "_is_near",
-        "_least",
-        "_most",
-        "_places",
-        "_sampling",
-        "_weights",
-        "bars",
-    )
-
     def __init__(self, cols: Columns, sampling: ResolvedSampling) -> None:
         self._cols = cols
         self._sampling = sampling
@@ -213,7 +200,7 @@ class Head:
         heads = float(light[self._places].sum(dtype=np.float64))
         outside = float(light.sum(dtype=np.float64)) - heads
         self._is_near = outside * cols.height <= _HOPELESS * heads
-        """Whether most throws will hit."""
+        """True if most throws will hit."""
         if not self._is_near:
             return
         num_grid = int(self._places.searchsorted(cols.width))
@@ -351,7 +338,7 @@ class _Nucleus:
         return above + num_ties * float(exact[token]) < self.sampling.top_p * float(np.sum(exact))
 
     def _weight_above(self, token: int) -> tuple[float, float]:
-        """What weighs more than the token in all, and the error of that.
+        """Total weight of the tokens that weigh more than this one, and the error of that.
 
         The sum of max(weight, w) less w for each that is no heavier: cheaper than picking the heavier ones. Equal light
         weights of unequal logits are in the error: their number times a rounding.

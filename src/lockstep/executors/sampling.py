@@ -49,7 +49,7 @@ MAX_SORTED = 256
 
 
 class Samples(NamedTuple):
-    """What a batch of rows became, in row order."""
+    """Tokens sampled from a batch of rows, in row order."""
 
     token_ids: list[int]
     """Meaningless where `finite` is False."""
@@ -59,34 +59,21 @@ class Samples(NamedTuple):
 
 
 class SamplerState:
-    """What one sequence's next token depends on besides its logits. Owned by the sequence, changed by `append` only."""
-
-    __slots__ = (
-        "_bias_ids",
-        "_biases",
-        "_counts",
-        "_ids",
-        "_index",
-        "_random",
-        "edits",
-        "is_plain_greedy",
-        "remembers",
-        "sampling",
-    )
+    """Sampling state of one sequence: its next token depends on this and its logits. Changed by `append` only."""
 
     def __init__(self, sampling: ResolvedSampling, seed: int, prompt_ids: Sequence[int], vocab_size: int) -> None:
         self.sampling = sampling
         self._random = None if sampling.is_greedy else TokenRandom(seed)
         self.remembers = sampling.has_penalties
-        """Whether it wants to know the tokens of the output."""
+        """True if it wants to know the tokens of the output."""
         self.edits = bool(sampling.logit_bias) or sampling.has_penalties
-        """Whether a row must be copied and changed before it is sampled."""
+        """True if a row must be copied and changed before it is sampled."""
         self.is_plain_greedy = sampling.is_greedy and not self.edits
         if self.edits:
             self._begin(sampling, prompt_ids)
 
     def _begin(self, sampling: ResolvedSampling, prompt_ids: Sequence[int]) -> None:
-        """What only a state that edits rows has."""
+        """Make the parts that only a state which edits rows has."""
         self._bias_ids = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         seen = dict.fromkeys(prompt_ids) if sampling.repetition_penalty != 1.0 else {}
@@ -254,7 +241,7 @@ def _min_p_bound(cols: Columns, sampling: ResolvedSampling) -> np.float32:
 
 
 def _few(cols: Columns, sampling: ResolvedSampling) -> tuple[Floats, Ids] | None:
-    """What min-p and top-k leave, in rank order; None when that is too much to sort."""
+    """Candidates that min-p and top-k leave, in rank order; None when they are too many to sort."""
     if 0 < sampling.top_k <= MAX_SORTED:
         values, ids = greatest(cols, min(sampling.top_k, len(cols.row)))
         if sampling.min_p > 0.0:
@@ -270,7 +257,7 @@ def _few(cols: Columns, sampling: ResolvedSampling) -> tuple[Floats, Ids] | None
 
 
 def _support(cols: Columns, sampling: ResolvedSampling) -> Support:
-    """What min-p and a large top-k leave."""
+    """Support that min-p and a large top-k leave."""
     size = len(cols.row)
     support = Support(np.float32(-np.inf), size)
     if 0 < sampling.top_k < size:

@@ -43,12 +43,12 @@ class Real:
     high: float
     open_low: bool = False
 
-    def __call__(self, name: str, value: object) -> None:
+    def __call__(self, name: str, value: object, param: str | None = None) -> None:
         number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
         if self.low <= number <= self.high and not (self.open_low and number == self.low):
             return
         above = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        raise _wrong(name, value, f"a number {above} and at most {self.high:g}")
+        raise InvalidParameterError.of(name, value, f"a number {above} and at most {self.high:g}", param=param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,12 @@ class Whole:
     low: int
     high: int | None = None
 
-    def __call__(self, name: str, value: object) -> None:
+    def __call__(self, name: str, value: object, param: str | None = None) -> None:
         low, high = self.low, self.high
         if isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high):
             return
-        raise _wrong(name, value, f"an integer, at least {low}" if high is None else f"an integer of {low}..{high}")
+        right = f"an integer, at least {low}" if high is None else f"an integer of {low}..{high}"
+        raise InvalidParameterError.of(name, value, right, param=param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +75,32 @@ class Strings:
 
     def __call__(self, name: str, value: object) -> None:
         if not isinstance(value, (tuple, list)):
-            raise _wrong(name, value, f"a list of at most {self.count} strings")
+            raise InvalidParameterError.of(name, value, f"a list of at most {self.count} strings")
         if len(value) > self.count:
             raise InvalidParameterError(
                 f"{name} has {len(value)} strings; it must have at most {self.count}", param=name
             )
         for index, text in enumerate(value):
             if not isinstance(text, str) or not 1 <= len(text) <= self.num_chars:
-                error = _wrong(f"{name}[{index}]", text, f"a string of 1..{self.num_chars} characters")
-                raise InvalidParameterError(str(error), param=name)
+                right = f"a string of 1..{self.num_chars} characters"
+                raise InvalidParameterError.of(f"{name}[{index}]", text, right, param=name)
 
 
 def is_flag(name: str, value: object) -> None:
     """Check of a field that is true or false."""
     if not isinstance(value, bool):
-        raise _wrong(name, value, "true or false")
+        raise InvalidParameterError.of(name, value, "true or false")
 
 
 def is_constraint(name: str, value: object) -> None:
     """Check of a field that is a constraint of the right shape and size."""
     if not isinstance(value, Constraint):
-        raise _wrong(name, value, "a Constraint, e.g. Constraint.json_schema({...})")
+        raise InvalidParameterError.of(name, value, "a Constraint, e.g. Constraint.json_schema({...})")
     value.validate()
 
 
 class ResolvedSampling(msgspec.Struct, frozen=True):
-    """How one sequence's tokens are chosen, every value known."""
+    """Rules by which one sequence's tokens are chosen, every value known."""
 
     temperature: float = 1.0
     """0: greedy."""
@@ -117,12 +118,12 @@ class ResolvedSampling(msgspec.Struct, frozen=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """True if the tokens so far change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -185,7 +186,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         _check_biases(self.logit_bias, vocab_size)
         _check_stop_tokens(self.stop_token_ids, vocab_size)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _wrong("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+            raise InvalidParameterError.of(
+                "min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}"
+            )
 
     def resolve(self, defaults: Mapping[str, float | int]) -> ResolvedSampling:
         """Fill the gaps: the request's value, else the artifact's default, else the neutral one. Call `validate` first.
@@ -237,46 +240,33 @@ def check_logprobs(name: str, value: int | None, vocab_size: int) -> None:
         Whole(0, min(MAX_LOGPROBS, vocab_size))(name, value)
 
 
-def _wrong(name: str, value: object, right: str) -> InvalidParameterError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
-    return InvalidParameterError(f"{name} is {shown}; it must be {right}", param=name)
-
-
 def _check_biases(value: object, vocab_size: int) -> None:
     if value == {}:
         return
     if not isinstance(value, Mapping):
-        raise _wrong("logit_bias", value, "a map of token ids to numbers")
+        raise InvalidParameterError.of("logit_bias", value, "a map of token ids to numbers")
     if len(value) > MAX_LOGIT_BIASES:
         raise InvalidParameterError(
             f"logit_bias has {len(value)} entries; it must have at most {MAX_LOGIT_BIASES}", param="logit_bias"
         )
     is_token, is_bias = Whole(0, vocab_size - 1), Real(-100.0, 100.0)
     for token, bias in value.items():
-        try:
-            is_token("a token id", token)
-            is_bias(f"the bias of token {token}", bias)
-        except InvalidParameterError as error:
-            raise InvalidParameterError(f"logit_bias: {error}", param="logit_bias") from None
+        is_token("logit_bias: a token id", token, "logit_bias")
+        is_bias(f"logit_bias: the bias of token {token}", bias, "logit_bias")
 
 
 def _check_stop_tokens(value: object, vocab_size: int) -> None:
     if value == ():
         return
     if not isinstance(value, (tuple, list)):
-        raise _wrong("stop_token_ids", value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+        raise InvalidParameterError.of("stop_token_ids", value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise InvalidParameterError(
             f"stop_token_ids has {len(value)} ids; it must have at most {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"
         )
     is_token = Whole(0, vocab_size - 1)
     for index, token in enumerate(value):
-        try:
-            is_token(f"stop_token_ids[{index}]", token)
-        except InvalidParameterError as error:
-            raise InvalidParameterError(str(error), param="stop_token_ids") from None
+        is_token(f"stop_token_ids[{index}]", token, "stop_token_ids")
 
 
 def _declared_checks() -> Iterator[tuple[str, object, Callable[[str, object], None]]]:

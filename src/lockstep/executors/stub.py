@@ -29,7 +29,7 @@ HEAD_ID, MAX_ID = 260, 261
 """Pieces of answers that no text is tokenised into, as no merge leads to them: up to the length, and behind it."""
 VOCAB_SIZE = 262
 DECLARED_BYTES = 800_000_000
-"""What a stub model says that its weights weigh."""
+"""Size of its weights that a stub model declares."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -46,7 +46,7 @@ _CHOSEN_LOGIT = 100.0
 
 @dataclass(frozen=True, slots=True)
 class StubOptions:
-    """What a stub is told to be, from ``stub://NAME?field=value&...``."""
+    """Options of a stub model, from ``stub://NAME?field=value&...``."""
 
     name: str
     field: str = ""
@@ -132,23 +132,15 @@ class StubExecutor:
 
     def __init__(self, options: StubOptions) -> None:
         self._options = options
+        self.environment: Mapping[str, str] = {"executor": "stub", "model": options.name}
         self._scripts: dict[int, _Script] = {}
-        self._num_blocks = 0
         self._num_steps = 0
         self._num_rows = 0
-        self._geometry = Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
+        self.geometry = Geometry(options.block_size, options.block_size, 1, options.max_model_len, VOCAB_SIZE)
         time.sleep(options.load_ms / 1e3)
 
-    @property
-    def geometry(self) -> Geometry:
-        return self._geometry
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return {"executor": "stub", "model": self._options.name}
-
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._num_blocks = num_blocks
+        """See the protocol; a stub's blocks hold nothing."""
 
     def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:
         self._scripts[seq_id] = _Script(len(prompt_ids), tuple(reply_of(self._options, prompt_ids, max_output_tokens)))

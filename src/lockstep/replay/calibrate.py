@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import combinations
 from math import ceil, floor
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import TraceError
 from lockstep.replay.cost_file import CostFile, HeldOut, Interval, MadeOn, Residuals
+from lockstep.replay.live import LiveStep
 
 FEATURES = ("constant", "prefill tokens", "decoding sequences", "context tokens", "steps with prefill tokens")
 MIN_STEPS = 50
@@ -36,28 +37,7 @@ _US_TO_PS = 1_000_000
 METHOD = "split conformal, relative residuals (Lei et al. 2018)"
 
 
-class MeasuredStep(Protocol):
-    """A step as recordings have it (replay/trace)."""
-
-    @property
-    def duration_us(self) -> int: ...
-    @property
-    def gap_us(self) -> int:
-        """Between the end of the device's step before and the start of this one."""
-
-    @property
-    def is_after_idle(self) -> bool:
-        """Whether nobody had work in that gap."""
-
-    @property
-    def num_prefill_tokens(self) -> int: ...
-    @property
-    def num_decode_seqs(self) -> int: ...
-    @property
-    def num_context_tokens(self) -> int: ...
-
-
-def calibrate(steps: Iterable[MeasuredStep], made_on: MadeOn, level: float = LEVEL) -> CostFile:
+def calibrate(steps: Iterable[LiveStep], made_on: MadeOn, level: float = LEVEL) -> CostFile:
     """Fit and judge.
 
     Args:
@@ -104,7 +84,7 @@ def calibrate(steps: Iterable[MeasuredStep], made_on: MadeOn, level: float = LEV
     )
 
 
-def _table(steps: Iterable[MeasuredStep]) -> tuple[Any, int]:
+def _table(steps: Iterable[LiveStep]) -> tuple[Any, int]:
     """[steps, 6] whole numbers: prefill, decode, context, duration, gap, after idle; and how many were left out."""
     rows: list[tuple[int, int, int, int, int, int]] = []
     num_left_out = 0

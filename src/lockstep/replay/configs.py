@@ -108,7 +108,7 @@ def order_note(workload: Workload, overrides: Mapping[str, str] | None = None) -
 
 
 def _has_priorities(workload: Workload) -> bool:
-    """Whether a request has another class than normal. No format whose requests stream gives any."""
+    """True if a request has another class than normal. No format whose requests stream gives any."""
     requests = workload.requests
     return isinstance(requests, Collection) and any(request.priority != Priority.NORMAL for request in requests)
 

@@ -69,20 +69,16 @@ class Extrapolation:
         self._num_beyond = 0
 
     def __call__(self, tick: Tick) -> None:
-        """Take in what the replay did next."""
+        """Take in the next tick, or run of ticks."""
         plan = tick.plan
         if plan is None:
             return
-        num_tokens, num_more = sum(plan.lengths), tick.num_ticks - 1
-        context = sum(plan.starts) + num_tokens + num_more * len(plan.seq_ids)
-        values = tick.num_prefill_tokens, num_tokens - tick.num_prefill_tokens, context
+        context = sum(plan.starts) + plan.num_tokens + (tick.num_ticks - 1) * len(plan.seq_ids)
+        values = tick.num_prefill_tokens, tick.num_decode_inputs, context
         self._num_steps += tick.num_ticks
-        is_beyond = False
-        for index, value in enumerate(values):
-            self._most[index] = max(self._most[index], value)
-            limit = self._limits[index]
-            is_beyond = is_beyond or (limit is not None and value > limit)
-        self._num_beyond += tick.num_ticks if is_beyond else 0
+        self._most = list(map(max, self._most, values))
+        if any(limit is not None and value > limit for value, limit in zip(values, self._limits, strict=True)):
+            self._num_beyond += tick.num_ticks
 
     def note(self) -> str:
         """Caveat of the times; empty: every step is of a size that was measured."""

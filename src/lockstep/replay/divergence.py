@@ -1,24 +1,30 @@
 """Divergence of two sides: the first step that they decide differently, what kind of decision differs, and over whom.
 
-Two sides are compared on the same requests, so that until they differ a sequence has the same id on both.
+A side is a simulation, or an engine of a recording. Both get the same requests, so that a sequence has the same id on
+both until they differ.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Protocol
 
 from lockstep.core.request import FinishReason
 from lockstep.core.step import Chunk, StepEvents, StepPlan
+from lockstep.replay.playback import played
+from lockstep.replay.rerun import DecidedStep
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.timeline import Tick
+from lockstep.replay.trace import Trace
+from lockstep.replay.workload import PS_PER_US
 
 STEP_WORK = 10
 """A step costs about as much as so many rows."""
 
 
 class Change(Enum):
-    """What kind of decision differs. In the order in which it is decided, which is the order of looking."""
+    """Kinds of decisions that can differ, in the order in which they are made, which is the order of looking."""
 
     REFUSAL = "refusal"
     """One side refuses a request at its arrival."""
@@ -46,7 +52,7 @@ class Change(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one side decided in one step."""
+    """Decision of one side in one step."""
 
     plan: StepPlan | None
     """None: nothing ran."""
@@ -67,7 +73,7 @@ class Difference:
 
 
 def difference(a: Decision, b: Decision) -> Difference | None:
-    """What the two decisions of a step first differ in; None: nothing."""
+    """The first difference of the two decisions of a step; None: there is none."""
     if a.refused != b.refused:
         return Difference(Change.REFUSAL, _places_missing(a.refused, b.refused), _places_missing(b.refused, a.refused))
     if a.plan is None or b.plan is None:
@@ -103,14 +109,14 @@ def _lists(change: Change, a: tuple[int, ...], b: tuple[int, ...]) -> Difference
 
 
 def _moves(a: StepPlan, b: StepPlan) -> Difference | None:
-    """Whether victims' blocks go to the host. Which host blocks they get is a matter of blocks."""
+    """Victims whose blocks go to the host on one side only. Which host blocks they get is a matter of blocks."""
     if [device for device, _ in a.swap_out] == [device for device, _ in b.swap_out]:
         return None
     return Difference(Change.MOVE, a.preempted, b.preempted)
 
 
 def _rows(a: StepPlan, b: StepPlan) -> Difference | None:
-    """Rows of those who ran before."""
+    """Rows of sequences that ran before."""
     old_a, old_b = (
         {row.seq_id: row for row in plan.chunks() if row.seq_id not in plan.admitted and row.seq_id not in plan.resumed}
         for plan in (a, b)
@@ -126,7 +132,7 @@ def _lengths(pairs: list[tuple[Chunk, Chunk]]) -> Difference | None:
 
 
 def _new_rows(a: StepPlan, b: StepPlan) -> Difference | None:
-    """Rows of those who run from this step on; they are the same on both sides."""
+    """Rows of sequences that run from this step on; they are the same on both sides."""
     rows_a, rows_b = ({row.seq_id: row for row in plan.chunks()} for plan in (a, b))
     both = [(rows_a[seq_id], rows_b[seq_id]) for seq_id in rows_a if seq_id in rows_b]
     cached = tuple(x.seq_id for x, y in both if x.start != y.start)
@@ -189,73 +195,108 @@ class Comparison:
     """Rows that both sides planned, and ``STEP_WORK`` for each plan."""
 
 
-class _Side:
-    """A simulation that is read step by step although it tells runs of them."""
+class Side(Protocol):
+    """A source of steps, one of which is next."""
+
+    num_left: int
+    """Steps that are equal from the next one on, counted by the side as one; 0: it has come to its end."""
+    work: int
+
+    def advance(self, num_steps: int) -> None:
+        """Go on by so many steps, at most those that are left."""
+
+    def decision(self) -> Decision:
+        """Decision of the next step."""
+
+    def place(self) -> Place:
+        """Place of the next step."""
+
+
+class SimulatedSide:
+    """A fresh simulation, read step by step although it counts runs of them."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
-        self._num_refused = 0
-        self.tick: Tick | None = None
-        self.offset = 0
+        self._tick: Tick | None = None
+        self._offset = 0
         """Steps of the run that are read already."""
-        self.refused: tuple[str, ...] = ()
+        self._refused: tuple[str, ...] = ()
+        self._num_refused = 0
+        self.num_left = 0
         self.work = 0
-        self.read(0)
+        self.advance(0)
 
-    @property
-    def left(self) -> int:
-        return 0 if self.tick is None else self.tick.num_ticks - self.offset
-
-    def read(self, num_steps: int) -> None:
-        """Go on by so many steps, at most those that are left of the run."""
-        self.offset += num_steps
-        if self.left == 0:
-            self.tick, self.offset = self._simulation.step(), 0
+    def advance(self, num_steps: int) -> None:
+        self._offset += num_steps
+        self.num_left -= num_steps
+        if self.num_left == 0:
+            self._tick, self._offset = tick, _ = self._simulation.step(), 0
             refusals = self._simulation.refusals
-            self.refused, self._num_refused = tuple(refusals[self._num_refused :]), len(refusals)
-            if self.tick is not None and self.tick.plan is not None:
-                self.work += STEP_WORK + len(self.tick.plan.seq_ids)
+            self._refused, self._num_refused = tuple(refusals[self._num_refused :]), len(refusals)
+            self.num_left = 0 if tick is None else tick.num_ticks
+            if tick is not None and tick.plan is not None:
+                self.work += STEP_WORK + len(tick.plan.seq_ids)
 
     def decision(self) -> Decision:
         """The next step's. Later ones of a run are the first, so much further on."""
-        plan, events = (None, None) if self.tick is None else (self.tick.plan, self.tick.events)
-        if plan is None or events is None or self.offset == 0:
-            return Decision(plan, events, self.refused if self.offset == 0 else ())
-        step = plan.step + self.offset
-        starts = tuple([start + self.offset for start in plan.starts])
+        plan, events = (None, None) if self._tick is None else (self._tick.plan, self._tick.events)
+        if plan is None or events is None or self._offset == 0:
+            return Decision(plan, events, self._refused if self._offset == 0 else ())
+        step = plan.step + self._offset
+        starts = tuple([start + self._offset for start in plan.starts])
         later = replace(plan, step=step, starts=starts, evicted=(), admitted=(), resumed=(), preempted=())
         return Decision(later, StepEvents(step, (), events.num_tokens))
 
     def place(self) -> Place:
-        """Where it stands; times within a run are those of its first step when the run has only that."""
-        tick = self.tick
+        """The next step's; times within a run are those of its first step when the run has only that."""
+        tick = self._tick
         if tick is None:
             return Place(self.decision(), self._simulation.tick, self._simulation.tick, self._simulation.now_ps)
-        start_ps = tick.start_ps + tick.duration_ps * self.offset // tick.num_ticks
-        return Place(self.decision(), tick.tick, tick.tick + self.offset, start_ps)
+        start_ps = tick.start_ps + tick.duration_ps * self._offset // tick.num_ticks
+        return Place(self.decision(), tick.tick, tick.tick + self._offset, start_ps)
 
 
-def compare(a: Simulation, b: Simulation, max_steps: int | None = None) -> Comparison:
+class RecordedSide:
+    """An engine of a recording, whose steps are decided again; its ticks are its steps."""
+
+    work = 0
+
+    def __init__(self, trace: Trace, engine: int) -> None:
+        self._steps = (each for each in played(trace) if isinstance(each, DecidedStep) and each.engine == engine)
+        self._num_steps = -1
+        self.num_left = 0
+        self.advance(1)
+
+    def advance(self, num_steps: int) -> None:
+        self._step = next(self._steps, None)
+        self._num_steps += num_steps
+        self.num_left = int(self._step is not None)
+
+    def decision(self) -> Decision:
+        return Decision(None, None) if self._step is None else Decision(self._step.plan, self._step.events)
+
+    def place(self) -> Place:
+        start_us = 0 if self._step is None else self._step.timing.start_us
+        return Place(self.decision(), self._num_steps, self._num_steps, start_us * PS_PER_US)
+
+
+def compare(a: Side, b: Side, max_steps: int | None = None) -> Comparison:
     """Run both until they decide a step differently, or both are over.
 
     Args:
-        a, b: fresh simulations.
         max_steps: how many equal steps are enough; None: all.
     """
-    side_a, side_b = _Side(a), _Side(b)
     num_equal = 0
     while True:
-        decision_a, decision_b = side_a.decision(), side_b.decision()
+        decision_a, decision_b = a.decision(), b.decision()
         found = difference(decision_a, decision_b)
-        work = side_a.work + side_b.work
+        work = a.work + b.work
         if found is not None:
-            divergence = Divergence(num_equal, side_a.place(), side_b.place(), found)
-            return Comparison(divergence, num_equal, work)
-        lefts = [side.left for side in (side_a, side_b) if side.tick is not None]
-        is_enough = max_steps is not None and num_equal >= max_steps and decision_a.plan is not None
-        if not lefts or is_enough:
+            return Comparison(Divergence(num_equal, a.place(), b.place(), found), num_equal, work)
+        is_busy = decision_a.plan is not None
+        num_left = min((side.num_left for side in (a, b) if side.num_left), default=0)
+        if not num_left or (max_steps is not None and num_equal >= max_steps and is_busy):
             return Comparison(None, num_equal, work)
-        both = min(lefts)
-        num_equal += both if decision_a.plan is not None else 0
-        side_a.read(both)
-        side_b.read(both)
+        num_equal += num_left if is_busy else 0
+        for side in (a, b):
+            side.advance(num_left)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import compress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,19 +26,19 @@ from lockstep.errors import LockstepError, TraceError
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
-from lockstep.replay.playback import Playback, Played
-from lockstep.replay.rerun import Obeyed, PartedError
+from lockstep.replay.playback import Arrived, Event, Playback
+from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError, apply_to_cache
 from lockstep.replay.trace import Trace
-from lockstep.replay.verify import parted_facts, side_by_side
+from lockstep.replay.verify import divergence_facts, divergence_lines
 from lockstep.worker.flight.content import decode_request, tokens_of
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, EngineEntry, Pinned, RequestEntry, Swept, Tokens
+from lockstep.worker.flight.entries import Aborted, Added, EngineEntry, RequestEntry, Tokens
 
 Rows = Sequence[tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class Execution:
-    """What computing one engine's recording again came to."""
+    """Result of computing one engine's recording again."""
 
     engine: EngineEntry
     notes: list[str] = field(default_factory=list)
@@ -46,12 +47,12 @@ class Execution:
     num_requests: int = 0
     num_tokens: int = 0
     """That are equal."""
-    parted: PartedError | None = None
+    diverged: DivergedError | None = None
     """The first thing that is not computed as it was recorded; None: everything is."""
 
 
 class _Listener:
-    """What the engine that computes was asked and did in its last step; implements `RecorderHook`."""
+    """`RecorderHook` of the engine that computes: the requests that it took, and the tokens of its last step."""
 
     def __init__(self) -> None:
         self.added_requests: deque[tuple[int, Request]] = deque()
@@ -70,16 +71,18 @@ class _Listener:
 
     def cache_reset(self, step: int) -> None: ...
 
-    def came(self, generation: Generation, waited_s: float) -> None: ...
+    def joined(self, generation: Generation, waited_s: float) -> None: ...
 
     def committed(self, record: bytes | None, result: StepResult, touched: Sequence[Generation]) -> None:
         self._rows = tokens_of(result, touched)
+
+    def ended(self, generation: Generation) -> None: ...
 
     def failed(self, record: bytes | None) -> None:
         self._rows = None
 
     def take_rows(self) -> Rows | None:
-        """What each row that sampled in the last step got; None: it failed, or there was none."""
+        """Tokens of each row that sampled in the last step; None: it failed, or there was none."""
         rows, self._rows = self._rows, None
         return rows
 
@@ -104,36 +107,26 @@ class _Engine:
         self._tokens: deque[Rows] = deque()
         """Recorded, of steps that were not computed yet."""
         self._hashes: dict[int, bytes] = {}
-        """What the ids of block contents stand for."""
+        """By the ids of block contents."""
         self._step = 0
 
-    def take(self, event: object) -> None:
+    def take(self, event: Event) -> None:
         match event:
             case RequestEntry(_, seq_id, data):
                 self._requests[seq_id] = decode_request(data)
             case Tokens(_, rows):
                 self._tokens.append(rows)
-            case Obeyed(_, Added() as added):
+            case AppliedCommand(_, Added() as added):
                 self._add(added)
-            case Obeyed(_, Aborted() as aborted):
+            case AppliedCommand(_, Aborted() as aborted):
                 request_id = self._request_of.get(aborted.seq_id)
                 if request_id is not None:
                     self._engine.abort(request_id)
-            case Obeyed(_, command):
+            case AppliedCommand(_, command):
                 self._engine.drain()
-                self._command(command)
-            case Played():
+                apply_to_cache(self._engine.scheduler, command, self._hashes.__getitem__)
+            case DecidedStep():
                 self._compute(event)
-
-    def _command(self, command: object) -> None:
-        scheduler = self._engine.scheduler
-        match command:
-            case Pinned():
-                scheduler.pin([self._hashes[content] for content in command.contents])
-            case Swept():
-                scheduler.sweep([self._hashes[content] for content in command.contents])
-            case CacheReset():
-                scheduler.reset_prefix_cache()
 
     def _add(self, added: Added) -> None:
         request_id = added.seq_id if added.request.sibling_of is None else added.request.sibling_of
@@ -149,7 +142,9 @@ class _Engine:
                 self._differ(f"the request of sequence {added.seq_id} is refused: {error}")
             self._execution.num_requests += 1
         self._engine.drain()
-        seq_id, core_request = self._taken(added)
+        if not self._hook.added_requests:
+            self._differ(f"the request of sequence {added.seq_id} was taken then, and is not now")
+        seq_id, core_request = self._hook.added_requests.popleft()
         if seq_id != added.seq_id or core_request.num_prompt_tokens != added.request.num_prompt_tokens:
             self._differ(
                 f"sequence {added.seq_id} of {added.request.num_prompt_tokens} prompt tokens came; "
@@ -157,32 +152,27 @@ class _Engine:
             )
         self._hashes.update(zip(added.contents, core_request.block_hashes, strict=False))
 
-    def _taken(self, added: Added) -> tuple[int, Request]:
-        if not self._hook.added_requests:
-            self._differ(f"the request of sequence {added.seq_id} was taken then, and is not now")
-        return self._hook.added_requests.popleft()
-
-    def _compute(self, played: Played) -> None:
-        self._step = played.ran.plan.step
+    def _compute(self, step: DecidedStep) -> None:
+        self._step = step.plan.step
         self._plans.clear()
         self._engine.step()
         rows = self._hook.take_rows()
         self._execution.num_steps += 1
-        if played.ran.events is None:
+        if step.events is None:
             if rows is not None:
                 self._differ("the step failed then, and does not now")
             return
         if rows is None:
             self._differ("the step fails here, and did not then")
-        if self._plans[0] != played.ran.plan:
-            self._differ("the engine computes another plan than was recorded", played.ran.plan, self._plans[0])
+        if self._plans[0] != step.plan:
+            self._differ("the engine computes another plan than was recorded", step.plan, self._plans[0])
         recorded = self._tokens.popleft()
         if tuple(rows) != tuple(recorded):
-            self._differ(_first_difference(played.ran.plan, recorded, rows))
+            self._differ(_first_difference(step.plan, recorded, rows))
         self._execution.num_tokens += sum(map(len, recorded))
 
     def _differ(self, what: str, recorded: StepPlan | None = None, computed: StepPlan | None = None) -> NoReturn:
-        raise PartedError(self._execution.engine.number, self._step, what, recorded, computed)
+        raise DivergedError(self._execution.engine.number, self._step, what, recorded, computed)
 
 
 def execute(trace: Trace, source: str, cache_dir: Path | None = None) -> Iterator[Execution]:
@@ -215,29 +205,28 @@ def execute(trace: Trace, source: str, cache_dir: Path | None = None) -> Iterato
 
 def describe(execution: Execution) -> Iterator[str]:
     """The verdict, line by line; the first is the short one."""
-    engine, parted = execution.engine, execution.parted
+    engine, diverged = execution.engine, execution.diverged
     counted = (
         f"execute: {execution.num_tokens:,} tokens of {execution.num_requests:,} requests in {execution.num_steps:,} "
         f"steps of engine {engine.number} ({engine.name})"
     )
-    yield f"{counted}, every token equal" if parted is None else f"{counted} are equal, but step {parted.step} is not"
+    rest = ", every token equal" if diverged is None else f" are equal, but step {diverged.step} is not"
+    yield counted + rest
     yield from execution.notes
-    if parted is not None:
-        yield parted.what
-        yield from side_by_side(parted.recorded, parted.decided)
+    yield from divergence_lines(diverged)
 
 
 def facts(execution: Execution) -> dict[str, Any]:
-    """The same as an object."""
+    """The verdict as an object."""
     return {
         "engine": execution.engine.number,
         "name": execution.engine.name,
-        "identical": execution.parted is None,
+        "identical": execution.diverged is None,
         "tokens": execution.num_tokens,
         "requests": execution.num_requests,
         "steps": execution.num_steps,
         "notes": execution.notes,
-        "parted": None if execution.parted is None else parted_facts(execution.parted),
+        "parted": divergence_facts(execution.diverged),
     }
 
 
@@ -255,24 +244,15 @@ def _execute(trace: Trace, engine: EngineEntry, model: LoadedModel) -> Execution
     computing = _Engine(model, execution)
     try:
         for event in Playback(trace.entries()).play():
-            if _engine_of(event) == engine.number:
+            if not isinstance(event, Arrived) and event.engine == engine.number:
                 computing.take(event)
-    except PartedError as parted:
-        execution.parted = parted
+    except DivergedError as diverged:
+        execution.diverged = diverged
     return execution
 
 
-def _engine_of(event: object) -> int:
-    match event:
-        case Played():
-            return event.ran.engine
-        case Obeyed() | RequestEntry() | Tokens():
-            return event.engine
-    return -1
-
-
 def _check_complete(trace: Trace) -> None:
-    if not trace.has_content:
+    if not trace.header.has_content:
         raise TraceError(
             f"{trace.files[0]}: it has no content to compute again; record with --trace-content (--verify needs none)"
         )
@@ -313,8 +293,7 @@ def _load_options(engine: EngineEntry, cache_dir: Path | None) -> LoadOptions:
 
 
 def _first_difference(plan: StepPlan, recorded: Rows, computed: Rows) -> str:
-    sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
-    for seq_id, then, now in zip(sampling, recorded, computed, strict=False):
+    for seq_id, then, now in zip(compress(plan.seq_ids, plan.samples), recorded, computed, strict=False):
         if tuple(then) != tuple(now):
             return f"sequence {seq_id} got the tokens {list(then)}, and gets {list(now)} here"
     return f"{len(recorded)} sequences got tokens, and {len(computed)} do here"

@@ -10,7 +10,7 @@ from lockstep.replay.divergence import Change, Difference
 from lockstep.replay.snapshot import Snapshot
 
 MAX_REQUESTS = 3
-"""Requests of one divergence that are told one by one."""
+"""Requests of one divergence that have sentences of their own."""
 MAX_NAMES = 4
 """Names that one sentence lists; more are counted."""
 
@@ -18,7 +18,7 @@ _States = Callable[[Snapshot, int], list[str]]
 
 
 def sentences(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
-    """What differs, and what each side's state says of it; without a full stop."""
+    """Difference in sentences without a full stop, with the reasons that each side's state gives."""
     change = found.change
     if change is Change.REFUSAL:
         return _refusals(found, a, b)
@@ -27,10 +27,10 @@ def sentences(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
         return [f"{busy.label} runs {_names(busy, found.only_a or found.only_b)}, and {other.label} has nothing to do"]
     if change in _ONE_SIDED:
         return _one_sided(found, a, b)
-    told = [_BOTH[change](a, b, seq_id) for seq_id in found.only_a[:MAX_REQUESTS]]
-    if not told:
+    lines = [_BOTH[change](a, b, seq_id) for seq_id in found.only_a[:MAX_REQUESTS]]
+    if not lines:
         return ["the same work in the same blocks, but other cached content is given up, or moved elsewhere"]
-    return [sentence for each in told for sentence in each] + _more(found.only_a)
+    return [sentence for each in lines for sentence in each] + _more(found.only_a)
 
 
 def called(name: str) -> str:
@@ -47,13 +47,13 @@ def listed(names: list[str]) -> str:
 def names_of(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
     """The requests that the divergence is about, each once."""
     if found.change is Change.REFUSAL:
-        return [name for here in (a, b) for name in here.decision.refused]
+        return [name for side in (a, b) for name in side.decision.refused]
     named = [a.name(seq_id) for seq_id in found.only_a] + [b.name(seq_id) for seq_id in found.only_b]
     return list(dict.fromkeys(named))
 
 
-def _names(here: Snapshot, ids: tuple[int, ...]) -> str:
-    return listed([here.name(seq_id) for seq_id in ids])
+def _names(side: Snapshot, ids: tuple[int, ...]) -> str:
+    return listed([side.name(seq_id) for seq_id in ids])
 
 
 def _more(ids: tuple[int, ...]) -> list[str]:
@@ -62,93 +62,88 @@ def _more(ids: tuple[int, ...]) -> list[str]:
 
 
 def _refusals(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
-    told = []
-    for ids, here, other in ((found.only_a, a, b), (found.only_b, b, a)):
-        names = [here.decision.refused[place] for place in ids]
+    lines = []
+    for ids, side, other in ((found.only_a, a, b), (found.only_b, b, a)):
+        names = [side.decision.refused[place] for place in ids]
         if names:
-            why = here.refusals.get(names[0], "")
-            told.append(
-                f"{here.label} refuses {listed(names)}, and {other.label} takes it" + (f": {why}" if why else "")
+            why = side.refusals.get(names[0], "")
+            lines.append(
+                f"{side.label} refuses {listed(names)}, and {other.label} takes it" + (f": {why}" if why else "")
             )
-    return told
+    return lines
 
 
 # -- why somebody is passed over ---------------------------------------------------------------------------------------
 
 
-def _nothing(here: Snapshot, seq_id: int) -> list[str]:
+def _nothing(side: Snapshot, seq_id: int) -> list[str]:
     return []
 
 
-def _why_waits(here: Snapshot, seq_id: int) -> list[str]:
-    """Why a sequence has no part in the step, as the planner said it, and who comes first in the order."""
-    told = [words for reason in here.reasons_of(seq_id) if (words := _words(here, reason))]
-    own, plan = here.standings[seq_id], here.decision.plan
-    first = None if plan is None or not plan.admitted else here.standings.get(plan.admitted[0])
+def _why_waits(side: Snapshot, seq_id: int) -> list[str]:
+    """Reasons why a sequence has no part in the step, by the planner, and the one that comes first in the order."""
+    lines = [words for reason in side.reasons_of(seq_id) if (words := _words(side, reason))]
+    own, plan = side.standings[seq_id], side.decision.plan
+    first = None if plan is None or not plan.admitted else side.standings.get(plan.admitted[0])
     if first is not None and own.state is SequenceState.WAITING:
-        if here.config.order == "priority" and first.priority < own.priority:
-            told.append(f"{called(first.name)} of class {first.priority} comes before class {own.priority}")
-        elif here.config.order == "fair" and first.tenant != own.tenant:
-            told.append(f"{called(first.name)} comes first, as tenant {own.tenant!r} was served no less")
-    return list(dict.fromkeys(told))
+        if side.config.order == "priority" and first.priority < own.priority:
+            lines.append(f"{called(first.name)} of class {first.priority} comes before class {own.priority}")
+        elif side.config.order == "fair" and first.outcome.tenant != own.outcome.tenant:
+            lines.append(f"{called(first.name)} comes first, as tenant {own.outcome.tenant!r} was served no less")
+    return list(dict.fromkeys(lines))
 
 
-def _words(here: Snapshot, reason: Reason) -> str:
+_TEMPLATES = {
+    Limit.SEQS: "{used} of {most} sequences run",
+    Limit.PLACES: "{used} of {most} places of the step are taken",
+    Limit.WIDTH: "{used} of {most} places to sample are taken",
+    Limit.STALLED: "{names} {are} running without room in the step, so that nobody comes in or back",
+    Limit.PREEMPTED: "{names} {are} preempted and must come back first",
+    Limit.OVERTAKEN: "{names} {wait} before it, and lets at most {most} pass (max_skips)",
+    Limit.SIBLING: "the first of its siblings has not computed the prompt",
+}
+
+
+def _words(side: Snapshot, reason: Reason) -> str:
     """A limit that keeps a sequence out of the step; empty: there is nothing to say of it."""
-    used, most = reason.used, reason.most
-    names = [here.name(other) for other in reason.others]
-    are = "is" if len(names) == 1 else "are"
-    match reason.limit:
-        case Limit.SEQS:
-            return f"{used} of {most} sequences run"
-        case Limit.PLACES:
-            return f"{used} of {most} places of the step are taken"
-        case Limit.WIDTH:
-            return f"{used} of {most} places to sample are taken"
-        case Limit.TOKENS | Limit.PREFILL:
-            return _spent(here, reason)
-        case Limit.BLOCKS:
-            return _lacking(here, reason)
-        case Limit.STALLED:
-            return f"{listed(names)} {are} running without room in the step, so that nobody comes in or back"
-        case Limit.PREEMPTED:
-            return f"{listed(names)} {are} preempted and must come back first"
-        case Limit.OVERTAKEN:
-            wait = "waits" if len(names) == 1 else "wait"
-            return f"{listed(names)} {wait} before it, and lets at most {most} pass (max_skips)"
-        case Limit.SIBLING:
-            return "the first of its siblings has not computed the prompt"
-    return ""
+    if reason.limit in (Limit.TOKENS, Limit.PREFILL):
+        return _spent(side, reason)
+    if reason.limit is Limit.BLOCKS:
+        return _lacking(side, reason)
+    are, wait = ("is", "waits") if len(reason.others) == 1 else ("are", "wait")
+    names = _names(side, reason.others)
+    template = _TEMPLATES.get(reason.limit, "")
+    return template.format(used=reason.used, most=reason.most, names=names, are=are, wait=wait)
 
 
-def _spent(here: Snapshot, reason: Reason) -> str:
+def _spent(side: Snapshot, reason: Reason) -> str:
     """A budget that leaves too little."""
-    if here.config.prefill_share == "adaptive" and reason.limit is Limit.PREFILL:
+    if side.config.prefill_share == "adaptive" and reason.limit is Limit.PREFILL:
         return f"{reason.most} prompt tokens are the share of the budget that prompts have now"
     name = f"the {reason.limit.value}"
     if reason.used >= reason.most:
         return f"{name} of {reason.most} tokens is used up"
     so = "too little to go on with"
-    if not here.config.chunking:
-        so = f"too little for its prompt of {here.standings[reason.seq_id].num_prompt_tokens} in one go"
+    if not side.config.chunking:
+        so = f"too little for its prompt of {side.standings[reason.seq_id].num_prompt_tokens} in one go"
     return f"{reason.used} of {reason.most} tokens of {name} are used, and what is left is {so}"
 
 
-def _lacking(here: Snapshot, reason: Reason) -> str:
+def _lacking(side: Snapshot, reason: Reason) -> str:
     """Blocks that it needs and are not there."""
     free = reason.most - reason.used
-    if here.standings[reason.seq_id].state is SequenceState.RUNNING and not free:
+    if side.standings[reason.seq_id].state is SequenceState.RUNNING and not free:
         return f"none of {reason.most} blocks is free for it"
-    what = "prompt and output need" if here.config.admission == "reserve" else "it needs"
+    what = "prompt and output need" if side.config.admission == "reserve" else "it needs"
     return f"{what} {reason.needed} block{'s' * (reason.needed != 1)}, {free} of {reason.most} are free"
 
 
-def _chunk_words(here: Snapshot, reason: Reason) -> str:
+def _chunk_words(side: Snapshot, reason: Reason) -> str:
     """A limit that cuts a chunk."""
     if reason.limit is Limit.CHUNK:
         return f"a chunk has at most {reason.most} tokens"
     rest = ", so that the prompt stops short of its end" if reason.limit is Limit.WIDTH else ""
-    return _words(here, reason) + rest
+    return _words(side, reason) + rest
 
 
 # -- what happens on one side only ------------------------------------------------------------------------------------
@@ -165,38 +160,38 @@ _ONE_SIDED: dict[Change, tuple[str, str, _States]] = {
 
 def _one_sided(found: Difference, a: Snapshot, b: Snapshot) -> list[str]:
     does, does_not, why = _ONE_SIDED[found.change]
-    told = []
-    for ids, here, other in ((found.only_a, a, b), (found.only_b, b, a)):
-        if not ids or (ids == found.only_b == found.only_a and here is b):
+    lines = []
+    for ids, side, other in ((found.only_a, a, b), (found.only_b, b, a)):
+        if not ids or (ids == found.only_b == found.only_a and side is b):
             continue
-        names = _names(here, ids)
+        names = _names(side, ids)
         has_them = any(seq_id in other.standings for seq_id in ids)
         what = does_not.format(names) if has_them else "has none of that name: it has not come, or has ended before"
-        told.append(f"{here.label} {does.format(names)}, and {other.label} {what}")
+        lines.append(f"{side.label} {does.format(names)}, and {other.label} {what}")
         if found.change is Change.VICTIM:
-            told += _why_victims(here, other)
+            lines += _why_victims(side, other)
         for seq_id in ids[:MAX_REQUESTS]:
             reasons = why(other, seq_id) if seq_id in other.standings else []
-            told += [f"in {other.label}, {called(other.name(seq_id))} waits: {'; '.join(reasons)}"] if reasons else []
-    return told
+            lines += [f"in {other.label}, {called(other.name(seq_id))} waits: {'; '.join(reasons)}"] if reasons else []
+    return lines
 
 
-def _why_victims(here: Snapshot, other: Snapshot) -> list[str]:
-    plan = here.decision.plan
+def _why_victims(side: Snapshot, other: Snapshot) -> list[str]:
+    plan = side.decision.plan
     assert plan is not None
-    told = []
-    for side in (here, other):
-        held = side.config.num_blocks - side.num_free_blocks
-        told.append(f"in {side.label}, {held} of {side.config.num_blocks} blocks are held after that")
+    lines = []
+    for each in (side, other):
+        held = each.config.num_blocks - each.num_free_blocks
+        lines.append(f"in {each.label}, {held} of {each.config.num_blocks} blocks are held after that")
     for seq_id in plan.preempted[:MAX_REQUESTS]:
-        standing = here.standings.get(seq_id)
+        standing = side.standings.get(seq_id)
         if standing is None:  # it came before a recording began
             continue
-        told.append(
-            f"in {here.label}, {called(standing.name)} (class {standing.priority}) held {standing.num_held_blocks} "
+        lines.append(
+            f"in {side.label}, {called(standing.name)} (class {standing.priority}) held {standing.num_held_blocks} "
             "before"
         )
-    return told
+    return lines
 
 
 # -- what happens on both sides, differently --------------------------------------------------------------------------
@@ -204,60 +199,60 @@ def _why_victims(here: Snapshot, other: Snapshot) -> list[str]:
 
 def _chunk(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
     rows = []
-    for here in (a, b):
-        plan = _plan(here)
+    for side in (a, b):
+        plan = _plan(side)
         place = plan.seq_ids.index(seq_id)
         rows.append((plan.lengths[place], plan.starts[place]))
     (length_a, start), (length_b, _) = rows
-    told = [f"{called(a.name(seq_id))} computes {length_a} tokens from position {start} on in A, and {length_b} in B"]
-    prompts = [here.standings[seq_id].num_prompt_tokens for here in (a, b) if seq_id in here.standings]
+    lines = [f"{called(a.name(seq_id))} computes {length_a} tokens from position {start} on in A, and {length_b} in B"]
+    prompts = [side.standings[seq_id].num_prompt_tokens for side in (a, b) if seq_id in side.standings]
     if len(set(prompts)) > 1:
-        return [*told, f"its prompt has {prompts[0]} tokens in A, and {prompts[1]} in B"]
+        return [*lines, f"its prompt has {prompts[0]} tokens in A, and {prompts[1]} in B"]
     less = a if length_a < length_b else b
     is_known = length_a != length_b and seq_id in less.standings
     reasons = [_chunk_words(less, reason) for reason in less.reasons_of(seq_id)] if is_known else []
-    return told + ([f"in {less.label}, {'; '.join(reasons)}"] if reasons else [])
+    return lines + ([f"in {less.label}, {'; '.join(reasons)}"] if reasons else [])
 
 
 def _cache(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
-    starts = [_plan(here).starts[_plan(here).seq_ids.index(seq_id)] for here in (a, b)]
+    starts = [_plan(side).starts[_plan(side).seq_ids.index(seq_id)] for side in (a, b)]
     standing = a.standings.get(seq_id)
     whole = "prompt tokens" if standing is None else f"{standing.num_prompt_tokens} prompt tokens"
     return [f"of the {whole} of {called(a.name(seq_id))}, {starts[0]} come from the cache in A, and {starts[1]} in B"]
 
 
 def _move(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
-    told = []
-    for here in (a, b):
-        count = len(_plan(here).swap_out)
-        standing = here.standings.get(seq_id)
+    lines = []
+    for side in (a, b):
+        count = len(_plan(side).swap_out)
+        standing = side.standings.get(seq_id)
         held = "" if standing is None else f" with {standing.num_held_blocks} blocks"
         saved = f"{count} block{' is' if count == 1 else 's are'} saved to the host"
         kept = saved if count else "its tail is dropped, to be computed again"
-        told.append(
-            f"in {here.label}, {called(here.name(seq_id))} is preempted{held}: {kept} "
-            f"(preemption {here.config.preemption}; {here.num_free_host_blocks} host blocks are free)"
+        lines.append(
+            f"in {side.label}, {called(side.name(seq_id))} is preempted{held}: {kept} "
+            f"(preemption {side.config.preemption}; {side.num_free_host_blocks} host blocks are free)"
         )
-    return told
+    return lines
 
 
 def _block(a: Snapshot, b: Snapshot, seq_id: int) -> list[str]:
-    table_a, table_b = (_plan(here).tables[_plan(here).seq_ids.index(seq_id)] for here in (a, b))
+    table_a, table_b = (_plan(side).tables[_plan(side).seq_ids.index(seq_id)] for side in (a, b))
     if len(table_a) != len(table_b):
         return [f"{called(a.name(seq_id))} holds {len(table_a)} blocks in A, and {len(table_b)} in B"]
     place = next(place for place, (x, y) in enumerate(zip(table_a, table_b, strict=True)) if x != y)
     how = [
-        str(table[place]) + (" (giving up its cached content)" if table[place] in _plan(here).evicted else "")
-        for here, table in ((a, table_a), (b, table_b))
+        str(table[place]) + (" (giving up its cached content)" if table[place] in _plan(side).evicted else "")
+        for side, table in ((a, table_a), (b, table_b))
     ]
     return [
         f"{called(a.name(seq_id))} gets another block at place {place} of its table: {how[0]} in A, and {how[1]} in B"
     ]
 
 
-def _plan(here: Snapshot) -> StepPlan:
-    assert here.decision.plan is not None, "only steps that run have rows"
-    return here.decision.plan
+def _plan(side: Snapshot) -> StepPlan:
+    assert side.decision.plan is not None, "only steps that run have rows"
+    return side.decision.plan
 
 
 _BOTH: dict[Change, Callable[[Snapshot, Snapshot, int], list[str]]] = {
@@ -268,11 +263,11 @@ _BOTH: dict[Change, Callable[[Snapshot, Snapshot, int], list[str]]] = {
 }
 
 
-def state_line(here: Snapshot) -> str:
+def state_line(side: Snapshot) -> str:
     """The side in one line."""
-    count = here.num_in_state
+    count = side.num_in_state
     return (
-        f"{here.label}: before the step {count(SequenceState.RUNNING)} run, {count(SequenceState.WAITING)} wait, "
-        f"{count(SequenceState.PREEMPTED)} are preempted; after it {here.num_active} of {here.config.max_num_seqs} run "
-        f"and {here.num_free_blocks} of {here.config.num_blocks} blocks are free"
+        f"{side.label}: before the step {count(SequenceState.RUNNING)} run, {count(SequenceState.WAITING)} wait, "
+        f"{count(SequenceState.PREEMPTED)} are preempted; after it {side.num_active} of {side.config.max_num_seqs} run "
+        f"and {side.num_free_blocks} of {side.config.num_blocks} blocks are free"
     )

@@ -15,12 +15,13 @@ least ``p`` percent do not exceed (nearest rank), so every percentile is a time 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from lockstep.replay.progress import GAP_QUANTUM_PS, Gaps
-from lockstep.replay.timeline import RequestOutcome
+from lockstep.replay.timeline import Course, RequestOutcome
 from lockstep.replay.workload import PS_PER_MS
 
 DIGITS = 6
@@ -28,11 +29,10 @@ DIGITS = 6
 _PERCENTS = (50, 90, 95, 99)
 _MICROTICKS = 1_000_000
 """Per tick: mean times per token are whole millionths of ticks."""
-_QUANTA_PER_MS = PS_PER_MS // GAP_QUANTUM_PS
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Mean and percentiles of some times."""
+    """Mean and percentiles of times."""
 
     mean: float
     p50: float
@@ -51,53 +51,33 @@ class Latencies(msgspec.Struct, frozen=True):
     queue: Distribution | None
 
 
-def latencies_in_ticks(outcomes: Iterable[RequestOutcome], gaps: Gaps) -> Latencies:
-    """Of the requests that ended."""
-    done = [each for each in outcomes if each.finished_tick >= 0]
-    several = [each for each in done if each.num_output_tokens > 1]
+def latencies_in_ticks(done: Iterable[RequestOutcome], gaps: Gaps) -> Latencies:
+    """Latencies of the requests that were completed."""
+    return _latencies([each.in_ticks for each in done], gaps.by_ticks, per_unit=1, per_gap=1, scale=_MICROTICKS)
+
+
+def latencies_in_ms(done: Iterable[RequestOutcome], gaps: Gaps) -> Latencies:
+    """Latencies of the requests that were completed."""
+    return _latencies([each.in_ps for each in done], gaps.by_us, per_unit=PS_PER_MS, per_gap=GAP_QUANTUM_PS, scale=1)
+
+
+def _latencies(
+    courses: Sequence[Course], gaps: Mapping[int, int], *, per_unit: int, per_gap: int, scale: int
+) -> Latencies:
+    """Distributions of one unit.
+
+    Args:
+        per_unit: how much of the courses' unit is one of the figures'.
+        per_gap: how much of it is one of those that gaps are counted by.
+        scale: parts of it in which means of a request are counted.
+    """
     return Latencies(
-        ttft=distribution([each.first_token_tick - each.arrival_tick + 1 for each in done], 1),
-        tpot=distribution(
-            [
-                (each.finished_tick - each.first_token_tick) * _MICROTICKS // (each.num_output_tokens - 1)
-                for each in several
-            ],
-            _MICROTICKS,
-        ),
-        itl=_of_counts(gaps.by_ticks, 1, sum(each.finished_tick - each.first_token_tick for each in done), 1),
-        e2e=distribution([each.finished_tick - each.arrival_tick + 1 for each in done], 1),
-        queue=distribution([each.admitted_tick - each.arrival_tick for each in done], 1),
+        ttft=distribution([each.ttft for each in courses], per_unit),
+        tpot=distribution([each.tpot(scale) for each in courses if each.num_output_tokens > 1], per_unit * scale),
+        itl=_of_counts(gaps, per_unit // per_gap, sum(each.finished - each.first_token for each in courses), per_unit),
+        e2e=distribution([each.e2e for each in courses], per_unit),
+        queue=distribution([each.admitted - each.arrival for each in courses], per_unit),
     )
-
-
-def latencies_in_ms(outcomes: Iterable[RequestOutcome], gaps: Gaps) -> Latencies:
-    """Of the requests that ended."""
-    done = [each for each in outcomes if each.finished_tick >= 0]
-    several = [each for each in done if each.num_output_tokens > 1]
-    return Latencies(
-        ttft=distribution([ttft_ps(each) for each in done], PS_PER_MS),
-        tpot=distribution([tpot_ps(each) for each in several], PS_PER_MS),
-        itl=_of_counts(
-            gaps.by_us, _QUANTA_PER_MS, sum(each.finished_ps - each.first_token_ps for each in done), PS_PER_MS
-        ),
-        e2e=distribution([e2e_ps(each) for each in done], PS_PER_MS),
-        queue=distribution([each.admitted_ps - each.arrival_ps for each in done], PS_PER_MS),
-    )
-
-
-def ttft_ps(outcome: RequestOutcome) -> int:
-    """Arrival to first token."""
-    return outcome.first_token_ps - outcome.arrival_ps
-
-
-def e2e_ps(outcome: RequestOutcome) -> int:
-    """Arrival to end."""
-    return outcome.finished_ps - outcome.arrival_ps
-
-
-def tpot_ps(outcome: RequestOutcome) -> int:
-    """Mean time of the tokens after the first, rounded down; 0 where there are none."""
-    return (outcome.finished_ps - outcome.first_token_ps) // max(1, outcome.num_output_tokens - 1)
 
 
 def ratio(numerator: int | float, denominator: int | float) -> float:
@@ -106,21 +86,16 @@ def ratio(numerator: int | float, denominator: int | float) -> float:
 
 
 def distribution(values: list[int], per_unit: int) -> Distribution | None:
-    """Of single values.
+    """Distribution of single values; None: there are none.
 
     Args:
         per_unit: how many of the values' units make one of the figures'.
     """
-    if not values:
-        return None
-    ordered = sorted(values)
-    ranks = [-(-percent * len(ordered) // 100) - 1 for percent in _PERCENTS]
-    percentiles = [ratio(ordered[rank], per_unit) for rank in ranks]
-    return Distribution(ratio(sum(ordered), len(ordered) * per_unit), *percentiles)
+    return _of_counts(Counter(values), per_unit, sum(values), per_unit)
 
 
 def _of_counts(counts: Mapping[int, int], per_unit: int, total: int, total_per_unit: int) -> Distribution | None:
-    """Of values with their counts, and the exact sum of all of them."""
+    """Distribution of values by their counts, and the exact sum of all of them; None: there are none."""
     number = sum(counts.values())
     if not number:
         return None

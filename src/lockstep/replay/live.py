@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import NamedTuple
 
 from lockstep.core.policy import output_limit
-from lockstep.core.request import FinishReason
 from lockstep.core.sequence import FinishedSequence
 from lockstep.errors import TraceError
-from lockstep.replay.playback import Arrived, Playback, Played, played
-from lockstep.replay.rerun import Obeyed, request_of
+from lockstep.replay.playback import Arrived, Event, Playback, played
+from lockstep.replay.rerun import AppliedCommand, DecidedStep, request_of
+from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.trace import Trace
 from lockstep.replay.wholeness import with_losses
-from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload, WorkloadRequest
+from lockstep.replay.workload import PS_PER_US, ArrivalUnit, Workload, WorkloadRequest
 from lockstep.worker.flight.entries import Added, EngineEntry
-
-PS_PER_US = PS_PER_MS // 1000
 
 
 class LiveStep(NamedTuple):
@@ -37,28 +35,6 @@ class LiveStep(NamedTuple):
     """Tokens that are no prompt: one for each sequence that decodes, or each token of a forced segment."""
     num_context_tokens: int
     """start + length, summed over rows: see `CostModel`."""
-    num_decoded_tokens: int
-    """Output tokens that it brought."""
-
-
-class LiveRequest(NamedTuple):
-    """What became of one recorded sequence. Times are from the beginning of the recording; -1: it never came so far."""
-
-    engine: int
-    seq_id: int
-    arrival_us: int
-    """Below 0: it waited already when the recording began."""
-    admitted_us: int
-    """Begin of the step that admitted it."""
-    first_token_us: int
-    """End of the step that brought its first token."""
-    finished_us: int
-    """End of its last step, or of the one before a command ended it."""
-    priority: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    reason: FinishReason
 
 
 def live_steps(trace: Trace, engine: int | None = None) -> Iterator[LiveStep]:
@@ -68,12 +44,12 @@ def live_steps(trace: Trace, engine: int | None = None) -> Iterator[LiveStep]:
         TraceError: the recording cannot be read on, or is not what this version decides.
     """
     for event in played(trace):
-        if not isinstance(event, Played) or engine not in (None, event.ran.engine):
+        if not isinstance(event, DecidedStep) or engine not in (None, event.engine):
             continue
-        plan, events, timing = event.ran.plan, event.ran.events, event.timing
+        plan, timing = event.plan, event.timing
         num_tokens = plan.num_tokens
         yield LiveStep(
-            event.ran.engine,
+            event.engine,
             plan.step,
             timing.start_us,
             timing.duration_us,
@@ -82,88 +58,91 @@ def live_steps(trace: Trace, engine: int | None = None) -> Iterator[LiveStep]:
             plan.num_prompt_tokens,
             num_tokens - plan.num_prompt_tokens,
             sum(plan.starts) + num_tokens,
-            0 if events is None else sum(events.num_tokens),
         )
 
 
-@dataclass(slots=True)
-class _Life:
-    """One sequence under way."""
+class Life(NamedTuple):
+    """One sequence that came during the recording."""
 
     added: Added
-    arrival_us: int = 0
-    admitted_us: int = -1
-    first_token_us: int = -1
-    num_output_tokens: int = 0
+    outcome: RequestOutcome
 
 
-class _Lives:
-    """The sequences of a recording that came during it."""
+class Lives:
+    """The sequences of a recording that are under way."""
 
     def __init__(self) -> None:
-        self.open: dict[tuple[int, int], _Life] = {}
-        self._arrivals: dict[tuple[int, int], int] = {}
-        """Told before the command takes effect."""
-        self._end_us: dict[int, int] = {}
+        self.open: dict[tuple[int, int], Life] = {}
+        """By engine and id."""
+        self._arrivals_ps: dict[tuple[int, int], int] = {}
+        """Of sequences whose commands have not taken effect."""
+        self._ends: dict[int, tuple[int, int]] = {}
+        """Number and end of each engine's last step."""
 
-    def take(self, event: object) -> Iterator[tuple[_Life, FinishedSequence, int]]:
-        """Who ended with it, and when."""
-        finished: tuple[FinishedSequence, ...] = ()
-        number = 0
+    def take(self, event: Event) -> Iterator[Life]:
+        """Go on by one event; the sequences that ended with it."""
         match event:
-            case Arrived():
-                self._arrivals[event.came.engine, event.came.seq_id] = event.arrival_us
-            case Obeyed(number, command, finished):
+            case Arrived(came, arrival_us):
+                self._arrivals_ps[came.engine, came.seq_id] = arrival_us * PS_PER_US
+            case AppliedCommand(number, command, finished):
                 if isinstance(command, Added):
-                    key = number, command.seq_id
-                    self.open[key] = _Life(command, self._arrivals.pop(key, 0))
-            case Played():
-                number, finished = event.ran.engine, event.ran.finished
+                    self._add(command)
+                yield from self._ended(number, finished)
+            case DecidedStep():
                 self._step(event)
-        for sequence in finished:
-            life = self.open.pop((number, sequence.seq_id), None)
-            if life is not None:
-                yield life, sequence, self._end_us.get(number, 0)
+                yield from self._ended(event.engine, event.finished)
 
-    def _step(self, event: Played) -> None:
-        number, plan, events = event.ran.engine, event.ran.plan, event.ran.events
-        end_us = self._end_us[number] = event.timing.start_us + event.timing.duration_us
+    def _add(self, added: Added) -> None:
+        key = added.engine, added.seq_id
+        outcome = RequestOutcome(
+            str(added.seq_id),
+            added.seq_id,
+            added.request.priority,
+            str(added.tenant),
+            added.request.num_prompt_tokens,
+            arrival_tick=added.step,
+            arrival_ps=self._arrivals_ps.pop(key, 0),
+        )
+        self.open[key] = Life(added, outcome)
+
+    def _step(self, step: DecidedStep) -> None:
+        number, plan, timing = step.engine, step.plan, step.timing
+        end_ps = (timing.start_us + timing.duration_us) * PS_PER_US
+        self._ends[number] = plan.step, end_ps
         for seq_id in plan.admitted:
             life = self.open.get((number, seq_id))
             if life is not None:
-                life.admitted_us = event.timing.start_us
-        sampling = (seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples)
-        for seq_id, num_tokens in zip(sampling, () if events is None else events.num_tokens, strict=False):
+                life.outcome.admitted_tick, life.outcome.admitted_ps = plan.step, timing.start_us * PS_PER_US
+        sampling = compress(plan.seq_ids, plan.samples)
+        for seq_id, num_tokens in zip(sampling, () if step.events is None else step.events.num_tokens, strict=False):
             life = self.open.get((number, seq_id))
             if life is not None:
-                life.num_output_tokens += num_tokens
-                if life.first_token_us < 0:
-                    life.first_token_us = end_us
+                life.outcome.num_output_tokens += num_tokens
+                if life.outcome.first_token_tick < 0:
+                    life.outcome.first_token_tick, life.outcome.first_token_ps = plan.step, end_ps
+
+    def _ended(self, number: int, finished: Iterable[FinishedSequence]) -> Iterator[Life]:
+        for sequence in finished:
+            life = self.open.pop((number, sequence.seq_id), None)
+            if life is not None:
+                life.outcome.end(sequence, *self._ends.get(number, (0, 0)))
+                yield life
 
 
-def live_requests(trace: Trace, engine: int | None = None) -> Iterator[LiveRequest]:
+def live_requests(trace: Trace, engine: int | None = None) -> Iterator[RequestOutcome]:
     """Every request that came and ended during the recording, in the order in which they ended; None: of all engines.
+
+    Ticks are steps of the engine, and times count from the begin of the recording: below 0, a request waited then. One
+    that a command ended has the end of the step before.
 
     Raises:
         TraceError: the recording cannot be read on, or is not what this version decides.
     """
-    lives = _Lives()
+    lives = Lives()
     for event in played(trace):
-        for life, ended, end_us in lives.take(event):
+        for life in lives.take(event):
             if engine in (None, life.added.engine):
-                yield LiveRequest(
-                    life.added.engine,
-                    ended.seq_id,
-                    life.arrival_us,
-                    life.admitted_us,
-                    life.first_token_us,
-                    end_us,
-                    life.added.request.priority,
-                    ended.num_prompt_tokens,
-                    ended.num_output_tokens,
-                    ended.num_cached_tokens,
-                    ended.reason,
-                )
+                yield life.outcome
 
 
 def workload_of(trace: Trace, engine: int = 0) -> Workload:
@@ -180,38 +159,35 @@ def workload_of(trace: Trace, engine: int = 0) -> Workload:
         raise TraceError(
             f"the recording has no engine {engine}; it has {', '.join(str(e.number) for e in trace.engines)}"
         )
-    lives = _Lives()
-    served: list[_Life] = []
+    lives = Lives()
+    served: list[Life] = []
     playback = Playback(trace.entries())
     for event in played(trace, playback):
-        served.extend(life for life, _, _ in lives.take(event) if life.added.engine == engine)
+        served.extend(life for life in lives.take(event) if life.added.engine == engine)
     served.extend(life for (number, _), life in lives.open.items() if number == engine)
-    served = sorted((life for life in served if life.num_output_tokens), key=_order)
-    first_us = served[0].arrival_us if served else 0
+    served = [life for life in served if life.outcome.num_output_tokens]
+    served.sort(key=lambda life: (life.outcome.arrival_ps, life.added.seq_id))
+    first_ps = served[0].outcome.arrival_ps if served else 0
     partial = 1 + max((max(life.added.contents, default=0) for life in served), default=0)
-    requests = tuple(_request(life, first_us, traced, partial + index) for index, life in enumerate(served))
+    requests = tuple(_request(life, first_ps, traced, partial + index) for index, life in enumerate(served))
     config = {name: getattr(traced.config, name) for name in traced.config.__slots__}
     notes = tuple(map(str, with_losses(trace.findings, playback.losses)))
     return Workload(trace.files[0].name, requests, ArrivalUnit.PS, traced.config.block_size, config, notes)
 
 
-def _order(life: _Life) -> tuple[int, int]:
-    return life.arrival_us, life.added.seq_id
-
-
-def _request(life: _Life, first_us: int, engine: EngineEntry, partial: int) -> WorkloadRequest:
+def _request(life: Life, first_ps: int, engine: EngineEntry, partial: int) -> WorkloadRequest:
     """One request; ``partial`` is a content that nobody else has, for a last block that is not full."""
-    added = life.added
+    added, outcome = life
     contents = added.contents
-    if contents and len(contents) * engine.config.block_size < added.request.num_prompt_tokens:
+    if contents and len(contents) * engine.config.block_size < outcome.num_prompt_tokens:
         contents += (partial,)
     return WorkloadRequest(
-        str(added.seq_id),
-        added.request.num_prompt_tokens,
+        outcome.name,
+        outcome.num_prompt_tokens,
         output_limit(engine.config, request_of(added)),
-        life.num_output_tokens,
-        (life.arrival_us - first_us) * PS_PER_US,
-        added.request.priority,
-        str(added.tenant),
+        outcome.num_output_tokens,
+        outcome.arrival_ps - first_ps,
+        outcome.priority,
+        outcome.tenant,
         contents,
     )

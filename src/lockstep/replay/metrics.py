@@ -1,4 +1,4 @@
-"""Metrics of a report by name: which one a word means, in which direction it is better, and goals for latencies."""
+"""Metrics of a report by name: full and short names, the direction in which each is better, and goals for latencies."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from lockstep.errors import UsageError
-from lockstep.replay.report import Report, figures
+from lockstep.replay.report import Report
 from lockstep.spelling import nearest
 
 SHORT_FORMS = ("latency_ms", "latency_ticks")
@@ -36,40 +37,47 @@ MORE_IS_BETTER = (
 
 
 def numbers_of(report: Report) -> dict[str, float]:
-    """Every figure that is a number, by its path."""
-    return {
-        name: value
-        for name, value in figures(report).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    """Every figure that is a number, by its path, as in ``latency_ticks.ttft.p99``."""
+    values = msgspec.to_builtins(report)
+    for name in ("version", "config", "cost_ps", "ticks", "outcomes"):
+        del values[name]
+    return dict(_numbers(values))
 
 
-def metric_named(wanted: str, names: Collection[str]) -> str:
-    """The figure that somebody calls ``wanted``: its path, or ``ttft_p99`` for ``latency_ms.ttft.p99``.
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + name, value
+
+
+def metric_named(name: str, names: Collection[str]) -> str:
+    """The figure that somebody calls ``name``: its path, or ``ttft_p99`` for ``latency_ms.ttft.p99``.
 
     Raises:
         UsageError: there is none; the message has the nearest, and all.
     """
-    for name in _forms_of(wanted):
-        if name in names:
-            return name
+    for form in _forms_of(name):
+        if form in names:
+            return form
     shorts = dict.fromkeys(short_name(name) for name in names)
-    near = nearest(wanted, [*names, *shorts], n=3, cutoff=0.5)
+    near = nearest(name, [*names, *shorts], n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? There are" if near else "there are"
-    raise UsageError(f"no report has a metric {wanted!r}; {hint} {', '.join(shorts)}")
+    raise UsageError(f"no report has a metric {name!r}; {hint} {', '.join(shorts)}")
 
 
-def check_metric(wanted: str) -> None:
+def check_metric(name: str) -> None:
     """UsageError, as `metric_named`, for what no report can have: known before anything is replayed."""
-    names = [name for name in _paths(Report) if name != "version"]
-    if not any(name in names for name in _forms_of(wanted)):
-        metric_named(wanted, names)
+    names = [path for path in _paths(Report) if path != "version"]
+    if not any(form in names for form in _forms_of(name)):
+        metric_named(name, names)
 
 
-def _forms_of(wanted: str) -> tuple[str, ...]:
+def _forms_of(name: str) -> tuple[str, ...]:
     """The path itself, and those that a short name stands for."""
-    measure, _, kind = wanted.rpartition("_")
-    return wanted, *(f"{form}.{measure}.{kind}" for form in SHORT_FORMS)
+    measure, _, kind = name.rpartition("_")
+    return name, *(f"{form}.{measure}.{kind}" for form in SHORT_FORMS)
 
 
 def _paths(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:

@@ -39,7 +39,7 @@ class PlanDivergence(NamedTuple):
 
 
 class PlansVerdict(NamedTuple):
-    """What came of it."""
+    """Result of making recorded plans again."""
 
     num_plans: int
     """That were compared, the divergent one included."""
@@ -48,7 +48,7 @@ class PlansVerdict(NamedTuple):
     """What of the files is not there, or not where it belongs."""
 
     def is_in_order(self, allows_gaps: bool) -> bool:
-        """Whether every plan came out as recorded, and none is missing; see `wholeness.are_in_order`."""
+        """True if every plan came out as recorded, and none is missing; see `wholeness.are_in_order`."""
         return self.divergence is None and are_in_order(self.findings, allows_gaps)
 
 
@@ -92,7 +92,7 @@ def describe(verdict: PlansVerdict) -> Iterator[str]:
 
 
 def facts(verdict: PlansVerdict) -> dict[str, Any]:
-    """The same as an object."""
+    """The verdict as an object."""
     divergence = verdict.divergence
     return {
         "identical": divergence is None,

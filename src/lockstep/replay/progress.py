@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import compress
+from typing import Final
 
 from lockstep.core.request import FinishReason
-from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepPlan, StepResult
 from lockstep.replay.cost import CostModel
 from lockstep.replay.timeline import RequestOutcome
@@ -41,59 +42,17 @@ class Gaps:
                 self.by_us[gap_ps // GAP_QUANTUM_PS] += num_seqs
 
 
+@dataclass(slots=True)
 class Life:
     """One request between its arrival and its end."""
 
-    __slots__ = (
-        "admitted_ps",
-        "admitted_tick",
-        "arrival_ps",
-        "arrival_tick",
-        "first_token_ps",
-        "first_token_tick",
-        "index",
-        "last_token_ps",
-        "last_token_tick",
-        "left",
-        "request",
-        "seq_id",
-    )
-
-    def __init__(self, request: WorkloadRequest, index: int, arrival_tick: int, arrival_ps: int) -> None:
-        self.request = request
-        self.index = index
-        """Its number in the workload."""
-        self.seq_id = -1
-        self.left = request.num_output_tokens
-        """Tokens to come."""
-        self.arrival_tick = arrival_tick
-        self.arrival_ps = arrival_ps
-        self.admitted_tick = self.admitted_ps = -1
-        self.first_token_tick = self.first_token_ps = -1
-        self.last_token_tick = self.last_token_ps = -1
-
-    def outcome(self, end: FinishedSequence | None = None, refusal: str = "") -> RequestOutcome:
-        """Outcome of the request."""
-        request = self.request
-        return RequestOutcome(
-            name=request.name,
-            seq_id=self.seq_id,
-            priority=request.priority,
-            tenant=request.tenant,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_output_tokens=request.num_output_tokens - self.left,
-            num_cached_tokens=0 if end is None else end.num_cached_tokens,
-            num_preemptions=0 if end is None else end.num_preemptions,
-            arrival_tick=self.arrival_tick,
-            admitted_tick=self.admitted_tick,
-            first_token_tick=self.first_token_tick,
-            finished_tick=-1 if end is None else self.last_token_tick,
-            arrival_ps=self.arrival_ps,
-            admitted_ps=self.admitted_ps,
-            first_token_ps=self.first_token_ps,
-            finished_ps=-1 if end is None else self.last_token_ps,
-            refusal=refusal,
-        )
+    request: Final[WorkloadRequest]
+    outcome: Final[RequestOutcome]
+    """Its outcome so far."""
+    left: int
+    """Tokens to come."""
+    last_token_tick: int = -1
+    last_token_ps: int = -1
 
 
 class Progress:
@@ -118,10 +77,10 @@ class Progress:
         self._last_ps = -1
 
     def admit(self, plan: StepPlan, tick: int, start_ps: int) -> None:
-        """Note who left the queue in this step."""
+        """Note the requests that left the queue in this step."""
         for seq_id in plan.admitted:
-            life = self.lives[seq_id]
-            life.admitted_tick, life.admitted_ps = tick, start_ps
+            outcome = self.lives[seq_id].outcome
+            outcome.admitted_tick, outcome.admitted_ps = tick, start_ps
 
     def answer(self, plan: StepPlan) -> StepResult:
         """One token for whoever samples; STOP for those who are through before their limit."""
@@ -143,8 +102,9 @@ class Progress:
         else:
             num_together = 0
             for life in self._batch:
-                if life.first_token_tick < 0:
-                    life.first_token_tick, life.first_token_ps = tick, end_ps
+                outcome = life.outcome
+                if outcome.first_token_tick < 0:
+                    outcome.first_token_tick, outcome.first_token_ps = tick, end_ps
                 elif life.last_token_tick == self._last_tick:
                     num_together += 1
                 else:
@@ -171,6 +131,7 @@ class Progress:
         if num_got:
             for life in self._batch:
                 life.left -= num_got
+                life.outcome.num_output_tokens += num_got
                 life.last_token_tick, life.last_token_ps = self._last_tick, self._last_ps
 
     def _form(self, ids: tuple[int, ...]) -> None:

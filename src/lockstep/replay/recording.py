@@ -20,14 +20,14 @@ from lockstep.core.request import Request
 from lockstep.errors import UsageError
 from lockstep.replay.cost import CostModel
 from lockstep.replay.timeline import Tick
-from lockstep.replay.workload import Workload, content_number
+from lockstep.replay.workload import PS_PER_US, Workload, content_number
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
     Added,
-    Came,
+    Arrival,
     ChunkWriter,
     Closed,
     End,
@@ -44,7 +44,6 @@ from lockstep.worker.flight.files import LEVEL, MAX_FRAME_BYTES
 RUN = "simulated"
 """What the run is called: nothing of the moment in which it was made."""
 _ENGINE = 0
-_PS_PER_US = 1_000_000
 
 
 class RunRecording:
@@ -98,15 +97,15 @@ class RunRecording:
         tenant = self._tenants.setdefault(request.tenant, len(self._tenants))
         contents = (content_number(each, self._per_content) for each in request.block_hashes)
         self._chunk.put(Added.of(_ENGINE, self._num_steps, seq_id, request, tenant, contents))
-        self._coming.append((seq_id, arrival_ps // _PS_PER_US))
+        self._coming.append((seq_id, arrival_ps // PS_PER_US))
 
     def __call__(self, tick: Tick) -> None:
         """Write a step, or each of a run of them."""
         if tick.plan is None or tick.events is None:
             return
-        start_us = tick.start_ps // _PS_PER_US
+        start_us = tick.start_ps // PS_PER_US
         for seq_id, arrival_us in self._coming:
-            self._chunk.put(Came(_ENGINE, seq_id, start_us - arrival_us, 0))
+            self._chunk.put(Arrival(_ENGINE, seq_id, start_us - arrival_us, 0))
         self._coming.clear()
         record = self._fingerprint.observe(tick.plan, tick.events)
         if record is not None:
@@ -123,7 +122,7 @@ class RunRecording:
             self._flush()
 
     def _ends_us(self, tick: Tick) -> Iterator[int]:
-        """When each step of a run ends."""
+        """End of each step of a run, in microseconds."""
         if tick.num_ticks > 1:
             assert tick.plan is not None
             num_seqs, num_tokens = len(tick.plan.seq_ids), tick.plan.num_tokens
@@ -131,13 +130,12 @@ class RunRecording:
             first_ps = self._cost.step_ps(tick.num_prefill_tokens, num_tokens - tick.num_prefill_tokens, num_context)
             for number in range(tick.num_ticks - 1):
                 passed_ps = first_ps + self._cost.run_ps(number, num_seqs, num_context + num_seqs)
-                yield (tick.start_ps + passed_ps) // _PS_PER_US
-        yield (tick.start_ps + tick.duration_ps) // _PS_PER_US
+                yield (tick.start_ps + passed_ps) // PS_PER_US
+        yield (tick.start_ps + tick.duration_ps) // PS_PER_US
 
     def _begin(self, name: str, config: SchedulerConfig) -> None:
         put = self._chunk.put
-        put(Header(SCHEMA_VERSION, __version__, RUN, 1, is_simulated=True))
-        self._written = self._chunk.take()
+        self._written = self._chunk.begin_file(Header(SCHEMA_VERSION, __version__, RUN, 1, is_simulated=True))
         put(EngineEntry(_ENGINE, name, name, "", config, {}, 0))
         put(SeatsEntry(*DeviceScheduler().seats()))
         put(Priorities(((_ENGINE, 0),)))

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from itertools import islice
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from lockstep.replay.latencies import (
-    Latencies,
-    e2e_ps,
-    latencies_in_ms,
-    latencies_in_ticks,
-    ratio,
-    tpot_ps,
-    ttft_ps,
-)
-from lockstep.replay.records import TickRecord, TickRecorder, names_of, tick_records
+from lockstep.replay.latencies import Latencies, latencies_in_ms, latencies_in_ticks, ratio
 from lockstep.replay.simulator import Replay
-from lockstep.replay.timeline import RequestOutcome
+from lockstep.replay.timeline import Course, RequestOutcome, TickRecord, TickRecorder, TickSpan, names_of
 from lockstep.replay.workload import PS_PER_MS
 
 VERSION = 2
 """Version of the report's form; it grows when a field changes its meaning or goes."""
 _PS_PER_S = 1000 * PS_PER_MS
-_MEASURES = {"ttft": ttft_ps, "tpot": tpot_ps, "e2e": e2e_ps}
+_MEASURES: dict[str, Callable[[Course], int]] = {
+    "ttft": lambda course: course.ttft,
+    "tpot": lambda course: course.tpot(),
+    "e2e": lambda course: course.e2e,
+}
 GOALS = tuple(_MEASURES)
 """Metrics that one request can meet or miss."""
+_WHO = ("admitted", "resumed", "preempted", "decoded", "completed")
+"""Fields of a tick that are requests."""
 
 
 class Goodput(msgspec.Struct, frozen=True):
@@ -135,10 +132,10 @@ def report_of(
     """
     config, totals, stats = replay.config, replay.totals, replay.stats
     unbounded = replay.num_unbounded_hit_tokens
-    done = [each for each in replay.outcomes if each.finished_tick >= 0]
+    done = [each for each in replay.outcomes if each.is_completed]
     num_decoded = sum(each.num_output_tokens for each in replay.outcomes)
     tenants = list(dict.fromkeys(each.tenant for each in done))
-    ticks = None if recorder is None else _ticks(replay, recorder)
+    ticks = None if recorder is None else tuple(islice(tick_records(replay, recorder.spans), recorder.most))
     return Report(
         name=replay.name,
         config=asdict(config),
@@ -216,36 +213,9 @@ def _lines(values: Sequence[object] | None) -> bytes:
     return b"[\n    " + b",\n    ".join(map(msgspec.json.encode, values)) + b"\n  ]"
 
 
-def from_json(data: bytes) -> Report:
-    """The report of ``to_json``.
-
-    Raises:
-        msgspec.ValidationError: not such a report.
-    """
-    return msgspec.json.decode(data, type=Report)
-
-
-def figures(report: Report) -> dict[str, object]:
-    """Every single figure by its name, nested ones by their path, as in ``latency_ticks.ttft.p99``."""
-    rows: dict[str, object] = {}
-    values = msgspec.to_builtins(report)
-    for name in ("version", "config", "cost_ps", "notes", "ticks", "outcomes"):
-        del values[name]
-    _flatten(values, "", rows)
-    return rows
-
-
-def _flatten(values: Mapping[str, Any], prefix: str, rows: dict[str, object]) -> None:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            _flatten(value, f"{prefix}{name}.", rows)
-        elif value is not None:
-            rows[prefix + name] = value
-
-
 def _goodput(replay: Replay, done: list[RequestOutcome], goals_ms: Mapping[str, float]) -> Goodput:
     limits = [(_MEASURES[name], round(limit_ms * PS_PER_MS)) for name, limit_ms in goals_ms.items()]
-    good = sum(all(measure(each) <= limit_ps for measure, limit_ps in limits) for each in done)
+    good = sum(all(measure(each.in_ps) <= limit_ps for measure, limit_ps in limits) for each in done)
     return Goodput(
         goals_ms=dict(goals_ms),
         requests=good,
@@ -258,14 +228,26 @@ def _fairness(done: list[RequestOutcome], tenants: list[str]) -> float:
     tokens, times_ps = dict.fromkeys(tenants, 0), dict.fromkeys(tenants, 0)
     for each in done:
         tokens[each.tenant] += each.num_prompt_tokens + each.num_output_tokens
-        times_ps[each.tenant] += e2e_ps(each)
+        times_ps[each.tenant] += each.in_ps.e2e
     speeds = [tokens[tenant] / times_ps[tenant] for tenant in tenants if times_ps[tenant]]
     return ratio(sum(speeds) ** 2, len(speeds) * sum(speed * speed for speed in speeds)) if speeds else 1.0
 
 
-def _ticks(replay: Replay, recorder: TickRecorder) -> tuple[TickRecord, ...]:
-    """One for each tick, as many as the recorder is to keep."""
-    return tuple(islice(tick_records(recorder.spans, names_of(replay.outcomes), replay.cost), recorder.most))
+def tick_records(replay: Replay, spans: Iterable[TickSpan]) -> Iterator[TickRecord]:
+    """Each tick of a replay's spans by itself, with the names of requests."""
+    names = names_of(replay.outcomes)
+    for first, num_ticks in spans:
+        values = {field.name: getattr(first, field.name) for field in fields(TickRecord)}
+        values |= {key: tuple([names[seq_id] for seq_id in values[key]]) for key in _WHO}
+        # The context of each row is one longer with each tick.
+        growth_ps = replay.cost.context_token_ps * len(first.decoded) if num_ticks > 1 else 0
+        duration_ps = (first.duration_ps - growth_ps * (num_ticks * (num_ticks - 1) // 2)) // num_ticks
+        start_ps = first.start_ps
+        for tick in range(first.tick, first.tick + num_ticks):
+            values |= {"tick": tick, "start_ps": start_ps, "duration_ps": duration_ps}
+            yield TickRecord(**values)
+            start_ps += duration_ps
+            duration_ps += growth_ps
 
 
 def _notes(replay: Replay, ticks: Sequence[TickRecord] | None) -> tuple[str, ...]:

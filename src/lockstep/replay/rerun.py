@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import compress
 from typing import NamedTuple, NoReturn
 
 import msgspec
@@ -18,7 +19,17 @@ from lockstep.core.sequence import FinishedSequence
 from lockstep.core.state import STATE_VERSION, FingerprintState, SchedulerState
 from lockstep.core.step import Explain, StepEvents, StepPlan, StepResult
 from lockstep.errors import LockstepError, TraceError
-from lockstep.worker.flight.entries import Aborted, Added, Checkpoint, Closed, Command, Pinned, Record, Swept
+from lockstep.worker.flight.entries import (
+    Aborted,
+    Added,
+    CacheReset,
+    Checkpoint,
+    Closed,
+    Command,
+    Pinned,
+    Record,
+    Swept,
+)
 
 SchedulerOf = Callable[[SchedulerConfig], Scheduler]
 CONTENT_BYTES = 16
@@ -26,14 +37,16 @@ CONTENT_BYTES = 16
 
 _REASONS = tuple(FinishReason)
 _FAILED = 2
+TURNS = -1
+"""In the place of an engine's number: the turns of the device."""
 Pair = tuple[int, int]
 
 
-class PartedError(Exception):
-    """The recording and what is decided again part here.
+class DivergedError(Exception):
+    """A recording is not what is decided again.
 
     Args:
-        engine: number of the engine; -1: the turns of the device.
+        engine: its number, or `TURNS`.
         step: of the engine; for turns, the turn.
         what: a sentence.
         recorded: the recorded plan, where one can be read.
@@ -51,7 +64,16 @@ class PartedError(Exception):
         self.decided = decided
 
 
-class Ran(NamedTuple):
+class Timing(NamedTuple):
+    """Time of a step, in microseconds from the beginning of its run."""
+
+    start_us: int
+    duration_us: int
+    gap_us: int
+    is_after_idle: bool
+
+
+class DecidedStep(NamedTuple):
     """One step that was decided again as it was recorded."""
 
     engine: int
@@ -60,19 +82,23 @@ class Ran(NamedTuple):
     """None: the step failed; as is ``events``."""
     events: StepEvents | None
     finished: tuple[FinishedSequence, ...]
+    timing: Timing
 
 
-class Obeyed(NamedTuple):
+class AppliedCommand(NamedTuple):
     """A command that was given again."""
 
     engine: int
     command: Command
     finished: tuple[FinishedSequence, ...]
-    """Whom it ended."""
+    """Sequences that it ended."""
+
+
+EngineEvent = DecidedStep | AppliedCommand
 
 
 def content_of(number: int) -> bytes:
-    """What stands for a block hash in a replay: its id, little-endian."""
+    """Block hash of a replay: the id in its place, little-endian."""
     return number.to_bytes(CONTENT_BYTES, "little")
 
 
@@ -81,8 +107,26 @@ def request_of(added: Added) -> Request:
     return replace(added.request, block_hashes=tuple(map(content_of, added.contents)), tenant=str(added.tenant))
 
 
+def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[int], bytes]) -> None:
+    """Give a command that is about the prefix cache.
+
+    Args:
+        hash_of: from the id of a content to its block hash.
+    """
+    match command:
+        case Pinned():
+            scheduler.pin([hash_of(content) for content in command.contents])
+        case Swept():
+            scheduler.sweep([hash_of(content) for content in command.contents])
+        case CacheReset():
+            scheduler.reset_prefix_cache()
+
+
 class EngineRerun:
-    """One engine. Block hashes and tenants are what their ids say: equal where they were equal."""
+    """A scheduler that decides one engine's steps again.
+
+    Block hashes and tenants are what their ids say: equal where they were equal.
+    """
 
     def __init__(self, number: int, config: SchedulerConfig, scheduler_of: SchedulerOf = Scheduler) -> None:
         self.number = number
@@ -90,6 +134,8 @@ class EngineRerun:
         self.scheduler = scheduler_of(config)
         self.num_steps = 0
         """Decided again so far."""
+        self.timings: deque[Timing] = deque()
+        """Of steps whose records are yet to come: a turn is recorded when it ends, a record when it closes."""
         self.explain: Explain | None = None
         """Told why a step passes sequences over, from the next one on."""
         self._fingerprint = Fingerprint()
@@ -105,12 +151,33 @@ class EngineRerun:
 
     @property
     def fingerprint(self) -> str:
-        """Of what was decided again."""
+        """Fingerprint of the steps that were decided again."""
         return self._fingerprint.hexdigest()
 
     def command(self, command: Command) -> None:
-        """A command, to be given at the step that it names."""
+        """Keep a command for the step that it names."""
         self._commands.append(command)
+
+    def apply(self, command: Command) -> None:
+        """Give a command to the scheduler.
+
+        Raises:
+            DivergedError: it does not do what it did then.
+        """
+        scheduler = self.scheduler
+        match command:
+            case Added():
+                try:
+                    seq_id = scheduler.add(request_of(command))
+                except (LockstepError, AssertionError) as error:
+                    self._diverge(f"sequence {command.seq_id} was taken then and is refused now: {error}")
+                if seq_id != command.seq_id:
+                    self._diverge(f"the sequence that came as {command.seq_id} is {seq_id} now")
+            case Aborted():
+                if not scheduler.abort(command.seq_id, command.reason):
+                    self._diverge(f"sequence {command.seq_id} was ended by a command, but is not there now")
+            case _:
+                apply_to_cache(scheduler, command, content_of)
 
     def begin_at(self, entry: Checkpoint) -> None:
         """Go on from a recorded state.
@@ -135,20 +202,20 @@ class EngineRerun:
         cannot be.
 
         Raises:
-            PartedError: they differ.
+            DivergedError: they differ.
             TraceError: it is no state.
         """
         if entry.version != STATE_VERSION:
             return False
         if _states_of(entry) != (self.scheduler.state(), self._fingerprint.state()):
-            self._part("the state that the next file begins with is not the one that the steps before lead to")
+            self._diverge("the state that the next file begins with is not the one that the steps before lead to")
         return True
 
-    def record(self, entry: Record) -> Iterator[Ran | Obeyed]:
+    def record(self, entry: Record) -> Iterator[EngineEvent]:
         """Decide the steps of a record.
 
         Raises:
-            PartedError: otherwise than recorded, or the record is damaged.
+            DivergedError: otherwise than recorded, or the record is damaged.
         """
         mark = chained(self._chain(), entry.record)[: len(entry.mark)]
         damage = (
@@ -157,20 +224,22 @@ class EngineRerun:
         yield from self._decide(entry.record, damage)
         self._is_open = False
 
-    def close(self, entry: Closed) -> Iterator[Ran | Obeyed]:
+    def close(self, entry: Closed) -> Iterator[EngineEvent]:
         """Decide the steps of the record that is open when a file ends, and give the commands after them.
 
         Raises:
-            PartedError: as for `record`, or the digest over everything is another.
+            DivergedError: as for `record`, or the digest over everything is another.
         """
         if entry.open_record:
             yield from self._decide(entry.open_record, "")
             self._is_open = True
-        yield from self._obey()
+        yield from self._apply_due()
         if entry.num_steps != self._next_step:
-            self._part(f"{entry.num_steps} steps had begun, but the records hold {self._next_step}")
+            self._diverge(f"{entry.num_steps} steps had begun, but the records hold {self._next_step}")
         if entry.digest.hex() != self.fingerprint:
-            self._part(f"the digest over all steps is {entry.digest.hex()}, but they give {self.fingerprint}")
+            self._diverge(f"the digest over all steps is {entry.digest.hex()}, but they give {self.fingerprint}")
+        if self.timings:
+            self._diverge(f"{len(self.timings)} turns in which a step began have no step in the records")
 
     # -- one record ---------------------------------------------------------------------------------------------------
 
@@ -178,7 +247,7 @@ class EngineRerun:
         """The chain before the record that comes: the one that is open here has closed, unless it is the same."""
         return self._fingerprint.chain if self._is_open else bytes.fromhex(self._fingerprint.hexdigest())
 
-    def _decide(self, record: bytes, damage: str) -> Iterator[Ran | Obeyed]:
+    def _decide(self, record: bytes, damage: str) -> Iterator[EngineEvent]:
         """The steps of a record, without those that were decided while it was open at the end of a file."""
         seen = self._fingerprint
         first: StepPlan | None = None
@@ -197,40 +266,45 @@ class EngineRerun:
             assert before is not None, "a record of a failed step has no repeats"
             yield from self._step(_repeat_of(before), None)
         if seen.open_record != record:
-            self._part("the same decisions give a record of other bytes")
+            self._diverge("the same decisions give a record of other bytes")
 
-    def _step(self, recorded: StepPlan, decision: Decision | None) -> Iterator[Ran | Obeyed]:
+    def _step(self, recorded: StepPlan, decision: StepRecord | None) -> Iterator[EngineEvent]:
         """Decide one step; None: it repeats the one before."""
-        yield from self._obey()
+        yield from self._apply_due()
         try:
             plan = self.scheduler.schedule(self.explain)
         except AssertionError as error:
-            self._part(f"no plan can be made here: {error}", recorded=recorded)
+            self._diverge(f"no plan can be made here: {error}", recorded=recorded)
         if replace(recorded, num_prompt_tokens=plan.num_prompt_tokens) != plan:
-            raise PartedError(self.number, self._next_step, "another plan was recorded", recorded, plan)
+            raise DivergedError(self.number, self._next_step, "another plan was recorded", recorded, plan)
         self._next_step += 1
-        yield from self._obey(in_step=True)
+        yield from self._apply_due(in_step=True)
         if decision is not None and decision.is_failed:
             self.scheduler.fail(plan)
             self._fingerprint.observe_failure(plan)
-            self.num_steps += 1
-            yield Ran(self.number, plan, None, None, self.scheduler.drain_finished())
+            yield self._decided(plan, None, None)
             return
-        got, ends = ({}, {}) if decision is None else (decision.got, decision.ends)
-        result = _result(plan, got, ends)
+        num_tokens, ends = ({}, {}) if decision is None else (decision.num_tokens, decision.ends)
+        result = _result(plan, num_tokens, ends)
         try:
             events = self.scheduler.commit(plan, result)
         except AssertionError as error:
-            raise PartedError(
+            raise DivergedError(
                 self.number, plan.step, f"the recorded results are impossible: {error}", recorded
             ) from None
         if dict(events.finished) != ends:
-            self._part(f"{_told(ends)} with this step, but here {_told(dict(events.finished))}", plan.step)
+            here = _ends_text(dict(events.finished))
+            self._diverge(f"{_ends_text(ends)} with this step, but here {here}", plan.step)
         self._fingerprint.observe(plan, events)
-        self.num_steps += 1
-        yield Ran(self.number, plan, result, events, self.scheduler.drain_finished())
+        yield self._decided(plan, result, events)
 
-    def _obey(self, in_step: bool = False) -> Iterator[Obeyed]:
+    def _decided(self, plan: StepPlan, result: StepResult | None, events: StepEvents | None) -> DecidedStep:
+        self.num_steps += 1
+        if not self.timings:
+            self._diverge("the recording has no turn for this step", plan.step, plan)
+        return DecidedStep(self.number, plan, result, events, self.scheduler.drain_finished(), self.timings.popleft())
+
+    def _apply_due(self, in_step: bool = False) -> Iterator[AppliedCommand]:
         """Give the commands that came before the next step, or while this one is under way."""
         commands = self._commands
         while commands and commands[0].step <= self._next_step:
@@ -238,39 +312,19 @@ class EngineRerun:
             if (isinstance(command, Aborted) and command.in_step) != in_step:
                 return
             commands.popleft()
-            self._give(command)
-            yield Obeyed(self.number, command, self.scheduler.drain_finished())
+            self.apply(command)
+            yield AppliedCommand(self.number, command, self.scheduler.drain_finished())
 
-    def _give(self, command: Command) -> None:
-        scheduler = self.scheduler
-        match command:
-            case Added():
-                try:
-                    seq_id = scheduler.add(request_of(command))
-                except (LockstepError, AssertionError) as error:
-                    self._part(f"sequence {command.seq_id} was taken then and is refused now: {error}")
-                if seq_id != command.seq_id:
-                    self._part(f"the sequence that came as {command.seq_id} is {seq_id} now")
-            case Aborted():
-                if not scheduler.abort(command.seq_id, command.reason):
-                    self._part(f"sequence {command.seq_id} was ended by a command, but is not there now")
-            case Pinned():
-                scheduler.pin([content_of(content) for content in command.contents])
-            case Swept():
-                scheduler.sweep([content_of(content) for content in command.contents])
-            case _:
-                scheduler.reset_prefix_cache()
+    # -- divergence ---------------------------------------------------------------------------------------------------
 
-    # -- where they part ----------------------------------------------------------------------------------------------
-
-    def _part(self, what: str, step: int | None = None, recorded: StepPlan | None = None) -> NoReturn:
-        raise PartedError(self.number, self._next_step if step is None else step, what, recorded)
+    def _diverge(self, what: str, step: int | None = None, recorded: StepPlan | None = None) -> NoReturn:
+        raise DivergedError(self.number, self._next_step if step is None else step, what, recorded)
 
     def _damaged(self, why: str, recorded: StepPlan | None) -> NoReturn:
         """The record of the next step cannot be trusted: show what is decided here."""
-        deque(self._obey(), maxlen=0)
+        deque(self._apply_due(), maxlen=0)
         decided = self.scheduler.schedule()
-        raise PartedError(self.number, self._next_step, f"the record is damaged: {why}", recorded, decided)
+        raise DivergedError(self.number, self._next_step, f"the record is damaged: {why}", recorded, decided)
 
 
 def _states_of(entry: Checkpoint) -> tuple[SchedulerState, FingerprintState]:
@@ -294,17 +348,17 @@ def _repeat_of(plan: StepPlan) -> StepPlan:
     return StepPlan(plan.step + 1, (), (), (), (), plan.seq_ids, starts, (1,) * count, plan.tables, (True,) * count)
 
 
-def _result(plan: StepPlan, got: dict[int, int], ends: dict[int, FinishReason]) -> StepResult:
-    """What the executor and the sampler said; LENGTH is the scheduler's own to say."""
-    sampling = [seq_id for seq_id, samples in zip(plan.seq_ids, plan.samples, strict=True) if samples]
+def _result(plan: StepPlan, num_tokens: dict[int, int], ends: dict[int, FinishReason]) -> StepResult:
+    """Result of the executor and the sampler; LENGTH is the scheduler's own to say."""
+    sampling = list(compress(plan.seq_ids, plan.samples))
     reasons = [ends.get(seq_id) for seq_id in sampling]
     return StepResult(
-        tuple([got.get(seq_id, 1) for seq_id in sampling]),
+        tuple([num_tokens.get(seq_id, 1) for seq_id in sampling]),
         tuple([None if reason is FinishReason.LENGTH else reason for reason in reasons]),
     )
 
 
-def _told(ends: dict[int, FinishReason]) -> str:
+def _ends_text(ends: dict[int, FinishReason]) -> str:
     return ", ".join(f"{seq_id} ended with {reason.value}" for seq_id, reason in ends.items()) or "nobody ended"
 
 
@@ -321,9 +375,8 @@ class Row(NamedTuple):
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One record: a step and its repeats. Layout: `lockstep.core.fingerprint`."""
+class StepRecord(NamedTuple):
+    """One record of the fingerprint, read: a step and its repeats. Layout: `lockstep.core.fingerprint`."""
 
     is_failed: bool
     evicted: tuple[int, ...]
@@ -335,8 +388,8 @@ class Decision:
     preempted: tuple[int, ...]
     gone: tuple[int, ...]
     rows: tuple[Row, ...]
-    got: dict[int, int]
-    """Sequences that got more than one token."""
+    num_tokens: dict[int, int]
+    """By sequence, of those that got more than one."""
     ends: dict[int, FinishReason]
     repeats: int
 
@@ -345,7 +398,7 @@ class Decision:
 
         Args:
             before: of the step before; None after a failed one.
-            ended: who ended with that.
+            ended: sequences that ended with that.
 
         Raises:
             ValueError: no plan follows from it.
@@ -369,24 +422,12 @@ class Decision:
                 raise ValueError(f"sequence {row.seq_id} keeps {row.num_kept} blocks of {len(old)}")
             columns.append((row.seq_id, row.start, row.length, old[: row.num_kept] + row.blocks, row.samples))
         ids, starts, lengths, tables, samples = zip(*columns, strict=True) if columns else ((),) * 5
-        return StepPlan(
-            step,
-            self.evicted,
-            self.swap_out,
-            self.swap_in,
-            self.copies,
-            ids,
-            starts,
-            lengths,
-            tables,
-            samples,
-            self.admitted,
-            self.resumed,
-            self.preempted,
-        )
+        moves = self.evicted, self.swap_out, self.swap_in, self.copies
+        changes = self.admitted, self.resumed, self.preempted
+        return StepPlan(step, *moves, ids, starts, lengths, tables, samples, *changes)
 
 
-def decode_record(record: bytes) -> Decision:
+def decode_record(record: bytes) -> StepRecord:
     """Read a record.
 
     Raises:
@@ -397,32 +438,22 @@ def decode_record(record: bytes) -> Decision:
         tag = next(numbers)
         if tag not in (1, _FAILED):
             raise ValueError(f"a record begins with 1 or 2, not {tag}")
-        evicted = _ids(numbers)
-        swap_out, swap_in, copies = _pairs(numbers), _pairs(numbers), _pairs(numbers)
-        admitted, resumed, preempted, gone = _ids(numbers), _ids(numbers), _ids(numbers), _ids(numbers)
-        rows = tuple(_row(numbers) for _ in range(next(numbers)))
-        got = dict(_pairs(numbers))
-        ends = {seq_id: _REASONS[reason] for seq_id, reason in _pairs(numbers)}
-        repeats = next(numbers)
+        # Fields in the order of their bytes.
+        read = StepRecord(
+            tag == _FAILED,
+            _ids(numbers),
+            *(_pairs(numbers), _pairs(numbers), _pairs(numbers)),
+            *(_ids(numbers), _ids(numbers), _ids(numbers), _ids(numbers)),
+            rows=tuple(_row(numbers) for _ in range(next(numbers))),
+            num_tokens=dict(_pairs(numbers)),
+            ends={seq_id: _REASONS[reason] for seq_id, reason in _pairs(numbers)},
+            repeats=next(numbers),
+        )
     except (StopIteration, RuntimeError, IndexError) as error:
         raise ValueError("it ends too early, or ends somebody for no known reason") from error
     if next(numbers, None) is not None:
         raise ValueError("it goes on behind its end")
-    return Decision(
-        tag == _FAILED,
-        evicted,
-        swap_out,
-        swap_in,
-        copies,
-        admitted,
-        resumed,
-        preempted,
-        gone,
-        rows,
-        got,
-        ends,
-        repeats,
-    )
+    return read
 
 
 def _numbers(data: bytes) -> Iterator[int]:

@@ -101,7 +101,7 @@ class Simulation:
         self._fingerprint = Fingerprint()
         self._progress = Progress()
         self._totals = Totals(config.max_num_seqs)
-        self._outcomes: list[RequestOutcome | None] = []
+        self._outcomes: list[RequestOutcome] = []
         self._num_reserved_blocks = 0
         self._content_size = self._usable_content_size()
         self._unbounded: UnboundedCache | None = None
@@ -133,12 +133,9 @@ class Simulation:
 
     def replay(self) -> Replay:
         """The result so far."""
-        progress = self._progress
-        progress.settle()
-        under_way = {life.index: life for life in progress.lives.values()}
-        outcomes = [
-            under_way[index].outcome() if outcome is None else outcome for index, outcome in enumerate(self._outcomes)
-        ]
+        self._progress.settle()
+        # Outcomes of requests under way go on changing.
+        outcomes = [each if each.is_completed else replace(each) for each in self._outcomes]
         return Replay(
             name=self.workload.name,
             config=self.config,
@@ -147,7 +144,7 @@ class Simulation:
             is_timed=self._is_timed,
             outcomes=tuple(outcomes),
             totals=self._totals,
-            gaps=progress.gaps,
+            gaps=self._progress.gaps,
             stats=self.scheduler.stats(),
             fingerprint=self.fingerprint,
             num_ticks=self.tick,
@@ -176,26 +173,36 @@ class Simulation:
         if len(self._outcomes) >= MAX_REQUESTS:
             raise UsageError(f"{self.workload.name} has more than {MAX_REQUESTS:,} requests; take a part with --limit")
         arrival_ps = self.now_ps if self._in_ticks else request.arrival
-        life = Life(request, len(self._outcomes), self.tick, arrival_ps)
+        outcome = RequestOutcome(
+            request.name,
+            seq_id=-1,
+            priority=request.priority,
+            tenant=request.tenant,
+            num_prompt_tokens=request.num_prompt_tokens,
+            arrival_tick=self.tick,
+            arrival_ps=arrival_ps,
+        )
+        self._outcomes.append(outcome)
         hashes: tuple[bytes, ...] = ()
         if self._content_size and request.contents:
             hashes = content_hashes(
                 request.contents, self._content_size, self.config.block_size, request.num_prompt_tokens
             )
-        asked = Request(request.num_prompt_tokens, request.max_output_tokens, hashes, request.priority, request.tenant)
+        core_request = Request(
+            request.num_prompt_tokens, request.max_output_tokens, hashes, request.priority, request.tenant
+        )
         try:
-            life.seq_id = self.scheduler.add(asked)
+            outcome.seq_id = self.scheduler.add(core_request)
         except RequestError as refusal:
-            self._outcomes.append(life.outcome(refusal=str(refusal)))
+            outcome.refusal = str(refusal)
             self.refusals.append(request.name)
             return
-        self._outcomes.append(None)
-        self._progress.lives[life.seq_id] = life
+        self._progress.lives[outcome.seq_id] = Life(request, outcome, request.num_output_tokens)
         if self._on_arrival is not None:
-            self._on_arrival(life.seq_id, asked, arrival_ps)
+            self._on_arrival(outcome.seq_id, core_request, arrival_ps)
 
     def _usable_content_size(self) -> int:
-        """Of the workload's contents, or 0 where their borders are not those of blocks."""
+        """Size of the workload's contents, or 0 where their borders are not those of blocks."""
         size, block_size = self.workload.content_size, self.config.block_size
         if size % block_size:
             self.notes.append(
@@ -277,8 +284,8 @@ class Simulation:
                 self._unbounded.admit(request.contents, request.num_prompt_tokens)
 
     def _end(self) -> None:
-        """Keep what became of those who ended with this step."""
+        """Note the ends of the requests that ended with this step."""
         self._progress.settle()
         for end in self.scheduler.drain_finished():
             life = self._progress.lives.pop(end.seq_id)
-            self._outcomes[life.index] = life.outcome(end)
+            life.outcome.end(end, life.last_token_tick, life.last_token_ps)

@@ -1,8 +1,9 @@
-"""Snapshots of one side at one step, for explanations: who stood where, and why the planner passed whom over."""
+"""Snapshots of one side at one step, for explanations: standings of sequences, and why the planner passed them over."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.core.policy import SchedulerConfig
@@ -10,8 +11,12 @@ from lockstep.core.scheduler import Scheduler
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import Reason
 from lockstep.replay.divergence import Decision, Place
+from lockstep.replay.live import Lives
+from lockstep.replay.playback import Playback, played
+from lockstep.replay.rerun import DecidedStep
 from lockstep.replay.simulator import Simulation
-from lockstep.replay.workload import WorkloadRequest
+from lockstep.replay.timeline import RequestOutcome
+from lockstep.replay.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +24,23 @@ class Standing:
     """One unfinished sequence before a step."""
 
     index: int
-    """Of its request in the workload."""
-    name: str
+    """Of its request in the workload; of a recording, its id."""
+    outcome: RequestOutcome
+    """Of its request so far."""
     state: SequenceState
-    priority: int
-    tenant: str
-    num_prompt_tokens: int
     num_held_blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.outcome.name
+
+    @property
+    def priority(self) -> int:
+        return self.outcome.priority
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.outcome.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +60,17 @@ class Snapshot:
     num_free_host_blocks: int
     """Before the step."""
     reasons: Sequence[Reason] = ()
-    """What the planner told of the step."""
+    """Of the planner, for the step."""
     refusals: Mapping[str, str] = field(default_factory=dict)
     """Why requests were refused on arriving for this step, by their names."""
 
     def name(self, seq_id: int) -> str:
-        """How to call a sequence: as its request's file does."""
+        """Name of a sequence: that of its request in the file."""
         standing = self.standings.get(seq_id)
         return f"#{seq_id}" if standing is None else standing.name
 
     def reasons_of(self, seq_id: int) -> list[Reason]:
-        """What was told of one sequence."""
+        """The planner's reasons about one sequence."""
         return [reason for reason in self.reasons if reason.seq_id == seq_id]
 
     def num_in_state(self, state: SequenceState) -> int:
@@ -63,12 +78,11 @@ class Snapshot:
         return sum(standing.state is state for standing in self.standings.values())
 
 
-def snapshot(label: str, simulation: Simulation, requests: Sequence[WorkloadRequest], place: Place) -> Snapshot:
-    """One side where it stood, run again up to there.
+def simulated_snapshot(label: str, simulation: Simulation, place: Place) -> Snapshot:
+    """A simulation where it stood, run again up to there.
 
     Args:
         simulation: a fresh one, of the side.
-        requests: those of its workload.
         place: where the side stood.
     """
     while simulation.tick < place.run_tick and simulation.step() is not None:
@@ -76,41 +90,72 @@ def snapshot(label: str, simulation: Simulation, requests: Sequence[WorkloadRequ
     simulation.run_lengths = False
     while simulation.tick < place.tick and simulation.step() is not None:
         pass
-    scheduler = simulation.scheduler
-    before = simulation.replay().outcomes
-    standings = {
-        outcome.seq_id: standing
-        for index, outcome in enumerate(before)
-        if (standing := _standing(scheduler, outcome.seq_id, index, requests[index])) is not None
-    }
+    scheduler, config = simulation.scheduler, simulation.config
+    outcomes = simulation.replay().outcomes
+    standings = _standings(scheduler, enumerate(outcomes))
     num_free_host_blocks = scheduler.stats().num_free_host_blocks
     reasons: list[Reason] = []
     simulation.explain = reasons.append
     tick = simulation.step()
-    arrived = simulation.replay().outcomes[len(before) :]
-    for index, outcome in enumerate(arrived, start=len(before)):
+    arrived = simulation.replay().outcomes[len(outcomes) :]
+    for index, outcome in enumerate(arrived, start=len(outcomes)):
         if not outcome.refusal:
-            request = requests[index]
-            standings[outcome.seq_id] = Standing(
-                index, request.name, SequenceState.WAITING, request.priority, request.tenant, request.num_prompt_tokens
-            )
+            standings[outcome.seq_id] = Standing(index, outcome, SequenceState.WAITING)
     return Snapshot(
         label=label,
-        config=simulation.config,
+        config=config,
         decision=place.decision,
         standings=standings,
         num_active=0 if tick is None else tick.num_active,
-        num_free_blocks=simulation.config.num_blocks - (0 if tick is None else tick.num_used_blocks),
+        num_free_blocks=config.num_blocks - (0 if tick is None else tick.num_used_blocks),
         num_free_host_blocks=num_free_host_blocks,
         reasons=reasons,
         refusals={outcome.name: outcome.refusal for outcome in arrived if outcome.refusal},
     )
 
 
-def _standing(scheduler: Scheduler, seq_id: int, index: int, request: WorkloadRequest) -> Standing | None:
-    """None: it has ended."""
-    view = scheduler.view(seq_id)
-    if view is None:
+def recorded_snapshot(label: str, trace: Trace, engine: int, num_steps: int, place: Place) -> Snapshot | None:
+    """An engine of a recording as it stood after so many steps, before the next; None: there was no such engine.
+
+    Sequences that came before the recording have no standing.
+    """
+    playback, lives = Playback(trace.entries()), Lives()
+    standings: dict[int, Standing] = {}
+    reasons: list[Reason] = []
+    num_seen = num_ended = num_free_host_blocks = 0
+    for event in played(trace, playback):
+        if isinstance(event, DecidedStep) and event.engine == engine:
+            num_seen, num_ended = num_seen + 1, len(event.finished)
+        if num_seen > num_steps:
+            break
+        deque(lives.take(event), maxlen=0)
+        rerun = playback.engines.get(engine)
+        if num_seen == num_steps and rerun is not None:
+            rerun.explain = reasons.append
+            here = (life.outcome for (number, _), life in lives.open.items() if number == engine)
+            standings = _standings(rerun.scheduler, ((outcome.seq_id, outcome) for outcome in here))
+            num_free_host_blocks = rerun.scheduler.stats().num_free_host_blocks
+    rerun = playback.engines.get(engine)
+    if rerun is None:
         return None
-    asked = request.priority, request.tenant, request.num_prompt_tokens
-    return Standing(index, request.name, view.state, *asked, len(view.table))
+    stats = rerun.scheduler.stats()
+    return Snapshot(
+        label=label,
+        config=rerun.config,
+        decision=place.decision,
+        standings=standings,
+        num_active=stats.num_running + num_ended,
+        num_free_blocks=stats.num_blocks - stats.num_held_blocks,
+        num_free_host_blocks=num_free_host_blocks,
+        reasons=reasons,
+    )
+
+
+def _standings(scheduler: Scheduler, numbered: Iterable[tuple[int, RequestOutcome]]) -> dict[int, Standing]:
+    """Standings of those that have not ended."""
+    views = ((index, outcome, scheduler.view(outcome.seq_id)) for index, outcome in numbered)
+    return {
+        outcome.seq_id: Standing(index, outcome, view.state, len(view.table))
+        for index, outcome, view in views
+        if view is not None
+    }

@@ -73,20 +73,20 @@ def evaluate(job: Job, settings: Settings) -> Outcome:
 
 
 def sweep(
-    job: Job, combinations: Sequence[Settings], num_processes: int, tell: Callable[[], None] = lambda: None
+    job: Job, combinations: Sequence[Settings], num_processes: int, on_outcome: Callable[[], None] = lambda: None
 ) -> tuple[Outcome, ...]:
     """Replay all combinations.
 
     Args:
         num_processes: how many at a time; 1: here, without another process.
-        tell: called after each.
+        on_outcome: called after each.
     """
     job = replace(job, workload=replace(job.workload, requests=tuple(job.workload.requests)))
     outcomes = []
     with _answers(job, combinations, min(num_processes, len(combinations))) as answers:
         for outcome in answers:
             outcomes.append(outcome)
-            tell()
+            on_outcome()
     return tuple(outcomes)
 
 
@@ -146,8 +146,8 @@ def _interrupt_kept_back() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: came.set())
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
     try:
         yield
@@ -155,12 +155,12 @@ def _interrupt_kept_back() -> Iterator[None]:
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
-        if came.is_set():
+        if interrupted.is_set():
             signal.raise_signal(signal.SIGINT)
 
 
 def front(outcomes: Sequence[Outcome], objectives: Sequence[str]) -> tuple[bool, ...]:
-    """Which outcomes no other beats in the objectives; whoever lacks one of them is no candidate."""
+    """True for outcomes that no other beats in the objectives; one that lacks a figure is no candidate."""
     return pareto_front(
         [
             [as_less_is_better(each.figures, name) for name in objectives]
@@ -186,7 +186,7 @@ def cheapest(outcomes: Sequence[Outcome], least_share: float) -> int | None:
 
 
 def pareto_front(points: Sequence[Sequence[float] | None]) -> tuple[bool, ...]:
-    """Which points are not beaten: no other is at least as good in everything and better in something.
+    """True for points that are not beaten: no other is at least as good in everything and better in something.
 
     Args:
         points: one value per objective, less is better; None: no candidate.

@@ -1,12 +1,19 @@
-"""Course of a replay as values: ticks for watchers, request outcomes, and the sums over both."""
+"""Course of a replay as values: ticks for watchers and as records, request outcomes, and the sums over both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Final, NamedTuple
 
+from lockstep.core.sequence import FinishedSequence
 from lockstep.core.step import StepEvents, StepPlan
+
+MAX_TICKS = 500_000
+"""Ticks that a report holds at most; those after them are left out, and the report says so."""
+MAX_TICKS_UNASKED = 10_000
+"""A replay of more has them only where they are asked for."""
 
 
 class Tick(NamedTuple):
@@ -34,33 +41,86 @@ class Tick(NamedTuple):
     num_used_blocks: int
     """Held during the step, before those that end give theirs back."""
 
+    @property
+    def num_decode_inputs(self) -> int:
+        """Tokens of each of the steps that are no prompt."""
+        return 0 if self.plan is None else self.plan.num_tokens - self.num_prefill_tokens
+
+
+class Course(NamedTuple):
+    """Borders of a request's phases in one unit: ticks, of which one ends where the next begins, or picoseconds."""
+
+    arrival: int
+    admitted: int
+    """Begin of the step that admitted it; -1: none did. Likewise the others."""
+    first_token: int
+    """End of the step that brought its first token."""
+    finished: int
+    """End of its last step."""
+    num_output_tokens: int
+
+    @property
+    def ttft(self) -> int:
+        """Arrival to first token."""
+        return self.first_token - self.arrival
+
+    @property
+    def e2e(self) -> int:
+        """Arrival to end."""
+        return self.finished - self.arrival
+
+    def tpot(self, scale: int = 1) -> int:
+        """Mean time of the tokens after the first, in ``scale``-ths of the unit, rounded down; 0 if there are none."""
+        return (self.finished - self.first_token) * scale // max(1, self.num_output_tokens - 1)
+
 
 @dataclass(slots=True)
 class RequestOutcome:
     """Outcome of one request. Ticks and times are of the logical clock; -1: it never came so far."""
 
     name: Final[str]
-    seq_id: Final[int]
+    seq_id: int
     """-1: refused at its arrival."""
     priority: Final[int]
     tenant: Final[str]
     num_prompt_tokens: Final[int]
-    num_output_tokens: Final[int]
-    num_cached_tokens: Final[int]
-    num_preemptions: Final[int]
-    arrival_tick: Final[int]
-    admitted_tick: Final[int]
-    first_token_tick: Final[int]
-    finished_tick: Final[int]
-    arrival_ps: Final[int]
-    admitted_ps: Final[int]
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    arrival_tick: int = -1
+    admitted_tick: int = -1
+    first_token_tick: int = -1
+    finished_tick: int = -1
+    arrival_ps: int = -1
+    admitted_ps: int = -1
     """Begin of the step that admitted it."""
-    first_token_ps: Final[int]
+    first_token_ps: int = -1
     """End of the step that brought its first token."""
-    finished_ps: Final[int]
+    finished_ps: int = -1
     """End of its last step."""
-    refusal: Final[str] = ""
+    refusal: str = ""
     """Why it was refused."""
+
+    def end(self, sequence: FinishedSequence, tick: int, end_ps: int) -> None:
+        """Note that its sequence ended with the step of that number."""
+        self.finished_tick, self.finished_ps = tick, end_ps
+        self.num_cached_tokens, self.num_preemptions = sequence.num_cached_tokens, sequence.num_preemptions
+
+    @property
+    def is_completed(self) -> bool:
+        return self.finished_tick >= 0
+
+    @property
+    def in_ticks(self) -> Course:
+        """Its phases in ticks; what ends with a tick ends at the begin of the next."""
+        first, last = self.first_token_tick, self.finished_tick
+        first, last = first + (first >= 0), last + (last >= 0)
+        return Course(self.arrival_tick, self.admitted_tick, first, last, self.num_output_tokens)
+
+    @property
+    def in_ps(self) -> Course:
+        """Its phases in picoseconds."""
+        return Course(self.arrival_ps, self.admitted_ps, self.first_token_ps, self.finished_ps, self.num_output_tokens)
 
 
 Watcher = Callable[[Tick], None]
@@ -75,8 +135,6 @@ class Totals:
 
     def __init__(self, max_active: int) -> None:
         self._max_active = max_active
-        self.num_ticks = 0
-        """Idle ones counted."""
         self.num_steps = 0
         self.busy_ps = 0
         """Time in steps."""
@@ -96,7 +154,6 @@ class Totals:
     def add(self, tick: Tick) -> None:
         """Take in one tick, or a run of them."""
         num_ticks = tick.num_ticks
-        self.num_ticks += num_ticks
         if tick.plan is None:
             return
         self.num_steps += num_ticks
@@ -114,3 +171,91 @@ class Totals:
             self.num_queue_pressure_ticks += num_ticks
             if tick.num_queued > self.max_queued:
                 self.max_queued = tick.num_queued
+
+
+Who = int | str
+"""A sequence by its id, or its request by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TickRecord:
+    """One tick as a file holds it. Every key is always there: nothing happened is an empty list, or 0."""
+
+    tick: int
+    start_ps: int
+    duration_ps: int
+    admitted: tuple[Who, ...] = ()
+    resumed: tuple[Who, ...] = ()
+    preempted: tuple[Who, ...] = ()
+    decoded: tuple[Who, ...] = ()
+    """Those that got a token."""
+    completed: tuple[Who, ...] = ()
+    prefill_tokens: int = 0
+    """Prompt tokens computed."""
+    admitted_prefill_tokens: int = 0
+    """Those of them that were of requests admitted in it."""
+    decoded_tokens: int = 0
+    queued: int = 0
+    """After admission, preempted ones counted; likewise the next."""
+    active: int = 0
+    used_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+
+
+class TickSpan(NamedTuple):
+    """One tick, or several that are alike: then everything happens in each of them."""
+
+    first: TickRecord
+    """By ids of sequences; its duration is that of all of them together."""
+    num_ticks: int
+
+
+class TickRecorder:
+    """A watcher that keeps the first spans.
+
+    Args:
+        most: how many.
+    """
+
+    def __init__(self, most: int = MAX_TICKS) -> None:
+        self.spans: list[TickSpan] = []
+        self.most = most
+        self.num_left_out = 0
+
+    def __call__(self, tick: Tick) -> None:
+        if len(self.spans) < self.most:
+            self.spans.append(TickSpan(_record_of(tick), tick.num_ticks))
+        else:
+            self.num_left_out += 1
+
+
+def _record_of(tick: Tick) -> TickRecord:
+    plan, events = tick.plan, tick.events
+    if plan is None or events is None:
+        return TickRecord(tick.tick, tick.start_ps, tick.duration_ps)
+    lengths = zip(plan.seq_ids, plan.lengths, strict=True)
+    return TickRecord(
+        tick=tick.tick,
+        start_ps=tick.start_ps,
+        duration_ps=tick.duration_ps,
+        admitted=plan.admitted,
+        resumed=plan.resumed,
+        preempted=plan.preempted,
+        decoded=tuple(compress(plan.seq_ids, plan.samples)),
+        completed=tuple([finish.seq_id for finish in events.finished]),
+        prefill_tokens=tick.num_prefill_tokens,
+        # All of it is prompt: those who were just admitted have computed nothing else.
+        admitted_prefill_tokens=sum(length for seq_id, length in lengths if seq_id in plan.admitted),
+        decoded_tokens=tick.num_decoded_tokens // tick.num_ticks,
+        queued=tick.num_queued,
+        active=tick.num_active,
+        used_blocks=tick.num_used_blocks,
+        swapped_out_blocks=len(plan.swap_out),
+        swapped_in_blocks=len(plan.swap_in),
+    )
+
+
+def names_of(outcomes: Iterable[RequestOutcome]) -> dict[Who, str]:
+    """Names of requests in their file, by the ids of their sequences."""
+    return {outcome.seq_id: outcome.name for outcome in outcomes if outcome.seq_id >= 0}

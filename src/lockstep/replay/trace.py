@@ -14,7 +14,15 @@ import zstandard
 
 from lockstep.errors import ConfigError, TraceError
 from lockstep.replay.wholeness import Finding, Kind, Part, arranged
-from lockstep.worker.flight.entries import SCHEMA_VERSION, SUFFIX, ChunkReader, EngineEntry, Entry, Header
+from lockstep.worker.flight.entries import (
+    SCHEMA_VERSION,
+    SUFFIX,
+    ChangedChunkError,
+    ChunkReader,
+    EngineEntry,
+    Entry,
+    Header,
+)
 
 MAX_FRAME_BYTES = 256 << 20
 """Of one frame, decompressed: the checkpoint of a large pool has megabytes."""
@@ -32,13 +40,8 @@ class Trace:
     files: tuple[Path, ...]
     engines: tuple[EngineEntry, ...]
     """Of the first file, in order of their numbers."""
-    has_content: bool
-    lockstep: str
-    """The version that recorded it."""
-    machine: str
-    """What it was recorded on; empty: it does not say, as recordings of early versions and of simulated runs."""
-    is_simulated: bool
-    """Whether a replay wrote it: its times are logical ones."""
+    header: Header
+    """Of the first file; its machine is empty where it does not say, as of simulated runs."""
     findings: tuple[Finding, ...] = ()
     """What is to be said of the files: missing, repeated, out of place, cut; they tell by themselves."""
     has_beginning: bool = True
@@ -86,10 +89,7 @@ def open_trace(path: str | Path) -> Trace:
     return Trace(
         tuple(part.path for part in parts),
         tuple(engines[number] for number in sorted(engines)),
-        header.has_content,
-        header.lockstep,
-        header.machine,
-        header.is_simulated,
+        header,
         findings,
         parts[0].number == 1,
         len({part.run for part in parts}),
@@ -120,9 +120,11 @@ def read_entries(path: Path) -> Iterator[Entry | Cut]:
                     _check_header(path, entry)
                     is_first = False
                 yield entry
-        except _NO_ENTRY as error:
+        except (ChangedChunkError, *_NO_ENTRY) as error:
+            where = f"{path}: the chunk at byte {reader.offset} of the frame at byte {frame.offset}"
+            if isinstance(error, ChangedChunkError):
+                raise TraceError(f"{where} {error}") from error
             if frame.is_whole:
-                where = f"{path}: the chunk at byte {reader.offset} of the frame at byte {frame.offset}"
                 raise TraceError(f"{where} is no entry of a recording: {error}") from error
     if frame is None or not frame.is_whole or reader.end is None:
         yield Cut(path, path.stat().st_size)
@@ -136,11 +138,11 @@ def part_of(path: Path) -> Part:
     """
     header: Header | None = None
     frame: Frame | None = None
-    reader = ChunkReader()
+    reader = ChunkReader(is_at_beginning=False)
     for frame in read_frames(path):
         header = header or _header_in(path, frame)
     if frame is not None:
-        with suppress(*_NO_ENTRY):  # whoever reads it all tells where
+        with suppress(ChangedChunkError, *_NO_ENTRY):  # whoever reads it all tells where
             deque(reader.read(frame.data), maxlen=0)
     num_bytes = path.stat().st_size
     if frame is None or header is None:
@@ -152,9 +154,9 @@ def part_of(path: Path) -> Part:
 
 
 def _header_in(path: Path, frame: Frame) -> Header | None:
-    """What the file begins with; None: it ends before that does."""
+    """Header of a file; None: the file ends before that does."""
     try:
-        return _check_header(path, next(ChunkReader().read(frame.data)))
+        return _check_header(path, next(ChunkReader(is_at_beginning=False).read(frame.data)))
     except (StopIteration, *_NO_ENTRY) as error:
         if frame.is_whole:
             raise TraceError(f"{path}: byte {frame.offset} is no entry of a recording: {error!r}") from None
@@ -174,7 +176,7 @@ def _check_header(path: Path, entry: Entry) -> Header:
 
 
 class Frame(NamedTuple):
-    """What one frame holds."""
+    """One frame, decompressed."""
 
     offset: int
     """Of the frame in its file."""

@@ -1,15 +1,15 @@
-"""Whether a recording is what the scheduler decides: every step of every engine, and every turn, once more."""
+"""Verification of recordings: every step of each engine and every turn, decided again up to the first difference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.core.step import StepPlan
-from lockstep.replay.playback import TURNS, Playback
-from lockstep.replay.rerun import PartedError, SchedulerOf
+from lockstep.replay.playback import Playback, Tally
+from lockstep.replay.rerun import TURNS, DivergedError, SchedulerOf
 from lockstep.replay.trace import Trace
 from lockstep.replay.wholeness import Finding, are_in_order, is_whole, with_losses
 
@@ -21,30 +21,21 @@ MAX_SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What deciding again came to."""
+    """Result of deciding a recording again."""
 
-    num_files: int
-    num_engines: int
-    num_steps: int
-    """That were decided as recorded."""
-    num_turns: int
-    """That were taken as recorded."""
-    num_unchecked_steps: int
-    """That had begun when the recording broke off."""
-    num_foreign_checkpoints: int
-    """That another version made: what leads to them was decided again, and they were not compared."""
+    tally: Tally
     findings: tuple[Finding, ...]
-    """What of the recording is not there, or not where it belongs."""
-    parted: PartedError | None
+    """Files that are missing, or not where they belong."""
+    diverged: DivergedError | None
     """The first step that differs; None: everything is identical."""
 
     @property
     def is_identical(self) -> bool:
-        """Whether what is there is decided as it was recorded."""
-        return self.parted is None
+        """True if all that is there is decided as it was recorded."""
+        return self.diverged is None
 
     def is_in_order(self, allows_gaps: bool) -> bool:
-        """Whether it is identical and nothing is missing; see `wholeness.are_in_order`."""
+        """True if it is identical and nothing is missing; see `wholeness.are_in_order`."""
         return self.is_identical and are_in_order(self.findings, allows_gaps)
 
 
@@ -55,74 +46,68 @@ def verify(trace: Trace, scheduler_of: SchedulerOf = Scheduler) -> Verification:
         TraceError: the recording cannot be read on.
     """
     playback = Playback(trace.entries(), scheduler_of)
-    parted = None
+    diverged = None
     try:
         for _ in playback.play():
             pass
-    except PartedError as difference:
-        parted = difference
-    return Verification(
-        len(trace.files),
-        playback.num_engines,
-        playback.num_steps,
-        playback.num_turns,
-        playback.num_unchecked_steps,
-        playback.num_foreign_checkpoints,
-        with_losses(trace.findings, playback.losses),
-        parted,
-    )
+    except DivergedError as error:
+        diverged = error
+    return Verification(playback.tally, with_losses(trace.findings, playback.losses), diverged)
 
 
 def describe(verification: Verification, trace: Trace) -> Iterator[str]:
     """The verdict, line by line; the first is the short one."""
-    parted = verification.parted
-    engines = "1 engine" if verification.num_engines == 1 else f"{verification.num_engines} engines"
-    counted = f"replay: {verification.num_steps:,} steps of {engines}"
-    if parted is None:
+    tally, diverged = verification.tally, verification.diverged
+    engines = "1 engine" if tally.num_engines == 1 else f"{tally.num_engines} engines"
+    counted = f"replay: {tally.num_steps:,} steps of {engines}"
+    if diverged is None:
         rest = "" if is_whole(verification.findings) else ", but the files are not as they were recorded"
-        yield f"{counted}, {verification.num_turns:,} turns, identical{rest}"
-    elif parted.engine == TURNS:
-        yield f"{counted} are identical, but turn {parted.step} is not"
+        yield f"{counted}, {tally.num_turns:,} turns, identical{rest}"
+    elif diverged.engine == TURNS:
+        yield f"{counted} are identical, but turn {diverged.step} is not"
     else:
         names = {engine.number: engine.name for engine in trace.engines}
-        name = names.get(parted.engine, "loaded later")
-        yield f"{counted} are identical, but step {parted.step} of engine {parted.engine} ({name}) is not"
+        name = names.get(diverged.engine, "loaded later")
+        yield f"{counted} are identical, but step {diverged.step} of engine {diverged.engine} ({name}) is not"
     yield from map(str, verification.findings)
-    if verification.num_unchecked_steps:
-        yield f"{verification.num_unchecked_steps} steps had begun whose records were not written; they are left out"
-    if verification.num_foreign_checkpoints:
-        count = verification.num_foreign_checkpoints
+    if tally.num_unchecked_steps:
+        yield f"{tally.num_unchecked_steps} steps had begun whose records were not written; they are left out"
+    if tally.num_foreign_checkpoints:
+        count = tally.num_foreign_checkpoints
         yield f"{count} checkpoints are of another version's scheduler: they are not compared, all steps are"
-    if parted is not None:
-        yield parted.what
-        yield from side_by_side(parted.recorded, parted.decided)
+    yield from divergence_lines(diverged)
 
 
-def facts(verification: Verification) -> dict[str, Any]:
-    """The same as an object."""
+def facts(verification: Verification, trace: Trace) -> dict[str, Any]:
+    """The verdict as an object."""
     return {
         "identical": verification.is_identical,
         "whole": is_whole(verification.findings),
-        "files": verification.num_files,
-        "engines": verification.num_engines,
-        "steps": verification.num_steps,
-        "turns": verification.num_turns,
-        "unchecked_steps": verification.num_unchecked_steps,
-        "foreign_checkpoints": verification.num_foreign_checkpoints,
+        "files": len(trace.files),
+        **{name.removeprefix("num_"): count for name, count in asdict(verification.tally).items()},
         "findings": [finding.facts() for finding in verification.findings],
-        "parted": None if verification.parted is None else parted_facts(verification.parted),
+        "parted": divergence_facts(verification.diverged),
     }
 
 
-def parted_facts(parted: PartedError) -> dict[str, Any]:
-    """Where a recording and what is decided again part; a step of no engine is a turn of the device."""
+def divergence_facts(diverged: DivergedError | None) -> dict[str, Any] | None:
+    """Divergence of a recording and what is decided again; a step of no engine is a turn of the device."""
+    if diverged is None:
+        return None
     return {
-        "engine": None if parted.engine == TURNS else parted.engine,
-        "step": parted.step,
-        "what": parted.what,
-        "recorded": list(_lines(parted.recorded).values()),
-        "decided": list(_lines(parted.decided).values()),
+        "engine": None if diverged.engine == TURNS else diverged.engine,
+        "step": diverged.step,
+        "what": diverged.what,
+        "recorded": list(_lines(diverged.recorded).values()),
+        "decided": list(_lines(diverged.decided).values()),
     }
+
+
+def divergence_lines(diverged: DivergedError | None) -> Iterator[str]:
+    """The same in words, with both plans; nothing where there is none."""
+    if diverged is not None:
+        yield diverged.what
+        yield from side_by_side(diverged.recorded, diverged.decided)
 
 
 def side_by_side(recorded: StepPlan | None, decided: StepPlan | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Whether a recording is all there: which of its files are missing, repeated, out of place, empty or cut.
+"""Wholeness of recordings: files that are missing, repeated, out of place, empty or cut.
 
 Each file says of which run it is and its number in it. A recorder deletes its oldest files, and leaves no hole in the
 numbers of the others: what it could not write is a gap, which the next file says. So a number that is not there was
@@ -21,7 +21,7 @@ _NAME = re.compile(r"(.+)-(\d{6,})")
 
 
 class Part(NamedTuple):
-    """One file of a recording, and what it says of itself."""
+    """One file of a recording, by its header and its end."""
 
     path: Path
     run: str
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of it can be read."""
+        """True if nothing of it can be read."""
         return not self.number
 
     @property
@@ -51,12 +51,12 @@ class Part(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Its place by what it holds, or, where that is nothing, by its name."""
+        """Its place by its header, or, where that cannot be read, by its name."""
         return self.named if self.is_empty else (self.run, self.number)
 
 
 class Kind(Enum):
-    """What is not as a recorder leaves it, or was found on the way."""
+    """Kinds of things that are not as a recorder leaves them, or were found on the way."""
 
     MISSING = "missing"
     EMPTY = "empty"
@@ -70,17 +70,17 @@ class Kind(Enum):
 
     @property
     def is_hole(self) -> bool:
-        """Whether something that was recorded is not there any more."""
+        """True if something that was recorded is not there any more."""
         return self in (Kind.MISSING, Kind.EMPTY, Kind.CUT)
 
     @property
     def is_fault(self) -> bool:
-        """Whether no recorder leaves it so."""
+        """True if no recorder leaves it so."""
         return self not in (Kind.GAP, Kind.OPEN)
 
 
 class Loss(NamedTuple):
-    """How much lies between two files, as the second one's checkpoints tell."""
+    """Steps and turns between two files, by the second one's checkpoints."""
 
     steps: Mapping[int, int]
     """By engine, those that lost some."""
@@ -117,7 +117,7 @@ class Finding(NamedTuple):
 
 
 def arranged(parts: Sequence[Part], is_alone: bool = False) -> tuple[tuple[Part, ...], tuple[Finding, ...]]:
-    """The parts of a directory in the order in which they were recorded, each once, and what is to be said of them.
+    """The parts of a directory in the order in which they were recorded, each once, and the findings about them.
 
     Args:
         parts: by name.
@@ -144,12 +144,12 @@ def arranged(parts: Sequence[Part], is_alone: bool = False) -> tuple[tuple[Part,
 
 
 def is_whole(findings: Sequence[Finding]) -> bool:
-    """Whether the files are as a recorder leaves them, old ones that it deleted set aside."""
+    """True if the files are as a recorder leaves them, old ones that it deleted set aside."""
     return not any(finding.kind.is_fault for finding in findings)
 
 
 def are_in_order(findings: Sequence[Finding], allows_gaps: bool) -> bool:
-    """Whether nothing is to be objected to.
+    """True if there is nothing to object to.
 
     Args:
         allows_gaps: holes are no fault: somebody took files away on purpose.
@@ -158,12 +158,12 @@ def are_in_order(findings: Sequence[Finding], allows_gaps: bool) -> bool:
 
 
 def with_losses(findings: Sequence[Finding], losses: Mapping[Place, Loss]) -> tuple[Finding, ...]:
-    """The same, with how much is missing before each file that does not go on where the one before it ends."""
+    """The findings, with the loss before each file that does not go on where the one before it ends."""
     return tuple([each if each.before is None else each._replace(loss=losses.get(each.before)) for each in findings])
 
 
 def _of_run(files: Sequence[Part], is_first: bool) -> list[Finding]:
-    """What is to be said of one run's files.
+    """Findings about one run's files.
 
     Args:
         files: by number.
@@ -171,7 +171,7 @@ def _of_run(files: Sequence[Part], is_first: bool) -> list[Finding]:
     """
     found: list[Finding] = []
     before: Part | None = None
-    num_told = 0
+    num_before = 0
     """Findings in front of the last file that is not empty."""
     for part in files:
         number, last = part.place[1], 0 if before is None else before.place[1]
@@ -187,10 +187,10 @@ def _of_run(files: Sequence[Part], is_first: bool) -> list[Finding]:
         if part.is_empty:
             found.append(_empty(part))
         else:
-            new = [index for index in range(num_told, len(found)) if found[index].kind is not Kind.MISPLACED]
+            new = [index for index in range(num_before, len(found)) if found[index].kind is not Kind.MISPLACED]
             for index in new[-1:]:
                 found[index] = found[index]._replace(before=part.place)
-            num_told = len(found)
+            num_before = len(found)
         before = part
     if before is not None and not before.is_empty:
         found += _at_the_end(before)
@@ -248,5 +248,5 @@ def _cut(part: Part, kind: Kind, rest: str) -> Finding:
 
 
 def _name_of(part: Part, number: int) -> str:
-    """Of another file of its run."""
+    """Name of another file of the part's run."""
     return f"{part.place[0]}-{number:06}{part.path.suffix}"

@@ -10,6 +10,7 @@ from typing import Final
 from lockstep.core.prefix import HASH_BYTES
 from lockstep.core.request import Priority
 
+PS_PER_US = 1_000_000
 PS_PER_MS = 1_000_000_000
 """Logical time is whole picoseconds, so that a run of steps adds up to the same time as its steps one by one."""
 

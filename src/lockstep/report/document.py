@@ -80,7 +80,7 @@ class Column(NamedTuple):
 
     @property
     def is_word(self) -> bool:
-        """Whether it stands to the left."""
+        """True if it stands to the left."""
         return self.kind in ("word", "alarm")
 
 

@@ -109,7 +109,7 @@ def _scatter_data(block: Scatter) -> dict[str, Any]:
 
 
 def _has_content(section: Section) -> bool:
-    """Whether there is more to show than empty tables."""
+    """True if there is more to show than empty tables."""
     return any(not isinstance(block, Table | Tables) or not _is_empty(block) for block in section.blocks)
 
 

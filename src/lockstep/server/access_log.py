@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.server.access import OPEN_PATHS
+from lockstep.server.admission import OPEN_PATHS
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import PEOPLE, RequestContext
 from lockstep.worker.logs import FIELDS
@@ -49,7 +49,7 @@ def hashed_by(key: bytes) -> Callable[[str], str]:
 def request_fields(
     context: RequestContext, duration_s: float, *, shows_prompts: bool, called: Callable[[str], str]
 ) -> dict[str, Any]:
-    """What is said of a request; what does not apply to it is left out. Times in milliseconds.
+    """Members of a request's line; those that do not apply to it are left out. Times in milliseconds.
 
     Args:
         called: what somebody is called here whom a request was sent for.
@@ -64,17 +64,15 @@ def request_fields(
         "stream": context.is_stream or None,
         "total_ms": _ms(duration_s),
     }
-    usage = context.usage()
-    if context.outputs or usage.num_output_tokens:
-        fields["prompt_tokens"] = usage.num_prompt_tokens
-        fields["cached_tokens"] = None if context.unfinished else usage.num_cached_tokens
-        fields["output_tokens"] = usage.num_output_tokens
-    if context.outputs:
-        timings = [output.timings for output in context.outputs]
-        ttfts = [timing.ttft_s for timing in timings if timing.ttft_s is not None]
-        fields["preemptions"] = sum(output.num_preemptions for output in context.outputs) or None
-        fields["queue_ms"] = _ms(max(timing.queue_s for timing in timings))
-        fields["ttft_ms"] = _ms(min(ttfts)) if ttfts else None
+    totals = context.totals
+    if totals.num_answered or totals.num_output_tokens:
+        fields["prompt_tokens"] = totals.num_prompt_tokens
+        fields["cached_tokens"] = None if totals.num_unanswered else totals.num_cached_tokens
+        fields["output_tokens"] = totals.num_output_tokens
+    if totals.num_answered:
+        fields["preemptions"] = totals.num_preemptions or None
+        fields["queue_ms"] = _ms(totals.queue_s)
+        fields["ttft_ms"] = None if totals.ttft_s is None else _ms(totals.ttft_s)
     fields["hops"] = [f"{hop.model}:{hop.intent or 'none'}" for hop in context.hops]
     fields["finish_reasons"] = context.finish_reasons
     fields["metadata"] = {name: called(text) if name in PEOPLE else text for name, text in context.labels.items()}
@@ -85,7 +83,7 @@ def request_fields(
         fields["message"] = error.message if error.status >= 500 or shows_prompts else None
     if shows_prompts:
         fields["body"] = context.body
-        fields["answers"] = [completion.text for output in context.outputs for completion in output.completions]
+        fields["answers"] = context.answers
     return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
 
 

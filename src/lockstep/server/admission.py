@@ -1,17 +1,25 @@
-"""Admission middleware: keys, draining, concurrency and rates decide. It adds nothing to a streamed chunk."""
+"""Admission of requests: by keys, hosts and origins of pages, by draining, concurrency and rates.
+
+Keys are compared in constant time. Nothing is added to a streamed chunk.
+"""
 
 from __future__ import annotations
 
+import hmac
 import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lockstep.cluster.trust import Powers
 from lockstep.errors import UnavailableError
-from lockstep.server.access import OPEN_PATHS, AccessKeys, host_fault, origin_fault
 from lockstep.server.errors import HttpError, http_error
+from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext, refuse
 from lockstep.server.serving import Serving
 
@@ -172,3 +180,182 @@ def _too_many(what: str, wait_s: float) -> HttpError:
         code="rate_limit_exceeded",
         headers={"Retry-After": str(retry_s)},
     )
+
+
+OPEN_PATHS = frozenset(
+    {"/", "/docs", "/health", "/health/live", "/health/ready", "/healthz", "/metrics", "/ping", "/version"}
+)
+"""Answered without a key: what probes and scrapers ask for. They tell nothing of any request's content."""
+_LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
+_INFERENCE = re.compile(
+    r"/v1/(chat/completions|completions|embeddings|responses(/.*)?|models(/.*)?)|/tokenize|/detokenize"
+)
+_READING = ("GET", "HEAD", "OPTIONS")
+_BEARER = b"bearer "
+_ADMIN = "admin-"
+_OPERATED = re.compile(
+    r"/v1/(cluster|manifest|events|sessions(/.*)?|models/.+/(load|unload))|/reset_prefix_cache|/debug/.*"
+)
+
+
+def is_operators(path: str) -> bool:
+    """True if a path shows or changes what belongs to all callers together."""
+    return _OPERATED.fullmatch(path) is not None
+
+
+class OriginMiddleware:
+    """CORS by kind of path: the pages that a browser lets read what this server answers.
+
+    Pages of loopback origins, which somebody runs on the machine of the browser itself, may ask models; those of
+    ``origins`` may have every path.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], allows_loopback: bool) -> None:
+        def cors(loopback: str | None) -> ASGIApp:
+            return CORSMiddleware(
+                app,
+                allow_origins=origins,
+                allow_origin_regex=loopback,
+                allow_methods=("GET", "POST", "PUT", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id",),
+            )
+
+        self._others = cors(None) if origins else app
+        self._models = cors(_LOOPBACK_ORIGIN) if allows_loopback else self._others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        is_models = _INFERENCE.fullmatch(path) is not None and not is_operators(path)
+        await (self._models if is_models else self._others)(scope, receive, send)
+
+
+class AccessKeys:
+    """The keys of a server. A key's owner is named by its position, so that no log holds a part of a key.
+
+    Args:
+        keys: open what callers use.
+        admin_keys: open everything.
+    """
+
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+        named = [*_named("key-", keys), *_named(_ADMIN, admin_keys)]
+        self._digests = [(name, sha256(key.encode()).digest()) for name, key in named]
+        self._has_keys, self._has_admin_keys = bool(keys), bool(admin_keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def refusal(self, tenant: str | None, path: str) -> HttpError | None:
+        """The refusal of a path to the owner of a key, or to a request without one; None: it may have it."""
+        if self._has_admin_keys and is_operators(path):
+            is_admin = tenant is not None and tenant.startswith(_ADMIN)
+            return None if is_admin else _unauthenticated() if tenant is None else _forbidden()
+        return _unauthenticated() if self._has_keys and tenant is None else None
+
+    def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        """The owner of the key in ``Authorization: Bearer`` or ``X-Api-Key``; None: no key, or none that we know.
+
+        Every key is compared with digests of one length and all of them are, so the time tells nothing.
+        """
+        found: str | None = None
+        for given in _given_keys(headers):
+            digest = sha256(given).digest()
+            for name, known in self._digests:
+                if hmac.compare_digest(digest, known):
+                    found = found or name
+        return found
+
+
+def powers_of(tenant: str, options: ServerOptions) -> Powers:
+    """Powers of a caller over the sources and servers that a manifest names.
+
+    An admin's key has every power. Where there are no keys, and only this machine can call, everybody is the operator;
+    where keys were waived for whoever can reach the server, nobody is.
+
+    Args:
+        tenant: the caller's key by its name, as `AccessKeys.tenant` found it; empty: none.
+    """
+    has_keys = bool(options.api_keys or options.admin_keys)
+    is_admin = tenant.startswith(_ADMIN) if has_keys else not options.allow_unauthenticated
+    return Powers(
+        any_source=is_admin or options.allow_any_source, private_remotes=is_admin or options.allow_private_remotes
+    )
+
+
+def _named(prefix: str, keys: Sequence[str]) -> list[tuple[str, str]]:
+    return [(f"{prefix}{i + 1}", key) for i, key in enumerate(keys)]
+
+
+def _forbidden() -> HttpError:
+    """The refusal of a caller's key where an operator's is needed."""
+    return HttpError(
+        403,
+        "This needs an admin key, since it shows or changes what belongs to all callers; this key is not one.",
+        code="admin_key_needed",
+    )
+
+
+def _unauthenticated() -> HttpError:
+    """The refusal of a request without a valid key; it does not say whether there was one."""
+    return HttpError(
+        401,
+        "A valid API key is needed: send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`.",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def loopback_hosts(host: str) -> tuple[str, ...]:
+    """The names of a server that listens on loopback only."""
+    return tuple(dict.fromkeys(("localhost", "127.0.0.1", "::1", host)))
+
+
+def host_fault(allowed: Collection[str], headers: Iterable[tuple[bytes, bytes]]) -> HttpError | None:
+    """The refusal of a request that calls the server by a name that is not its own.
+
+    A page can point its own name at 127.0.0.1 and so reach a server that only loopback protects; the browser then
+    still sends the page's name.
+    """
+    for name, value in headers:
+        if name == b"host":
+            host = value.decode("latin-1").lower()
+            bare = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+            if bare in allowed:
+                return None
+    return HttpError(
+        403,
+        "This server does not answer to that Host; it can be told to by --allowed-host, or be given an --api-key.",
+        code="unknown_host",
+    )
+
+
+def origin_fault(
+    allowed: Collection[str], method: str, path: str, headers: Iterable[tuple[bytes, bytes]]
+) -> HttpError | None:
+    """The refusal of a page that would change what belongs to all callers; None: no page asks, or it may.
+
+    A browser keeps the answer from a page of a foreign origin, but its POST without a body it sends without asking
+    us. Our own pages may, and what is no browser names no origin.
+    """
+    found = dict(headers)
+    origin = found.get(b"origin", b"").decode("latin-1")
+    if not origin or method in _READING or not is_operators(path) or not {"*", origin}.isdisjoint(allowed):
+        return None
+    if origin.lower().partition("://")[2] == found.get(b"host", b"").decode("latin-1").lower():
+        return None
+    return HttpError(
+        403,
+        "Pages of this origin may change nothing here; --cors-origin ORIGIN lets them, or an --api-key for the server.",
+        code="unknown_origin",
+    )
+
+
+def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    keys = []
+    for name, value in headers:
+        if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+            keys.append(value[len(_BEARER) :].strip())
+        elif name == b"x-api-key":
+            keys.append(value.strip())
+    return keys

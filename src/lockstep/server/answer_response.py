@@ -1,4 +1,4 @@
-"""The ASGI response that makes an answer: opens its calls, streams or collects them, and remembers what became of them.
+"""ASGI response that makes an answer: opens its calls, streams or collects them, and takes down what became of them.
 
 The calls are opened here, before the status line: what refuses them is a status of its own, but for a stream that has
 shown its route while a model is loaded for it. The client's leaving aborts them. Between the engine and the client
@@ -12,21 +12,21 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lockstep.cluster.base import Accepted, Cluster, Event, EventStream, Routed
+from lockstep.cluster.base import Accepted, Event, EventStream, Routed
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import RequestError, RequestFailedError, SlowReaderError
+from lockstep.server.answer import Extension, Usage, extension_of, usage_of
+from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.generation import in_the_requests_words
-from lockstep.server.options import ServerOptions
-from lockstep.server.request_context import CLIENT_LEFT_STATUS, RequestContext, Usage, context_of
+from lockstep.server.request_context import CLIENT_LEFT_STATUS, RequestContext, Totals, context_of
 from lockstep.server.serving import serving_of
 
 A = TypeVar("A")
@@ -48,208 +48,358 @@ CONNECTION_RESET = "the handler is closed"
 """What uvloop says to a `send` into a connection that was reset before `receive` could tell."""
 
 
-class PendingAnswer(Protocol):
-    """An answer in the making; `lockstep.server.answer.Answer` is one."""
+class Encoder(Protocol):
+    """Wire format of one endpoint's answers."""
 
-    @property
-    def is_complete(self) -> bool: ...
-
-    @property
-    def outputs(self) -> list[RequestOutput]:
-        """Of the calls that came to their end."""
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """Frames that are shown before there is any token."""
         ...
 
-    @property
-    def num_pending_bytes(self) -> int:
-        """What waits to be shown, roughly."""
+    def chunk(self, choice: Choice, answer: Answer | None) -> bytes:
+        """Frames that show what a choice has; the whole answer goes with its last end."""
         ...
 
-    def feed(self, call: int, events: Sequence[Event]) -> None:
-        """Take events of one call, in order."""
-        ...
-
-    def take(self) -> bytes:
-        """Frames of what has come since the last call; may be empty."""
-        ...
-
-    def end(self) -> bytes:
-        """The last frames of an answer that is complete."""
+    def end(self, answer: Answer) -> bytes:
+        """The last frames of a stream whose answer is complete."""
         ...
 
     def failed(self, error: HttpError) -> bytes:
-        """The last frames of one that will never be."""
+        """The last frames of a stream whose answer will never be."""
         ...
 
-    def whole(self) -> bytes:
+    def whole(self, answer: Answer) -> bytes:
         """The answer that is not streamed."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What there is to answer."""
+class Answer:
+    """Answer in the making: takes the events of one or several calls; shows what is new, or everything at the end."""
 
-    calls: Sequence[GenerationRequest]
-    make_answer: Callable[[Sequence[Accepted]], PendingAnswer]
-    """Called when all calls are accepted."""
-    param_names: Mapping[str, str]
-    """What the request calls the engine's parameters, where they differ."""
-    is_stream: bool
-    shows_route: bool = False
-    """The answer has something to show as soon as it is known who makes it."""
-    before_end: Callable[[], Awaitable[None]] | None = None
-    """Awaited when the answer is complete and the client does not know it yet; what it raises fails the answer."""
+    def __init__(
+        self, accepted: Sequence[Accepted], choices: Sequence[Choice], encoder: Encoder, context: RequestContext
+    ) -> None:
+        assert len(choices) % len(accepted) == 0, "every call has the same number of choices"
+        self.accepted = list(accepted)
+        self.choices = choices
+        self.num_pending_bytes = 0
+        """What waits to be shown, roughly."""
+        self._encoder = encoder
+        self._context = context
+        self._choices_per_call = len(choices) // len(accepted)
+        self._outputs: list[RequestOutput | None] = [None] * len(accepted)
+        self._num_open = len(accepted)
+        self._changed: list[Choice] = []
+        self._opening = encoder.opening(choices)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_open == 0
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The calls that came to their end."""
+        return [output for output in self._outputs if output is not None]
+
+    @property
+    def unanswered(self) -> list[tuple[int, int]]:
+        """Tokens of prompt and answer for each call that has not come to its end.
+
+        A prompt counts as soon as a token came of it; how much of it was cached only the last output tells.
+        """
+        counts: list[tuple[int, int]] = []
+        for call, accepted in enumerate(self.accepted):
+            if self._outputs[call] is None:
+                num_output = sum(choice.num_tokens for choice in self._choices_of(call))
+                counts.append((len(accepted.prompt_token_ids) if num_output else 0, num_output))
+        return counts
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices if choice.has_thoughts)
+
+    @property
+    def totals(self) -> Totals:
+        return totals_of(self.outputs)
+
+    @property
+    def usage(self) -> Usage:
+        return usage_of(self.totals, self.num_reasoning_tokens)
+
+    @property
+    def extension(self) -> Extension:
+        return extension_of(self._context, self.totals, self.accepted, self.outputs)
+
+    def _choices_of(self, call: int) -> Sequence[Choice]:
+        first = call * self._choices_per_call
+        return self.choices[first : first + self._choices_per_call]
+
+    def feed(self, call: int, events: Sequence[Event]) -> None:
+        """Take events of one call, in order.
+
+        Raises:
+            RequestFailedError: a sequence ended without its answer.
+        """
+        first = call * self._choices_per_call
+        for event in events:
+            if not isinstance(event, TokenOutput):
+                if isinstance(event, Accepted) and event.prompt_token_ids:  # the answer was begun when it was routed
+                    self.accepted[call] = event
+                    for choice in self._choices_of(call):
+                        choice.follow(event.prompt_token_ids)
+                continue
+            choice = self.choices[first + event.index]
+            before = choice.num_pending_bytes
+            choice.feed(event)
+            self.num_pending_bytes += choice.num_pending_bytes - before
+            if not choice.is_queued and choice.has_news:
+                choice.is_queued = True
+                self._changed.append(choice)
+            if event.request is not None:
+                self._outputs[call] = event.request
+                self._num_open -= 1
+
+    def take(self) -> bytes:
+        """Frames of what has come since the last call: one piece per choice, however many outputs it was."""
+        changed, opening = self._changed, self._opening
+        if opening:
+            self._opening = b""
+            return opening + self.take()
+        if not changed:
+            return b""
+        self._changed = []
+        self.num_pending_bytes = 0
+        if len(changed) == 1 and self._num_open:
+            return self._show(changed[0], None)
+        last = changed[-1] if self.is_complete else None
+        return b"".join([self._show(choice, self if choice is last else None) for choice in changed])
+
+    def _show(self, choice: Choice, answer: Answer | None) -> bytes:
+        data = self._encoder.chunk(choice, answer)
+        choice.shown()
+        choice.is_queued = False
+        return data
+
+    def end(self) -> bytes:
+        """The last frames of a stream that came to its end."""
+        return self._encoder.end(self)
+
+    def failed(self, error: HttpError) -> bytes:
+        """The last frames of a stream that did not."""
+        return self._encoder.failed(error)
+
+    def whole(self) -> bytes:
+        """The answer that is not streamed."""
+        return self._encoder.whole(self)
 
 
 class AnswerResponse(Response):
-    """The answer to a job."""
+    """Response to a request of one or several calls; used once.
 
-    def __init__(self, request: Request, job: Job) -> None:
+    Args:
+        make_answer: called when all calls are accepted.
+        param_names: names of the engine's parameters in the request, where they differ.
+        shows_route: the answer has something to show as soon as it is known who makes it.
+        before_end: awaited when the answer is complete and the client does not know it yet; what it raises fails the
+            answer.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        calls: Sequence[GenerationRequest],
+        make_answer: Callable[[Sequence[Accepted]], Answer],
+        param_names: Mapping[str, str],
+        *,
+        is_stream: bool,
+        shows_route: bool = False,
+        before_end: Callable[[Answer], Awaitable[None]] | None = None,
+    ) -> None:
         super().__init__()
-        self._serving = serving_of(request)
-        self._record = context_of(request)
-        self._job = job
-        self._record.is_stream = job.is_stream
+        self._serving, self._context = serving_of(request), context_of(request)
+        self._calls = calls
+        self._make_answer = make_answer
+        self._param_names = param_names
+        self._is_stream = self._context.is_stream = is_stream
+        self._shows_route = shows_route
+        self._before_end = before_end
+        self._loop = asyncio.get_running_loop()
+        self._news = _News(self._loop)
+        self._failure: Exception | None = None
+        self._sent_s = self._loop.time()
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = self._record
+        context = self._context
         try:
-            await while_connected(receive, self._respond(send), context)
+            watching = self._watch(receive) if self._is_stream else disconnected(receive)
+            await unless_gone(watching, self._respond(send), context)
         except ClientLeft:
             context.status = CLIENT_LEFT_STATUS
+        except RequestError as error:
+            raise in_the_requests_words(error, self._param_names) from None
         except RuntimeError as error:
             if CONNECTION_RESET not in str(error):
                 raise
             context.status = CLIENT_LEFT_STATUS
 
     async def _respond(self, send: Send) -> None:
-        job, context = self._job, self._record
-        answer: PendingAnswer | None = None
-        opened: Sequence[OpenCall] = ()
+        context = self._context
+        streams = [self._serving.cluster.stream(call) for call in self._calls]
+        answer: Answer | None = None
+        readers: list[asyncio.Task[None]] = []
         try:
-            opened = await open_calls(
-                self._serving.cluster, job.calls, job.param_names, when_routed=job.is_stream and job.shows_route
-            )
-            context.model = opened[0].accepted.model
-            context.hops = [hop for call in opened for hop in call.accepted.hops]
-            answer = job.make_answer([call.accepted for call in opened])
-            if job.is_stream:
-                stream = AnswerStream(opened, answer, self._serving.options, job.before_end)
-                context.error = await stream.run(send)
-                return
-            await _collect(opened, answer)
-            if job.before_end is not None:
-                await job.before_end()
-            body = answer.whole()
-            headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            accepted = await accepted_of(streams, when_routed=self._is_stream and self._shows_route)
+            context.model = accepted[0].model
+            context.hops = [hop for each in accepted for hop in each.hops]
+            answer = self._make_answer(accepted)
+            readers = [self._loop.create_task(self._read(answer, call, each)) for call, each in enumerate(streams)]
+            if self._is_stream:
+                context.error = await self._write(answer, send)
+            else:
+                await asyncio.gather(*readers)
+                await self._send_whole(answer, send)
         finally:
-            await _close([call.stream for call in opened])
-            for output in () if answer is None else answer.outputs:
-                context.outputs.append(output)
-                context.finish_reasons += [completion.finish_reason.value for completion in output.completions]
-            context.unfinished += [call.usage for call in opened if not call.is_answered]
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+            for stream in streams:  # what has not ended is aborted
+                await stream.aclose()
+            if answer is not None:
+                outputs = answer.outputs
+                conclude(context, outputs, answer.unanswered)
+                context.finish_reasons = [each.finish_reason.value for output in outputs for each in output.completions]
 
+    async def _read(self, answer: Answer, call: int, stream: EventStream) -> None:
+        """Feed the answer with a call's events until it ends; the first failure ends all calls."""
+        limit = self._serving.options.max_pending_bytes
+        try:
+            async with aclosing(stream):
+                async for events in stream:
+                    answer.feed(call, events)
+                    self._news.set()
+                    if self._is_stream and answer.num_pending_bytes > limit:
+                        raise SlowReaderError(
+                            f"the client is too slow: more than {limit} bytes of its answer wait to be read; "
+                            "the stream was ended"
+                        )
+        except Exception as error:  # whatever it is, a stream's client is told, and the stream has its end
+            if not self._is_stream:
+                raise
+            self._failure = self._failure or error
+            self._news.set()
 
-async def _collect(opened: Sequence[OpenCall], answer: PendingAnswer) -> None:
-    """Read all calls to their end; the first error ends them all."""
-    tasks = [
-        asyncio.ensure_future(call.read(lambda events, index=index: answer.feed(index, events)))  # type: ignore[misc]  # bound per turn
-        for index, call in enumerate(opened)
-    ]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _send_whole(self, answer: Answer, send: Send) -> None:
+        if self._before_end is not None:
+            await self._before_end(answer)
+        body = answer.whole()
+        headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
+    async def _write(self, answer: Answer, send: Send) -> HttpError | None:
+        """Stream the answer; returns what the client was told went wrong."""
+        news = self._news
+        self._sent_s = self._loop.time()
+        news.set()  # an answer may have something to show before its first token
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        while True:
+            await news.wait()
+            frames = answer.take()
+            if self._failure is None and answer.is_complete and self._before_end is not None:
+                try:
+                    await self._before_end(answer)
+                except Exception as error:  # whatever it is, the client is told and the stream has its end
+                    self._failure = error
+            if self._failure is not None:
+                fault = self._fault_of(self._failure)
+                await self._put(send, frames + answer.failed(fault), more=False)
+                return fault
+            if answer.is_complete:
+                await self._put(send, frames + answer.end(), more=False)
+                return None
+            if frames:
+                await self._put(send, frames, more=True)
+            elif self._silence_s >= self._serving.options.ping_interval_s:
+                await self._put(send, PING, more=True)
 
-@dataclass(slots=True)
-class OpenCall:
-    """A call that was accepted, or routed where that is enough."""
+    def _fault_of(self, failure: Exception) -> HttpError:
+        if isinstance(failure, RequestError):
+            failure = in_the_requests_words(failure, self._param_names)
+        return http_error(failure)
 
-    accepted: Accepted
-    """Without the prompt's tokens where it was only routed yet."""
-    stream: EventStream
-    names: Mapping[str, str]
-    """What the request calls the engine's parameters, where they differ."""
-    num_output_tokens: int = 0
-    """That have come; counted by `read`."""
-    is_answered: bool = False
-    """Whether its last output has come, which has all its numbers."""
+    async def _put(self, send: Send, data: bytes, *, more: bool) -> None:
+        self._is_sending = True
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._is_sending = False
+        self._sent_s = self._loop.time()
 
     @property
-    def usage(self) -> Usage:
-        """What is known of a call that broke off. Its prompt counts as soon as a token came of it; how much of that
-        was cached only the last output would have told."""
-        num_prompt_tokens = len(self.accepted.prompt_token_ids) if self.num_output_tokens else 0
-        return Usage(num_prompt_tokens, 0, self.num_output_tokens)
+    def _silence_s(self) -> float:
+        return self._loop.time() - self._sent_s
 
-    async def read(self, feed: Callable[[Sequence[Event]], None]) -> None:
-        """Feed the call's events until it ends.
-
-        Raises:
-            LockstepError: what ended the call.
-        """
+    async def _watch(self, receive: Receive) -> None:
+        """Wake the writer in silence; returns when the client has left, or takes nothing any more."""
+        interval_s = self._serving.options.ping_interval_s
+        leaving = self._loop.create_task(disconnected(receive))
         try:
-            async with aclosing(self.stream) as stream:
-                async for events in stream:
-                    for event in events:
-                        if isinstance(event, TokenOutput):
-                            self.num_output_tokens += len(event.token_ids)
-                            self.is_answered = event.request is not None
-                        elif isinstance(event, Accepted):
-                            self.accepted = event
-                    feed(events)
-        except RequestError as error:
-            raise in_the_requests_words(error, self.names) from None
+            while not (leaving.done() or (self._is_sending and self._silence_s >= MAX_STALL_S)):
+                await asyncio.wait((leaving,), timeout=max(interval_s - self._silence_s, MIN_WATCH_S))
+                if self._silence_s >= interval_s:
+                    self._news.set()
+        finally:
+            leaving.cancel()
 
 
-async def open_calls(
-    cluster: Cluster, calls: Sequence[GenerationRequest], names: Mapping[str, str], *, when_routed: bool = False
-) -> list[OpenCall]:
-    """All calls of a request, or none of them.
+def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()) -> Totals:
+    """Sum up the answers to a request's prompts.
 
     Args:
-        names: what the request calls the engine's parameters, for errors.
+        unanswered: tokens of prompt and answer for each prompt whose answer broke off.
+    """
+    timings = [output.timings for output in outputs]
+    return Totals(
+        sum(output.num_prompt_tokens for output in outputs) + sum(num_prompt for num_prompt, _ in unanswered),
+        sum(output.num_cached_tokens for output in outputs),
+        sum(output.num_output_tokens for output in outputs) + sum(num_output for _, num_output in unanswered),
+        len(outputs),
+        len(unanswered),
+        sum(output.num_preemptions for output in outputs),
+        max((each.queue_s for each in timings), default=0.0),
+        min((each.ttft_s for each in timings if each.ttft_s is not None), default=None),
+        max((each.total_s for each in timings), default=0.0),
+    )
+
+
+def conclude(
+    context: RequestContext, outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, int]] = ()
+) -> None:
+    """Take down what became of a request's prompts; the arguments are those of `totals_of`."""
+    context.totals = totals_of(outputs, unanswered)
+    if context.body is not None:
+        context.answers = [completion.text for output in outputs for completion in output.completions]
+
+
+async def accepted_of(streams: Sequence[EventStream], *, when_routed: bool = False) -> list[Accepted]:
+    """The acceptance of all calls of a request.
+
+    Args:
         when_routed: do not wait for acceptance where it is known who answers, and that this takes time.
 
     Raises:
         LockstepError: one of them is refused.
     """
-    streams = [cluster.stream(call) for call in calls]
-    try:
-        firsts = await all_of(lambda stream: _first(stream, when_routed), streams, MAX_OPENING)
-        opened = [
-            OpenCall(first, stream, names)
-            for first, stream in zip(firsts, streams, strict=True)
-            if isinstance(first, Accepted)
-        ]
-        if len(opened) < len(calls):
-            raise RequestFailedError("a call did not begin with its acceptance; this is a bug in Lockstep")
-        return opened
-    except BaseException as error:
-        await _close(streams)
-        if isinstance(error, RequestError):
-            raise in_the_requests_words(error, names) from None
-        raise
 
-
-async def _first(stream: EventStream, when_routed: bool) -> Event:
-    (event,) = await anext(stream)
-    if isinstance(event, Routed):
-        if when_routed:
-            return Accepted(event.model, (), event.hops)
+    async def first(stream: EventStream) -> Accepted:
         (event,) = await anext(stream)
-    return event
+        if isinstance(event, Routed):
+            if when_routed:
+                return Accepted(event.model, (), event.hops)
+            (event,) = await anext(stream)
+        if not isinstance(event, Accepted):
+            raise RequestFailedError("a call did not begin with its acceptance; this is a bug in Lockstep")
+        return event
 
-
-async def _close(streams: Sequence[EventStream]) -> None:
-    """Leave the streams; what has not ended is aborted."""
-    for stream in streams:
-        await stream.aclose()
+    return await all_of(first, streams, MAX_OPENING)
 
 
 async def all_of(work: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A], most: int) -> list[T]:
@@ -275,111 +425,6 @@ async def all_of(work: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-class AnswerStream:
-    """One stream, from the acceptance of its calls to its last frame. `run` is used once.
-
-    Args:
-        before_end: awaited when the answer is complete; what it raises is told as its failure.
-    """
-
-    def __init__(
-        self,
-        opened: Sequence[OpenCall],
-        answer: PendingAnswer,
-        options: ServerOptions,
-        before_end: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self._opened = opened
-        self._answer = answer
-        self._before_end = before_end
-        self._ping_interval_s = options.ping_interval_s
-        self._max_pending_bytes = options.max_pending_bytes
-        self._news = _News(asyncio.get_running_loop())
-        self._news.set()  # an answer may have something to show before its first token
-        self._failure: Exception | None = None
-        self._loop = asyncio.get_running_loop()
-        self._sent_s = self._loop.time()
-        self._is_sending = False
-
-    async def run(self, send: Send) -> HttpError | None:
-        """Stream the answer; returns what the client was told went wrong.
-
-        Raises:
-            ClientLeft: the client takes nothing any more.
-        """
-        readers = [self._loop.create_task(self._read(call, opened)) for call, opened in enumerate(self._opened)]
-        try:
-            return await unless_gone(self._watch(), self._write(send))
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
-
-    async def _read(self, call: int, opened: OpenCall) -> None:
-        answer, news, limit = self._answer, self._news, self._max_pending_bytes
-
-        def feed(events: Sequence[Event]) -> None:
-            answer.feed(call, events)
-            news.set()
-            if answer.num_pending_bytes > limit:
-                raise SlowReaderError(
-                    f"the client is too slow: more than {limit} bytes of its answer wait to be read; "
-                    "the stream was ended"
-                )
-
-        try:
-            await opened.read(feed)
-        except Exception as error:  # whatever it is, the client is told and the stream has its end
-            self._failure = self._failure or error
-            news.set()
-
-    async def _write(self, send: Send) -> HttpError | None:
-        answer, news = self._answer, self._news
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        while True:
-            await news.wait()
-            frames = answer.take()
-            if self._failure is None and answer.is_complete:
-                self._failure = await self._settle()
-            if self._failure is not None:
-                error = http_error(self._failure)
-                await self._put(send, frames + answer.failed(error), more=False)
-                return error
-            if answer.is_complete:
-                await self._put(send, frames + answer.end(), more=False)
-                return None
-            if frames:
-                await self._put(send, frames, more=True)
-            elif self._silence_s >= self._ping_interval_s:
-                await self._put(send, PING, more=True)
-
-    async def _settle(self) -> Exception | None:
-        """Do what must be done before the client may know that its answer is complete; returns why it failed."""
-        try:
-            if self._before_end is not None:
-                await self._before_end()
-        except Exception as error:  # whatever it is, the client is told and the stream has its end
-            return error
-        return None
-
-    async def _put(self, send: Send, data: bytes, *, more: bool) -> None:
-        self._is_sending = True
-        await send({"type": "http.response.body", "body": data, "more_body": more})
-        self._is_sending = False
-        self._sent_s = self._loop.time()
-
-    @property
-    def _silence_s(self) -> float:
-        return self._loop.time() - self._sent_s
-
-    async def _watch(self) -> None:
-        """Wake the writer in silence; returns when its client takes nothing any more."""
-        while not (self._is_sending and self._silence_s >= MAX_STALL_S):
-            await asyncio.sleep(max(self._ping_interval_s - self._silence_s, MIN_WATCH_S))
-            if self._silence_s >= self._ping_interval_s:
-                self._news.set()
 
 
 class _News:
@@ -412,28 +457,14 @@ class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is g
     """The client closed the connection before its answer was complete."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], context: RequestContext) -> T:
-    """The result of some work, which is cancelled when the client leaves.
-
-    Raises:
-        ClientLeft: it did, before the whole answer was sent. After that a server says of every client that it is gone.
-    """
-    return await unless_gone(disconnected(receive), work, lambda: context.is_sent)
-
-
-async def unless_gone(
-    watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], is_settled: Callable[[], bool] = lambda: False
-) -> T:
-    """The result of some work, which is cancelled when ``watching`` returns.
+async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], context: RequestContext) -> T:
+    """The result of some work, which is cancelled when ``watching`` returns: the client has left.
 
     The work runs in the caller's task and so begins at once, without a turn of the loop in which all other requests
     that came together are read.
 
-    Args:
-        is_settled: asked when ``watching`` returns; whether that means nothing any more.
-
     Raises:
-        ClientLeft: it was cancelled.
+        ClientLeft: it did, before the whole answer was sent. After that a server says of every client that it is gone.
     """
     loop, working = asyncio.get_running_loop(), asyncio.current_task()
     assert working is not None, "a handler runs in a task"
@@ -441,7 +472,7 @@ async def unless_gone(
 
     def leave(watcher: asyncio.Task[None]) -> None:
         nonlocal is_gone
-        if not (is_over or watcher.cancelled() or is_settled()):
+        if not (is_over or watcher.cancelled() or context.is_sent):
             is_gone = True
             working.cancel()
 

@@ -82,7 +82,7 @@ class BodyMiddleware:
             self._num_free_bytes += held.num_bytes
 
     async def _checked(self, scope: Scope, receive: Receive, held: _Held) -> Receive | None:
-        """What gives the body of a request, which a parser may see; None: its client left before."""
+        """A channel that gives the body of a request, which a parser may see; None: its client left before."""
         headers, context = Headers(scope=scope), scope["state"]["context"]
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -151,7 +151,7 @@ class BodyMiddleware:
 
 @dataclass(slots=True)
 class _Held:
-    """What one request has of the bytes that long bodies may have."""
+    """One request's share of the bytes that long bodies may have."""
 
     num_bytes: int = 0
 
@@ -163,7 +163,7 @@ class _RefusedError(Exception):
 
 
 def body_fault(body: bytes, content_type: str, *, takes_yaml: bool = False) -> HttpError | None:
-    """What is wrong with a body before anyone parses it; None: nothing. An empty body is nobody's fault here."""
+    """The fault of a body before anyone parses it; None: there is none. An empty body is no fault here."""
     if not body:
         return None
     kind = kind_of(content_type)
@@ -199,8 +199,10 @@ def kind_of(content_type: str) -> str:
 
 
 def structure_fault(body: bytes, max_depth: int = MAX_DEPTH) -> str | None:
-    """What JSON text has too much of: values, or objects and lists, at once or in all, or members of one object; None:
-    of nothing. Linear in its length."""
+    """The excess of JSON text: too many values, objects and lists in each other or in all, or members of one object.
+
+    None: there is none. Linear in the text's length.
+    """
     num_opened, num_colons, num_commas = count(body, b"[") + count(body, b"{"), count(body, b":"), count(body, b",")
     if num_opened <= max_depth and num_colons <= MAX_MEMBERS and num_commas < MAX_VALUES:
         return None
@@ -242,13 +244,13 @@ def skeleton_of(body: bytes) -> bytes:
 
 
 def count(body: bytes, what: bytes) -> int:
-    """How often something short occurs; in windows, between which other threads may run."""
+    """Count the occurrences of something short; in windows, between which other threads may run."""
     overlap = len(what) - 1
     return sum(body.count(what, begin, begin + _WINDOW + overlap) for begin in range(0, len(body), _WINDOW))
 
 
 def has_lone_surrogate(body: bytes) -> bool:
-    """Whether an escape in JSON text is half of a UTF-16 pair, which no UTF-8 can hold."""
+    """True if an escape in JSON text is half of a UTF-16 pair, which no UTF-8 can hold."""
     if not count(body, b"\\") or not (count(body, b"\\ud") or count(body, b"\\uD")):
         return False
     return any(match[1] for match in _SURROGATES.finditer(body))

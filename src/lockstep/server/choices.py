@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from lockstep.cluster.base import Accepted
 from lockstep.core.request import FinishReason
@@ -25,94 +25,50 @@ LOGPROB_BYTES = 128
 """What a log-probability with its token weighs while it waits for a slow reader, roughly."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallsReader:
-    """What tells the calls of one choice from its content."""
-
-    tool_use: ToolUse
-    parser: ToolParser
-
-
+@dataclass(slots=True, eq=False)
 class Choice:
-    """Fed with a sequence's outputs; read by an encoder, which then calls `shown`.
+    """One choice of an answer: fed with a sequence's outputs; read by an encoder, which then calls `shown`."""
 
-    Args:
-        index: among the choices of the whole answer.
-        tracer: not None where log-probabilities are asked for.
-        reader: not None where functions may be called; tells calls from content.
-        end_ids: tokens of the model that end an answer, which is no `stop_reason`.
-        tells_ids: whether token ids are asked for.
-        shows_end: whether a stop token that is text is part of it.
-        num_prompt_tokens: 0: not known yet.
-    """
-
-    __slots__ = (
-        "_content_seen",
-        "_end_ids",
-        "_held",
-        "_num_chars",
-        "_reader",
-        "_shows_end",
-        "_tells_ids",
-        "_texts",
-        "_thoughts",
-        "_told_calls",
-        "_tracer",
-        "calls",
-        "entries",
-        "finish_reason",
-        "has_begun",
-        "has_thoughts",
-        "index",
-        "is_queued",
-        "num_pending_bytes",
-        "num_prompt_tokens",
-        "num_reasoning_tokens",
-        "num_tokens",
-        "stop_reason",
-        "token_ids",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        *,
-        tracer: Tracer | None = None,
-        reader: CallsReader | None = None,
-        end_ids: frozenset[int] = frozenset(),
-        tells_ids: bool = False,
-        shows_end: bool = False,
-        num_prompt_tokens: int = 0,
-    ) -> None:
-        self.index = index
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_tokens = 0
-        self._tracer = tracer
-        self._reader = reader
-        self._end_ids = end_ids
-        self._tells_ids = tells_ids
-        self._shows_end = shows_end
-        self._held: deque[Entry] = deque()
-        self._num_chars = 0
-        self._content_seen = False
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-        self._told_calls: dict[int, list[CallPart]] = {}
-        """Calls that came as calls, by index."""
-        self.calls: list[CallDelta] = []
-        self.entries: list[Entry] = []
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReasonName | None = None
-        self.stop_reason: int | str | None = None
-        self.num_reasoning_tokens = 0
-        """Tokens up to the first of the content, where there were thoughts."""
-        self.num_pending_bytes = 0
-        """What waits to be shown, roughly: a character counts as a byte."""
-        self.has_thoughts = False
-        self.has_begun = False
-        """Whether anything was shown; the encoder's."""
-        self.is_queued = False
-        """Whether it waits to be shown; the answer's."""
+    index: int
+    """Among the choices of the whole answer."""
+    _: KW_ONLY
+    tracer: Tracer | None = None
+    """Not None where log-probabilities are asked for."""
+    parser: ToolParser | None = None
+    """Not None where functions may be called; tells calls from content."""
+    calls_end: bool = True
+    """Whether an answer with a whole call ends with ``tool_calls`` in place of ``stop``."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens of the model that end an answer, which is no `stop_reason`."""
+    returns_ids: bool = False
+    """Whether token ids are asked for."""
+    shows_end: bool = False
+    """Whether a stop token that is text is part of the answer."""
+    num_prompt_tokens: int = 0
+    """0: not known yet."""
+    num_tokens: int = 0
+    calls: list[CallDelta] = field(default_factory=list)
+    """News of calls, as are the two that follow of log-probabilities and tokens."""
+    entries: list[Entry] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReasonName | None = None
+    stop_reason: int | str | None = None
+    num_reasoning_tokens: int = 0
+    """Tokens up to the first of the content, where there were thoughts."""
+    num_pending_bytes: int = 0
+    """Waiting to be shown, roughly: a character counts as a byte."""
+    has_thoughts: bool = False
+    has_begun: bool = False
+    """Whether anything was shown; the encoder's."""
+    is_queued: bool = False
+    """Whether it waits to be shown; the answer's."""
+    _held: deque[Entry] = field(default_factory=deque)
+    _num_chars: int = 0
+    _content_seen: bool = False
+    _texts: list[str] = field(default_factory=list)
+    _thoughts: list[str] = field(default_factory=list)
+    _remote_calls: dict[int, list[CallPart]] = field(default_factory=dict)
+    """Calls that came as calls, by index."""
 
     @property
     def text(self) -> str:
@@ -127,8 +83,8 @@ class Choice:
     @property
     def whole_calls(self) -> Sequence[ToolCall]:
         """All calls that came to their end."""
-        read = [] if self._reader is None else self._reader.parser.calls
-        return [*read, *map(_joined, self._told_calls.values())] if self._told_calls else read
+        read = [] if self.parser is None else self.parser.calls
+        return [*read, *map(_joined, self._remote_calls.values())] if self._remote_calls else read
 
     @property
     def ended_by(self) -> FinishReasonName:
@@ -143,22 +99,13 @@ class Choice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is new text and nothing besides: what nearly every token brings."""
+        """True if there is new text and nothing besides: what nearly every token brings."""
         return bool(self._texts) and not (
             self.finish_reason or self._thoughts or self.calls or self.entries or self.token_ids
         )
 
-    @property
-    def usage(self) -> dict[str, int] | None:
-        """Tokens so far; None: those of the prompt are not known yet."""
-        return self._usage(self.num_tokens)
-
-    @property
-    def usage_before(self) -> dict[str, int] | None:
-        """The same of a chunk ahead of all tokens."""
-        return self._usage(0)
-
-    def _usage(self, num_own: int) -> dict[str, int] | None:
+    def usage(self, num_own: int) -> dict[str, int] | None:
+        """Tokens of the prompt and so many own; None: those of the prompt are not known yet."""
         num_prompt = self.num_prompt_tokens
         if not num_prompt:
             return None
@@ -167,8 +114,8 @@ class Choice:
     def follow(self, prompt_ids: Sequence[int]) -> None:
         """The prompt's tokens, where they were not known when this was made."""
         self.num_prompt_tokens = len(prompt_ids)
-        if self._tracer is not None:
-            self._tracer.follow(prompt_ids[-1])
+        if self.tracer is not None:
+            self.tracer.follow(prompt_ids[-1])
 
     def feed(self, output: TokenOutput) -> None:
         """Take what a step brought.
@@ -182,10 +129,10 @@ class Choice:
             self.num_pending_bytes += len(text)
             self._num_chars += len(text)
             self._content_seen = True
-            if self._reader is None:
+            if self.parser is None:
                 self._texts.append(text)
             else:
-                self._sort(self._reader.parser.append(text))
+                self._sort(self.parser.append(text))
         if output.reasoning:
             self.has_thoughts = True
             self._thoughts.append(output.reasoning)
@@ -194,11 +141,11 @@ class Choice:
             self._take_calls(output.calls)
         if not self._content_seen:
             self.num_reasoning_tokens += len(output.token_ids)
-        if self._tells_ids:
+        if self.returns_ids:
             self.token_ids += output.token_ids
             self.num_pending_bytes += 8 * len(output.token_ids)
-        if self._tracer is not None and output.logprobs is not None:
-            self._trace(output, self._tracer)
+        if self.tracer is not None and output.logprobs is not None:
+            self._trace(output, self.tracer)
         if output.finish_reason is not None:
             self._finish(output)
 
@@ -234,7 +181,7 @@ class Choice:
         for part in parts:
             self._add(CallDelta(part.index, part.arguments, part.id, part.name))
             self.num_pending_bytes += len(part.arguments)
-            self._told_calls.setdefault(part.index, []).append(part)
+            self._remote_calls.setdefault(part.index, []).append(part)
 
     def _trace(self, output: TokenOutput, tracer: Tracer) -> None:
         for token_id, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
@@ -257,10 +204,11 @@ class Choice:
             self.finish_reason = "length"
         else:
             raise RequestFailedError(f"the request ended with {reason and reason.value} before its answer was complete")
-        if self._reader is not None:
-            self._sort(self._reader.parser.flush())
-            self.finish_reason = self._reader.tool_use.finish_reason(self.finish_reason, bool(self.whole_calls))
-        if isinstance(stop_reason, str) or stop_reason not in self._end_ids:
+        if self.parser is not None:
+            self._sort(self.parser.flush())
+            if self.calls_end and self.finish_reason == "stop" and self.whole_calls:
+                self.finish_reason = "tool_calls"
+        if isinstance(stop_reason, str) or stop_reason not in self.end_ids:
             self.stop_reason = stop_reason
         if isinstance(stop_reason, int) and self._held and not self._is_text(self._held[-1]):
             self._held.pop()
@@ -270,8 +218,8 @@ class Choice:
         self._held.clear()
 
     def _is_text(self, end: Entry) -> bool:
-        """Whether the token that ended the answer is part of its text."""
-        return self._shows_end and self._tracer is not None and end.offset < self._tracer.num_chars
+        """True if the token that ended the answer is part of its text."""
+        return self.shows_end and self.tracer is not None and end.offset < self.tracer.num_chars
 
 
 def open_choices(
@@ -282,7 +230,7 @@ def open_choices(
     first_index: int = 0,
     tool_use: ToolUse | None = None,
     new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
-    tells_ids: bool = False,
+    returns_ids: bool = False,
 ) -> list[Choice]:
     """The choices of an accepted call, which nothing has been generated of."""
     prompt_ids, end_ids = accepted.prompt_token_ids, frozenset(tokenizer.end_token_ids)
@@ -296,15 +244,17 @@ def open_choices(
             shown_specials=specials if params.skip_special_tokens else None,
         )
 
+    def parser() -> ToolParser | None:
+        return tool_use.parser(new_call_id) if tool_use is not None and tool_use.names else None
+
     return [
         Choice(
             first_index + index,
             tracer=None if params.logprobs is None else tracer(),
-            reader=CallsReader(tool_use, tool_use.parser(new_call_id))
-            if tool_use is not None and tool_use.names
-            else None,
+            parser=parser(),
+            calls_end=tool_use is None or tool_use.calls_end,
             end_ids=end_ids,
-            tells_ids=tells_ids,
+            returns_ids=returns_ids,
             shows_end=params.include_stop_str_in_output,
             num_prompt_tokens=len(prompt_ids),
         )

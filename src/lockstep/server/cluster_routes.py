@@ -12,7 +12,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from lockstep.cluster.base import Cluster, ModelCard
+from lockstep.cluster.base import ModelCard
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, Replaced, SessionSnapshot
 from lockstep.errors import (
     InvalidJsonError,
@@ -23,13 +24,14 @@ from lockstep.errors import (
     NotLoadableError,
     RequestError,
 )
-from lockstep.server.access import powers_of
+from lockstep.server.admission import powers_of
 from lockstep.server.body import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import context_of
 from lockstep.server.serving import serving_of
 
-router = APIRouter(prefix="/v1", tags=["cluster"])
-models_router = APIRouter(prefix="/v1/models", tags=["models"])
+router = APIRouter(prefix="/v1", tags=["cluster"], responses=ERROR_RESPONSES)
+models_router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERROR_RESPONSES)
 _FORMS: dict[str, Any] = {JSON_TYPE: {"schema": {"type": "object"}}} | {
     each: {"schema": {"type": "string"}} for each in YAML_TYPES
 }
@@ -121,7 +123,7 @@ async def retrieve_cluster(request: Request) -> Response:
 async def retrieve_manifest(request: Request) -> Response:
     """The effective manifest, which may be put back as it came: as JSON, or as YAML where `Accept` asks for that."""
     cluster = _manifested(request)
-    kind = wanted_type(",".join(request.headers.getlist("accept")))
+    kind = accepted_type(",".join(request.headers.getlist("accept")))
     body = msgspec.json.encode(cluster.manifest_plain()) if kind == JSON_TYPE else cluster.manifest_text()
     return Response(body, media_type=kind, headers={"Vary": "Accept"})
 
@@ -209,15 +211,15 @@ def manifest_text(body: bytes, content_type: str) -> str:
     return _UNPRINTED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def wanted_type(accept: str) -> str:
+def accepted_type(accept: str) -> str:
     """In which of our types to answer a request with such an ``Accept``: the one that it likes best, of several the one
     that it names most exactly, then first; JSON where it names none of them."""
-    best, wanted = (0.0, len(_RANGES)), JSON_TYPE  # better than whatever has no weight
+    best, accepted = (0.0, len(_RANGES)), JSON_TYPE  # better than whatever has no weight
     for part in accept.split(","):
         exactness, kind = _RANGES.get(kind_of(part), (0, ""))
         if kind and (rank := (_weight(part), exactness)) > best:
-            best, wanted = rank, kind
-    return wanted
+            best, accepted = rank, kind
+    return accepted
 
 
 def _weight(part: str) -> float:
@@ -241,7 +243,7 @@ def _manifested(request: Request) -> Cluster:
 
 @asynccontextmanager
 async def _loading(what: str) -> AsyncIterator[None]:
-    """What cannot be loaded is a refusal of the request, and told with its reason."""
+    """Turn a failure to load into a refusal of the request, with its reason."""
     try:
         yield
     except (RequestError, ManifestError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -11,25 +11,19 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.base import Accepted, Cluster
+from lockstep.cluster.base import Accepted
+from lockstep.cluster.cluster import Cluster
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_LOGPROBS
-from lockstep.server.answer import (
-    Answer,
-    Chunks,
-    Extension,
-    ResponseMetadata,
-    Usage,
-    documented,
-    encode,
-    metadata_of,
-)
-from lockstep.server.answer_response import AnswerResponse, Job
+from lockstep.server.answer import Extension, ResponseMetadata, Usage, documented, encode, metadata_of
+from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.choices import Choice, open_choices
+from lockstep.server.chunk_encoder import ChunkEncoder
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import (
     MAX_SEQUENCE_TOKENS,
     FinishReasonName,
@@ -68,7 +62,7 @@ Prompts = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    """What a model is to go on with, and how."""
+    """Texts for a model to go on with, and parameters of the answer."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -91,7 +85,7 @@ class CompletionBody(GenerationBody):
     suffix: Annotated[None, absent("texts are only gone on with here, not filled in")] = None
 
 
-router = APIRouter(route_class=LongBodyRoute, tags=["completions"])
+router = APIRouter(route_class=LongBodyRoute, tags=["completions"], responses=ERROR_RESPONSES)
 
 
 class CompletionChoice(Shape):
@@ -125,31 +119,32 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Go on with one text or several."""
     serving, context = serving_of(request), context_of(request)
     context.model = serving.cluster.card(body.model).name
-    context.labels = labels_of(body)
-    asked = await translated(request, lambda: completion_calls(body, Caller(context.tenant, serving.options)))
+    context.labels, context.session_id = labels_of(body), body.session_id
+    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    completion = await translated(request, lambda: completion_calls(body, caller))
 
     def make_answer(accepted: Sequence[Accepted]) -> Answer:
-        return completion_answer(serving.cluster, body, asked, accepted, context)
+        return completion_answer(serving.cluster, body, completion, accepted, context)
 
-    return AnswerResponse(request, Job(asked.calls, make_answer, asked.names, bool(body.stream)))
+    return AnswerResponse(request, completion.calls, make_answer, completion.names, is_stream=bool(body.stream))
 
 
 def completion_answer(
     cluster: Cluster,
     body: CompletionBody,
-    asked: CompletionCalls,
+    completion: CompletionCalls,
     accepted: Sequence[Accepted],
     context: RequestContext,
 ) -> Answer:
     """The answer to accepted calls, still empty."""
-    params, tells_ids = asked.calls[0].params, bool(body.return_token_ids)
+    params, returns_ids = completion.calls[0].params, bool(body.return_token_ids)
     tokenizer, cuts_prompt = cluster.tokenizer(accepted[0].model), body.truncate_prompt_tokens is not None
     context.warnings = not_stored(body)
-    metadata = metadata_of("cmpl", cluster.card(accepted[0].model), body, context)
+    metadata = metadata_of("cmpl", cluster.card(accepted[0].model), body)
     check_tokens_known(
         tokenizer,
         {
-            "return_token_ids": tells_ids,
+            "return_token_ids": returns_ids,
             "echo": bool(body.echo) and cuts_prompt,
             "stream_options.continuous_usage_stats": metadata.continuous_usage,
         },
@@ -158,14 +153,14 @@ def completion_answer(
     if body.echo:
         echoes = [
             prompt if isinstance(prompt, str) and not cuts_prompt else tokenizer.decode(call.prompt_token_ids)
-            for prompt, call in zip(asked.prompts, accepted, strict=True)
+            for prompt, call in zip(completion.prompts, accepted, strict=True)
         ]
     choices = [
         choice
         for index, call in enumerate(accepted)
-        for choice in open_choices(params, tokenizer, call, first_index=index * params.n, tells_ids=tells_ids)
+        for choice in open_choices(params, tokenizer, call, first_index=index * params.n, returns_ids=returns_ids)
     ]
-    return Answer(accepted, choices, CompletionEncoder(metadata, tokenizer, body, params.n, echoes))
+    return Answer(accepted, choices, CompletionEncoder(metadata, tokenizer, body, params.n, echoes), context)
 
 
 Prompt = str | tuple[int, ...]
@@ -181,7 +176,7 @@ class CompletionCalls:
 
 
 def completion_calls(body: CompletionBody, caller: Caller) -> CompletionCalls:
-    """What the cluster is asked.
+    """Translate a completion request into calls of the cluster, one per prompt.
 
     Raises:
         InvalidParameterError: names the parameter.
@@ -212,8 +207,8 @@ def prompts_of(given: str | Sequence[int] | Sequence[str | Sequence[int]]) -> tu
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in given)  # type: ignore[arg-type]  # as above
 
 
-class CompletionEncoder:
-    """Completions as bytes: the chunks of a stream, and the whole answer. Implements `Encoder`.
+class CompletionEncoder(ChunkEncoder):
+    """Completions as bytes: the chunks of a stream, and the whole answer.
 
     Args:
         num_choices: of each prompt.
@@ -229,38 +224,31 @@ class CompletionEncoder:
         echoes: Sequence[str],
     ) -> None:
         text = b'"text":', b',"logprobs":null,"finish_reason":null}]'
-        self.chunks = Chunks(metadata, "text_completion", text, num_choices * len(echoes))
+        plain = {"text": "", "logprobs": None, "finish_reason": None}
+        super().__init__(metadata, "text_completion", plain, text, num_choices * len(echoes))
         self._tokenizer = tokenizer
         self._body = body
         self._num_choices = num_choices
         self._echoes = echoes
 
-    def opening(self, choices: Sequence[Choice]) -> bytes:
-        return b""
+    def beginning(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
+        if echo := self._echo(choice):
+            yield {"text": echo}
 
-    def chunk(self, choice: Choice, extension: Extension | None) -> bytes:
-        opening = b""
-        if not choice.has_begun:
-            choice.has_begun = True
-            echo = self._echo(choice)
-            opening = self._frame(choice, {"text": echo}, is_echo=True) if echo else b""
-        if choice.is_plain:
-            return opening + self.chunks.text(choice)
-        frames = [opening]
+    def news(self, choice: Choice) -> Iterator[Mapping[str, Any]]:
         if choice.text or choice.entries or choice.token_ids:
-            told: dict[str, Any] = {"text": choice.text}
+            members: dict[str, Any] = {"text": choice.text}
             if choice.entries:
-                told["logprobs"] = completion_logprobs(choice.entries, len(self._echo(choice)))
+                members["logprobs"] = completion_logprobs(choice.entries, len(self._echo(choice)))
             if choice.token_ids:
-                told["token_ids"] = choice.token_ids
-            frames.append(self._frame(choice, told))
-        if choice.finish_reason is not None:
-            ending = {"text": "", "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-            frames.append(self._frame(choice, ending, extension))
-        return b"".join(frames)
+                members["token_ids"] = choice.token_ids
+            yield members
+
+    def ending(self, choice: Choice) -> Mapping[str, Any]:
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
     def whole(self, answer: Answer) -> bytes:
-        metadata, outputs = self.chunks.metadata, answer.outputs
+        metadata, outputs = self.metadata, answer.outputs
         completion: Completion = {
             "id": metadata.id,
             "object": "text_completion",
@@ -303,10 +291,3 @@ class CompletionEncoder:
 
     def _echo(self, choice: Choice) -> str:
         return self._echoes[choice.index // self._num_choices]
-
-    def _frame(
-        self, choice: Choice, told: dict[str, Any], extension: Extension | None = None, *, is_echo: bool = False
-    ) -> bytes:
-        usage = choice.usage_before if is_echo else choice.usage
-        members = {"index": choice.index, "logprobs": None, "finish_reason": None, **told}
-        return self.chunks.choice(members, usage, extension)

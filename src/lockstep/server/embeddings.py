@@ -16,15 +16,16 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.cluster.base import Cluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.engine.output_rules import unit_vectors
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
-from lockstep.server.answer_response import ClientLeft, all_of, while_connected
+from lockstep.server.answer_response import ClientLeft, all_of, conclude, disconnected, unless_gone
 from lockstep.server.body import LongBodyRoute
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, Shape, TextOrTokens, Tokens, tokens_or_list
-from lockstep.server.options import ServerOptions
+from lockstep.server.generation import Caller
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, context_of
 from lockstep.server.serving import serving_of, translated
 
@@ -33,7 +34,7 @@ MAX_INPUTS = 2_048
 MAX_OPEN_INPUTS = 64
 """Inputs of one request that are in the queue at once, so that one request cannot fill it."""
 
-router = APIRouter(route_class=LongBodyRoute)
+router = APIRouter(route_class=LongBodyRoute, responses=ERROR_RESPONSES)
 
 Inputs = Annotated[
     Annotated[str, Tag("[text]")]
@@ -44,7 +45,7 @@ Inputs = Annotated[
 
 
 class EmbeddingBody(Body):
-    """What is to become vectors, and how."""
+    """Texts that are to become vectors, and parameters of these."""
 
     input: Inputs
     """Text, token ids, or a list of either."""
@@ -90,31 +91,34 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     serving, context = serving_of(request), context_of(request)
     context.model = model = serving.cluster.card(body.model).name
     context.labels = {} if body.user is None else {"user": body.user}
-    calls = await translated(request, lambda: calls_of(body, context.tenant, serving.options))
+    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    calls = await translated(request, lambda: calls_of(body, caller))
     try:
-        outputs = await while_connected(request.receive, _answer_all(serving.cluster, body, calls), context)
+        outputs = await unless_gone(disconnected(request.receive), _answer_all(serving.cluster, body, calls), context)
     except ClientLeft:
         context.status = CLIENT_LEFT_STATUS
         return Response(status_code=CLIENT_LEFT_STATUS)
-    context.outputs.extend(outputs)
+    conclude(context, outputs)
     content = await asyncio.to_thread(lambda: msgspec.json.encode(embeddings_object(body, model, outputs)))
     return Response(content, media_type="application/json")
 
 
-def calls_of(body: EmbeddingBody, tenant: str, options: ServerOptions) -> list[GenerationRequest]:
+def calls_of(body: EmbeddingBody, caller: Caller) -> list[GenerationRequest]:
     """One call per input, in order."""
-    said = body.input
-    is_one = isinstance(said, str) or isinstance(said[0], int)
-    prompts: Sequence[Any] = [said] if is_one else said
+    given = body.input
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    prompts: Sequence[Any] = [given] if is_one else given
     return [
         GenerationRequest(
             prompt if isinstance(prompt, str) else tuple(prompt),
             model=body.model,
-            tenant=tenant or body.user or "",
-            queue_deadline_s=options.queue_timeout_s,
-            deadline_s=options.request_timeout_s,
+            tenant=caller.tenant or body.user or "",
+            queue_deadline_s=caller.options.queue_timeout_s,
+            deadline_s=caller.options.request_timeout_s,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             pooling=body.pooling or "mean",
+            external_id=caller.request_id,
+            segment=caller.segment,
         )
         for prompt in prompts
     ]

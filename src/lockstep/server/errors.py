@@ -99,7 +99,7 @@ class ManifestProblem(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The error of an answer: its message, kind and place."""
 
     message: str
     type: str
@@ -145,7 +145,7 @@ _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
 
 
 def http_error(error: BaseException) -> HttpError:
-    """What a client is told of an exception. What is not ours is told without its details."""
+    """The error that a client sees of an exception; one that is not ours comes without its details."""
     param = error.param if isinstance(error, RequestError) else None
     for kind, status, code in _KINDS:
         if isinstance(error, kind):
@@ -169,7 +169,7 @@ def error_response(error: HttpError) -> JSONResponse:
 
 
 def of_http_exception(error: HTTPException, method: str, path: str, allowed: Iterable[str]) -> HttpError:
-    """What starlette and FastAPI raise by themselves: unknown paths, wrong methods, bodies that cannot be read.
+    """The error of what starlette and FastAPI raise: unknown paths, wrong methods, bodies that cannot be read.
 
     Args:
         allowed: all methods of this path; starlette names those of its first route.

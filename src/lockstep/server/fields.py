@@ -40,7 +40,7 @@ _PIECE = 1_024
 
 
 def text_or_list(value: object) -> str:
-    """Which member of a union a value is meant to be. A tag with ``[`` is no name in an error's place."""
+    """The member of a union that a value is meant to be. A tag with ``[`` is no name in an error's place."""
     return "[list]" if isinstance(value, list) else "[text]"
 
 
@@ -65,8 +65,8 @@ def in_pieces(most: int, least: int = 1) -> Sequence[object]:
         if not isinstance(value, list) or len(value) <= _PIECE:
             return cast("list[Any]", handler(value))
         if len(value) > most:
-            told = {"field_type": "List", "max_length": most, "actual_length": len(value)}
-            raise PydanticKnownError("too_long", told)
+            details = {"field_type": "List", "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", details)
         checked: list[Any] = []
         for first in range(0, len(value), _PIECE):
             try:
@@ -80,11 +80,11 @@ def in_pieces(most: int, least: int = 1) -> Sequence[object]:
 
 def _moved(error: ValidationError, first: int) -> InitErrorDetails:
     """The first fault in a piece, by its place in the whole list."""
-    told = error.errors(include_url=False)[0]
-    index, *inner = told["loc"]
+    details = error.errors(include_url=False)[0]
+    index, *inner = details["loc"]
     loc = (first + index if isinstance(index, int) else index, *inner)
     return InitErrorDetails(
-        type=PydanticCustomError(told["type"], "{told}", {"told": told["msg"]}), loc=loc, input=told["input"]
+        type=PydanticCustomError(details["type"], "{told}", {"told": details["msg"]}), loc=loc, input=details["input"]
     )
 
 
@@ -135,7 +135,7 @@ class Body(BaseModel):
 
 
 class Marked(Body):
-    """What clients put beside a part of a conversation, for others than the model."""
+    """A part of a conversation, beside which clients put marks for others than the model."""
 
     cache_control: JsonObject | None = None
     """Unused: prefixes are found in the cache without it."""

@@ -171,11 +171,13 @@ class GenerationBody(RequestBody):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and what the operator allows."""
+    """The caller of a request, and the operator's options for callers."""
 
     tenant: str
     """Name of the API key; empty where none is asked for."""
     options: ServerOptions
+    request_id: str = ""
+    segment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ def check_shared(body: GenerationBody, options: ServerOptions) -> None:
 
 
 def constraint_of(body: GenerationBody) -> Constrained:
-    """What the answer must be, from the one parameter that says so.
+    """The constraint of an answer, from the one parameter that says it.
 
     Raises:
         InvalidParameterError: two of them do, or one says it wrongly.
@@ -340,10 +342,12 @@ def call_of(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         prompt_logprobs=prompt_logprobs,
         shown_specials=shown_specials,
+        external_id=caller.request_id,
+        segment=caller.segment,
     )
 
 
-def check_tokens_known(tokenizer: Tokenizer, asked: Mapping[str, bool]) -> None:
+def check_tokens_known(tokenizer: Tokenizer, wishes: Mapping[str, bool]) -> None:
     """Refuse what must be said in tokens where only another server knows them.
 
     Args:
@@ -351,8 +355,8 @@ def check_tokens_known(tokenizer: Tokenizer, asked: Mapping[str, bool]) -> None:
     """
     if tokenizer.vocab_size > 0:
         return
-    for param, is_asked in asked.items():
-        if is_asked:
+    for param, is_wished in wishes.items():
+        if is_wished:
             raise InvalidParameterError(
                 f"{param} cannot be served: another server answers for this model, and its tokens are not known here",
                 param=param,
@@ -360,9 +364,9 @@ def check_tokens_known(tokenizer: Tokenizer, asked: Mapping[str, bool]) -> None:
 
 
 def labels_of(body: GenerationBody) -> dict[str, str]:
-    """What is logged with the request: its metadata, and who it says is behind it."""
-    told = {name: getattr(body, name, None) for name in PEOPLE}
-    return {**(body.metadata or {}), **{name: value for name, value in told.items() if value is not None}}
+    """Labels that are logged with the request: its metadata, and whom it was sent for."""
+    people = {name: getattr(body, name, None) for name in PEOPLE}
+    return {**(body.metadata or {}), **{name: value for name, value in people.items() if value is not None}}
 
 
 def not_stored(body: GenerationBody) -> list[str]:
@@ -377,7 +381,7 @@ def shorter_s(deadline_ms: int | None, limit_s: float | None) -> float | None:
 
 
 def param_names(constraint_param: str | None, **others: str) -> Mapping[str, str]:
-    """How the engine's names of parameters are called in the request, where they differ."""
+    """Names of the engine's parameters in the request, where they differ."""
     names = {"deadline_s": "deadline_ms", **others}
     if constraint_param is not None:
         names[CONSTRAINT] = constraint_param

@@ -18,11 +18,12 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from lockstep.cluster.base import Cluster
 from lockstep.cluster.breaker import BreakerState
-from lockstep.cluster.snapshot import ClusterSnapshot, ModelSnapshot, RemoteSnapshot
+from lockstep.cluster.cluster import Cluster
+from lockstep.cluster.snapshot import RemoteSnapshot
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.errors import UnavailableError
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import RequestContext
 from lockstep.server.serving import serving_of
 
@@ -74,7 +75,7 @@ HELP: Mapping[str, str] = {
 }
 """What is not described here is described by its name."""
 
-router = APIRouter(tags=["metrics"])
+router = APIRouter(tags=["metrics"], responses=ERROR_RESPONSES)
 
 
 class HttpCounts:
@@ -89,10 +90,8 @@ class HttpCounts:
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def family(self) -> Metric:
-        family = CounterMetricFamily("http_requests", "HTTP requests answered.", labels=("method", "path", "status"))
-        for labels, count in sorted(self._counts.items()):
-            family.add_metric(labels, count)
-        return family
+        labels, text = ("method", "path", "status"), "HTTP requests answered."
+        return _family(CounterMetricFamily, "http_requests", text, labels, sorted(self._counts.items()))
 
 
 @router.get(
@@ -117,15 +116,19 @@ async def metrics(request: Request) -> Response:
 
 def model_families(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Iterator[Metric]:
     """One family per metric, with the samples of every model that has it."""
-    yield from _plain(GaugeMetricFamily, prefix, {model: each.gauges for model, each in snapshots.items()})
-    yield from _labelled(GaugeMetricFamily, prefix, {model: each.labelled_gauges for model, each in snapshots.items()})
-    yield from _info(prefix, {model: each.info for model, each in snapshots.items()})
-    yield from _plain(CounterMetricFamily, prefix, {model: each.counters for model, each in snapshots.items()})
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    yield from _plain(gauge, prefix, {model: each.gauges for model, each in snapshots.items()})
+    yield from _labelled(gauge, prefix, {model: each.labelled_gauges for model, each in snapshots.items()})
+    for name, facts in _by_name({model: each.info for model, each in snapshots.items()}):
+        names = sorted({fact for each in facts.values() for fact in each})
+        samples = [((model, ENGINE, *(each.get(fact, "") for fact in names)), 1.0) for model, each in facts.items()]
+        yield _family(gauge, f"{prefix}:{name}", _help(name), (*LABELS, *names), samples)
+    yield from _plain(counter, prefix, {model: each.counters for model, each in snapshots.items()})
     counters = {
         model: {"request_success": Labelled("finished_reason", each.finished), **each.labelled_counters}
         for model, each in snapshots.items()
     }
-    yield from _labelled(CounterMetricFamily, prefix, counters)
+    yield from _labelled(counter, prefix, counters)
     for name, observed in _by_name({model: each.histograms for model, each in snapshots.items()}):
         family = HistogramMetricFamily(f"{prefix}:{name}", _help(name), labels=LABELS)
         for model, histogram in observed.items():
@@ -133,31 +136,30 @@ def model_families(snapshots: Mapping[str, MetricsSnapshot], prefix: str) -> Ite
         yield family
 
 
-def _plain(family_of: FamilyOf, prefix: str, values: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+def _family(
+    kind: FamilyOf, name: str, text: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    family = kind(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _plain(kind: FamilyOf, prefix: str, values: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
     for name, by_model in _by_name(values):
-        family = family_of(f"{prefix}:{name}", _help(name), labels=LABELS)
-        for model, value in by_model.items():
-            family.add_metric((model, ENGINE), value)
-        yield family
+        samples = [((model, ENGINE), value) for model, value in by_model.items()]
+        yield _family(kind, f"{prefix}:{name}", _help(name), LABELS, samples)
 
 
-def _labelled(family_of: FamilyOf, prefix: str, values: Mapping[str, Mapping[str, Labelled]]) -> Iterator[Metric]:
+def _labelled(kind: FamilyOf, prefix: str, values: Mapping[str, Mapping[str, Labelled]]) -> Iterator[Metric]:
     for name, by_model in _by_name(values):
         label = next(iter(by_model.values())).label
-        family = family_of(f"{prefix}:{name}", _help(name), labels=(*LABELS, label))
-        for model, labelled in by_model.items():
-            for label_value, value in sorted(labelled.values.items()):
-                family.add_metric((model, ENGINE, label_value), value)
-        yield family
-
-
-def _info(prefix: str, facts: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Iterator[Metric]:
-    for name, by_model in _by_name(facts):
-        names = sorted({fact for each in by_model.values() for fact in each})
-        family = GaugeMetricFamily(f"{prefix}:{name}", _help(name), labels=(*LABELS, *names))
-        for model, each in by_model.items():
-            family.add_metric((model, ENGINE, *(each.get(fact, "") for fact in names)), 1.0)
-        yield family
+        samples = [
+            ((model, ENGINE, label_value), value)
+            for model, labelled in by_model.items()
+            for label_value, value in sorted(labelled.values.items())
+        ]
+        yield _family(kind, f"{prefix}:{name}", _help(name), (*LABELS, label), samples)
 
 
 def _by_name(values: Mapping[str, Mapping[str, T]]) -> Iterator[tuple[str, Mapping[str, T]]]:
@@ -172,7 +174,7 @@ def _help(name: str) -> str:
 
 
 class _Page(Collector):
-    """What one scrape is told: the given families, then this process's memory, time and files."""
+    """Content of one scrape: the given families, then this process's memory, time and files."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -216,63 +218,43 @@ def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
         snapshot = cluster.snapshot()
     except UnavailableError:
         return
-    yield from _families(snapshot, f"{prefix}:cluster")
-
-
-def _families(snapshot: ClusterSnapshot, prefix: str) -> Iterator[Metric]:
+    prefix = f"{prefix}:cluster"
     for name, value in msgspec.to_builtins(snapshot.counters).items():
         counted = name.removesuffix("_total")
         yield CounterMetricFamily(f"{prefix}_{counted}", CLUSTER_HELP.get(name, name), value=value)
     yield GaugeMetricFamily(
         f"{prefix}_sessions", "Named sessions, and open requests without.", value=snapshot.sessions_live
     )
-    used = GaugeMetricFamily(f"{prefix}_budget_used_bytes", "Bytes in use of a budget.", labels=("budget",))
-    limit = GaugeMetricFamily(f"{prefix}_budget_bytes", "What bounds them.", labels=("budget",))
-    for budget in snapshot.budgets:
-        used.add_metric((budget.name,), budget.used_bytes)
-        if budget.effective_bytes is not None:
-            limit.add_metric((budget.name,), budget.effective_bytes)
-    yield used
-    yield limit
-    state = GaugeMetricFamily(f"{prefix}_model_state", "1 for the state of a model.", labels=("model_name", "state"))
-    for model in snapshot.models:
-        for each in STATES:
-            state.add_metric((model.id, each), float(model.state == each))
-    yield state
-    yield from _model_families(snapshot.models, f"{prefix}_model")
-    yield from _remote_families(snapshot.remotes, f"{prefix}_remote")
-
-
-def _model_families(models: Sequence[ModelSnapshot], prefix: str) -> Iterator[Metric]:
-    """What models of one replica share in the families of engines, told apart."""
-    requests = CounterMetricFamily(f"{prefix}_requests", "Requests to a model, hops of routed ones.", labels=MODEL)
-    gauges = {name: GaugeMetricFamily(f"{prefix}_{name}", text, labels=MODEL) for name, text in MODEL_HELP.items()}
-    for model in models:
-        requests.add_metric((model.id,), model.num_requests)
-        for name, gauge in gauges.items():
-            gauge.add_metric((model.id,), getattr(model, f"num_{name}"))
-    yield requests
-    yield from gauges.values()
+    gauge, counter, budgets, models = GaugeMetricFamily, CounterMetricFamily, snapshot.budgets, snapshot.models
+    used = [((each.name,), each.used_bytes) for each in budgets]
+    yield _family(gauge, f"{prefix}_budget_used_bytes", "Bytes in use of a budget.", ("budget",), used)
+    limits = [((each.name,), each.effective_bytes) for each in budgets if each.effective_bytes is not None]
+    yield _family(gauge, f"{prefix}_budget_bytes", "What bounds them.", ("budget",), limits)
+    states = [((model.id, each), float(model.state == each)) for model in models for each in STATES]
+    yield _family(gauge, f"{prefix}_model_state", "1 for the state of a model.", (*MODEL, "state"), states)
+    requests = [((model.id,), model.num_requests) for model in models]
+    text = "Requests to a model, hops of routed ones."
+    yield _family(counter, f"{prefix}_model_requests", text, MODEL, requests)
+    for name, text in MODEL_HELP.items():  # models of one replica share the families of engines; here they are apart
+        samples = [((model.id,), getattr(model, f"num_{name}")) for model in models]
+        yield _family(gauge, f"{prefix}_model_{name}", text, MODEL, samples)
+    if snapshot.remotes:
+        yield from _remote_families(snapshot.remotes, f"{prefix}_remote")
 
 
 def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator[Metric]:
-    """Of models that other servers answer; nothing where there are none."""
-    if not remotes:
-        return
+    """Families of models that other servers answer."""
     for name, text in REMOTE_HELP.items():
-        counted = CounterMetricFamily(f"{prefix}_{name}", text, labels=MODEL)
-        for remote in remotes:
-            counted.add_metric((remote.model,), getattr(remote, f"{name}_total"))
-        yield counted
-    breaker = GaugeMetricFamily(f"{prefix}_breaker_state", "1 for the state of a breaker.", labels=(*MODEL, "state"))
+        samples = [((remote.model,), getattr(remote, f"{name}_total")) for remote in remotes]
+        yield _family(CounterMetricFamily, f"{prefix}_{name}", text, MODEL, samples)
+    states = [((remote.model, each), float(remote.breaker == each)) for remote in remotes for each in BreakerState]
+    labels = (*MODEL, "state")
+    yield _family(GaugeMetricFamily, f"{prefix}_breaker_state", "1 for the state of a breaker.", labels, states)
     first_byte = HistogramMetricFamily(
         f"{prefix}_time_to_first_byte_seconds", "From an attempt to the first event of its answer.", labels=MODEL
     )
     for remote in remotes:
-        for each in BreakerState:
-            breaker.add_metric((remote.model, each), float(remote.breaker == each))
         first_byte.add_metric((remote.model,), cumulative(remote.first_byte_s), remote.first_byte_s.sum)
-    yield breaker
     yield first_byte
 
 

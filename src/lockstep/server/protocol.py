@@ -28,7 +28,7 @@ _STATUS_LINES = {
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """What is refused here never reaches the application; it is told so in the same shape, and disconnected."""
+    """HTTP/1.1 with bounds: a refused request never reaches the application, is answered in its shape and cut off."""
 
     def __init__(self, *args: Any, max_header_bytes: int, header_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -136,7 +136,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def name_fault(target: bytes, headers: Iterable[tuple[bytes, bytes]], version: str) -> str:
-    """Why it is not clear by which name a request calls the server (RFC 9112, 3.2); empty: it is.
+    """The fault of a request that does not call the server by one name (RFC 9112, 3.2); empty: there is none.
 
     Who stands before us may go by the one name and we by the other, so neither is believed.
 

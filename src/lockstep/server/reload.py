@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.cluster.base import Cluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest_yaml import read_text
 from lockstep.errors import LockstepError, ManifestError, UnavailableError
 
@@ -22,7 +22,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """What changes with a file's content; None: it is not there, as while an editor replaces it."""
+    """A value that changes with a file's content; None: it is not there, as while an editor replaces it."""
     try:
         status = path.expanduser().stat()
     except OSError:
@@ -53,12 +53,12 @@ class ManifestReload:
         self._path = path
         self._environment = environment
         self._watches = watches
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._seen = seen
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Bring it in, changed or not. Asking again before that has begun is asking once."""
-        self._asked.set()
+        self._requested.set()
 
     async def run(self) -> None:
         """Until it is cancelled. What is wrong with the file is logged, and what is served goes on."""
@@ -66,15 +66,15 @@ class ManifestReload:
             if not self._has_changed():
                 try:
                     async with asyncio.timeout(WATCH_INTERVAL_S if self._watches else None):
-                        await self._asked.wait()
+                        await self._requested.wait()
                 except TimeoutError:
                     continue
-            self._asked.clear()
+            self._requested.clear()
             self._seen = stamp_of(self._path)
             await self._bring_in()
 
     def _has_changed(self) -> bool:
-        """Whether a file that is watched is another one than the one that was seen."""
+        """True if a file that is watched is another one than the one that was seen."""
         stamp = stamp_of(self._path) if self._watches else None
         return stamp is not None and stamp != self._seen
 

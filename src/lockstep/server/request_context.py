@@ -18,16 +18,17 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.cluster.base import Hop
-from lockstep.engine.outputs import RequestOutput
 from lockstep.server.errors import HttpError, error_response, http_error
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
+SEGMENT_HEADER = b"x-lockstep-segment"
 WARNING_HEADER = b"x-lockstep-warning"
 UNROUTED = "unrouted"
 """The endpoint of requests that no route takes; their paths are the client's and without number."""
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
+_SEGMENT = re.compile(rb"[ -~]{1,64}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 CLIENT_LEFT_STATUS = 499
 """In logs and metrics, of a request whose client left; nobody is there to be told."""
@@ -37,12 +38,23 @@ PEOPLE = ("user", "safety_identifier", "prompt_cache_key")
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of a prompt and its answer, or of one HTTP request: summed over its prompts."""
+class Totals:
+    """Tokens and times of one HTTP request, over all of its prompts; the times are taken at the engine's steps."""
 
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Only of prompts that were answered: the last output of a call says it."""
+    num_output_tokens: int = 0
+    num_answered: int = 0
+    """Prompts whose answers came to their end; what follows is theirs."""
+    num_unanswered: int = 0
+    num_preemptions: int = 0
+    queue_s: float = 0.0
+    """The longest wait for a first step."""
+    ttft_s: float | None = None
+    """The earliest first token."""
+    total_s: float = 0.0
+    """The latest end."""
 
 
 @dataclass(slots=True)
@@ -59,21 +71,24 @@ class RequestContext:
     tenant: str = ""
     """Name of the API key that was used; never the key."""
     traceparent: str | None = None
+    segment: str = ""
+    """The client's ``x-lockstep-segment``: the part of the traffic that the request belongs to."""
     model: str | None = None
     is_stream: bool = False
-    outputs: list[RequestOutput] = field(default_factory=list)
-    """One per prompt that was answered: usage and timings are read from them."""
-    unfinished: list[Usage] = field(default_factory=list)
-    """One per prompt whose answer broke off: what was computed for it all the same."""
+    session_id: str | None = None
+    totals: Totals = Totals()
+    """Of those who answered; known when the request has ended."""
+    answers: Sequence[str] = ()
+    """Texts of the answers; kept for ``--log-prompts`` only, as is `body`."""
     hops: list[Hop] = field(default_factory=list)
-    """Of models that were asked before those who answered; their tokens are not in `outputs`."""
+    """Of models that were asked before those who answered; their tokens are not in `totals`."""
     finish_reasons: list[str] = field(default_factory=list)
     labels: Mapping[str, str] = field(default_factory=dict)
     """The client's own labels."""
     num_body_bytes: int = 0
     """Of the request, once it has been read."""
     body: str | None = None
-    """The request as it was sent; kept for ``--log-prompts`` only."""
+    """The request as it was sent."""
     warnings: Sequence[str] = ()
     """What was asked for and is not done, a sentence each; told in a header and in the answer."""
     error: HttpError | None = None
@@ -83,23 +98,11 @@ class RequestContext:
     """How it ended: what the client was told; of a stream that failed, its error's, although its head said 200;
     `CLIENT_LEFT_STATUS` when the client left before the end."""
 
-    def usage(self) -> Usage:
-        answered = [
-            Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
-            for output in self.outputs
-        ] + self.unfinished
-        return Usage(
-            sum(each.num_prompt_tokens for each in answered),
-            sum(each.num_cached_tokens for each in answered),
-            sum(each.num_output_tokens for each in answered),
-        )
-
     @property
     def num_tokens(self) -> int:
-        """What the request cost in all, routing included."""
-        usage = self.usage()
+        """Tokens that the request cost in all, routing included."""
         hops = sum(hop.num_prompt_tokens + hop.num_output_tokens for hop in self.hops)
-        return usage.num_prompt_tokens + usage.num_output_tokens + hops
+        return self.totals.num_prompt_tokens + self.totals.num_output_tokens + hops
 
 
 def context_of(request: Request) -> RequestContext:
@@ -147,20 +150,20 @@ class ContextMiddleware:
                 observe(context, duration_s)
 
 
+@dataclass(slots=True)
 class _Exchange:
     """The two channels of a request, watched for how it ends."""
 
-    def __init__(self, context: RequestContext, receive: Receive, send: Send) -> None:
-        self._record = context
-        self._receive = receive
-        self._send = send
-        self.status: int | None = None
-        self.has_left = False
-        """Whether the client went before the answer was complete."""
+    _context: RequestContext
+    _receive: Receive
+    _send: Send
+    status: int | None = None
+    has_left: bool = False
+    """Whether the client went before the answer was complete."""
 
     async def receive(self) -> Message:
         message = await self._receive()
-        if message["type"] == "http.disconnect" and not self._record.is_sent:  # which is said after the end as well
+        if message["type"] == "http.disconnect" and not self._context.is_sent:  # which is said after the end as well
             self.has_left = True
         return message
 
@@ -168,28 +171,31 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [pair for pair in message.get("headers", ()) if pair[0] != REQUEST_ID_HEADER]
-            headers.append((REQUEST_ID_HEADER, self._record.request_id.encode()))
-            if self._record.warnings:
-                headers.append((WARNING_HEADER, "; ".join(self._record.warnings).encode("ascii", "replace")))
+            headers.append((REQUEST_ID_HEADER, self._context.request_id.encode()))
+            if self._context.warnings:
+                headers.append((WARNING_HEADER, "; ".join(self._context.warnings).encode("ascii", "replace")))
             message = {**message, "headers": headers}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._record.is_sent = True
+            self._context.is_sent = True
 
 
 def _new_context(scope: Scope, now_s: float) -> RequestContext:
-    request_id, traceparent = None, None
+    request_id, traceparent, segment = None, None, ""
     for name, value in scope["headers"]:
         if name == REQUEST_ID_HEADER and _SANE_ID.fullmatch(value):
             request_id = value.decode()
         elif name == b"traceparent" and _TRACEPARENT.fullmatch(value):
             traceparent = value.decode()
+        elif name == SEGMENT_HEADER and _SEGMENT.fullmatch(value):
+            segment = value.decode()
     return RequestContext(
         request_id or f"req-{uuid.uuid4().hex}",
         scope["path"],
         now_s,
         method=scope["method"],
         traceparent=traceparent,
+        segment=segment,
     )
 
 

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import uvicorn
 from fastapi import FastAPI
 
-from lockstep.cluster.base import Cluster
 from lockstep.cluster.budget import megabytes
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import ClusterSnapshot, EngineSnapshot
 from lockstep.errors import LockstepError, UnavailableError, UsageError
 from lockstep.server.app import create_app
@@ -197,14 +197,14 @@ def _names(cluster: Cluster) -> str:
 
 
 def ready_lines(snapshot: ClusterSnapshot, url: str, options: ServerOptions) -> list[str]:
-    """What people want to know of a server that begins to answer: its engines, what else it has, and who may call."""
+    """Lines for people on a server that begins to answer: its engines, its other models, and who may call."""
     engines = [(replica.models, replica.engine) for replica in snapshot.replicas if replica.engine is not None]
     lines = [f"{_some(models)}: {_engine_text(engine)}" for models, engine in engines[:MAX_SHOWN_NAMES]]
     if len(engines) > MAX_SHOWN_NAMES:
         lines.append(f"{len(engines) - MAX_SHOWN_NAMES} engines more: GET {url}/v1/cluster")
-    for state, told in (("standby", "loaded when it is asked for"), ("remote", "answered by another server")):
+    for state, meaning in (("standby", "loaded when it is asked for"), ("remote", "answered by another server")):
         if names := [model.id for model in snapshot.models if model.state == state]:
-            lines.append(f"{_some(names)}: {state}, {told}")
+            lines.append(f"{_some(names)}: {state}, {meaning}")
     lines.append(f"metrics: {url}/metrics; documentation of the API: {url}/docs")
     return [*lines, _callers(options)]
 
@@ -248,7 +248,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _first(idle: Awaitable[object], changed: Awaitable[object], *, timeout_s: float) -> bool:
-    """Whether the first of two coroutines ended before the second, and in time. Neither runs on afterwards."""
+    """True if the first of two coroutines ended before the second, and in time. Neither runs on afterwards."""
     tasks = (asyncio.ensure_future(idle), asyncio.ensure_future(changed))
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -288,7 +288,7 @@ def _hangups(reload: ManifestReload | None) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, reload.ask)
+    loop.add_signal_handler(signal.SIGHUP, reload.request)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from lockstep.cluster.base import Cluster
+from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.threads import Workbench
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import context_of
@@ -125,7 +125,7 @@ class Serving:
 
     @property
     def max_held_bytes(self) -> int:
-        """Of long bodies."""
+        """Bytes of long bodies that are held at once."""
         return MAX_LONG_BODIES * self.options.max_body_bytes
 
 

@@ -17,14 +17,15 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse
 
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.serving import Serving, serving_of
 from lockstep.version import __version__
 
 RETRY_AFTER_S = "2"
 """What is not ready is worth asking again after this."""
-router = APIRouter(tags=["health"])
-home_router = APIRouter(tags=["home"])
-debug_router = APIRouter(tags=["debug"])
+router = APIRouter(tags=["health"], responses=ERROR_RESPONSES)
+home_router = APIRouter(tags=["home"], responses=ERROR_RESPONSES)
+debug_router = APIRouter(tags=["debug"], responses=ERROR_RESPONSES)
 
 
 class HealthBody(BaseModel):
@@ -79,7 +80,7 @@ async def version() -> VersionBody:
 
 
 def unready_reason(serving: Serving) -> str:
-    """Why requests will not be answered; empty: they will."""
+    """The reason for which requests will not be answered; empty: they will."""
     if not serving.lifecycle.is_admitting:
         return "the server is shutting down"
     health = serving.cluster.health()
@@ -98,7 +99,7 @@ class HomeBody(BaseModel):
 
 @home_router.get("/", operation_id="home")
 async def home() -> HomeBody:
-    """What this is and where to go on. No model is named: the page is open, their names need a key."""
+    """The name of this server and its paths. No model is named: the page is open, their names need a key."""
     return HomeBody(
         name="lockstep",
         version=__version__,
@@ -152,6 +153,6 @@ async def reset_prefix_cache(request: Request) -> ResetBody:
 
 @debug_router.get("/debug/check", operation_id="debug_check")
 async def check(request: Request) -> CheckBody:
-    """Whether every KV block is accounted for, exactly once."""
+    """Check that every KV block is accounted for, exactly once."""
     problem = await serving_of(request).cluster.check()
     return CheckBody(ok=not problem, problem=problem)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.server.body import LongBodyRoute
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import Body, in_pieces
 from lockstep.server.generation import check_tokens_known
 from lockstep.server.request_context import context_of
@@ -20,7 +21,7 @@ MAX_TOKEN_IDS = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_INLINE_BYTES = 4_096
 """Longer bodies are answered on another thread."""
-router = APIRouter(route_class=LongBodyRoute, tags=["tokenizer"])
+router = APIRouter(route_class=LongBodyRoute, tags=["tokenizer"], responses=ERROR_RESPONSES)
 
 
 class TokenizeRequest(Body):
@@ -81,13 +82,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             tokenizer.check_length(_texts(body), card.max_model_len - 1)
         tokens = _tokens(tokenizer, body, template_kwargs)
         strings = [tokenizer.decode((token,), skip_special_tokens=False) for token in tokens if body.return_token_strs]
-        told = TokenizeResponse(
+        response = TokenizeResponse(
             count=len(tokens),
             max_model_len=card.max_model_len,
             tokens=tokens,
             token_strs=strings if body.return_token_strs else None,
         )
-        return told.model_dump_json().encode()
+        return response.model_dump_json().encode()
 
     return Response(await translated(request, answer, MAX_INLINE_BYTES), media_type="application/json")
 
@@ -113,7 +114,7 @@ def _detokenized(body: DetokenizeRequest, request: Request) -> DetokenizeRespons
 
 
 def _texts(body: TokenizeRequest) -> list[str]:
-    """What is to be tokenised, tags of a template aside; parts of messages that are no text are not for here to say."""
+    """Texts that are to be tokenised, without a template's tags and without parts of messages that are no text."""
     if body.messages is None:
         return [body.prompt or ""]
     contents = [message.get("content") for message in body.messages]

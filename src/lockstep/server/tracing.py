@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from lockstep.cluster.base import Hop
 from lockstep.errors import UsageError
 from lockstep.server.access_log import PROBES
-from lockstep.server.request_context import RequestContext
+from lockstep.server.request_context import RequestContext, Totals
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
@@ -103,28 +104,26 @@ class HopSpan:
 def hop_spans(context: RequestContext, duration_s: float) -> Iterator[HopSpan]:
     """Those who routed, one after the other from the request's beginning, and who answered, up to its end. Of a request
     with several prompts, whose hops overlap, there are none."""
-    if not context.hops or len(context.outputs) != 1:
+    totals = context.totals
+    if not context.hops or totals.num_answered != 1 or totals.num_unanswered:
         return
     left_s = duration_s
     for hop in context.hops:
         began_s, left_s = left_s, max(0.0, left_s - hop.latency_s)
-        usage = hop.num_prompt_tokens, hop.num_cached_tokens, hop.num_output_tokens
-        told = {"lockstep.intent": hop.intent or "", "lockstep.target": hop.target or ""}
-        yield HopSpan(f"hop {hop.model}", began_s, left_s, {**_hop_attributes(hop.model, *usage), **told})
-    [output] = context.outputs
+        route = {"lockstep.intent": hop.intent or "", "lockstep.target": hop.target or ""}
+        yield HopSpan(f"hop {hop.model}", began_s, left_s, {**_hop_attributes(hop.model, hop), **route})
     if context.hops[-1].target is not None:
-        usage = output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens
         model = context.model or ""
-        yield HopSpan(f"hop {model}", min(left_s, output.timings.total_s), 0.0, _hop_attributes(model, *usage))
+        yield HopSpan(f"hop {model}", min(left_s, totals.total_s), 0.0, _hop_attributes(model, totals))
 
 
-def _hop_attributes(model: str, num_prompt: int, num_cached: int, num_output: int) -> dict[str, AttributeValue]:
+def _hop_attributes(model: str, counts: Hop | Totals) -> dict[str, AttributeValue]:
     return {
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
-        "gen_ai.usage.input_tokens": num_prompt,
-        "gen_ai.usage.output_tokens": num_output,
-        "gen_ai.usage.cache_read.input_tokens": num_cached,
+        "gen_ai.usage.input_tokens": counts.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": counts.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": counts.num_cached_tokens,
     }
 
 
@@ -139,45 +138,35 @@ def span_name(context: RequestContext) -> str:
 
 
 def span_attributes(context: RequestContext) -> dict[str, AttributeValue]:
-    """What is known of a request, under the conventions' names; no prompts, no answers."""
-    attributes: dict[str, AttributeValue] = {
+    """Facts on a request under the conventions' names; no prompts, no answers."""
+    operation, totals, error = OPERATIONS.get(context.endpoint), context.totals, context.error
+    attributes: dict[str, AttributeValue | None] = {
         "http.request.method": context.method,
         "http.route": context.endpoint,
         "lockstep.request_id": context.request_id,
+        "http.response.status_code": context.status,
+        "lockstep.tenant": context.tenant or None,
+        "error.type": None if error is None else error.code or error.type,
     }
-    if context.status is not None:
-        attributes["http.response.status_code"] = context.status
-    if context.tenant:
-        attributes["lockstep.tenant"] = context.tenant
-    if context.error is not None:
-        attributes["error.type"] = context.error.code or context.error.type
-    operation = OPERATIONS.get(context.endpoint)
-    if operation is None:
-        return attributes
-    attributes["gen_ai.operation.name"] = operation
-    attributes["gen_ai.provider.name"] = PROVIDER
-    attributes["gen_ai.request.stream"] = context.is_stream
-    if context.model is not None:
-        attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = context.model
-    return attributes | _answer_attributes(context)
-
-
-def _answer_attributes(context: RequestContext) -> dict[str, AttributeValue]:
-    usage = context.usage()
-    attributes: dict[str, AttributeValue] = {}
-    if context.outputs or usage.num_output_tokens:
-        attributes["gen_ai.usage.input_tokens"] = usage.num_prompt_tokens
-        attributes["gen_ai.usage.output_tokens"] = usage.num_output_tokens
-    if not context.outputs:
-        return attributes
-    if not context.unfinished:
-        attributes["gen_ai.usage.cache_read.input_tokens"] = usage.num_cached_tokens
-    attributes["gen_ai.response.finish_reasons"] = tuple(context.finish_reasons)
-    attributes["lockstep.queue_s"] = max(output.timings.queue_s for output in context.outputs)
-    ttfts_s = [output.timings.ttft_s for output in context.outputs if output.timings.ttft_s is not None]
-    if ttfts_s:
-        attributes["gen_ai.response.time_to_first_chunk"] = min(ttfts_s)
-    return attributes
+    if operation is not None:
+        attributes |= {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.stream": context.is_stream,
+            "gen_ai.request.model": context.model,
+            "gen_ai.response.model": context.model,
+        }
+        if totals.num_answered or totals.num_output_tokens:
+            attributes["gen_ai.usage.input_tokens"] = totals.num_prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = totals.num_output_tokens
+        if totals.num_answered:
+            attributes |= {
+                "gen_ai.usage.cache_read.input_tokens": None if totals.num_unanswered else totals.num_cached_tokens,
+                "gen_ai.response.finish_reasons": tuple(context.finish_reasons),
+                "gen_ai.response.time_to_first_chunk": totals.ttft_s,
+                "lockstep.queue_s": totals.queue_s,
+            }
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _provider(endpoint: str) -> TracerProvider:

@@ -15,13 +15,14 @@ from starlette.types import Receive, Scope, Send
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
 from lockstep.server.answer_response import HEADERS, MAX_STALL_S, PING, disconnected
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.serving import Lifecycle, Traffic, serving_of
 
 MAX_WATCHERS = 64
 """Each costs the encoding of every event."""
 MAX_EVENT_ID = 2**53 - 1
 """What a JSON number holds exactly."""
-router = APIRouter(tags=["cluster"])
+router = APIRouter(tags=["cluster"], responses=ERROR_RESPONSES)
 
 
 def description() -> str:
@@ -63,10 +64,10 @@ async def watch_events(
         raise QueueFullError(f"{MAX_WATCHERS} watchers are here already; try again when one has left")
     if after is None and last_event_id is not None and last_event_id.isdecimal():
         after = min(int(last_event_id[:16]), MAX_EVENT_ID)
-    wanted = {*types, LAGGED} if types else EVENTS.keys()
+    types_shown = {*types, LAGGED} if types else EVENTS.keys()
     log = serving.cluster.events
     events = log.subscribe(log.last_id if after is None else after)
-    return WatchResponse(events, wanted, watchers, serving.lifecycle, serving.options.ping_interval_s)
+    return WatchResponse(events, types_shown, watchers, serving.lifecycle, serving.options.ping_interval_s)
 
 
 class WatchResponse(Response):
@@ -75,14 +76,14 @@ class WatchResponse(Response):
     def __init__(
         self,
         events: AsyncGenerator[ClusterEvent, None],
-        wanted: Collection[str],
+        types_shown: Collection[str],
         watchers: Traffic,
         lifecycle: Lifecycle,
         ping_interval_s: float,
     ) -> None:
         super().__init__()
         self._events = events
-        self._wanted = wanted
+        self._types = types_shown
         self._watchers = watchers
         self._lifecycle = lifecycle
         self._ping_interval_s = ping_interval_s
@@ -118,7 +119,7 @@ class WatchResponse(Response):
                     continue
                 event = following.result()
                 following = asyncio.ensure_future(anext(self._events))
-                if event.type in self._wanted:
+                if event.type in self._types:
                     await _put(send, frame_of(event))
         finally:
             following.cancel()

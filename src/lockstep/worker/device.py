@@ -26,12 +26,11 @@ from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import (
     Abort,
+    Answered,
+    Ask,
     AskHealth,
     AskMetrics,
-    AskSessions,
-    Check,
     Command,
-    EndSession,
     HealthReport,
     Load,
     LoadFailed,
@@ -39,10 +38,8 @@ from lockstep.worker.messages import (
     MetricsReport,
     Prioritise,
     Refused,
-    ResetPrefixCache,
     Stop,
     Submit,
-    Sweep,
     Unload,
     WatchSteps,
 )
@@ -95,18 +92,18 @@ class DeviceWorker:
                 self._admission.take(command)
             case Abort(replica, request_ids):
                 self._admission.abort(replica, request_ids)
-            case AskMetrics(ask_id):
+            case Ask(ask_id, AskMetrics()):
                 reports = {key: replica.metrics() for key, replica in self._registry.present.replicas.items()}
-                self._emit(MetricsReport(ask_id, reports))
-            case AskHealth(ask_id):
-                self._emit(self._health(ask_id))
+                self._emit(Answered(ask_id, MetricsReport(reports)))
+            case Ask(ask_id, AskHealth()):
+                self._emit(Answered(ask_id, self._health()))
             case Load():
                 self._start_loading(command)
             case Prioritise(replica, priority):
                 self._registry.prioritise(replica, priority)
             case Unload():  # behind the load that it may have to wait for
                 self._loads.submit(self._steps.order, command)
-            case Check() | ResetPrefixCache() | AskSessions() | Sweep() | EndSession():
+            case Ask():
                 self._steps.order(command)
             case WatchSteps(max_per_s):
                 self._steps.sampler.watch(max_per_s)
@@ -119,10 +116,9 @@ class DeviceWorker:
         self._admission.close()
         self._steps.stop()
 
-    def _health(self, ask_id: int) -> HealthReport:
+    def _health(self) -> HealthReport:
         engines = [replica.engine for replica in self._registry.present.replicas.values()]
         return HealthReport(
-            ask_id,
             self._steps.waiting_s(),
             sum(engine.scheduler.num_running for engine in engines),
             sum(engine.scheduler.num_waiting for engine in engines),

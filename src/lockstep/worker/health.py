@@ -72,11 +72,11 @@ class Pulse:
         self._num_stuck = 0
         """Reports in a row by which one and the same step goes on for too long."""
 
-    def asked(self) -> None:
+    def count_question(self) -> None:
         """Count a question; one is sent every `ASK_INTERVAL_S`."""
         self._num_silent += 1
 
-    def heard(self) -> None:
+    def count_word(self) -> None:
         """Count a word of the worker, whatever it says."""
         self._has_spoken, self._num_silent = True, 0
 
@@ -86,11 +86,11 @@ class Pulse:
         self._num_stuck = self._num_stuck + 1 if report.waiting_s > self._limits.step_s else 0
 
     def trouble(self, now_s: float) -> str:
-        """Why requests would not be answered now, in one sentence; empty: they would."""
+        """The reason why requests would not be answered now, in one sentence; empty: they would."""
         return trouble(self._limits, self.report, now_s - self._report_s)
 
     def hang(self, *, is_loading: bool) -> str:
-        """How the worker hangs, so that nothing but its end will help; empty: it does not."""
+        """The sign by which the worker hangs, so that nothing but its end will help; empty: it does not."""
         limits = self._limits
         if not limits.silence_s:
             return ""

@@ -1,7 +1,7 @@
 """Lifecycle of a supervised worker: started, asked how it is, lost or killed for hanging, and started again.
 
-Two tables of states: `WorkerState` of the worker, and `LoadState` of each replica that the present worker has,
-loads or frees, by its own word. Event loop only.
+A worker is there as long as there is a link to it. Each replica that it has, loads or frees has a `LoadState`, by its
+own word. Event loop only.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 from lockstep.engine.options import Progress
 from lockstep.errors import LockstepError, WorkerLostError
 from lockstep.worker.health import ASK_INTERVAL_S, Pulse, Restarts
 from lockstep.worker.link import Link, WorkerOptions, open_link
 from lockstep.worker.messages import (
+    Answered,
+    Ask,
     AskHealth,
     Command,
     Event,
@@ -29,27 +30,9 @@ from lockstep.worker.messages import (
     Unload,
     Unloaded,
 )
+from lockstep.worker.pending import resolve
 
 log = logging.getLogger(__name__)
-
-
-class WorkerState(Enum):
-    """Whether there is a worker to talk to."""
-
-    NEW = auto()
-    UP = auto()
-    """Running; whether a replica is loaded is another question."""
-    LOST = auto()
-    """It ended, and the next one is not there yet."""
-    CLOSED = auto()
-
-
-WORKER_MOVES = {
-    WorkerState.NEW: (WorkerState.UP, WorkerState.CLOSED),
-    WorkerState.UP: (WorkerState.LOST, WorkerState.CLOSED),
-    WorkerState.LOST: (WorkerState.UP, WorkerState.CLOSED),
-    WorkerState.CLOSED: (),
-}
 
 
 class LoadState(Enum):
@@ -131,7 +114,8 @@ class Life:
         self._on_event = on_event
         self._on_lost = on_lost
         self._on_back = on_back
-        self._state = WorkerState.NEW
+        self.is_closed = False
+        """Whether no more workers are started."""
         self._replicas: dict[str, WorkerReplica] = {}
         """In the order in which the worker was told, and goes about them; what is gone is not kept."""
         self.link: Link | None = None
@@ -154,7 +138,7 @@ class Life:
 
     async def end(self, error: LockstepError) -> Link | None:
         """Start no more workers, and end every load with an error; the last worker, which is the caller's to close."""
-        self._move_to(WorkerState.CLOSED)
+        self.is_closed = True
         tasks = [task for task in (self._asking, self._returning) if task is not None]
         for task in tasks:
             task.cancel()
@@ -164,12 +148,8 @@ class Life:
         return link
 
     @property
-    def is_closed(self) -> bool:
-        return self._state is WorkerState.CLOSED
-
-    @property
     def trouble(self) -> str:
-        """Why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
+        """The reason why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
         if self.is_closed:
             return "the server is closing"
         return "the device worker is being restarted" if self.link is None else self.pulse.trouble(time.monotonic())
@@ -255,13 +235,14 @@ class Life:
 
     def received(self, event: Event) -> None:
         """Take over an event; whatever the worker says is a sign of life."""
-        self.pulse.heard()
-        if isinstance(event, HealthReport):
-            self.pulse.reported(event, time.monotonic())
-        elif isinstance(event, Loading | Loaded | LoadFailed | Unloaded):
-            self._replica_event(event)
-        else:
-            self._on_event(event)
+        self.pulse.count_word()
+        match event:
+            case Answered(_, HealthReport() as report):
+                self.pulse.reported(report, time.monotonic())
+            case Loading() | Loaded() | LoadFailed() | Unloaded():
+                self._replica_event(event)
+            case _:
+                self._on_event(event)
 
     def lost(self, reason: str) -> None:
         """The worker is gone: start the next."""
@@ -271,7 +252,6 @@ class Life:
             reason, self._hang = f"{reason} after {self._hang}", ""
         log.error("the device worker ended with %s", reason)
         self.link = None
-        self._move_to(WorkerState.LOST)
         load_s = sum(loaded.load_s for loaded in self._loaded)
         self.restarts.schedule(time.monotonic(), load_s)
         self._returning = asyncio.get_running_loop().create_task(self._come_back(load_s))
@@ -303,14 +283,13 @@ class Life:
 
     async def _start_link(self) -> None:
         self.link = await open_link(self._options, self)
-        self._move_to(WorkerState.UP)
         self.pulse = Pulse(self._options.health, time.monotonic())
 
     async def _ask_health(self) -> None:
         while True:
             if self.link is not None:
-                self.link.send(AskHealth(0))
-                self.pulse.asked()
+                self.link.send(Ask(0, AskHealth()))
+                self.pulse.count_question()
                 self._kill_if_hanging(self.link)
             await asyncio.sleep(ASK_INTERVAL_S)
 
@@ -329,14 +308,3 @@ class Life:
             self.num_loading,
         )
         link.kill()
-
-    def _move_to(self, state: WorkerState) -> None:
-        """A move that the table does not have is a programming error."""
-        assert state in WORKER_MOVES[self._state], f"a worker does not go from {self._state.name} to {state.name}"
-        self._state = state
-
-
-def resolve(future: asyncio.Future[Any] | None, value: object) -> None:
-    """Answer somebody who may have left."""
-    if future is not None and not future.done():
-        future.set_result(value)

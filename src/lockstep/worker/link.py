@@ -83,7 +83,7 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """Where a device worker runs, and when it counts as healthy."""
+    """Options of a device worker: thread or process, health, logs, recording."""
 
     kind: Literal["thread", "process"] = "thread"
     """``process`` for servers: a native crash then ends requests, and not the server."""

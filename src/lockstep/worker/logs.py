@@ -85,7 +85,9 @@ def _fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, str) and value.isprintable() and not set(value) & set(' "='):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    # JSON allows line separators and C1 controls as they are; a terminal obeys them.
+    return text if text.isprintable() else json.dumps(value, default=str)
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -25,13 +25,58 @@ DEFAULT_TRIAL_LIMIT_S = 1800.0
 
 
 class TrialOptions(msgspec.Struct, frozen=True, array_like=True):
-    """Whether what this machine has never run is loaded in a throw-away process first."""
+    """Options of trials: loads of what this machine has never run, in a throw-away process first."""
 
     enabled: bool = True
     limit_s: float = DEFAULT_TRIAL_LIMIT_S
     """After so many seconds the trial is ended, and the load with it."""
     is_forced: bool = False
     """Also what has come through before: a worker has ended over it."""
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A value within a command or an event."""
+
+
+class AskMetrics(_Part, frozen=True):
+    """Metrics, also while a step runs: a MetricsReport."""
+
+
+class AskHealth(_Part, frozen=True):
+    """A sign of life, also while a step runs: a HealthReport."""
+
+
+class Check(_Part, frozen=True):
+    """Assert the conservation of blocks and sequences between two steps: Checked."""
+
+
+class ResetPrefixCache(_Part, frozen=True):
+    """Forget all cached content: PrefixCacheReset."""
+
+
+class AskSessions(_Part, frozen=True):
+    """The sessions that there are, between two steps: a SessionsReport."""
+
+
+class Sweep(_Part, frozen=True):
+    """Free what idle sessions of a replica keep, between two steps; busy ones stay: SessionsSwept."""
+
+    replica: str
+    session_id: str | None = None
+    """None: every session."""
+    owner: str | None = None
+    """None: every owner's."""
+
+
+class EndSession(_Part, frozen=True):
+    """Sweep sessions that will not come back: those that are busy keep nothing when they end. SessionsSwept."""
+
+    replica: str
+    session_id: str
+    owner: str | None = None
+
+
+Question = AskMetrics | AskHealth | Check | ResetPrefixCache | AskSessions | Sweep | EndSession
 
 
 class _Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,54 +123,11 @@ class Abort(_Command, frozen=True):
     request_ids: tuple[int, ...]
 
 
-class AskMetrics(_Command, frozen=True):
-    """Ask for metrics. Answered by MetricsReport, also while a step runs."""
+class Ask(_Command, frozen=True):
+    """Ask a question. Answered by Answered, with the same id."""
 
     ask_id: int
-
-
-class AskHealth(_Command, frozen=True):
-    """Ask for a sign of life. Answered by HealthReport, also while a step runs."""
-
-    ask_id: int
-
-
-class Check(_Command, frozen=True):
-    """Assert the conservation of blocks and sequences between two steps. Answered by Checked."""
-
-    ask_id: int
-
-
-class ResetPrefixCache(_Command, frozen=True):
-    """Forget all cached content. Answered by PrefixCacheReset."""
-
-    ask_id: int
-
-
-class AskSessions(_Command, frozen=True):
-    """Ask for the sessions that there are, between two steps. Answered by SessionsReport."""
-
-    ask_id: int
-
-
-class Sweep(_Command, frozen=True):
-    """Free what idle sessions of a replica keep, between two steps; busy ones stay. Answered by SessionsSwept."""
-
-    ask_id: int
-    replica: str
-    session_id: str | None = None
-    """None: every session."""
-    owner: str | None = None
-    """None: every owner's."""
-
-
-class EndSession(_Command, frozen=True):
-    """Sweep sessions that will not come back: those that are busy keep nothing when they end."""
-
-    ask_id: int
-    replica: str
-    session_id: str
-    owner: str | None = None
+    question: Question
 
 
 class WatchSteps(_Command, frozen=True):
@@ -138,22 +140,7 @@ class Stop(_Command, frozen=True):
     """End every request, free every replica and end. Nothing answers."""
 
 
-Command = (
-    Load
-    | Prioritise
-    | Unload
-    | Submit
-    | Abort
-    | AskMetrics
-    | AskHealth
-    | Check
-    | ResetPrefixCache
-    | AskSessions
-    | Sweep
-    | EndSession
-    | WatchSteps
-    | Stop
-)
+Command = Load | Prioritise | Unload | Submit | Abort | Ask | WatchSteps | Stop
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
@@ -170,6 +157,47 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
     duration_s: float
     num_unreported: int
     """Steps of the replica between the report before and this one."""
+
+
+class MetricsReport(_Part, frozen=True):
+    replicas: dict[str, MetricsSnapshot]
+
+
+class HealthReport(_Part, frozen=True):
+    waiting_s: float
+    """Seconds for which work has waited without a step being completed; 0: nothing waits."""
+    num_running: int
+    num_waiting: int
+    recording_fault: str = ""
+    """Why nothing is being recorded now; empty: it is, or nothing is to be."""
+
+
+class Checked(_Part, frozen=True):
+    fault: str
+    """What is not conserved; empty when all is well."""
+    num_open: int
+    """Requests that are being prepared, waiting or running."""
+
+
+class PrefixCacheReset(_Part, frozen=True):
+    num_blocks: int
+    """Blocks that were forgotten."""
+
+
+class SessionsReport(_Part, frozen=True):
+    replicas: dict[str, tuple[SessionReport, ...]]
+    """Least recently used first."""
+
+
+class SessionsSwept(_Part, frozen=True):
+    """Effect of a Sweep or an EndSession: nothing, where no such replica or session is there."""
+
+    num_sessions: int
+    num_blocks: int
+    """That became free; what others share or use stays."""
+
+
+Answer = MetricsReport | HealthReport | Checked | PrefixCacheReset | SessionsReport | SessionsSwept
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -259,48 +287,9 @@ class Refused(_Event, frozen=True):
     error: LockstepError
 
 
-class MetricsReport(_Event, frozen=True):
+class Answered(_Event, frozen=True):
     ask_id: int
-    replicas: dict[str, MetricsSnapshot]
-
-
-class HealthReport(_Event, frozen=True):
-    ask_id: int
-    waiting_s: float
-    """Seconds for which work has waited without a step being completed; 0: nothing waits."""
-    num_running: int
-    num_waiting: int
-    recording_fault: str = ""
-    """Why nothing is being recorded now; empty: it is, or nothing is to be."""
-
-
-class Checked(_Event, frozen=True):
-    ask_id: int
-    fault: str
-    """What is not conserved; empty when all is well."""
-    num_open: int
-    """Requests that are being prepared, waiting or running."""
-
-
-class PrefixCacheReset(_Event, frozen=True):
-    ask_id: int
-    num_blocks: int
-    """Blocks that were forgotten."""
-
-
-class SessionsReport(_Event, frozen=True):
-    ask_id: int
-    replicas: dict[str, tuple[SessionReport, ...]]
-    """Least recently used first."""
-
-
-class SessionsSwept(_Event, frozen=True):
-    """Effect of a Sweep or an EndSession: nothing, where no such replica or session is there."""
-
-    ask_id: int
-    num_sessions: int
-    num_blocks: int
-    """That became free; what others share or use stays."""
+    answer: Answer
 
 
 class SessionsChanged(_Event, frozen=True):
@@ -310,18 +299,4 @@ class SessionsChanged(_Event, frozen=True):
     changes: list[SessionChange]
 
 
-Event = (
-    Loading
-    | Loaded
-    | LoadFailed
-    | Unloaded
-    | Outputs
-    | Refused
-    | MetricsReport
-    | HealthReport
-    | Checked
-    | PrefixCacheReset
-    | SessionsReport
-    | SessionsSwept
-    | SessionsChanged
-)
+Event = Loading | Loaded | LoadFailed | Unloaded | Outputs | Refused | Answered | SessionsChanged

@@ -15,17 +15,7 @@ from typing import Any
 
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import LockstepError
-from lockstep.worker.messages import (
-    Checked,
-    MetricsReport,
-    Outputs,
-    PrefixCacheReset,
-    Refused,
-    SessionsReport,
-    SessionsSwept,
-)
-
-Answer = MetricsReport | Checked | PrefixCacheReset | SessionsReport | SessionsSwept
+from lockstep.worker.messages import Answer, Answered, Outputs, Refused
 
 
 class PendingRequests:
@@ -39,7 +29,7 @@ class PendingRequests:
         self._ids = itertools.count()
         """Never used twice, so that what a lost worker's successor says is never taken for the lost one's."""
         self._mailboxes: dict[int, Mailbox] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._interval_s = interval_s
         self._next_wake_s = 0.0
         """Before this time, on the loop's clock, readers are not woken."""
@@ -100,9 +90,9 @@ class PendingRequests:
 
     # -- questions ------------------------------------------------------------------------------------------------
 
-    async def answer(self, ask_id: int, limit_s: float) -> Any:
+    async def answer(self, ask_id: int, limit_s: float) -> Answer | None:
         """Wait for the answer to a question, not longer than a time; None: there was none."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         self._questions[ask_id] = future
         try:
             return await asyncio.wait_for(future, limit_s)
@@ -111,8 +101,8 @@ class PendingRequests:
         finally:
             del self._questions[ask_id]
 
-    def answered(self, event: Answer) -> None:
-        resolve(self._questions.get(event.ask_id), event)
+    def answered(self, event: Answered) -> None:
+        resolve(self._questions.get(event.ask_id), event.answer)
 
     def end(self, error: LockstepError) -> None:
         """The worker is gone: no answer will come."""

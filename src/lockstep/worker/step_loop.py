@@ -20,6 +20,9 @@ from lockstep.engine.sessions import SessionChange
 from lockstep.errors import RequestFailedError
 from lockstep.worker.device_scheduler import DeviceScheduler
 from lockstep.worker.messages import (
+    Answer,
+    Answered,
+    Ask,
     AskSessions,
     Check,
     Checked,
@@ -27,6 +30,7 @@ from lockstep.worker.messages import (
     Event,
     Outputs,
     PrefixCacheReset,
+    Question,
     ResetPrefixCache,
     SessionsChanged,
     SessionsReport,
@@ -45,7 +49,7 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
 """Called by several threads; must not block."""
-Order = Unload | Check | ResetPrefixCache | AskSessions | Sweep | EndSession
+Order = Unload | Ask
 """Commands that the step thread obeys between two steps."""
 IDLE_WAIT_S = 1.0
 MAX_STEP_REPORTS_PER_S = 50.0
@@ -157,7 +161,7 @@ class StepLoop:
         if recorder is not None:
             recorder.begin_turn()
         while self._orders:
-            self._obey(self._orders.popleft())
+            self._execute(self._orders.popleft())
         if self._called:
             self._look_at_called()
         replicas, classes = self._registry.present
@@ -218,42 +222,47 @@ class StepLoop:
 
     # -- between two steps ----------------------------------------------------------------------------------------
 
-    def _obey(self, order: Order) -> None:
-        replicas = self._registry.present.replicas
+    def _execute(self, order: Order) -> None:
         match order:
             case Unload(key):
                 self._unload(key)
-            case Check(ask_id):
-                self._emit(self._checked(ask_id))
-            case ResetPrefixCache(ask_id):
-                num_blocks = sum(replica.engine.scheduler.reset_prefix_cache() for replica in replicas.values())
-                self._emit(PrefixCacheReset(ask_id, num_blocks))
-            case AskSessions(ask_id):
-                reports = {key: replica.engine.session_reports() for key, replica in replicas.items()}
-                self._emit(SessionsReport(ask_id, reports))
-            case Sweep() | EndSession():
-                self._sweep(order)
+            case Ask(ask_id, question):
+                self._emit(Answered(ask_id, self._answer(question)))
 
-    def _checked(self, ask_id: int) -> Checked:
+    def _answer(self, question: Question) -> Answer:
+        replicas = self._registry.present.replicas
+        match question:
+            case Check():
+                return self._checked()
+            case ResetPrefixCache():
+                return PrefixCacheReset(
+                    sum(replica.engine.scheduler.reset_prefix_cache() for replica in replicas.values())
+                )
+            case AskSessions():
+                return SessionsReport({key: replica.engine.session_reports() for key, replica in replicas.items()})
+            case Sweep() | EndSession():
+                return self._swept(question)
+        raise AssertionError(f"{question} is answered while a step runs")
+
+    def _checked(self) -> Checked:
         replicas = self._registry.present.replicas.values()
         num_open = self._num_preparing() + sum(replica.engine.num_open for replica in replicas)
         try:
             for replica in replicas:
                 replica.engine.scheduler.check()
         except AssertionError as fault:
-            return Checked(ask_id, repr(fault), num_open)
-        return Checked(ask_id, "", num_open)
+            return Checked(repr(fault), num_open)
+        return Checked("", num_open)
 
-    def _sweep(self, order: Sweep | EndSession) -> None:
+    def _swept(self, order: Sweep | EndSession) -> SessionsSwept:
         replica = self._registry.find(order.replica)
         if replica is None:
-            self._emit(SessionsSwept(order.ask_id, 0, 0))
-            return
+            return SessionsSwept(0, 0)
         sessions = replica.engine.sessions
         do = sessions.sweep if isinstance(order, Sweep) else sessions.end
         swept = do(order.session_id, order.owner)
         self._publish(replica)
-        self._emit(SessionsSwept(order.ask_id, *swept))
+        return SessionsSwept(*swept)
 
     def _unload(self, key: str) -> None:
         replica = self._registry.find(key)
@@ -298,7 +307,7 @@ class StepSampler:
 
     @property
     def is_watched(self) -> bool:
-        """Whether any step is reported."""
+        """True if any step is reported."""
         return self._interval_s < math.inf
 
     def report(self, replica: str, plan: StepPlan, duration_s: float, now_s: float) -> StepReport | None:

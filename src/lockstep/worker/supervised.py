@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -24,11 +25,13 @@ from lockstep.worker.life import Back, Life, LoadState, Lost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import (
     Abort,
+    Answer,
+    Answered,
+    Ask,
     AskMetrics,
     AskSessions,
     Check,
     Checked,
-    Command,
     EndSession,
     Event,
     Load,
@@ -37,6 +40,7 @@ from lockstep.worker.messages import (
     Outputs,
     PrefixCacheReset,
     Prioritise,
+    Question,
     Refused,
     ResetPrefixCache,
     SessionsChanged,
@@ -52,6 +56,7 @@ from lockstep.worker.pending import Mailbox, PendingRequests
 
 log = logging.getLogger(__name__)
 
+Report = TypeVar("Report", bound=Answer)
 Notice = SessionsChanged | StepReport | Lost | Back
 """What a worker and its life bring unasked."""
 ANSWER_LIMIT_S = 5.0
@@ -157,18 +162,18 @@ class SupervisedWorker:
             await asyncio.shield(replica.gone)
 
     def loaded(self, replica: str) -> Loaded | None:
-        """What loading measured; None: it is not there now."""
+        """Measurements of a loaded replica; None: it is not there now."""
         found = self._life.replica(replica)
         return None if found is None else found.loaded
 
     @property
     def is_up(self) -> bool:
-        """Whether there is a worker to talk to."""
+        """True if there is a worker to talk to."""
         return self._life.link is not None
 
     @property
     def trouble(self) -> str:
-        """Why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
+        """The reason why nobody would be answered now, in one sentence; empty: whose replica is there is answered."""
         return self._life.trouble
 
     @property
@@ -183,7 +188,7 @@ class SupervisedWorker:
 
     @property
     def recording_fault(self) -> str:
-        """Why nothing is being recorded now, by the worker's last word; empty: it is, or nothing is to be."""
+        """The reason why nothing is recorded now, by the worker's last word; empty: it is, or nothing is to be."""
         report = self._life.pulse.report
         return "" if report is None else report.recording_fault
 
@@ -233,47 +238,48 @@ class SupervisedWorker:
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
         """Metrics by replica; empty while there is no worker, or none that answers."""
-        report = await self._ask(AskMetrics, ANSWER_LIMIT_S)
-        return report.replicas if isinstance(report, MetricsReport) else {}
+        report = await self._ask(AskMetrics(), MetricsReport, ANSWER_LIMIT_S)
+        return {} if report is None else report.replicas
 
     async def check(self) -> Checked | None:
-        """Whether blocks and sequences are conserved, between two steps; None: nobody answers."""
-        report = await self._ask(Check, CHECK_LIMIT_S)
-        return report if isinstance(report, Checked) else None
+        """Check between two steps that blocks and sequences are conserved; None: nobody answers."""
+        return await self._ask(Check(), Checked)
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached content; returns how many blocks that were."""
-        report = await self._ask(ResetPrefixCache, CHECK_LIMIT_S)
-        return report.num_blocks if isinstance(report, PrefixCacheReset) else 0
+        report = await self._ask(ResetPrefixCache(), PrefixCacheReset)
+        return 0 if report is None else report.num_blocks
 
     async def sessions(self) -> Mapping[str, tuple[SessionReport, ...]]:
         """Sessions by replica, least recently used first; empty while there is no worker, or none that answers."""
-        report = await self._ask(AskSessions, CHECK_LIMIT_S)
-        return report.replicas if isinstance(report, SessionsReport) else {}
+        report = await self._ask(AskSessions(), SessionsReport)
+        return {} if report is None else report.replicas
 
     async def sweep(self, replica: str, session_id: str | None = None, owner: str | None = None) -> Swept:
         """Free what idle sessions keep: that of one id, of one owner, or of all; busy ones stay as they are."""
-        return await self._sweep(lambda ask_id: Sweep(ask_id, replica, session_id, owner))
+        return await self._sweep(Sweep(replica, session_id, owner))
 
     async def end_session(self, replica: str, session_id: str, owner: str | None = None) -> Swept:
         """Free what a session keeps, and let it keep nothing when what it is busy with ends."""
-        return await self._sweep(lambda ask_id: EndSession(ask_id, replica, session_id, owner))
+        return await self._sweep(EndSession(replica, session_id, owner))
 
     def watch_steps(self, max_per_s: float) -> None:
         """Be notified of so many steps of each replica in a second at most, by this worker and its successors."""
         self._watched_per_s = max_per_s
         self._life.send(WatchSteps(max_per_s))
 
-    async def _sweep(self, order: Callable[[int], Command]) -> Swept:
-        report = await self._ask(order, CHECK_LIMIT_S)
-        return Swept(report.num_sessions, report.num_blocks) if isinstance(report, SessionsSwept) else Swept(0, 0)
+    async def _sweep(self, question: Sweep | EndSession) -> Swept:
+        report = await self._ask(question, SessionsSwept)
+        return Swept(0, 0) if report is None else Swept(report.num_sessions, report.num_blocks)
 
-    async def _ask(self, question: Callable[[int], Command], limit_s: float) -> object:
+    async def _ask(self, question: Question, kind: type[Report], limit_s: float = CHECK_LIMIT_S) -> Report | None:
+        """The answer, of the kind that the question has; None: nobody answers."""
         if not self.is_up:
             return None
         ask_id = self._open.next_id()
-        self._life.send(question(ask_id))
-        return await self._open.answer(ask_id, limit_s)
+        self._life.send(Ask(ask_id, question))
+        answer = await self._open.answer(ask_id, limit_s)
+        return answer if isinstance(answer, kind) else None
 
     # -- what the worker says ------------------------------------------------------------------------------------
 
@@ -286,7 +292,7 @@ class SupervisedWorker:
                     self._notify(event.step)
             case SessionsChanged():
                 self._notify(event)
-            case MetricsReport() | Checked() | PrefixCacheReset() | SessionsReport() | SessionsSwept():
+            case Answered():
                 self._open.answered(event)
             case Refused():
                 self._open.refused(event)

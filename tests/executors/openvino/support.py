@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lockstep.artifacts.architectures import ARCHITECTURES
 from lockstep.artifacts.layout import split_fused
 from lockstep.artifacts.model import Artifact, Encoding, ModelConfig, Tensor
-from lockstep.artifacts.quantisation import dequantise
+from lockstep.artifacts.tensors import dequantise
 from lockstep.core.step import StepPlan
 from lockstep.errors import MissingTokenizerError
 from lockstep.executors.base import Executor, Logits, StepBatch

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from lockstep.artifacts.model import Artifact, Encoding, Tensor
-from lockstep.artifacts.quantisation import dequantise
+from lockstep.artifacts.tensors import dequantise
 from lockstep.executors.base import Logits
 from lockstep.executors.openvino.executor import load_executor
 from lockstep.executors.openvino.options import OpenVINOOptions

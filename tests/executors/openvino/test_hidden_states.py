@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from lockstep.artifacts.model import Artifact
-from lockstep.artifacts.quantisation import dequantise
+from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import InvalidPlanError
 from lockstep.executors.base import HiddenStates
 from lockstep.executors.openvino.executor import OpenVINOExecutor, load_executor

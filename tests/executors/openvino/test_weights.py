@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.artifacts.model import Encoding, Tensor
-from lockstep.artifacts.quantisation import dequantise
+from lockstep.artifacts.tensors import dequantise
 from lockstep.errors import CorruptArtifactError, UnsupportedArtifactError
 from lockstep.executors.openvino.graph import build_decoder
 from lockstep.executors.openvino.weights import vector

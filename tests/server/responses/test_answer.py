@@ -14,14 +14,15 @@ import pytest
 from lockstep.cluster.base import Accepted
 from lockstep.core.request import FinishReason
 from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOutput
-from lockstep.server.answer import ResponseMetadata
+from lockstep.server.answer_response import Answer
 from lockstep.server.app import create_app
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
-from lockstep.server.responses.answer import ResponseAnswer, ResponseWriter
+from lockstep.server.responses.answer import ResponseEncoder, ResponseWriter
 from lockstep.server.responses.schema import ResponseBody, response_base
 from lockstep.server.responses.store import SqliteStore, StoreLimits
 from tests.cluster.support import one_model
+from tests.server.making import context
 from tests.server.responses.shapes import check_events, check_response
 
 PIECES = (("hm", ""), (", so", ""), ("", "It"), ("", " is"), ("", " blue."))
@@ -37,14 +38,14 @@ def outputs(reason: FinishReason = FinishReason.STOP) -> list[TokenOutput]:
     return [*made, last]
 
 
-METADATA = ResponseMetadata("resp_1", 1_800_000_000, "m", None, "req-1", 0.0)
+def answer() -> Answer:
+    return Answer([Accepted("m", (1, 2, 3))], [Choice(0)], encoder(), context())
 
 
-def answer() -> ResponseAnswer:
+def encoder() -> ResponseEncoder:
     numbers = itertools.count()
     base = response_base(ResponseBody(input="Hi"), "resp_1", "m", 1_800_000_000)
-    writer = ResponseWriter(base, lambda prefix: f"{prefix}_{next(numbers)}")
-    return ResponseAnswer(writer, Choice(0), METADATA, Accepted("m", (1, 2, 3)))
+    return ResponseEncoder(ResponseWriter(base, lambda prefix: f"{prefix}_{next(numbers)}"))
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
@@ -79,7 +80,7 @@ def test_however_it_is_read_it_says_the_same(batches: Sequence[int], reason: Fin
 def test_thoughts_are_counted() -> None:
     made = answer()
     made.feed(0, outputs())
-    usage = check_response(made.final()).usage
+    usage = check_response(json.loads(made.whole())).usage
     assert usage is not None
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (3, 5, 8)
     assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (2, 2)
@@ -95,7 +96,7 @@ def test_a_stream_begins_before_its_first_token() -> None:
 def test_a_failure_says_why(status: int, code: str) -> None:
     made = answer()
     made.feed(0, outputs()[:3])
-    final = check_events(events_of(made.failed(HttpError(status, "it broke"))))
+    final = check_events(events_of(made.take() + made.failed(HttpError(status, "it broke"))))
     assert final["error"] == {"code": code, "message": "it broke"}
     assert [item["status"] for item in final["output"]] == ["completed", "incomplete"]
 

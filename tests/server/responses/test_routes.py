@@ -18,7 +18,7 @@ from lockstep.server.options import ServerOptions
 from tests.server.living import living
 from tests.server.process import IN_THREAD, ServerProcess, plain_client, serve
 from tests.server.responses.shapes import check_events, check_response
-from tests.waiting import HANG_S
+from tests.waiting import ENDLESS_MS, HANG_S, Gate
 
 GREEDY: dict[str, Any] = {"model": "pocket", "temperature": 0.0, "max_output_tokens": 24}
 HELLO = "I was charged twice"
@@ -76,7 +76,20 @@ def test_a_stream_is_openais_and_says_the_same(served: ServerProcess, client: op
     with client.responses.stream(input=HELLO, **GREEDY) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text
-    assert len(deltas) > 3
+
+
+def test_a_piece_of_a_stream_is_there_before_the_next_one_is_computed(gate: Gate) -> None:
+    """The next step is let through when the piece has come: where pieces were kept together, none would."""
+    with living(f"stub://alpha?step_ms={ENDLESS_MS}") as server, client_of(server.url) as client:
+        gate.let_one()
+        with client.responses.stream(model="m", input=HELLO, max_output_tokens=5) as stream:
+            deltas = []
+            for event in stream:
+                if event.type == "response.output_text.delta":
+                    deltas.append(event.delta)
+                    gate.let_one()
+        gate.open()
+    assert deltas == list("[stub")
 
 
 def test_an_answer_that_came_to_its_end_is_completed(served: ServerProcess, client: openai.OpenAI) -> None:

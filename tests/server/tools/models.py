@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,9 +16,10 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.stub import stub_tokenizer_parts
-from lockstep.server.chat_request import ChatBody
+from lockstep.server.chat import ChatBody
 from lockstep.server.errors import of_validation
 from lockstep.server.tools.definitions import Function
+from lockstep.server.tools.parser import ContentDelta, ToolCall, ToolParser
 from lockstep.server.tools.tool_use import ToolUse, resolve_tools
 from tests.engine import chat_templates, text_models
 
@@ -148,8 +150,23 @@ def tool_use_of(
     choice: object,
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None = None,
-    told: Constraint | None = None,
+    json_constraint: Constraint | None = None,
 ) -> ToolUse:
     """What such a request means for its model."""
     body = chat_body(list(tools), choice)
-    return resolve_tools(tokenizer, functions_of(list(tools)), body.tool_choice, parallel, template_kwargs, told)
+    return resolve_tools(
+        tokenizer, functions_of(list(tools)), body.tool_choice, parallel, template_kwargs, json_constraint
+    )
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A whole answer as its parser reads it."""
+
+    content: str
+    calls: Sequence[ToolCall]
+
+
+def parsed(parser: ToolParser, text: str) -> Parsed:
+    deltas = [*parser.append(text), *parser.flush()]
+    return Parsed("".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)), parser.calls)

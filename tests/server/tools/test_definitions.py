@@ -11,7 +11,7 @@ from lockstep.server.tools.definitions import (
     MAX_SCHEMA_DEPTH,
     MAX_TOOLS,
     NO_PARAMETERS,
-    Choice,
+    CheckedChoice,
     ChoiceMode,
     checked_choice,
     checked_tools,
@@ -93,28 +93,28 @@ def test_a_name_twice_tells_where_it_was_first() -> None:
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (None, Choice(ChoiceMode.AUTO)),
-        ("none", Choice(ChoiceMode.NONE)),
-        ("auto", Choice(ChoiceMode.AUTO)),
-        ("required", Choice(ChoiceMode.REQUIRED)),
-        ({"type": "function", "function": {"name": "ping"}}, Choice(ChoiceMode.NAMED, ("ping",))),
+        (None, CheckedChoice(ChoiceMode.AUTO)),
+        ("none", CheckedChoice(ChoiceMode.NONE)),
+        ("auto", CheckedChoice(ChoiceMode.AUTO)),
+        ("required", CheckedChoice(ChoiceMode.REQUIRED)),
+        ({"type": "function", "function": {"name": "ping"}}, CheckedChoice(ChoiceMode.NAMED, ("ping",))),
         (
             {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED, NAMED]}},
-            Choice(ChoiceMode.AUTO, ("ping",)),
+            CheckedChoice(ChoiceMode.AUTO, ("ping",)),
         ),
         (
             {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
-            Choice(ChoiceMode.REQUIRED, ("ping",)),
+            CheckedChoice(ChoiceMode.REQUIRED, ("ping",)),
         ),
     ],
 )
-def test_every_choice_is_known(choice: object, expected: Choice) -> None:
+def test_every_choice_is_known(choice: object, expected: CheckedChoice) -> None:
     assert checked_choice(chat_body(TOOLS, choice).tool_choice, checked_tools(functions_of(TOOLS))) == expected
 
 
 @pytest.mark.parametrize("choice", [None, "none", "auto"])
 def test_without_functions_there_is_nothing_to_choose(choice: object) -> None:
-    assert checked_choice(chat_body([], choice).tool_choice, ()) == Choice(ChoiceMode.NONE)
+    assert checked_choice(chat_body([], choice).tool_choice, ()) == CheckedChoice(ChoiceMode.NONE)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.sampling_params import MAX_TEMPERATURE
-from lockstep.server.tools.parser import CallDelta, ContentDelta, ToolParser
+from lockstep.server.tools.parser import CallDelta, ContentDelta
 from lockstep.server.tools.tool_use import ToolUse
-from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, function, tool_use_of
+from tests.server.tools.models import PING, STRICT_TOOLS, TOOLS, Parsed, function, parsed, tool_use_of
 
 MAX_TOKENS = 700
 """Four times what a call can have, were each of its bytes a token; whether another follows is a toss of a coin."""
@@ -64,8 +64,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def answers(
     llm: LLM, tool_use: ToolUse, count: int, max_tokens: int = MAX_TOKENS, temperature: float = EVENLY
-) -> Iterator[tuple[ToolParser, str]]:
-    """Parsers of `count` answers, each with its seed, and why they ended."""
+) -> Iterator[tuple[Parsed, str]]:
+    """Readings of `count` answers, each with its seed, and why they ended."""
     conversations = [tool_use.messages([{"role": "user", "content": question}]) for question in QUESTIONS]
     each = -(-count // len(QUESTIONS))
     params = SamplingParams(
@@ -75,12 +75,10 @@ def answers(
         for completion in output.completions:
             ids = itertools.count()
             parser = tool_use.parser(lambda ids=ids: f"call_{next(ids):024x}")  # type: ignore[misc]  # bound per answer
-            parser.append(completion.text)
-            parser.flush()
-            yield parser, completion.finish_reason.value
+            yield parsed(parser, completion.text), completion.finish_reason.value
 
 
-def check(parser: ToolParser) -> None:
+def check(parser: Parsed) -> None:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in ALL}
     for call in parser.calls:
         jsonschema.Draft202012Validator(schemas[call.name]).validate(json.loads(call.arguments))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,13 @@ import pytest
 from lockstep.engine.output_rules import ReasoningSplitter
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.executors.constraint import Constraint
-from lockstep.executors.grammar import Grammar
+from lockstep.executors.grammar import AnyGrammar
 from lockstep.executors.grammar_compiler import GrammarCompiler
 from lockstep.server.tools.grammar import MAX_FORCED_CALLS
-from lockstep.server.tools.parser import ToolParser
 from lockstep.server.tools.tool_use import ToolUse
 from tests.engine import text_models
 from tests.executors.grammars import ids_of
-from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, tokenizer_of, tool_use_of
+from tests.server.tools.models import STRICT_TOOLS, TEMPLATES, TOOLS, Parsed, parsed, tokenizer_of, tool_use_of
 
 NAMED: Mapping[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 MODELS = [(family, has_markers) for family in TEMPLATES for has_markers in (True, False)]
@@ -40,7 +38,7 @@ class Writer:
     def __init__(self, family: str, has_markers: bool, constraint: Constraint | None) -> None:
         assert constraint is not None
         self.tokenizer = tokenizer_of(family, has_markers)
-        self.grammar: Grammar
+        self.grammar: AnyGrammar
         (self.grammar,) = compiler_of(family, has_markers).build(constraint)
         self.tokens: list[int] = []
 
@@ -76,15 +74,11 @@ class Writer:
         return b"".join(map(table.of, self.tokens)).decode("utf-8", "replace")
 
 
-def parse(tool_use: ToolUse, text: str) -> ToolParser:
-    ids = itertools.count()
-    parser = tool_use.parser(lambda: f"call_{next(ids)}")
-    parser.append(text)
-    parser.flush()
-    return parser
+def parse(tool_use: ToolUse, text: str) -> Parsed:
+    return parsed(tool_use.parser(lambda: "call_x"), text)
 
 
-def check(parser: ToolParser, tools: Sequence[Mapping[str, Any]]) -> None:
+def check(parser: Parsed, tools: Sequence[Mapping[str, Any]]) -> None:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in tools}
     for call in parser.calls:
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
@@ -223,7 +217,7 @@ TICKET: Mapping[str, Any] = {"type": "object", "properties": {"urgent": {"type":
 @pytest.mark.parametrize(("family", "has_markers"), MODELS)
 def test_an_answer_that_must_be_json_is_that_or_calls(family: str, has_markers: bool) -> None:
     tokenizer = tokenizer_of(family, has_markers)
-    tool_use = tool_use_of(tokenizer, TOOLS, "auto", True, told=Constraint.json_schema(TICKET))
+    tool_use = tool_use_of(tokenizer, TOOLS, "auto", True, json_constraint=Constraint.json_schema(TICKET))
     for seed, (first, is_call) in enumerate([('{"urgent":', False), (tool_use.call_format.begin, True)]):
         writer = Writer(family, has_markers, tool_use.constraint)
         if family == "thoughts opened":

@@ -151,16 +151,6 @@ def test_a_conversation_that_is_none_is_refused(messages: Any) -> None:
         assert caught.value.param == "messages"
 
 
-def test_the_reason_is_tool_calls_unless_the_function_was_named() -> None:
-    named = {"type": "function", "function": {"name": "ping"}}
-    plans = {mode: tool_use_of(tokenizer_of("qwen3"), TOOLS, mode, True) for mode in ("auto", "required")}
-    for tool_use in plans.values():
-        assert tool_use.finish_reason("stop", True) == "tool_calls"
-        assert tool_use.finish_reason("stop", False) == "stop"
-        assert tool_use.finish_reason("length", True) == "length"
-    assert tool_use_of(tokenizer_of("qwen3"), TOOLS, named, True).finish_reason("stop", True) == "stop"
-
-
 def test_a_promise_needs_a_model_whose_answers_can_be_constrained() -> None:
     endless = Tokenizer(text_models.parts(text_models.byte_level(), TEMPLATES["qwen3"], end="no such token"))
     assert tool_use_of(endless, TOOLS, "auto", True).constraint is None

@@ -26,19 +26,15 @@ from tests.worker.support import Bench, running
 MAX_BATCHES = 40
 
 
-def lost_of(bench: Bench, ask_id: int) -> dict[str, int]:
-    bench.tell(AskMetrics(ask_id))
-    report = bench.heard(MetricsReport, lambda event: event.ask_id == ask_id)
+def lost_of(bench: Bench) -> dict[str, int]:
+    report = bench.ask(AskMetrics(), MetricsReport)
     counters = report.replicas["a"].counters
     return {name: counters[name] for name in ("trace_lost_steps", "trace_gaps")}
 
 
-def recording_of(bench: Bench, ask_id: int) -> tuple[float, str]:
+def recording_of(bench: Bench) -> tuple[float, str]:
     """The gauge of a replica, and why its device records nothing."""
-    bench.tell(AskMetrics(ask_id))
-    report = bench.heard(MetricsReport, lambda event: event.ask_id == ask_id)
-    bench.tell(AskHealth(ask_id))
-    health = bench.heard(HealthReport, lambda event: event.ask_id == ask_id)
+    report, health = bench.ask(AskMetrics(), MetricsReport), bench.ask(AskHealth(), HealthReport)
     return report.replicas["a"].gauges["trace_recording"], health.recording_fault
 
 
@@ -61,11 +57,11 @@ def test_old_files_go_and_what_is_left_verifies_file_by_file_and_together(
     assert sum(path.stat().st_size for path in kept) <= most + most // 4, "beyond the bound is one chunk at most"
     assert not kept[0].name.endswith("-000001.lstrace")
     together = verify(open_trace(tmp_path))
-    assert together.is_identical, together.parted
+    assert together.is_identical, together.diverged
     assert together.findings == (), "the oldest files are gone, and that is normal"
     alone = [verify(open_trace(path)) for path in kept]
     assert all(each.is_identical for each in alone)
-    assert sum(each.num_steps for each in alone) == together.num_steps > 20
+    assert sum(each.tally.num_steps for each in alone) == together.tally.num_steps > 20
 
 
 def test_a_directory_that_cannot_be_written_is_a_warning_and_a_counter(
@@ -77,8 +73,8 @@ def test_a_directory_that_cannot_be_written_is_a_warning_and_a_counter(
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         submit(bench, 12)
-        lost = lost_of(bench, 99)
-        assert recording_of(bench, 100) == (0.0, "Not a directory")
+        lost = lost_of(bench)
+        assert recording_of(bench) == (0.0, "Not a directory")
     assert lost["trace_lost_steps"] > 5
     assert lost["trace_gaps"] == 1
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -115,7 +111,7 @@ with running(trace=options(folder)) as bench:
     gaps, fault = report().num_gaps, report().fault
 found = verify(open_trace(folder))
 kinds = {each.kind.value for each in found.findings}
-print(gaps > 0, found.is_in_order(False), kinds, found.num_steps > 0, found.parted, fault)
+print(gaps > 0, found.is_in_order(False), kinds, found.tally.num_steps > 0, found.diverged, fault)
 """
 
 
@@ -135,7 +131,7 @@ def test_a_writer_that_lags_loses_chunks_and_not_requests(tmp_path: Path, monkey
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         submit(bench, 24)
-        assert lost_of(bench, 99)["trace_gaps"] > 0
+        assert lost_of(bench)["trace_gaps"] > 0
 
 
 def test_a_gap_leaves_no_hole_in_the_numbers_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +189,8 @@ def test_a_defect_of_the_recorder_ends_the_recording_and_no_request(
         bench.ready("a", "stub://alpha")
         bench.ready("b", "stub://beta")
         submit(bench, 12)
-        assert lost_of(bench, 99)["trace_lost_steps"] > 5
-        assert recording_of(bench, 100) == (0.0, DEFECT)
+        assert lost_of(bench)["trace_lost_steps"] > 5
+        assert recording_of(bench) == (0.0, DEFECT)
     assert [record.message.count("the recording ends here") for record in caplog.records] == [1]
 
 
@@ -204,7 +200,7 @@ def test_ids_are_bounded_by_beginning_another_file(tmp_path: Path, monkeypatch: 
     record(tmp_path, 60)
     assert len(files_of(tmp_path)) > 2
     found = verify(open_trace(tmp_path))
-    assert found.is_identical, found.parted
+    assert found.is_identical, found.diverged
 
 
 def test_neither_hashes_nor_tenants_nor_tokens_are_written(tmp_path: Path) -> None:
@@ -221,7 +217,7 @@ def test_a_file_says_who_wrote_it_and_which_of_its_run_it_is(tmp_path: Path) -> 
     [frame] = read_frames(path)
     first = next(ChunkReader().read(frame.data))
     assert isinstance(first, Header)
-    assert first.schema == 3
+    assert first.schema == 4
     assert path.name == f"{first.run}-{first.file:06}.lstrace"
 
 
@@ -243,9 +239,9 @@ def test_what_was_recorded_a_second_ago_survives_a_kill(tmp_path: Path) -> None:
         assert process.stdout.readline() == "done\n"
         os.kill(process.pid, signal.SIGKILL)
     found = verify(open_trace(tmp_path))
-    assert found.is_identical, found.parted
+    assert found.is_identical, found.diverged
     [path] = files_of(tmp_path)
     [finding] = found.findings
     assert (finding.kind, finding.file, finding.byte) == (Kind.OPEN, path.name, path.stat().st_size)
-    assert found.num_steps > 50
-    assert found.num_unchecked_steps < 40, "only records that were open are missing"
+    assert found.tally.num_steps > 50
+    assert found.tally.num_unchecked_steps < 40, "only records that were open are missing"

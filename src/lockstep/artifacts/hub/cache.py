@@ -52,7 +52,7 @@ class CachedModel:
     """Something in the cache that can be served."""
 
     source: str
-    """What `lockstep run` takes."""
+    """Name that `lockstep run` takes."""
     revision: str
     """Names of it, e.g. ``main``, or the first digits of the commit."""
     commit: str
@@ -64,17 +64,17 @@ class CachedModel:
 
 
 def cache_directory() -> Path:
-    """Where the hub's files are kept on this machine: HF_HUB_CACHE, or below HF_HOME, or the user's cache."""
+    """Directory of the hub's files on this machine: HF_HUB_CACHE, or below HF_HOME, or in the user's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
-def find_cached(source: HubSource, *, asking: bool = True) -> Path | None:
+def find_cached(source: HubSource, *, is_online: bool = True) -> Path | None:
     """The directory or GGUF file that a source means, if it is whole and beyond doubt in the cache.
 
     Args:
-        asking: the hub can be asked, so whatever leaves a doubt is None; else the only GGUF file there will do.
+        is_online: the hub can be asked, so whatever leaves a doubt is None; else the only GGUF file there will do.
     """
     repo = CachedRepo.of(source.repo)
     commit = source.revision
@@ -88,7 +88,7 @@ def find_cached(source: HubSource, *, asking: bool = True) -> Path | None:
     snapshot = repo.snapshot(commit)
     if source.file is None and _is_whole(snapshot):
         return snapshot
-    if source.file is None and asking:
+    if source.file is None and is_online:
         return None
     name = cached_gguf(source, _gguf_names(snapshot))
     return None if name is None else snapshot / name
@@ -106,7 +106,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def plan_removal(source: HubSource) -> DeleteCacheStrategy:
-    """What `remove` would delete: a file, a revision or a whole repository.
+    """Plan the removal of a file, a revision or a whole repository.
 
     Raises:
         ArtifactNotFoundError: it is not in the cache.
@@ -198,7 +198,7 @@ def _name_in(revision: CachedRevisionInfo, path: Path) -> str:
 
 
 def _is_known(snapshot: Path) -> bool:
-    """Whether the configuration is of a kind that can be served; the weights are not looked at."""
+    """True if the configuration is of a kind that can be served; the weights are not looked at."""
     from lockstep.artifacts.huggingface_config import read_config
     from lockstep.artifacts.metadata import read_json
 

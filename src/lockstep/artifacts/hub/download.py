@@ -64,7 +64,7 @@ def local_path(source: HubSource, progress: DownloadProgress) -> Path:
     try:
         return pull(source, progress)
     except HubUnreachableError:
-        path = find_cached(source, asking=False)
+        path = find_cached(source, is_online=False)
         if path is None:
             raise
         return path

@@ -87,7 +87,7 @@ Listing = Mapping[str, RemoteFile]
 
 
 def is_gguf(source: HubSource, listing: Listing) -> bool:
-    """Whether the source means one GGUF file and not the repository as a Hugging Face directory.
+    """True if the source means one GGUF file and not the repository as a Hugging Face directory.
 
     Raises:
         ArtifactNotFoundError, UnsupportedArtifactError: the repository holds neither.
@@ -131,8 +131,8 @@ def gguf_file(source: HubSource, listing: Listing) -> str:
         UnsupportedArtifactError: a part of a split file.
     """
     files = sorted(name for name in listing if name.endswith(".gguf") and not _PROJECTOR.search(name))
-    wanted = source.file
-    found = files if wanted is None else [wanted] if wanted in listing else _of_quantisation(wanted, files)
+    chosen = source.file
+    found = files if chosen is None else [chosen] if chosen in listing else _of_quantisation(chosen, files)
     if len(found) == 1:
         if _PART.search(found[0]):
             raise UnsupportedArtifactError(
@@ -147,12 +147,12 @@ def gguf_file(source: HubSource, listing: Listing) -> str:
         return found[0]
     if not files:
         raise ArtifactNotFoundError("the repository holds no .gguf file; give it without '#'", path=str(source))
-    if wanted is None:
+    if chosen is None:
         problem = f"a repository of {len(files)} GGUF files; add one with '#'"
     elif found:
-        problem = f"#{wanted} means {len(found)} files; give the name of one"
+        problem = f"#{chosen} means {len(found)} files; give the name of one"
     else:
-        problem = f"no file {wanted!r}; these are there"
+        problem = f"no file {chosen!r}; these are there"
     raise ArtifactNotFoundError(f"{problem}: {_sized(found or files, listing)}", path=str(source))
 
 
@@ -165,7 +165,7 @@ def cached_gguf(source: HubSource, names: list[str]) -> str | None:
 
 
 def is_served_gguf(name: str) -> bool:
-    """Whether a file is a whole language model by its name: no part of one, and no projector of images."""
+    """True if a file is a whole language model by its name: no part of one, and no projector of images."""
     return name.endswith(".gguf") and not _PART.search(name) and not _PROJECTOR.search(name)
 
 
@@ -183,9 +183,9 @@ def _is_weights(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name and not name.startswith(("consolidated", "adapter_"))
 
 
-def _of_quantisation(wanted: str, names: list[str]) -> list[str]:
+def _of_quantisation(quantisation: str, names: list[str]) -> list[str]:
     """Files in whose name the word stands between borders: Q4_K_M is not in ``x-Q4_K_M_L.gguf``."""
-    word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(wanted)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(quantisation)}(?![A-Za-z0-9_])", re.IGNORECASE)
     return [name for name in names if word.search(name)]
 
 

@@ -54,12 +54,12 @@ class OpenVINOExecutor:
         environment: Mapping[str, str],
         max_pass_tokens: int | None = None,
     ) -> None:
-        self._environment = MappingProxyType(dict(environment))
+        self.environment: Mapping[str, str] = MappingProxyType(dict(environment))
         self._compiled = compiled
         self._max_pass_tokens = max_pass_tokens
-        self._block_shapes = [_block_shape(compiled.input(name)) for name in _cache_names(artifact)]
-        self._cache_names = _cache_names(artifact)
-        self._geometry = Geometry(
+        self._cache_names = paged.cache_inputs(artifact.config.num_layers)
+        self._block_shapes = [_block_shape(compiled.input(name)) for name in self._cache_names]
+        self.geometry = Geometry(
             block_size=self._block_shapes[1][1][1],
             bytes_per_block=sum(int(kind.size) * int(np.prod(shape)) for kind, shape in self._block_shapes),
             num_layers=artifact.config.num_layers,
@@ -73,14 +73,6 @@ class OpenVINOExecutor:
         self._table_rows = TableRows()
         self._hidden_states: npt.NDArray[np.float32] | None = None
 
-    @property
-    def geometry(self) -> Geometry:
-        return self._geometry
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return self._environment
-
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Create the pool; an earlier one is dropped with its contents."""
         if self._compiled is None:
@@ -91,12 +83,12 @@ class OpenVINOExecutor:
         try:
             self._pool = KVPool(self._block_shapes, num_blocks, num_host_blocks)
         except (MemoryError, RuntimeError) as error:
-            gigabytes = (num_blocks + 1 + num_host_blocks) * self._geometry.bytes_per_block / 1e9
+            gigabytes = (num_blocks + 1 + num_host_blocks) * self.geometry.bytes_per_block / 1e9
             raise ExecutorError(f"a KV pool of {gigabytes:.1f} GB cannot be allocated: {error}") from error
         self._request = self._compiled.create_infer_request()
         for name, tensor in zip(self._cache_names, self._pool.tensors, strict=True):
             self._request.set_tensor(name, tensor)
-        geometry = self._geometry
+        geometry = self.geometry
         self._limits = Limits(
             geometry.block_size, num_blocks, num_host_blocks, geometry.max_model_len, geometry.vocab_size
         )
@@ -119,7 +111,7 @@ class OpenVINOExecutor:
         if plan.copies:
             self._pool.copy(plan.copies)
         if inputs is None:
-            return np.empty((0, self._geometry.vocab_size), np.float32)
+            return np.empty((0, self.geometry.vocab_size), np.float32)
         return self._forward_all(inputs)[: len(batch.rows)]
 
     def _forward_all(self, inputs: ForwardInputs) -> Logits:
@@ -128,8 +120,8 @@ class OpenVINOExecutor:
         limit = self._max_pass_tokens
         if limit is None or len(inputs.token_ids) <= limit:
             return self._forward(inputs)
-        logits = np.empty((len(inputs.rows), self._geometry.vocab_size), np.float32)
-        for piece in split_inputs(inputs, limit, self._geometry.block_size):
+        logits = np.empty((len(inputs.rows), self.geometry.vocab_size), np.float32)
+        for piece in split_inputs(inputs, limit, self.geometry.block_size):
             logits[piece.row_places] = self._forward(piece.inputs)[: len(piece.row_places)]
             states = self._states()
             if self._hidden_states is None:
@@ -154,7 +146,7 @@ class OpenVINOExecutor:
             ):
                 request.set_tensor(name, ov.Tensor(array, shared_memory=True))
             request.infer()
-            logits: Logits = request.get_tensor(paged.LOGITS).data.reshape(-1, self._geometry.vocab_size)
+            logits: Logits = request.get_tensor(paged.LOGITS).data.reshape(-1, self.geometry.vocab_size)
         except RuntimeError as error:
             raise ExecutorError(f"the forward pass failed: {error}") from error
         return logits
@@ -165,7 +157,7 @@ class OpenVINOExecutor:
         return self._states() if self._hidden_states is None else self._hidden_states
 
     def _states(self) -> npt.NDArray[np.float32]:
-        """Of the latest pass."""
+        """Hidden states of the latest pass."""
         states: npt.NDArray[np.float32] = self._request.get_tensor(paged.HIDDEN).data
         return states.reshape(len(states), states.shape[-1])
 
@@ -221,10 +213,6 @@ class KVPool:
         for source, destination in pairs:
             for rows in self._rows:
                 rows[destination] = rows[source]
-
-
-def _cache_names(artifact: Artifact) -> tuple[str, ...]:
-    return paged.cache_inputs(artifact.config.num_layers)
 
 
 def _block_shape(port: Port) -> tuple[ElementType, tuple[int, ...]]:

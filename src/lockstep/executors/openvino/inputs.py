@@ -34,7 +34,7 @@ MIN_PASS_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan must stay within."""
+    """Bounds that a plan must stay within."""
 
     block_size: int
     num_blocks: int
@@ -115,30 +115,8 @@ def build_inputs(batch: StepBatch, limits: Limits, table_rows: TableRows | None 
     _check_blocks(plan, starts, needed, blocks, limits)
     num_tokens = int(lengths.sum())
     _check_tokens(batch, num_tokens, limits)
-    begins = _begins(lengths)
-    table_begins = _begins(needed)
-    positions = np.arange(num_tokens) + np.repeat(starts - begins[:-1], lengths)
-    token_ids, rows = batch.token_ids, batch.rows
-    if num_tokens == 1:
-        token_ids = np.append(token_ids, PAD_TOKEN)
-        positions = np.append(positions, 0)
-        starts = np.append(starts, 0)
-        begins = np.append(begins, 2)
-        blocks = np.append(blocks, NULL_BLOCK)
-        table_begins = np.append(table_begins, table_begins[-1] + 1)
-    if len(rows) == 1:
-        rows = np.repeat(rows, 2)
-    return ForwardInputs(
-        token_ids=np.ascontiguousarray(token_ids, np.int64),
-        positions=positions.astype(np.int64, copy=False),
-        past_lens=starts.astype(np.int32),
-        subsequence_begins=begins.astype(np.int32),
-        block_indices=blocks.astype(np.int32, copy=False),
-        block_indices_begins=table_begins.astype(np.int32),
-        max_context_len=np.array((starts[: len(lengths)] + lengths).max(), np.int32),
-        rows=np.ascontiguousarray(rows, np.int64),
-        hidden_rows=_NO_ROWS if batch.hidden_rows is None else np.ascontiguousarray(batch.hidden_rows, np.int64),
-    )
+    hidden_rows = _NO_ROWS if batch.hidden_rows is None else batch.hidden_rows
+    return _arranged(batch.token_ids, starts, lengths, needed, blocks, batch.rows, hidden_rows)
 
 
 def check_moves(plan: StepPlan, limits: Limits) -> None:
@@ -170,9 +148,9 @@ class Pass:
     inputs: ForwardInputs
     """Rows padded to two where there is one."""
     row_places: Longs
-    """Where its rows stand among the step's rows."""
+    """Places of its rows among the step's rows."""
     hidden_places: Longs
-    """Where its hidden rows stand among the step's."""
+    """Places of its hidden rows among the step's."""
 
 
 def split_inputs(inputs: ForwardInputs, max_tokens: int, block_size: int) -> Iterator[Pass]:
@@ -188,7 +166,7 @@ def split_inputs(inputs: ForwardInputs, max_tokens: int, block_size: int) -> Ite
 
 
 def cuts(begins: Ints, max_tokens: int) -> list[int]:
-    """Where passes begin, and the end of the last.
+    """Beginnings of passes, and the end of the last.
 
     Args:
         begins: [B + 1], where each sequence's tokens begin.
@@ -200,6 +178,33 @@ def cuts(begins: Ints, max_tokens: int) -> list[int]:
         num_passes = -(-remaining // max_tokens)
         edges.append(_whole_enough(begins, edges[-1] + -(-remaining // num_passes)))
     return [*edges, total]
+
+
+def _arranged(
+    token_ids: Longs, starts: Longs, lengths: Longs, needed: Longs, blocks: Ints, rows: Longs, hidden_rows: Longs
+) -> ForwardInputs:
+    """The arrays of chunks by their starts and lengths, each with ``needed`` entries of ``blocks``; padded."""
+    begins, table_begins = _begins(lengths), _begins(needed)
+    max_context_len = (starts + lengths).max()
+    positions = np.arange(len(token_ids)) + np.repeat(starts - begins[:-1], lengths)
+    if len(token_ids) == 1:
+        token_ids = np.append(token_ids, PAD_TOKEN)
+        positions = np.append(positions, 0)
+        starts = np.append(starts, 0)
+        begins = np.append(begins, 2)
+        blocks = np.append(blocks, NULL_BLOCK)
+        table_begins = np.append(table_begins, table_begins[-1] + 1)
+    return ForwardInputs(
+        token_ids=np.ascontiguousarray(token_ids, np.int64),
+        positions=positions.astype(np.int64, copy=False),
+        past_lens=starts.astype(np.int32),
+        subsequence_begins=begins.astype(np.int32),
+        block_indices=blocks.astype(np.int32, copy=False),
+        block_indices_begins=table_begins.astype(np.int32),
+        max_context_len=np.array(max_context_len, np.int32),
+        rows=np.ascontiguousarray(np.repeat(rows, 2) if len(rows) == 1 else rows, np.int64),
+        hidden_rows=np.ascontiguousarray(hidden_rows, np.int64),
+    )
 
 
 def _begins(sizes: Longs) -> Longs:
@@ -296,17 +301,8 @@ def _pass(inputs: ForwardInputs, begin: int, end: int, block_size: int) -> Pass:
     tables = [inputs.block_indices[at : at + num] for at, num in zip(table_begins, needed, strict=True)]
     rows, row_places = _within(inputs.rows, begin, end)
     hidden_rows, hidden_places = _within(inputs.hidden_rows, begin, end)
-    part = ForwardInputs(
-        token_ids=inputs.token_ids[begin:end].copy(),
-        positions=inputs.positions[begin:end].copy(),
-        past_lens=past.astype(np.int32),
-        subsequence_begins=(edges - begin).astype(np.int32),
-        block_indices=np.concatenate(tables),
-        block_indices_begins=np.concatenate([[0], np.cumsum(needed)]).astype(np.int32),
-        max_context_len=np.array((past + lengths).max(), np.int32),
-        rows=np.repeat(rows, 2) if len(rows) == 1 else rows,
-        hidden_rows=hidden_rows,
-    )
+    token_ids = inputs.token_ids[begin:end].copy()
+    part = _arranged(token_ids, past, lengths, needed, np.concatenate(tables), rows, hidden_rows)
     return Pass(part, row_places, hidden_places)
 
 

@@ -115,7 +115,7 @@ class IRCache:
 
 
 def _is_intact(entry: Path, key: Mapping[str, str]) -> bool:
-    """Whether the manifest names this key, the files have its sizes, and the graph (small) has its digest."""
+    """True if the manifest names this key, the files have its sizes, and the graph (small) has its digest."""
     try:
         manifest = json.loads((entry / MANIFEST).read_text())
         return (

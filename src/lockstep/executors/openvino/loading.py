@@ -74,8 +74,8 @@ def _stateful_model(core: Core, artifact: Artifact, options: OpenVINOOptions, re
         stored = core.read_model(str(path))
     except (OSError, RuntimeError) as error:
         # A full or read-only disk costs the next load a build, never this one its model.
-        told = " ".join(str(error).split())
-        log.warning("%s: its graph is not kept, so the next load builds it again: %s", artifact.name, told)
+        reason = " ".join(str(error).split())
+        log.warning("%s: its graph is not kept, so the next load builds it again: %s", artifact.name, reason)
         cache.remove(key)
         return model
     report("save", 1.0)
@@ -131,7 +131,7 @@ def _check_quantize(artifact: Artifact, options: OpenVINOOptions) -> None:
 
 
 def graph_key(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:
-    """What a stateful graph depends on; threads, device and other precisions come in when it is compiled."""
+    """Everything that a stateful graph depends on; threads, device and other precisions come in when it is compiled."""
     return {
         "artifact": artifact.fingerprint,
         "builder": BUILDER_VERSION,
@@ -153,18 +153,18 @@ def compile_properties(options: OpenVINOOptions) -> dict[str, str]:
     }
 
 
-def choose_device(wanted: str, available: tuple[str, ...]) -> str:
+def choose_device(device: str, available: tuple[str, ...]) -> str:
     """OpenVINO's name of the device; an explicit one that is missing is an error, never a silent CPU."""
-    name = "CPU" if wanted == "auto" else wanted.upper()
-    if not any(device == name or device.startswith(f"{name}.") for device in available):
-        there = ", ".join(device.lower() for device in available) or "none"
-        raise UsageError(f"device {wanted!r} is not there; available devices: {there}")
+    name = "CPU" if device == "auto" else device.upper()
+    if not any(each == name or each.startswith(f"{name}.") for each in available):
+        there = ", ".join(each.lower() for each in available) or "none"
+        raise UsageError(f"device {device!r} is not there; available devices: {there}")
     return name
 
 
-def check_device(wanted: str) -> None:
+def check_device(device: str) -> None:
     """UsageError where this machine has no such device."""
-    choose_device(wanted, tuple(the_core().available_devices))
+    choose_device(device, tuple(the_core().available_devices))
 
 
 def environment_of(artifact: Artifact, options: OpenVINOOptions) -> dict[str, str]:

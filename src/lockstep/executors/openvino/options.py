@@ -67,7 +67,7 @@ class OpenVINOOptions:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether these options can keep a request's bytes independent of its batch at all; the probe has the word."""
+        """True if these options can keep a request's bytes independent of its batch at all; the probe has the word."""
         return self.kv_cache_precision != "u8"
 
 

@@ -105,7 +105,7 @@ def _rows_parameter(name: str) -> Node:
 
 
 def _head(model: Model) -> Node:
-    """What takes the last hidden states: the last MatMul before the logits, or the node that cuts them for its parts.
+    """Head of the model: the last MatMul before the logits, or the node that cuts the hidden states for its parts.
 
     What lies between works on each row for itself (scales, caps, precisions).
     """

@@ -13,13 +13,11 @@ from enum import Enum
 
 from lockstep.artifacts.layout import EMBEDDING, LM_HEAD
 from lockstep.artifacts.model import Encoding, Weights
-from lockstep.artifacts.quantisation import GROUP_SIZE
-
-_FLOATS = (Encoding.F32, Encoding.F16, Encoding.BF16)
+from lockstep.artifacts.tensors import FLOAT_TYPES, GROUP_SIZE
 
 
 class Precision(Enum):
-    """How the graph holds a matrix; the value is what the user reads."""
+    """Format in which the graph holds a matrix; the value is what the user reads."""
 
     F32 = "f32"
     INT8_CHANNELS = "int8 per channel"
@@ -34,7 +32,7 @@ class PrecisionChoice:
 
     precision: Precision
     is_requantised: bool = False
-    """Whether weights are rounded anew; else each is what the file says (a product of scales may be rounded to f16)."""
+    """True if weights are rounded anew; else each is what the file says (a product of scales may be rounded to f16)."""
 
 
 _BLOCKS: Mapping[Encoding, PrecisionChoice] = {
@@ -59,7 +57,7 @@ def precision_of(name: str, encoding: Encoding, num_columns: int, quantize: str 
         quantize: ``int8``, ``int4`` or None; float weights only, blocks stay as they are.
     """
     is_table = name in (EMBEDDING, LM_HEAD)
-    if encoding not in _FLOATS:
+    if encoding not in FLOAT_TYPES:
         choice = _BLOCKS[encoding]
         if is_table and choice.precision is Precision.INT4_OFFSETS:
             return PrecisionChoice(Precision.INT8_GROUPS, is_requantised=True)
@@ -72,7 +70,7 @@ def precision_of(name: str, encoding: Encoding, num_columns: int, quantize: str 
 
 
 def precision_summary(weights: Weights, quantize: str | None) -> dict[str, int]:
-    """What loading makes of the matrices: ``Q6_K -> int8 in groups of 32 (requantised)`` and how many."""
+    """Changes that loading makes to matrices: ``Q6_K -> int8 in groups of 32 (requantised)`` and how many."""
     count: Counter[str] = Counter()
     for name in weights.names():
         tensor = weights[name]
@@ -84,5 +82,5 @@ def precision_summary(weights: Weights, quantize: str | None) -> dict[str, int]:
 
 
 def has_floats(weights: Weights) -> bool:
-    """Whether there is a matrix that `quantize` would change."""
-    return any(len(weights[name].shape) == 2 and weights[name].encoding in _FLOATS for name in weights.names())
+    """True if there is a matrix that `quantize` would change."""
+    return any(len(weights[name].shape) == 2 and weights[name].encoding in FLOAT_TYPES for name in weights.names())

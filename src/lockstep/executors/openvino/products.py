@@ -19,7 +19,7 @@ from lockstep.executors.openvino.runtime import Model, Node, op, ov
 MAX_PASS_TOKENS = 80
 """The most rows for which the kernel sums any number of columns in one go."""
 INDIFFERENT_COLUMNS = 512
-"""What the kernel sums in one go, however many rows there are: 64 blocks of 8."""
+"""Columns that the kernel sums in one go, however many rows there are: 64 blocks of 8."""
 MAX_COLUMNS = 2048
 """Wider products are cut for speed: 5632 columns of int8 take 0.37 to 0.48 of the time at 8 to 80 rows."""
 _EVEN_FEATURES = 32
@@ -45,7 +45,7 @@ def parts(num_columns: int, group_size: int, max_columns: int) -> tuple[int, ...
 
 
 def needs_short_passes(model: Model) -> bool:
-    """Whether some product's bits would depend on whether a pass has more than ``MAX_PASS_TOKENS``."""
+    """True if some product's bits would depend on whether a pass has more than ``MAX_PASS_TOKENS``."""
     return any(_compressed_columns(node) > INDIFFERENT_COLUMNS for node in model.get_ops())
 
 
@@ -145,7 +145,7 @@ def _group_size(weight: Node) -> int | None:
 
 
 def _is_parameter(node: Node) -> bool:
-    """Whether this is a constant scale or zero point."""
+    """True if this is a constant scale or zero point."""
     if node.get_type_name() == "Convert":
         node = node.input_value(0).get_node()
     return bool(node.get_type_name() == "Constant")

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.model import Encoding, Tensor
-from lockstep.artifacts.quantisation import BLOCKS, GROUP_SIZE, dequantise, unpack
+from lockstep.artifacts.tensors import BLOCKS, FLOAT_TYPES, GROUP_SIZE, dequantise, stored_as, unpack
 from lockstep.errors import CorruptArtifactError
 from lockstep.executors.openvino.precision import Precision
 from lockstep.executors.openvino.runtime import ElementType, Node, op, ov
 
-_FLOAT_DTYPES = {Encoding.F32: np.float32, Encoding.F16: np.float16, Encoding.BF16: np.uint16}
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
 INT4_ZERO_POINT = 8
@@ -39,17 +38,13 @@ def check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
     """
     if tensor.shape != shape:
         raise CorruptArtifactError(f"tensor {tensor.name} has shape {list(tensor.shape)}; it should be {list(shape)}")
-    if tensor.encoding in _FLOAT_DTYPES:
-        dtype, stored = np.dtype(_FLOAT_DTYPES[tensor.encoding]), shape
-    else:
-        num_values, num_bytes = BLOCKS[tensor.encoding]
-        if shape[-1] % num_values:
-            raise CorruptArtifactError(
-                f"tensor {tensor.name} ({tensor.encoding.value}) has rows of {shape[-1]} values; "
-                f"they should be a multiple of {num_values}"
-            )
-        row_bytes = shape[-1] // num_values * num_bytes
-        dtype, stored = np.dtype(np.uint8), (*shape[:-1], row_bytes)
+    num_values, _ = BLOCKS.get(tensor.encoding, (1, 0))
+    if shape[-1] % num_values:
+        raise CorruptArtifactError(
+            f"tensor {tensor.name} ({tensor.encoding.value}) has rows of {shape[-1]} values; "
+            f"they should be a multiple of {num_values}"
+        )
+    dtype, stored = stored_as(tensor.encoding, shape)
     if tensor.data.dtype != dtype or tensor.data.shape != stored:
         raise CorruptArtifactError(
             f"tensor {tensor.name} ({tensor.encoding.value}) is stored as "
@@ -60,7 +55,7 @@ def check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
 def vector(tensor: Tensor, size: int) -> npt.NDArray[np.float32]:
     """A norm weight or a bias as f32 [size]; these are stored as plain floats in every format."""
     check_tensor(tensor, (size,))
-    if tensor.encoding not in _FLOAT_DTYPES:
+    if tensor.encoding not in FLOAT_TYPES:
         raise CorruptArtifactError(
             f"tensor {tensor.name} is {tensor.encoding.value}; a vector must be F32, F16 or BF16"
         )

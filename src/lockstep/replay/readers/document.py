@@ -68,12 +68,17 @@ class _Scan:
 
     def members(self, exact: Container[str], itemised: str) -> Members:
         found: Members = {}
-        for key in self._keys():
+        for _ in self._items("{", "}", "a key"):
+            key = self._value(_PLAIN_JSON)
+            if not isinstance(key, str):
+                self._fault(f"a key in quotes expected, not {shown(key)}")
+            self._take(":")
             line = self.line()
             if key in found:
                 self._fault(f"{shown(key)} appears twice")
             if key == itemised and self._next() == "[":
-                found[key] = Located(list(self._elements()), line)
+                items = self._items("[", "]", "a value")
+                found[key] = Located([Located(self._value(EXACT_JSON), at) for at in items], line)
             else:
                 found[key] = Located(self._value(EXACT_JSON if key in exact else _PLAIN_JSON), line)
         if self._next():
@@ -86,31 +91,16 @@ class _Scan:
         self._line_at = self._at
         return self._line
 
-    def _keys(self) -> Iterator[str]:
-        """Each key of an object; whoever asks reads the value before the next."""
-        self._take("{")
-        while self._next() != "}":
-            key = self._value(_PLAIN_JSON)
-            if not isinstance(key, str):
-                self._fault(f"a key in quotes expected, not {shown(key)}")
-            self._take(":")
-            yield key
-            if self._next() != "}":
+    def _items(self, opening: str, closing: str, what: str) -> Iterator[int]:
+        """The line of each item of an object or a list; the caller reads the item before the next."""
+        self._take(opening)
+        while self._next() != closing:
+            yield self.line()
+            if self._next() != closing:
                 self._take(",")
-                if self._next() == "}":
-                    self._fault("a key expected after the comma")
-        self._take("}")
-
-    def _elements(self) -> Iterator[Located]:
-        self._take("[")
-        while self._next() != "]":
-            line = self.line()
-            yield Located(self._value(EXACT_JSON), line)
-            if self._next() != "]":
-                self._take(",")
-                if self._next() == "]":
-                    self._fault("a value expected after the comma")
-        self._take("]")
+                if self._next() == closing:
+                    self._fault(f"{what} expected after the comma")
+        self._take(closing)
 
     def _value(self, decoder: json.JSONDecoder) -> Any:
         self._next()
@@ -128,10 +118,10 @@ class _Scan:
         self._at = match.end() if match else self._at
         return self._text[self._at : self._at + 1]
 
-    def _take(self, wanted: str) -> None:
+    def _take(self, expected: str) -> None:
         got = self._next()
-        if got != wanted:
-            self._fault(f"{wanted!r} expected, not {got!r}" if got else f"it ends where {wanted!r} is expected")
+        if got != expected:
+            self._fault(f"{expected!r} expected, not {got!r}" if got else f"it ends where {expected!r} is expected")
         self._at += 1
 
     def _fault(self, what: str) -> NoReturn:

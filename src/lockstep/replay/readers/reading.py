@@ -108,7 +108,7 @@ def read_workload(path: str | Path, options: ReadOptions = AS_RECORDED) -> Workl
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a path is a recording of ours: a directory, or a file that begins as they do."""
+    """True if a path is a recording of ours: a directory, or a file that begins as they do."""
     if path.is_dir() or path.suffix == SUFFIX:
         return True
     with open_source(path) as stream:

@@ -159,9 +159,8 @@ def _lanes(sides: Sequence[Side], letters: Sequence[str]) -> list[dict[str, Any]
 
 
 def _lane(outcome: RequestOutcome, side: Side, letter: str) -> dict[str, Any]:
-    """The borders of a request's phases in ticks and ms, null for what it never came to; a tick ends with the next."""
-    ticks = (outcome.arrival_tick, outcome.admitted_tick, outcome.first_token_tick, outcome.finished_tick)
-    times = (outcome.arrival_ps, outcome.admitted_ps, outcome.first_token_ps, outcome.finished_ps)
+    """Borders of a request's phases in ticks and ms, null for those that it never came to."""
+    ticks, times = outcome.in_ticks[:-1], outcome.in_ps[:-1]
     stalls = side.stalls.of(outcome.seq_id)
     words = f"{outcome.num_prompt_tokens:,} prompt tokens, {outcome.num_output_tokens:,} output tokens"
     if outcome.num_cached_tokens:
@@ -170,7 +169,7 @@ def _lane(outcome: RequestOutcome, side: Side, letter: str) -> dict[str, Any]:
         words += f", preempted {outcome.num_preemptions:,} time{'s' * (outcome.num_preemptions != 1)}"
     return {
         "name": f"{letter} {printable(outcome.name)}".strip(),
-        "ticks": [None if tick < 0 else tick + (index >= 2) for index, tick in enumerate(ticks)],
+        "ticks": [None if tick < 0 else tick for tick in ticks],
         "ms": [None if time < 0 else to_ms(time) for time in times],
         "stalls": {
             "ticks": [[stall.tick, stall.end_tick] for stall in stalls],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.step import Chunk
 from lockstep.replay.causes import Cause
 from lockstep.replay.diff import Diff, EngineDiff
+from lockstep.replay.divergence import Divergence
 from lockstep.replay.explain import names_of, sentences, state_line
 from lockstep.replay.snapshot import Snapshot
 from lockstep.replay.workload import PS_PER_MS
@@ -39,28 +41,30 @@ def finding_of(found: Diff, a: SchedulerConfig, b: SchedulerConfig, *, is_timed:
     if is_timed:
         place += f" at {divergence.a.start_ps / PS_PER_MS:,.3f} ms"
     verdict = f"equal for {found.num_equal_steps:,} steps, until {place}; then another {divergence.change.value}:"
-    reasons = tuple(sentences(divergence.difference, found.a, found.b))
-    states = state_line(found.a), state_line(found.b)
     rest = (found.input,) if found.input else ()
-    return Finding(verdict, reasons, states, _plans(found.a, found.b), _HINT, (*rest, *_rest(found, a, b)))
+    return _finding(found.a, found.b, divergence, verdict, (*rest, *_rest(found, a, b)))
 
 
 def finding_of_engine(found: EngineDiff) -> Finding:
     """Difference between two recordings of one engine, in words."""
+    diff = found.diff
     head = f"engine {found.engine} ({found.name_a or found.name_b})"
-    if found.difference is None:
-        return Finding(f"{head}: identical, {found.num_equal_steps:,} steps")
-    if found.a is None or found.b is None:
-        return Finding(f"{head}: only {'B' if found.a is None else 'A'} has it")
-    fields = f"; the configs differ in {', '.join(found.fields)}" if found.fields else ""
-    change = found.difference.change.value
-    verdict = f"{head}: equal for {found.num_equal_steps:,} steps{fields}; then another {change}:"
-    reasons = tuple(sentences(found.difference, found.a, found.b))
-    states = state_line(found.a), state_line(found.b)
-    return Finding(verdict, reasons, states, _plans(found.a, found.b), _HINT, (_input_line(found),))
+    if diff.divergence is None:
+        return Finding(f"{head}: identical, {diff.num_equal_steps:,} steps")
+    if diff.a is None or diff.b is None:
+        return Finding(f"{head}: only {'B' if diff.a is None else 'A'} has it")
+    fields = f"; the configs differ in {', '.join(diff.fields)}" if diff.fields else ""
+    change = diff.divergence.change.value
+    verdict = f"{head}: equal for {diff.num_equal_steps:,} steps{fields}; then another {change}:"
+    return _finding(diff.a, diff.b, diff.divergence, verdict, (_input_line(diff),))
 
 
-def _input_line(found: EngineDiff) -> str:
+def _finding(a: Snapshot, b: Snapshot, divergence: Divergence, verdict: str, rest: tuple[str, ...]) -> Finding:
+    reasons = tuple(sentences(divergence.difference, a, b))
+    return Finding(verdict, reasons, (state_line(a), state_line(b)), _plans(a, b), _HINT, rest)
+
+
+def _input_line(found: Diff) -> str:
     if found.input:
         return found.input
     if found.fields:
@@ -69,7 +73,7 @@ def _input_line(found: EngineDiff) -> str:
 
 
 def configs_line(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> str:
-    """Which fields differ, and how."""
+    """Fields that differ, with both values."""
     differing = (f"{field}: {getattr(a, field)} and {getattr(b, field)}" for field in found.fields)
     return f"A and B differ in {'; '.join(differing) or 'no field'}"
 
@@ -141,20 +145,10 @@ def facts(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> dict[str, Any]
         "requests": found.num_requests,
         "equal_steps": found.num_equal_steps,
     }
-    if found.divergence is None or found.a is None or found.b is None:
+    if found.divergence is None:
         return described
-    divergence = found.divergence
-    described |= {
-        "tick": divergence.a.tick,
-        "start_ps": divergence.a.start_ps,
-        "change": divergence.change.value,
-        "about": names_of(divergence.difference, found.a, found.b),
-        "reasons": sentences(divergence.difference, found.a, found.b),
-        "decided_by": None if found.cause is None else cause_facts(found.cause),
-        "plans": [{"request": name, "a": x, "b": y} for name, x, y in _pairs(found.a, found.b)],
-        "input": found.input or None,
-        "reproducer": None,
-    }
+    described |= {"tick": found.divergence.a.tick, "start_ps": found.divergence.a.start_ps, **_divergence_facts(found)}
+    described["reproducer"] = None
     if found.reproducer is not None:
         described["reproducer"] = {
             "requests": [request.name for request in found.reproducer.workload.requests],
@@ -165,24 +159,31 @@ def facts(found: Diff, a: SchedulerConfig, b: SchedulerConfig) -> dict[str, Any]
     return described
 
 
-def cause_facts(cause: Cause) -> dict[str, list[str]]:
-    """The fields that decide."""
-    return {"alone": list(cause.alone), "together": list(cause.together)}
-
-
 def engine_facts(found: EngineDiff) -> dict[str, Any]:
     """One engine of two recordings, as an object."""
-    described: dict[str, Any] = {
+    diff = found.diff
+    described = {
         "engine": found.engine,
         "name_a": found.name_a or None,
         "name_b": found.name_b or None,
-        "identical": found.difference is None,
-        "fields": list(found.fields),
-        "equal_steps": found.num_equal_steps,
+        "identical": diff.divergence is None,
+        "fields": list(diff.fields),
+        "equal_steps": diff.num_equal_steps,
     }
-    if found.difference is not None and found.a is not None and found.b is not None:
-        described["change"] = found.difference.change.value
-        described["reasons"] = sentences(found.difference, found.a, found.b)
-        described["plans"] = [{"request": name, "a": x, "b": y} for name, x, y in _pairs(found.a, found.b)]
-        described["input"] = found.input or None
-    return described
+    known = _divergence_facts(diff)
+    return described | {key: known[key] for key in ("change", "reasons", "plans", "input") if known}
+
+
+def _divergence_facts(found: Diff) -> dict[str, Any]:
+    """The first difference as an object; empty: there is none, or one side has nothing to compare."""
+    divergence, a, b = found.divergence, found.a, found.b
+    if divergence is None or a is None or b is None:
+        return {}
+    return {
+        "change": divergence.change.value,
+        "about": names_of(divergence.difference, a, b),
+        "reasons": sentences(divergence.difference, a, b),
+        "decided_by": None if found.cause is None else asdict(found.cause),
+        "plans": [{"request": name, "a": x, "b": y} for name, x, y in _pairs(a, b)],
+        "input": found.input or None,
+    }

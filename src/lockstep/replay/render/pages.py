@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lockstep.replay.latencies import e2e_ps, ttft_ps
-from lockstep.replay.records import TickRecorder, names_of
 from lockstep.replay.render.charts import Mark, timeline_of, to_ms
 from lockstep.replay.render.side import Side
 from lockstep.replay.render.tables import (
@@ -21,7 +19,7 @@ from lockstep.replay.render.tables import (
     twin_tiles,
 )
 from lockstep.replay.report import Report
-from lockstep.replay.timeline import RequestOutcome
+from lockstep.replay.timeline import RequestOutcome, TickRecorder, Who, names_of
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit
 from lockstep.report.document import (
     ABSENT,
@@ -110,9 +108,10 @@ def changed_requests(a: Sequence[RequestOutcome], b: Sequence[RequestOutcome], *
     table = Table("Requests that changed most", (*words("request"), *first_token, *end), id="requests")
     if [outcome.name for outcome in a] != [outcome.name for outcome in b]:
         return table
-    changed = [(x, y) for x, y in zip(a, b, strict=True) if _times(x, is_timed) != _times(y, is_timed)]
-    changed.sort(key=lambda pair: -_weight(pair[0], pair[1], is_timed))
-    table.rows += [(x.name, *_cells(x, y, is_timed)) for x, y in changed[:MAX_CHANGED]]
+    both = [(x.name, _times(x, is_timed), _times(y, is_timed)) for x, y in zip(a, b, strict=True)]
+    changed = [(name, before, after) for name, before, after in both if before != after]
+    changed.sort(key=lambda each: -_weight(*each[1:]))
+    table.rows += [(name, *_cells(before, after)) for name, before, after in changed[:MAX_CHANGED]]
     if len(changed) > MAX_CHANGED:
         table.title += f": {MAX_CHANGED} of {len(changed):,}"
     return table
@@ -160,41 +159,39 @@ def _ticks(recorder: TickRecorder, outcomes: Sequence[RequestOutcome], *, is_tim
     columns = (*numbers(*(("tick", "ms") if is_timed else ("tick",))), *did, *state)
     names = names_of(outcomes)
 
-    def named(seq_ids: Sequence[int]) -> str:
+    def named(seq_ids: Sequence[Who]) -> str:
         text = ", ".join(names.get(seq_id, str(seq_id)) for seq_id in seq_ids[:MAX_IDS])
         return text if len(seq_ids) <= MAX_IDS else f"{text} and {len(seq_ids) - MAX_IDS} more"
 
     table = Table("Ticks", columns, id="ticks")
-    for span in recorder.spans:
-        last = span.tick + span.num_ticks - 1
-        ticks = str(span.tick) if last == span.tick else f"{span.tick} to {last}"
-        start = (f"{to_ms(span.start_ps):,.3f}",) if is_timed else ()
-        events = named(span.admitted), Number(span.prefill_tokens), named(span.decoded), named(span.completed)
-        sizes = Number(span.queued), Number(span.active), Number(span.used_blocks)
-        table.rows.append((ticks, *start, *events, named(span.preempted), *sizes))
+    for first, num_ticks in recorder.spans:
+        ticks = str(first.tick) if num_ticks == 1 else f"{first.tick} to {first.tick + num_ticks - 1}"
+        start = (f"{to_ms(first.start_ps):,.3f}",) if is_timed else ()
+        events = named(first.admitted), Number(first.prefill_tokens), named(first.decoded), named(first.completed)
+        sizes = Number(first.queued), Number(first.active), Number(first.used_blocks)
+        table.rows.append((ticks, *start, *events, named(first.preempted), *sizes))
     number, left_out = len(recorder.spans), recorder.num_left_out
     title = f"The first {number:,} of {number + left_out:,} lines" if left_out else "All ticks"
     return Folded(title, table, is_open=number <= SHORT_LINES)
 
 
-def _times(outcome: RequestOutcome, is_timed: bool) -> tuple[float, float] | None:
-    """To the first token and to the end; None: it was never completed."""
-    if outcome.finished_tick < 0:
+Times = tuple[float, float] | None
+"""Of a request to its first token and to its end; None: it was never completed."""
+
+
+def _times(outcome: RequestOutcome, is_timed: bool) -> Times:
+    if not outcome.is_completed:
         return None
-    if is_timed:
-        return ttft_ps(outcome) / PS_PER_MS, e2e_ps(outcome) / PS_PER_MS
-    first, last = outcome.first_token_tick, outcome.finished_tick
-    return first - outcome.arrival_tick + 1, last - outcome.arrival_tick + 1
+    course, per_unit = (outcome.in_ps, PS_PER_MS) if is_timed else (outcome.in_ticks, 1)
+    return course.ttft / per_unit, course.e2e / per_unit
 
 
-def _weight(a: RequestOutcome, b: RequestOutcome, is_timed: bool) -> float:
+def _weight(before: Times, after: Times) -> float:
     """Change of the time to the end; a request that only one side completed comes first."""
-    times = _times(a, is_timed), _times(b, is_timed)
-    return float("inf") if times[0] is None or times[1] is None else abs(times[1][1] - times[0][1])
+    return float("inf") if before is None or after is None else abs(after[1] - before[1])
 
 
-def _cells(a: RequestOutcome, b: RequestOutcome, is_timed: bool) -> Iterator[Cell]:
-    times_a, times_b = _times(a, is_timed), _times(b, is_timed)
+def _cells(times_a: Times, times_b: Times) -> Iterator[Cell]:
     for place in range(2):
         before, after = (None if times is None else times[place] for times in (times_a, times_b))
         yield ABSENT if before is None else Number(before, Style.SHORT)

@@ -17,13 +17,13 @@ from typing import IO, Any
 from lockstep.errors import UsageError
 from lockstep.replay.render.side import Stalls
 from lockstep.replay.timeline import RequestOutcome, Tick
+from lockstep.replay.workload import PS_PER_US
 
-_PS_PER_US = 1_000_000
 _SCHEDULER, _REQUESTS = 1, 2
 """Process ids in the trace; their threads are the tracks."""
 _STEPS = 1
 MAX_LANES = 10_000
-"""Tracks of requests that are drawn beside each other; a request that finds none free is counted, not drawn."""
+"""Tracks of requests that are drawn beside each other; a request that finds none free is not drawn."""
 
 
 class PerfettoWriter:
@@ -49,8 +49,6 @@ class PerfettoWriter:
         self._metadata("process_name", _SCHEDULER, 0, {"name": f"scheduler ({name})"})
         self._metadata("thread_name", _SCHEDULER, _STEPS, {"name": "steps"})
         self._metadata("process_name", _REQUESTS, 0, {"name": "requests"})
-        self.num_left_out = 0
-        """Requests that were not drawn, because MAX_LANES others were under way."""
 
     def __enter__(self) -> PerfettoWriter:
         return self
@@ -89,7 +87,7 @@ class PerfettoWriter:
             tick.num_active,
             tick.num_used_blocks,
             tick.num_prefill_tokens,
-            _num_decode_tokens(tick),
+            tick.num_decode_inputs,
         )
 
     def add_requests(self, outcomes: Iterable[RequestOutcome]) -> None:
@@ -98,12 +96,11 @@ class PerfettoWriter:
         busy: list[tuple[int, int]] = []
         num_lanes = 0
         for outcome in sorted(outcomes, key=lambda each: (each.arrival_ps, each.seq_id)):
-            if outcome.finished_ps < 0:
+            if not outcome.is_completed:
                 continue
             while busy and busy[0][0] <= outcome.arrival_ps:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             if not free and num_lanes == MAX_LANES:
-                self.num_left_out += 1
                 continue
             if not free:
                 num_lanes += 1
@@ -174,22 +171,13 @@ def phases(outcome: RequestOutcome) -> Iterator[tuple[str, int, int]]:
 
 def _us(ps: int) -> float | int:
     """Microseconds; a whole number where it is one, so that the common case is short."""
-    return ps // _PS_PER_US if ps % _PS_PER_US == 0 else ps / _PS_PER_US
+    return ps // PS_PER_US if ps % PS_PER_US == 0 else ps / PS_PER_US
 
 
 def _step_name(tick: Tick) -> str:
-    kinds = [
-        kind
-        for kind, is_there in (("prefill", tick.num_prefill_tokens), ("decode", _num_decode_tokens(tick)))
-        if is_there
-    ]
-    name = " + ".join(kinds) or "moves"
+    counts = {"prefill": tick.num_prefill_tokens, "decode": tick.num_decode_inputs}
+    name = " + ".join(kind for kind, count in counts.items() if count) or "moves"
     return name if tick.num_ticks == 1 else f"{tick.num_ticks} x {name}"
-
-
-def _num_decode_tokens(tick: Tick) -> int:
-    """Tokens of each of the steps that are no prompt."""
-    return tick.plan.num_tokens - tick.num_prefill_tokens if tick.plan is not None else 0
 
 
 def _step_args(tick: Tick) -> dict[str, Any]:

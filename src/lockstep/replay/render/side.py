@@ -6,42 +6,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lockstep.replay.records import TickRecorder
 from lockstep.replay.report import Report
-from lockstep.replay.timeline import RequestOutcome, Tick
+from lockstep.replay.timeline import RequestOutcome, Tick, TickRecorder
 
 MAX_LINES = 500
 """Lines that the table of ticks has; more nobody reads, and a page that has them is slow."""
 
 
 class Side:
-    """A watcher of a replay; `end` adds what is known when it is over. A comparison has two."""
+    """A watcher of a replay; `end` adds its result. A comparison has two."""
+
+    report: Report
+    """Set by `end`, as are the outcomes."""
+    outcomes: Sequence[RequestOutcome]
 
     def __init__(self) -> None:
         self.timeline = TimelineSampler()
         self.recorder = TickRecorder(MAX_LINES)
         self.stalls = Stalls()
-        self._ended: tuple[Report, Sequence[RequestOutcome]] | None = None
 
     def __call__(self, tick: Tick) -> None:
-        """Take in what the replay did next."""
+        """Take in the next tick, or run of ticks."""
         self.timeline(tick)
         self.recorder(tick)
         self.stalls(tick)
 
     def end(self, report: Report, outcomes: Sequence[RequestOutcome]) -> None:
-        """Take in what it came to."""
-        self._ended = report, outcomes
-
-    @property
-    def report(self) -> Report:
-        assert self._ended is not None, "the replay has ended"
-        return self._ended[0]
-
-    @property
-    def outcomes(self) -> Sequence[RequestOutcome]:
-        assert self._ended is not None, "the replay has ended"
-        return self._ended[1]
+        """Take in the result."""
+        self.report, self.outcomes = report, outcomes
 
 
 MAX_BUCKETS = 2048
@@ -71,7 +63,7 @@ class Bucket:
         return [round(total / self.num_ticks, 6) for total in self.sums]
 
     def add(self, later: Bucket) -> None:
-        """Take in what happened after it."""
+        """Take in the bucket after it."""
         self.num_ticks += later.num_ticks
         self.end_ps = later.end_ps
         self.lows = list(map(min, self.lows, later.lows))
@@ -80,7 +72,7 @@ class Bucket:
         self.num_preempted += later.num_preempted
 
     def take(self, tick: Tick) -> None:
-        """Take in a run of ticks after it, in place: what ``add`` does, for the many."""
+        """Take in a run of ticks after it, in place: as ``add``, for the many."""
         num_ticks, lows, highs, sums = tick.num_ticks, self.lows, self.highs, self.sums
         for index, value in enumerate(_values(tick)):
             if value < lows[index]:
@@ -109,7 +101,7 @@ class TimelineSampler:
         """In order; spans that nothing happened in are absent."""
 
     def __call__(self, tick: Tick) -> None:
-        """Take in what the replay did next."""
+        """Take in the next tick, or run of ticks."""
         last = tick.tick + tick.num_ticks - 1
         while last // self.width >= self._max_buckets:
             self._halve()
@@ -160,8 +152,7 @@ def _cut(tick: Tick, width: int) -> Iterator[Bucket]:
 
 def _values(tick: Tick) -> tuple[int, ...]:
     """``QUANTITIES`` of each of the ticks."""
-    num_decode = sum(tick.plan.lengths) - tick.num_prefill_tokens if tick.plan is not None else 0
-    return tick.num_queued, tick.num_active, tick.num_used_blocks, tick.num_prefill_tokens, num_decode
+    return tick.num_queued, tick.num_active, tick.num_used_blocks, tick.num_prefill_tokens, tick.num_decode_inputs
 
 
 MAX_STALLS = 200_000
@@ -184,11 +175,10 @@ class Stalls:
         self._by_id: dict[int, list[Stall]] = {}
         self._open: dict[int, tuple[int, int]] = {}
         """Tick and picosecond since when."""
-        self.num_left_out = 0
         self._count = 0
 
     def __call__(self, tick: Tick) -> None:
-        """Take in what the replay did next."""
+        """Take in the next tick, or run of ticks."""
         plan = tick.plan
         if plan is None or not (plan.preempted or plan.resumed):
             return
@@ -200,8 +190,6 @@ class Stalls:
             if self._count < MAX_STALLS:
                 self._count += 1
                 self._open[seq_id] = tick.tick, tick.start_ps
-            else:
-                self.num_left_out += 1
 
     def of(self, seq_id: int) -> tuple[Stall, ...]:
         """Stalls of one sequence, in order."""

@@ -133,7 +133,7 @@ def sweep_notes(swept: Swept) -> Iterator[str]:
 
 
 def verdict(swept: Swept) -> str:
-    """Which config is the cheapest that meets the goals; empty without goals."""
+    """The cheapest config that meets the goals, in a sentence; empty without goals."""
     if not swept.goals_ms:
         return ""
     what = ", ".join(f"{name} of {limit:g} ms" for name, limit in swept.goals_ms.items())
@@ -189,7 +189,7 @@ def _plotted(swept: Swept) -> list[str]:
 
 
 def _extrapolation_notes(swept: Swept) -> Iterator[str]:
-    """Which configs' times are of steps larger than any that was measured."""
+    """Caveat of configs with steps larger than any that was measured."""
     noted = [outcome for outcome in swept.outcomes if outcome.note]
     if noted:
         number = "1 config has" if len(noted) == 1 else f"{len(noted):,} configs have"

@@ -57,7 +57,7 @@ def comparison_document(one: Report, other: Report) -> Document:
 
 
 def same_or_not(one: Report, other: Report) -> str:
-    """Whether the same was decided."""
+    """Verdict of a comparison: the same decisions, or others."""
     if one.fingerprint == other.fingerprint:
         return f"identical decisions, fingerprint {one.fingerprint}"
     return f"decisions differ, fingerprints {one.fingerprint} and {other.fingerprint}"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NotRequired
 
-from lockstep.cluster.base import Accepted, Event
-from lockstep.engine.outputs import RequestOutput, TokenOutput
-from lockstep.server.answer import Extension, ResponseMetadata, encode, extension_of
+from lockstep.server.answer import Extension, encode
+from lockstep.server.answer_response import Answer
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError
 from lockstep.server.fields import Shape
@@ -127,29 +127,27 @@ class ResponseObject(Shape):
 
 
 def documented_events() -> dict[int | str, dict[str, Any]]:
-    """What creating a response says of its success: a whole response, or a stream of events."""
+    """Document the success of creating a response: a whole response, or a stream of events."""
     events = {"example": "event: response.created\ndata: {...}\n\n"}
     return {200: {"model": ResponseObject, "description": "The response.", "content": {"text/event-stream": events}}}
 
 
 class Kind(Enum):
-    """What an item holds; its value begins the ids of such items."""
+    """Content of an item; the value begins the ids of such items."""
 
     THOUGHTS = REASONING_PREFIX
     TEXT = MESSAGE_PREFIX
     CALL = CALL_PREFIX
 
 
+@dataclass(slots=True)
 class _OpenItem:
     """The item that is being written."""
 
-    __slots__ = ("fields", "kind", "logprobs", "pieces")
-
-    def __init__(self, kind: Kind, item_id: str, fields: JsonObject) -> None:
-        self.kind = kind
-        self.fields = {"id": item_id, **fields}
-        self.pieces: list[str] = []
-        self.logprobs: list[JsonObject] = []
+    kind: Kind
+    fields: JsonObject
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[JsonObject] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -183,7 +181,7 @@ class _OpenItem:
 
 
 class ResponseWriter:
-    """Told what was generated; says which events that makes.
+    """Turns what is generated into items and events, one after the other.
 
     Args:
         base: what the response object says from its beginning to its end.
@@ -201,19 +199,19 @@ class ResponseWriter:
 
     def begin(self) -> None:
         response = self._response("in_progress")
-        self._tell("response.created", response=response)
-        self._tell("response.in_progress", response=response)
+        self._add("response.created", response=response)
+        self._add("response.in_progress", response=response)
 
     def write_thoughts(self, text: str) -> None:
         item = self._writing(Kind.THOUGHTS)
         item.pieces.append(text)
-        self._tell_part("response.reasoning_text.delta", item, delta=text)
+        self._add_of_part("response.reasoning_text.delta", item, delta=text)
 
     def write_text(self, text: str, logprobs: Sequence[JsonObject] = ()) -> None:
         item = self._writing(Kind.TEXT)
         item.pieces.append(text)
         item.logprobs.extend(logprobs)
-        self._tell_part("response.output_text.delta", item, delta=text, logprobs=list(logprobs))
+        self._add_of_part("response.output_text.delta", item, delta=text, logprobs=list(logprobs))
 
     def end_text(self, *, is_cut: bool) -> None:
         """No text follows; ``is_cut``: because no more tokens were allowed."""
@@ -222,10 +220,10 @@ class ResponseWriter:
     def write_call(self, call_id: str, name: str, arguments: str) -> None:
         """A tool is called."""
         self._close("completed")
-        item = _OpenItem(Kind.CALL, self._new_id(Kind.CALL.value), {"call_id": call_id, "name": name})
+        item = _OpenItem(Kind.CALL, {"id": self._new_id(Kind.CALL.value), "call_id": call_id, "name": name})
         self._begin_item(item)
         item.pieces.append(arguments)
-        self._tell_item("response.function_call_arguments.delta", item, delta=arguments)
+        self._add_of_item("response.function_call_arguments.delta", item, delta=arguments)
         self._close("completed")
 
     def complete(self, completed_at_s: int, **fields: Any) -> JsonObject:
@@ -249,10 +247,10 @@ class ResponseWriter:
         """The last event, which tells how it ended."""
         assert not self._is_ended, "a response ends once"
         self._is_ended = True
-        self._tell(f"response.{response['status']}", response=response)
+        self._add(f"response.{response['status']}", response=response)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """What happened since the last call."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -267,14 +265,14 @@ class ResponseWriter:
         if self._open is not None and self._open.kind is kind:
             return self._open
         self._close("completed")
-        item = _OpenItem(kind, self._new_id(kind.value), {})
+        item = _OpenItem(kind, {"id": self._new_id(kind.value)})
         self._begin_item(item)
-        self._tell_part("response.content_part.added", item, part=item.part())
+        self._add_of_part("response.content_part.added", item, part=item.part())
         return item
 
     def _begin_item(self, item: _OpenItem) -> None:
         self._open = item
-        self._tell("response.output_item.added", output_index=len(self._closed), item=item.just_opened())
+        self._add("response.output_item.added", output_index=len(self._closed), item=item.just_opened())
 
     def _close(self, status: str) -> None:
         item = self._open
@@ -282,15 +280,15 @@ class ResponseWriter:
             return
         match item.kind:
             case Kind.THOUGHTS:
-                self._tell_part("response.reasoning_text.done", item, text=item.text)
+                self._add_of_part("response.reasoning_text.done", item, text=item.text)
             case Kind.TEXT:
-                self._tell_part("response.output_text.done", item, text=item.text, logprobs=list(item.logprobs))
+                self._add_of_part("response.output_text.done", item, text=item.text, logprobs=list(item.logprobs))
             case Kind.CALL:
-                self._tell_item("response.function_call_arguments.done", item, arguments=item.text)
+                self._add_of_item("response.function_call_arguments.done", item, arguments=item.text)
         if item.kind is not Kind.CALL:
-            self._tell_part("response.content_part.done", item, part=item.part())
+            self._add_of_part("response.content_part.done", item, part=item.part())
         done = item.item(status)
-        self._tell("response.output_item.done", output_index=len(self._closed), item=done)
+        self._add("response.output_item.done", output_index=len(self._closed), item=done)
         self._closed.append(done)
         self._open = None
 
@@ -305,13 +303,13 @@ class ResponseWriter:
         }
         return {**self._base, **outcome, **fields}
 
-    def _tell_part(self, type_: str, item: _OpenItem, **fields: Any) -> None:
-        self._tell_item(type_, item, content_index=0, **fields)
+    def _add_of_part(self, type_: str, item: _OpenItem, **fields: Any) -> None:
+        self._add_of_item(type_, item, content_index=0, **fields)
 
-    def _tell_item(self, type_: str, item: _OpenItem, **fields: Any) -> None:
-        self._tell(type_, item_id=item.fields["id"], output_index=len(self._closed), **fields)
+    def _add_of_item(self, type_: str, item: _OpenItem, **fields: Any) -> None:
+        self._add(type_, item_id=item.fields["id"], output_index=len(self._closed), **fields)
 
-    def _tell(self, type_: str, **fields: Any) -> None:
+    def _add(self, type_: str, **fields: Any) -> None:
         self._events.append({"type": type_, "sequence_number": self._num_events, **fields})
         self._num_events += 1
 
@@ -320,115 +318,81 @@ _CODES: Mapping[int, str] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """Of errors in a response object, by HTTP status; OpenAI's names."""
 
 
-class ResponseAnswer:
-    """Implements `lockstep.server.answer_response.Shown` for one call with one choice.
+class ResponseEncoder:
+    """Encoder of one call with one choice as items and events. Implements `lockstep.server.answer_response.Encoder`.
 
     Args:
         writer: a new one.
-        choice: what the call's outputs are read into.
-        metadata: of the answer.
-        accepted: the call; says how it came to who answers it.
     """
 
-    def __init__(self, writer: ResponseWriter, choice: Choice, metadata: ResponseMetadata, accepted: Accepted) -> None:
+    def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
-        self._choice = choice
-        self._metadata = metadata
-        self._accepted = accepted
-        self._output: RequestOutput | None = None
         self._final: JsonObject | None = None
         self._entries: list[Entry] = []
         """Log-probabilities whose text has not come yet."""
         self._has_text = False
-        writer.begin()
 
-    @property
-    def is_complete(self) -> bool:
-        return self._output is not None
-
-    @property
-    def outputs(self) -> list[RequestOutput]:
-        return [] if self._output is None else [self._output]
-
-    @property
-    def num_pending_bytes(self) -> int:
-        return self._choice.num_pending_bytes
-
-    def feed(self, call: int, events: Sequence[Event]) -> None:
-        """Take events of the call, in order; ``call`` is 0."""
-        for event in events:
-            if isinstance(event, TokenOutput):
-                self._choice.feed(event)
-                self._output = event.request or self._output
-
-    def take(self) -> bytes:
-        self._write()
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        self._writer.begin()
         return self._frames()
 
-    def final(self) -> JsonObject:
+    def chunk(self, choice: Choice, answer: Answer | None) -> bytes:
+        self._write(choice)
+        return self._frames()
+
+    def final(self, answer: Answer) -> JsonObject:
         """The response object of an answer that is complete."""
         if self._final is None:
-            self._write()
-            is_cut = self._choice.finish_reason == "length"
-            self._end_text(is_cut)
-            for call in self._choice.whole_calls:
-                self._writer.write_call(call.id, call.name, call.arguments)
-            extension = extension_of(self._metadata, [self._accepted], self.outputs)
-            usage = {"usage": self._usage(), "lockstep": extension}
-            if is_cut:
-                self._final = self._writer.cut(**usage)
-            else:
-                self._final = self._writer.complete(int(time.time()), **usage)
+            [choice], writer = answer.choices, self._writer
+            self._write(choice)
+            is_cut = choice.finish_reason == "length"
+            if self._entries and self._has_text and not choice.whole_calls:  # else they are the calls'
+                writer.write_text("", self._take_entries())
+            writer.end_text(is_cut=is_cut)
+            for call in choice.whole_calls:
+                writer.write_call(call.id, call.name, call.arguments)
+            fields = {"usage": _usage_of(answer), "lockstep": answer.extension}
+            self._final = writer.cut(**fields) if is_cut else writer.complete(int(time.time()), **fields)
         return self._final
 
-    def end(self) -> bytes:
-        self._writer.end(self.final())
+    def end(self, answer: Answer) -> bytes:
+        self._writer.end(self.final(answer))
         return self._frames()
 
     def failed(self, error: HttpError) -> bytes:
-        self._write()
         self._writer.end(self._writer.fail(_CODES.get(error.status, "server_error"), error.message))
         return self._frames()
 
-    def whole(self) -> bytes:
-        return encode(self.final())
+    def whole(self, answer: Answer) -> bytes:
+        return encode(self.final(answer))
 
-    def _write(self) -> None:
+    def _write(self, choice: Choice) -> None:
         """Give the writer what is new. Calls are told at the end: until then one may turn out to be text."""
-        choice, writer = self._choice, self._writer
         if choice.reasoning:
-            writer.write_thoughts(choice.reasoning)
+            self._writer.write_thoughts(choice.reasoning)
         if choice.text or not choice.reasoning:  # what came with thoughts alone is theirs
             self._entries += choice.entries
         if choice.text:
-            writer.write_text(choice.text, self._take_entries())
+            self._writer.write_text(choice.text, self._take_entries())
             self._has_text = True
         choice.shown()
 
-    def _end_text(self, is_cut: bool) -> None:
-        if self._entries and self._has_text and not self._choice.whole_calls:  # else they are the calls'
-            self._writer.write_text("", self._take_entries())
-        self._writer.end_text(is_cut=is_cut)
-
     def _take_entries(self) -> Sequence[JsonObject]:
         entries, self._entries = self._entries, []
-        told: Sequence[JsonObject] = chat_logprobs(entries)["content"]
-        return told
+        content: Sequence[JsonObject] = chat_logprobs(entries)["content"]
+        return content
 
     def _frames(self) -> bytes:
         events = self._writer.take_events()
         return b"".join([b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event)) for event in events])
 
-    def _usage(self) -> ResponseUsage:
-        output, choice = self._output, self._choice
-        assert output is not None, "an answer has its usage when it is complete"
-        num_input, num_output = output.num_prompt_tokens, output.num_output_tokens
-        return {
-            "input_tokens": num_input,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": num_output,
-            "output_tokens_details": {
-                "reasoning_tokens": choice.num_reasoning_tokens if choice.has_thoughts else 0,
-            },
-            "total_tokens": num_input + num_output,
-        }
+
+def _usage_of(answer: Answer) -> ResponseUsage:
+    totals = answer.totals
+    return {
+        "input_tokens": totals.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": totals.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": totals.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
+        "total_tokens": totals.num_prompt_tokens + totals.num_output_tokens,
+    }

@@ -14,15 +14,15 @@ from starlette.responses import JSONResponse, Response
 
 from lockstep.cluster.base import Accepted
 from lockstep.errors import InvalidParameterError, RequestError
-from lockstep.server.answer import ResponseMetadata
-from lockstep.server.answer_response import AnswerResponse, Job
+from lockstep.server.answer_response import Answer, AnswerResponse
 from lockstep.server.body import LongBodyRoute
-from lockstep.server.chat_request import ChatCall, chat_call
+from lockstep.server.chat import ChatCall, chat_call
 from lockstep.server.choices import open_choices
+from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import Shape
 from lockstep.server.generation import Caller, labels_of
 from lockstep.server.request_context import context_of
-from lockstep.server.responses.answer import ResponseAnswer, ResponseObject, ResponseWriter, documented_events
+from lockstep.server.responses.answer import ResponseEncoder, ResponseObject, ResponseWriter, documented_events
 from lockstep.server.responses.schema import MAX_ID_CHARS, ResponseBody, response_base
 from lockstep.server.responses.store import ResponseStore, StoredResponse, chain_to, get_stored
 from lockstep.server.responses.translation import JsonObject, chat_body, in_our_words, items_of, messages_of, names_here
@@ -32,17 +32,17 @@ MAX_ITEMS = 100
 """Of one page, as with OpenAI; so is the default."""
 DEFAULT_ITEMS = 20
 
-router = APIRouter(route_class=LongBodyRoute)
+router = APIRouter(route_class=LongBodyRoute, responses=ERROR_RESPONSES)
 
 
 def store_of(request: Request) -> ResponseStore:
-    """Where the server that a request came to keeps responses; put on the application by `create_app`."""
+    """The store of the server that a request came to; put on the application by `create_app`."""
     store: ResponseStore = request.app.state.response_store
     return store
 
 
 class DeletedResponse(Shape):
-    """What is left of a response."""
+    """The remains of a response."""
 
     id: str
     object: Literal["response"]
@@ -64,45 +64,36 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     """Answer, and keep the answer so that it can be continued."""
     serving, context, store = serving_of(request), context_of(request), store_of(request)
     cluster, tenant = serving.cluster, context.tenant
-    context.model = cluster.card(body.model).name
+    caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
+    context.model, context.session_id = cluster.card(body.model).name, body.session_id
     earlier = () if body.previous_response_id is None else await chain_to(store, body.previous_response_id, tenant)
     tokenizer = cluster.tokenizer(body.model)
 
     def translate() -> tuple[tuple[JsonObject, ...], ChatCall]:
         items = items_of(body.input, _new_id)
-        messages = messages_of(body.instructions, [*_said(earlier), *items])
-        return items, _chat_call(body, messages, Caller(tenant, serving.options), request)
+        messages = messages_of(body.instructions, [*_items_of_chain(earlier), *items])
+        return items, _chat_call(body, messages, caller, request)
 
-    items, asked = await translated(request, translate)
+    items, chat = await translated(request, translate)
     response_id = _new_id("resp")
-    answers: list[ResponseAnswer] = []
+    encoders: list[ResponseEncoder] = []
 
-    def make_answer(accepted: Sequence[Accepted]) -> ResponseAnswer:
-        called, created_s = accepted[0], int(time.time())
-        context.warnings = asked.unheeded(cluster.tokenizer(called.model))
-        metadata = ResponseMetadata(
-            id=response_id,
-            created_s=created_s,
-            model=called.model,
-            fingerprint=None,
-            request_id=context.request_id,
-            started_s=context.started_s,
-            session_id=body.session_id,
-            warnings=context.warnings,
+    def make_answer(accepted: Sequence[Accepted]) -> Answer:
+        model, created_s = accepted[0].model, int(time.time())
+        context.warnings = chat.unheeded(cluster.tokenizer(model))
+        choices = open_choices(
+            chat.call.params, tokenizer, accepted[0], tool_use=chat.tool_use, new_call_id=lambda: _new_id("call")
         )
-        [choice] = open_choices(
-            asked.call.params, tokenizer, called, tool_use=asked.tool_use, new_call_id=lambda: _new_id("call")
-        )
-        writer = ResponseWriter(response_base(body, response_id, called.model, created_s), _new_id)
-        answers.append(ResponseAnswer(writer, choice, metadata, called))
-        return answers[0]
+        encoders.append(ResponseEncoder(ResponseWriter(response_base(body, response_id, model, created_s), _new_id)))
+        return Answer(accepted, choices, encoders[0], context)
 
-    async def keep() -> None:
+    async def keep(answer: Answer) -> None:
         if body.store is not False:
-            await store.put(StoredResponse(response_id, tenant, answers[0].final(), items))
+            await store.put(StoredResponse(response_id, tenant, encoders[0].final(answer), items))
 
-    names = names_here(asked.names)
-    return AnswerResponse(request, Job((asked.call,), make_answer, names, bool(body.stream), before_end=keep))
+    return AnswerResponse(
+        request, (chat.call,), make_answer, names_here(chat.names), is_stream=bool(body.stream), before_end=keep
+    )
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject)
@@ -140,10 +131,10 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = DEFAULT_ITEMS,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """What a stored response answered: the conversation before it and its own input."""
+    """Items that a stored response answered: the conversation before it and its own input."""
     _only(request, "after", "limit", "order")
     chain = await chain_to(store_of(request), response_id, context_of(request).tenant, param="response_id")
-    items = [*_said(chain[:-1]), *chain[-1].input_items]
+    items = [*_items_of_chain(chain[:-1]), *chain[-1].input_items]
     return JSONResponse(item_list(items, after=after, limit=limit, is_descending=order == "desc"))
 
 
@@ -158,7 +149,7 @@ def _chat_call(body: ResponseBody, messages: Sequence[JsonObject], caller: Calle
         raise in_our_words(error) from None
 
 
-def _said(chain: Sequence[StoredResponse]) -> list[JsonObject]:
+def _items_of_chain(chain: Sequence[StoredResponse]) -> list[JsonObject]:
     """The items of a conversation, in order."""
     return [item for stored in chain for item in (*stored.input_items, *stored.response["output"])]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.engine.chat_template import MAX_CONTENT_PARTS, MAX_MESSAGES
-from lockstep.server.chat_request import MAX_TOP_LOGPROBS, ReasoningEffort, RefusalPart, part_kind
+from lockstep.server.chat import MAX_TOP_LOGPROBS, ReasoningEffort, RefusalPart, part_kind
 from lockstep.server.fields import (
     MAX_LABEL_CHARS,
     MAX_SEQUENCE_TOKENS,
@@ -47,7 +47,7 @@ Content = Annotated[
 
 
 class MessageItem(Body):
-    """What somebody said. An answer's `output` may be sent back as it came."""
+    """A message of the conversation. An answer's `output` may be sent back as it came."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -69,7 +69,7 @@ class ThoughtPart(Body):
 
 
 class ReasoningItem(Body):
-    """What a model thought, for templates that read it."""
+    """Thoughts of a model, for templates that read them."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryPart] | None, Field(max_length=MAX_CONTENT_PARTS)] = None
@@ -96,7 +96,7 @@ class FunctionCallItem(Marked):
 
 
 class FunctionCallOutputItem(Body):
-    """What a tool answered."""
+    """The answer of a tool."""
 
     type: Literal["function_call_output"]
     call_id: Id
@@ -205,7 +205,7 @@ class ResponseStreamOptions(Body):
 
 
 class ResponseBody(RequestBody):
-    """What a model is to answer, and how."""
+    """A conversation for a model to answer, and parameters of the answer."""
 
     input: Input
     model: Name | None = None
@@ -260,7 +260,7 @@ def as_json(body: Body) -> dict[str, Any]:
 
 
 def response_base(body: ResponseBody, response_id: str, model: str, created_s: int) -> dict[str, Any]:
-    """What a response object says of its request, from beginning to end."""
+    """Members of a response object that tell its request, the same from beginning to end."""
     text = {} if body.text is None else as_json(body.text)
     return {
         "id": response_id,

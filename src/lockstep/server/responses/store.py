@@ -46,7 +46,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """When the oldest is forgotten."""
+    """Bounds of a store; beyond them the oldest response is forgotten."""
 
     max_responses: int
     max_bytes: int = MAX_STORED_BYTES

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from lockstep.engine.chat_template import MAX_MESSAGES
 from lockstep.errors import InvalidParameterError, RequestError
-from lockstep.server.chat_request import ChatBody
+from lockstep.server.chat import ChatBody
 from lockstep.server.errors import of_validation
 from lockstep.server.generation import RequestBody, in_the_requests_words
 from lockstep.server.responses.schema import (
@@ -43,15 +43,15 @@ NewId = Callable[[str], str]
 REASONING_PREFIX, MESSAGE_PREFIX, CALL_PREFIX, CALL_OUTPUT_PREFIX = "rs", "msg", "fc", "fco"
 
 
-def items_of(said: str | Sequence[Item], new_id: NewId) -> tuple[JsonObject, ...]:
+def items_of(given: str | Sequence[Item], new_id: NewId) -> tuple[JsonObject, ...]:
     """A request's input as items with ids, in the shape in which they are listed.
 
     Raises:
         InvalidParameterError: a call's arguments are not a JSON object; `param` names the place.
     """
-    if isinstance(said, str):
-        said = (MessageItem(role="user", content=said),)
-    return tuple(_item(item, f"input[{index}]", new_id) for index, item in enumerate(said))
+    if isinstance(given, str):
+        given = (MessageItem(role="user", content=given),)
+    return tuple(_item(item, f"input[{index}]", new_id) for index, item in enumerate(given))
 
 
 def _item(item: Item, where: str, new_id: NewId) -> JsonObject:
@@ -105,7 +105,7 @@ def _part(kind: str, text: str) -> JsonObject:
 
 
 def _is_object(text: str) -> bool:
-    """Whether text is a JSON object; none at all is one without members."""
+    """True if text is a JSON object; none at all is one without members."""
     try:
         return isinstance(json.loads(text or "{}"), dict)
     except (ValueError, RecursionError):
@@ -213,7 +213,7 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
             "stream_options is given without stream; set stream or leave it out", param="stream_options"
         )
     text_format = None if body.text is None else body.text.format
-    asked = {
+    members = {
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": True if has_logprobs else None,
@@ -225,14 +225,14 @@ def chat_body(body: ResponseBody, messages: Sequence[JsonObject]) -> ChatBody:
         **{name: getattr(body, name) for name in _SAME},
     }
     try:
-        return ChatBody.model_validate({name: value for name, value in asked.items() if value is not None})
+        return ChatBody.model_validate({name: value for name, value in members.items() if value is not None})
     except ValidationError as error:  # what fits this schema and not that one
         fault = of_validation(error.errors())
         raise InvalidParameterError(fault.message, param=fault.param) from None
 
 
-def _response_format(said: TextFormat) -> JsonObject:
-    about = as_json(said)
+def _response_format(given: TextFormat) -> JsonObject:
+    about = as_json(given)
     kind = about.pop("type", "text")
     if kind != "json_schema":
         if about:
@@ -270,7 +270,7 @@ def _named(tool: NamedTool) -> JsonObject:
 
 
 def name_here(param: str) -> str:
-    """What this request calls a parameter of chat completions."""
+    """The name in a response request of a parameter of chat completions."""
     for pattern, name in _NAMES:
         match = pattern.fullmatch(param)
         if match is not None:
@@ -279,7 +279,7 @@ def name_here(param: str) -> str:
 
 
 def names_here(names: Mapping[str, str]) -> Mapping[str, str]:
-    """What this request calls the engine's parameters, from what a chat request calls them."""
+    """Names of the engine's parameters in a response request, from those in a chat request."""
     return {engines: name_here(chats) for engines, chats in names.items()}
 
 

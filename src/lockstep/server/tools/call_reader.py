@@ -1,7 +1,7 @@
 """Readers of single calls as families of models write them: one row a family, JSON in pieces, and a call in pieces.
 
 A reader takes text until the call is complete or broken, that is until it cannot become a call of a known function any
-more. What it has to tell is handed out once by `take`.
+more. Words that more text may change (half a name, number or escape) are left where they are until it has come.
 
 Sources: the chat templates of Qwen 2.5 and 3 and Hermes 2 (hermes), of Llama 3.1 and 3.2 (llama3_json), and of Mistral
 v0.3 (mistral_list) and Small 3.2 (mistral_named).
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,13 @@ def format_of(template: str | None, knows_tools: bool) -> CallFormat:
 
 MAX_DEPTH = 64
 """Lists and objects within each other; deeper ones are no arguments of a call."""
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-_BLANK_RUN = re.compile(r"[ \t\n\r]*")
-_LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
-_ESCAPES = '"\\/bfnrt'
-_HEX = "0123456789abcdefABCDEF"
+_BLANKS = re.compile(r"[ \t\n\r]*")
+_STRING = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+"""Characters of a string up to its end, or to what is none or half an escape."""
+_HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_WORD = re.compile(r"[-+.0-9A-Za-z]*")
+_ATOM = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_CLOSING = {"{": "}", "[": "]"}
 
 
 class _Expect(Enum):
@@ -88,148 +90,92 @@ class _Expect(Enum):
     COLON = auto()
     COMMA_OR_END = auto()
     STRING = auto()
-    ESCAPED = auto()
-    HEX = auto()
-    NUMBER = auto()
-    LITERAL = auto()
 
 
-_BETWEEN = frozenset([_Expect.VALUE, _Expect.ITEM_OR_END, _Expect.KEY_OR_END, _Expect.KEY, _Expect.COLON])
-_BLANKS_MAY_COME = _BETWEEN | {_Expect.COMMA_OR_END}
-
-_NUMBER: dict[str, dict[str, str]] = {
-    "minus": {"0": "zero", "1": "whole"},
-    "zero": {".": "point", "e": "e"},
-    "whole": {"0": "whole", "1": "whole", ".": "point", "e": "e"},
-    "point": {"0": "fraction", "1": "fraction"},
-    "fraction": {"0": "fraction", "1": "fraction", "e": "e"},
-    "e": {"0": "exponent", "1": "exponent", "+": "sign", "-": "sign"},
-    "sign": {"0": "exponent", "1": "exponent"},
-    "exponent": {"0": "exponent", "1": "exponent"},
-}
-"""Part of a number and class of a character (1 stands for 1..9) to the next part."""
-_WHOLE_NUMBERS = ("zero", "whole", "fraction", "exponent")
+_VALUES = (_Expect.VALUE, _Expect.ITEM_OR_END)
+_KEYS = (_Expect.KEY, _Expect.KEY_OR_END)
+_ENDS = (_Expect.COMMA_OR_END, _Expect.ITEM_OR_END, _Expect.KEY_OR_END)
 
 
+@dataclass(slots=True)
 class JsonScanner:
     """Follows one value. A number that nothing encloses is complete with the character after it."""
 
-    __slots__ = ("_expect", "_in_key", "_rest", "_stack", "is_broken", "is_complete")
-
-    def __init__(self) -> None:
-        self._expect = _Expect.VALUE
-        self._stack: list[str] = []
-        self._rest = ""
-        """Of a literal, what is missing; of a number, the part it is in; of an escape, one letter per missing digit."""
-        self._in_key = False
-        self.is_complete = False
-        self.is_broken = False
+    is_complete: bool = False
+    is_broken: bool = False
+    _expect: _Expect = _Expect.VALUE
+    _in_key: bool = False
+    _stack: list[str] = field(default_factory=list)
+    """The brackets and braces that are to come."""
 
     def read(self, text: str, at: int) -> int:
-        """Follow the text from ``at`` on; returns where the value, or what can be one, ends."""
-        while at < len(text) and not (self.is_complete or self.is_broken):
-            if self._expect is _Expect.STRING:
-                at = _end(_PLAIN, text, at)
-            elif self._expect in _BLANKS_MAY_COME:
-                at = _end(_BLANK_RUN, text, at)
-            if at < len(text) and self._take(text[at]):
-                at += 1
+        """Follow the text from ``at`` on; returns where the value, or what is certain of it, ends."""
+        before = -1
+        while before < at < len(text) and not (self.is_complete or self.is_broken):
+            before = at
+            at = self._in_string(text, at) if self._expect is _Expect.STRING else self._between(text, at)
         return at
 
-    def _take(self, char: str) -> bool:
-        """Move on by a character; False: it is not the value's, or is looked at again."""
-        expect = self._expect
-        if expect is _Expect.STRING:
-            if char == "\\":
-                self._expect = _Expect.ESCAPED
-            elif char == '"':
-                self._end_string()
-            else:
-                return self._break()
-        elif expect is _Expect.ESCAPED:
-            if char != "u" and char not in _ESCAPES:
-                return self._break()
-            self._expect, self._rest = (_Expect.HEX, "hhhh") if char == "u" else (_Expect.STRING, "")
-        elif expect is _Expect.HEX:
-            if char not in _HEX:
-                return self._break()
-            self._rest = self._rest[1:]
-            self._expect = _Expect.HEX if self._rest else _Expect.STRING
-        elif expect is _Expect.NUMBER:
-            return self._take_digit(char)
-        elif expect is _Expect.LITERAL:
-            if not self._rest.startswith(char):
-                return self._break()
-            self._rest = self._rest[1:]
-            if not self._rest:
+    def _in_string(self, text: str, at: int) -> int:
+        end = _end(_STRING, text, at)
+        if text[end : end + 1] == '"':
+            self._expect = _Expect.COLON
+            if not self._in_key:
                 self._end_value()
-        else:
-            return self._take_between(char)
-        return True
+            return end + 1
+        self.is_broken = not _is_half_string(text, end)
+        return end
 
-    def _take_between(self, char: str) -> bool:
-        expect = self._expect
-        may_end = expect in (_Expect.COMMA_OR_END, _Expect.ITEM_OR_END, _Expect.KEY_OR_END)
-        if may_end and self._stack and char == self._stack[-1]:
+    def _between(self, text: str, at: int) -> int:
+        """Follow one mark, or a number or literal, after blanks."""
+        at = _end(_BLANKS, text, at)
+        if at == len(text):
+            return at
+        char, expect = text[at], self._expect
+        if expect in _ENDS and self._stack and char == self._stack[-1]:
             self._stack.pop()
             self._end_value()
         elif expect is _Expect.COMMA_OR_END and char == ",":
             self._expect = _Expect.KEY if self._stack[-1] == "}" else _Expect.VALUE
-        elif expect in (_Expect.KEY, _Expect.KEY_OR_END) and char == '"':
-            self._expect, self._in_key = _Expect.STRING, True
         elif expect is _Expect.COLON and char == ":":
             self._expect = _Expect.VALUE
-        elif expect in (_Expect.VALUE, _Expect.ITEM_OR_END):
-            return self._begin_value(char)
-        else:
-            return self._break()
-        return True
-
-    def _begin_value(self, char: str) -> bool:
-        if char == '"':
-            self._expect, self._in_key = _Expect.STRING, False
-        elif char in "{[" and len(self._stack) < MAX_DEPTH:
-            self._stack.append("}" if char == "{" else "]")
+        elif char == '"' and expect in _VALUES + _KEYS:
+            self._expect, self._in_key = _Expect.STRING, expect in _KEYS
+        elif char in _CLOSING and expect in _VALUES and len(self._stack) < MAX_DEPTH:
+            self._stack.append(_CLOSING[char])
             self._expect = _Expect.KEY_OR_END if char == "{" else _Expect.ITEM_OR_END
-        elif char in _LITERALS:
-            self._expect, self._rest = _Expect.LITERAL, _LITERALS[char]
-        elif char == "-" or char in "0123456789":
-            self._expect, self._rest = _Expect.NUMBER, {"-": "minus", "0": "zero"}.get(char, "whole")
+        elif expect in _VALUES:
+            return self._atom(text, at)
         else:
-            return self._break()
-        return True
+            self.is_broken = True
+            return at
+        return at + 1
 
-    def _take_digit(self, char: str) -> bool:
-        kind = "1" if char in "123456789" else "e" if char == "E" else char
-        following = _NUMBER[self._rest].get(kind)
-        if following is not None:
-            self._rest = following
-            return True
-        if self._rest not in _WHOLE_NUMBERS:
-            return self._break()
+    def _atom(self, text: str, at: int) -> int:
+        end = _end(_WORD, text, at)
+        if at < end == len(text):
+            return at
+        if _ATOM.fullmatch(text, at, end) is None:
+            self.is_broken = True
+            return at
         self._end_value()
-        return False
-
-    def _end_string(self) -> None:
-        if self._in_key:
-            self._expect = _Expect.COLON
-        else:
-            self._end_value()
+        return end
 
     def _end_value(self) -> None:
         self._expect = _Expect.COMMA_OR_END
         self.is_complete = not self._stack
 
-    def _break(self) -> bool:
-        self.is_broken = True
-        return False
-
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a run that may be empty ends."""
+    """The end of a run that may be empty."""
     match = pattern.match(text, at)
     assert match is not None, "the pattern matches the empty text"
     return match.end()
+
+
+def _is_half_string(text: str, end: int) -> bool:
+    """True if a string that was followed up to ``end`` may go on with text that is yet to come."""
+    return end == len(text) or _HALF_ESCAPE.fullmatch(text, end) is not None
 
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -238,25 +184,72 @@ OTHER_KEYS = ("type", "id")
 """May stand beside them, and say nothing here."""
 MAX_KEY_CHARS = 64 * 6 + 2
 """Of a key or name with its quotes, every character an escape."""
-_BLANKS = " \t\n\r"
-_NAME_PART = re.compile(r"[a-zA-Z0-9_-]*")
+_NAME = re.compile(r"[a-zA-Z0-9_-]*")
 
 
-class CallReader(Protocol):
-    """Reads one call."""
+class CallReader(ABC):
+    """Reader of one call, in one of two ways to write it.
 
-    is_complete: bool
-    is_broken: bool
-    num_regretted: int
-    """Of a broken one: characters that it took last and that may begin something else."""
+    Args:
+        names: of the functions that may be called.
+    """
 
-    def read(self, text: str, at: int) -> int:
-        """Take the text from ``at`` on; returns up to where."""
-        ...
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._name: str | None = None
+        self._scanner: JsonScanner | None = None
+        """Not None while arguments are read."""
+        self._has_arguments = False
+        self._num_taken = 0
+        """Characters of the arguments that were handed out."""
+        self.arguments = ""
+        """So far."""
+        self.is_complete = False
+        self.is_broken = False
+
+    def read(self, text: str) -> int:
+        """Take the text, as far as it is certain; returns up to where."""
+        before, at = -1, 0
+        while before < at < len(text) and not (self.is_complete or self.is_broken):
+            before = at
+            if self._scanner is not None:
+                at = self._read_arguments(self._scanner, text, at)
+            else:
+                at = self._read_part(text, at)
+        return at
 
     def take(self) -> tuple[str, str] | None:
         """The function's name and what of the arguments is new; None: nothing yet to tell."""
-        ...
+        if self._name is None or self._num_taken == len(self.arguments):
+            return None
+        fragment, self._num_taken = self.arguments[self._num_taken :], len(self.arguments)
+        return self._name, fragment
+
+    @abstractmethod
+    def _read_part(self, text: str, at: int) -> int:
+        """Take one mark or word that is not of the arguments; returns ``at`` where more text is needed."""
+
+    @abstractmethod
+    def _end_arguments(self) -> None: ...
+
+    def _begin_arguments(self, text: str, at: int) -> int:
+        if text[at] != "{":
+            return self._break(at)
+        self._scanner, self._has_arguments = JsonScanner(), True
+        return self._read_arguments(self._scanner, text, at)
+
+    def _read_arguments(self, scanner: JsonScanner, text: str, at: int) -> int:
+        end = scanner.read(text, at)
+        self.arguments += text[at:end]
+        self.is_broken = scanner.is_broken
+        if scanner.is_complete:
+            self._scanner = None
+            self._end_arguments()
+        return end
+
+    def _break(self, at: int) -> int:
+        self.is_broken = True
+        return at
 
 
 class _Part(Enum):
@@ -267,160 +260,87 @@ class _Part(Enum):
     COMMA_OR_END = auto()
 
 
-class JsonCallReader:
-    """``{"name": ..., "arguments": {...}}``, the keys in any order."""
+_MARKS: Mapping[tuple[_Part, str], _Part] = {
+    (_Part.OPEN, "{"): _Part.KEY,
+    (_Part.COLON, ":"): _Part.VALUE,
+    (_Part.COMMA_OR_END, ","): _Part.KEY,
+}
+
+
+class JsonCallReader(CallReader):
+    """Reader of ``{"name": ..., "arguments": {...}}``, the keys in any order."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+        super().__init__(names)
         self._part = _Part.OPEN
-        self._scanner = JsonScanner()
-        self._word = ""
-        """The key, or the value that is no arguments, as far as it was read."""
         self._key = ""
-        self._name: str | None = None
-        self._has_arguments = False
-        self._arguments = ""
-        """Not handed out yet."""
-        self.is_complete = False
-        self.is_broken = False
-        self.num_regretted = 0
 
-    def read(self, text: str, at: int) -> int:
-        while at < len(text) and not (self.is_complete or self.is_broken):
-            if self._part in (_Part.KEY, _Part.VALUE):
-                at = self._read_json(text, at)
-            elif text[at] in _BLANKS or self._take_mark(text[at]):
-                at += 1
-        return at
-
-    def take(self) -> tuple[str, str] | None:
-        if self._name is None or not self._arguments:
-            return None
-        fragment, self._arguments = self._arguments, ""
-        return self._name, fragment
-
-    def _take_mark(self, char: str) -> bool:
-        part = self._part
-        if part is _Part.OPEN and char == "{":
-            self._begin(_Part.KEY)
-        elif part is _Part.COLON and char == ":":
-            self._begin(_Part.VALUE)
-        elif part is _Part.COMMA_OR_END and char == ",":
-            self._begin(_Part.KEY)
+    def _read_part(self, text: str, at: int) -> int:
+        char, part = text[at], self._part
+        if char in " \t\n\r":
+            return at + 1
+        if part is _Part.VALUE and self._key in ARGUMENT_KEYS:
+            return self._begin_arguments(text, at)
+        if part in (_Part.KEY, _Part.VALUE):
+            return self._read_word(text, at)
+        if (part, char) in _MARKS:
+            self._part = _MARKS[part, char]
         elif part is _Part.COMMA_OR_END and char == "}" and self._name is not None:
             self.is_complete = True
-            self._arguments += "" if self._has_arguments else "{}"
+            self.arguments += "" if self._has_arguments else "{}"
         else:
-            self.is_broken = True
-            return False
-        return True
+            return self._break(at)
+        return at + 1
 
-    def _begin(self, part: _Part) -> None:
-        self._part, self._scanner, self._word = part, JsonScanner(), ""
+    def _read_word(self, text: str, at: int) -> int:
+        """Take a key, or a value that is no arguments: a string of some characters."""
+        if text[at] != '"':
+            return self._break(at)
+        end = _end(_STRING, text, at + 1)
+        if end - at > MAX_KEY_CHARS:
+            return self._break(at)
+        if text[end : end + 1] == '"':
+            self._end_word(json.loads(text[at : end + 1]))
+            return end + 1
+        return at if _is_half_string(text, end) else self._break(end)
 
-    def _read_json(self, text: str, at: int) -> int:
-        """A key or value: its first character must be of the right kind, and only arguments may be long."""
-        is_arguments = self._part is _Part.VALUE and self._key in ARGUMENT_KEYS
-        if not self._word and not (is_arguments and self._has_arguments):
-            if text[at] in _BLANKS:
-                return at + 1
-            if text[at] != ("{" if is_arguments else '"'):
-                self.is_broken = True
-                return at
-        end = self._scanner.read(text, at)
-        if is_arguments:
-            self._arguments += text[at:end]
-            self._has_arguments = True
-        else:
-            self._word += text[at:end]
-        self.is_broken = self._scanner.is_broken or len(self._word) > MAX_KEY_CHARS
-        if self._scanner.is_complete and not self.is_broken:
-            self._end(is_arguments)
-        return end
-
-    def _end(self, is_arguments: bool) -> None:
+    def _end_word(self, word: str) -> None:
         if self._part is _Part.KEY:
-            self._key = json.loads(self._word)
-            again = (self._key == "name" and self._name is not None) or (
-                self._key in ARGUMENT_KEYS and self._has_arguments
-            )
-            self.is_broken = again or self._key not in ("name", *ARGUMENT_KEYS, *OTHER_KEYS)
-            self._part = _Part.COLON
+            self._key, self._part = word, _Part.COLON
+            again = self._name is not None if word == "name" else self._has_arguments and word in ARGUMENT_KEYS
+            self.is_broken = again or word not in ("name", *ARGUMENT_KEYS, *OTHER_KEYS)
             return
         if self._key == "name":
-            name = json.loads(self._word)
-            self.is_broken = name not in self._names
-            self._name = None if self.is_broken else name
+            self.is_broken = word not in self._names
+            self._name = None if self.is_broken else word
+        self._part = _Part.COMMA_OR_END
+
+    def _end_arguments(self) -> None:
         self._part = _Part.COMMA_OR_END
 
 
-class NamedCallReader:
-    """A name, a marker and arguments."""
+class NamedCallReader(CallReader):
+    """Reader of a name, a marker and arguments."""
 
     def __init__(self, names: Collection[str], marker: str) -> None:
-        self._names = names
+        super().__init__(names)
         self._marker = marker
-        self._name = ""
-        self._num_matched = 0
-        """Characters of the marker."""
-        self._scanner: JsonScanner | None = None
-        self._has_arguments = False
-        self._arguments = ""
-        self.is_complete = False
-        self.is_broken = False
-        self.num_regretted = 0
 
-    def read(self, text: str, at: int) -> int:
-        while at < len(text) and not (self.is_complete or self.is_broken):
-            if self._scanner is not None:
-                at = self._read_arguments(self._scanner, text, at)
-            elif self._num_matched:
-                at = self._read_marker(text, at)
-            else:
-                at = self._read_name(text, at)
-        return at
-
-    def take(self) -> tuple[str, str] | None:
-        if not self._arguments:
-            return None
-        fragment, self._arguments = self._arguments, ""
-        return self._name, fragment
-
-    def _read_name(self, text: str, at: int) -> int:
-        match = _NAME_PART.match(text, at)
-        assert match is not None, "the pattern matches the empty text"
-        self._name += match[0]
-        end = match.end()
-        self.is_broken = not any(name.startswith(self._name) for name in self._names)
-        if end == len(text) or self.is_broken:
-            return end
-        if text[end] != self._marker[0] or self._name not in self._names:
-            self.is_broken = True
-            return end
-        self._num_matched = 1
-        return end + 1
-
-    def _read_marker(self, text: str, at: int) -> int:
-        if text[at] != self._marker[self._num_matched]:
-            self.is_broken, self.num_regretted = True, self._num_matched
+    def _read_part(self, text: str, at: int) -> int:
+        if self._name is not None:
+            return at + 1 if text[at] in " \t\n\r" else self._begin_arguments(text, at)
+        end = _end(_NAME, text, at)
+        name, rest = text[at:end], text[end : end + len(self._marker)]
+        known = any(each.startswith(name) for each in self._names) if not rest else name in self._names
+        if not known or not self._marker.startswith(rest):
+            return self._break(end)
+        if rest != self._marker:
             return at
-        self._num_matched += 1
-        if self._num_matched == len(self._marker):
-            self._scanner = JsonScanner()
-        return at + 1
+        self._name = name
+        return end + len(rest)
 
-    def _read_arguments(self, scanner: JsonScanner, text: str, at: int) -> int:
-        if not self._has_arguments:
-            if text[at] in _BLANKS:
-                return at + 1
-            if text[at] != "{":
-                self.is_broken = True
-                return at
-            self._has_arguments = True
-        end = scanner.read(text, at)
-        self._arguments += text[at:end]
-        self.is_complete, self.is_broken = scanner.is_complete, scanner.is_broken
-        return end
+    def _end_arguments(self) -> None:
+        self.is_complete = True
 
 
 def reader_of(call_format: CallFormat, names: Collection[str]) -> CallReader:

@@ -58,7 +58,7 @@ class AllowedToolsChoice(Body):
 
 
 def choice_kind(value: object) -> str:
-    """Which form of `tool_choice` a value is meant to be."""
+    """The form of `tool_choice` that a value is meant to be, as a tag."""
     if isinstance(value, dict):
         return "[allowed]" if value.get("type") == "allowed_tools" else "[object]"
     return "[text]"
@@ -95,14 +95,14 @@ class CallableTool:
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        """What a forced call's arguments obey: the schema, and no parameter that it does not declare."""
+        """The schema of a forced call's arguments: the function's, without parameters that it does not declare."""
         schema = closed({"type": "object", **self.parameters})
         assert isinstance(schema, dict), "a closed object is one"
         return schema
 
 
 class ChoiceMode(Enum):
-    """How free the model is."""
+    """Freedom of the model to call functions."""
 
     NONE = "none"
     AUTO = "auto"
@@ -111,15 +111,15 @@ class ChoiceMode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What a request says about calling."""
+class CheckedChoice:
+    """A request's choice of the functions that may or must be called."""
 
     mode: ChoiceMode
     names: tuple[str, ...] | None = None
     """Of the functions that may be called; of mode `NAMED` the one that must be. None: all."""
 
     def takes(self, name: str) -> bool:
-        """Whether a function may be called, if any."""
+        """True if a function may be called, if any may."""
         return self.names is None or name in self.names
 
 
@@ -148,8 +148,8 @@ def checked_tools(functions: Sequence[Function]) -> tuple[CallableTool, ...]:
     return checked
 
 
-def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> Choice:
-    """What is chosen; None: ``auto`` where there are functions.
+def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> CheckedChoice:
+    """Check a choice against the functions; None means ``auto`` where there are any.
 
     Raises:
         InvalidParameterError: it is of a function that is not there.
@@ -157,12 +157,12 @@ def checked_choice(choice: ToolChoice | None, tools: Sequence[CallableTool]) -> 
     if choice == "required" and not tools:
         raise InvalidParameterError("tool_choice is 'required', but there are no tools", param="tool_choice")
     if choice is None or isinstance(choice, str):
-        return Choice(ChoiceMode(choice or "auto") if tools else ChoiceMode.NONE)
+        return CheckedChoice(ChoiceMode(choice or "auto") if tools else ChoiceMode.NONE)
     if isinstance(choice, NamedToolChoice):
-        return Choice(ChoiceMode.NAMED, (_known(choice, "tool_choice", tools),))
+        return CheckedChoice(ChoiceMode.NAMED, (_known(choice, "tool_choice", tools),))
     allowed, where = choice.allowed_tools, "tool_choice.allowed_tools.tools"
     names = (_known(one, f"{where}[{index}]", tools) for index, one in enumerate(allowed.tools))
-    return Choice(ChoiceMode(allowed.mode), tuple(dict.fromkeys(names)))
+    return CheckedChoice(ChoiceMode(allowed.mode), tuple(dict.fromkeys(names)))
 
 
 def _known(choice: NamedToolChoice, where: str, tools: Sequence[CallableTool]) -> str:
@@ -181,10 +181,10 @@ def _parameters(schema: Mapping[str, Any] | None, where: str) -> Mapping[str, An
     if schema is None:
         return NO_PARAMETERS
     if schema.get("type", "object") != "object":
-        raise _wrong(f"{where}.type", schema["type"], "object")
+        raise InvalidParameterError.of(f"{where}.type", schema["type"], "object")
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
-        raise _wrong(f"{where}.properties", properties, "an object")
+        raise InvalidParameterError.of(f"{where}.properties", properties, "an object")
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise InvalidParameterError(f"{where} is nested more than {MAX_SCHEMA_DEPTH} deep", param=where)
     try:
@@ -206,10 +206,3 @@ def _depth(value: object) -> int:
                 children.extend(node)
         level, depth = children, depth + 1
     return depth
-
-
-def _wrong(where: str, value: object, right: str) -> InvalidParameterError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
-    return InvalidParameterError(f"{where} is {shown}; it must be {right}", param=where)

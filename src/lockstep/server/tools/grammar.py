@@ -29,7 +29,7 @@ MarkerId = Callable[[str], int | None]
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """What a grammar leaves to the model."""
+    """Shape of the answers that a grammar allows."""
 
     call_format: CallFormat
     tools: Sequence[CallableTool]
@@ -38,7 +38,7 @@ class AnswerShape:
     """Calls."""
     may_talk: bool
     """Whether there may be text before a call, or no call at all."""
-    told: Constraint | None
+    json_constraint: Constraint | None
     """What an answer without calls must be, where it is to be JSON; there is no text before calls then."""
     reasoning: Reasoning | None
     """Thoughts that may come first; must, where the prompt has opened them."""
@@ -58,8 +58,10 @@ def _answer(shape: AnswerShape, marker_id: MarkerId, rules: list[str]) -> str:
     form = shape.call_format
     if not shape.may_talk:
         return "calls" if form.bare else f"{_marker(form.begin, marker_id)} calls"
-    if shape.told is not None:  # a call has its marker also where it could do without: both begin with a brace
-        rules.append(f"told: %json {_told_schema(shape.told)}")
+    if (
+        shape.json_constraint is not None
+    ):  # a call has its marker also where it could do without: both begin with a brace
+        rules.append(f"told: %json {_compact_schema(shape.json_constraint)}")
         return f"told | {_marker(form.begin, marker_id)} calls"
     begins = r"\s*[^\s{](?s:.*)" if form.bare else "(?s:.*)"
     rules.append(f"TEXT: /{begins}/ & ~/(?s:.*){_pattern(form.begin)}(?s:.*)/")
@@ -111,8 +113,8 @@ def _schema(tool: CallableTool, may_talk: bool) -> str:
     return json.dumps({**schema, "x-guidance": _LAYOUT}, ensure_ascii=False)
 
 
-def _told_schema(told: Constraint) -> str:
-    schema = json.loads(schema_text(told))
+def _compact_schema(json_constraint: Constraint) -> str:
+    schema = json.loads(schema_text(json_constraint))
     return json.dumps({"x-guidance": COMPACT, **schema} if isinstance(schema, dict) else schema, ensure_ascii=False)
 
 

@@ -11,7 +11,7 @@ Everything but the sizes of the pieces depends on the text alone and not on wher
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from lockstep.engine.output_rules import MAX_HELD_BLANKS
@@ -85,21 +85,15 @@ class ToolParser:
         """What becomes content if the call does not come about."""
         self._is_list_open = False
         self._reader: CallReader | None = None
-        self._announced: CallDelta | None = None
-        self._fragments: list[str] = []
+        self._announced: ToolCall | None = None
+        """The call that is being read, once its name is known; still without its arguments."""
         self._num_announced = 0
-        self._content: list[str] = []
         self._deltas: list[Delta] = []
         self.calls: list[ToolCall] = []
         """Whole calls so far."""
 
-    @property
-    def content(self) -> str:
-        """Content so far."""
-        return "".join(self._content)
-
     def append(self, text: str) -> list[Delta]:
-        """What may be said now that more text came."""
+        """Take more text; returns what is certain now."""
         if not self._names:
             self._show(text)
             return self._take()
@@ -109,7 +103,7 @@ class ToolParser:
         return self._take()
 
     def flush(self) -> list[Delta]:
-        """What was held back, when no more text comes."""
+        """End the text; returns what was held back."""
         if self._place in (_Place.OPENED, _Place.CALL):
             self._give_up()
         if self._place is not _Place.AFTER:
@@ -173,16 +167,16 @@ class ToolParser:
     def _in_call(self) -> bool:
         reader = self._reader
         assert reader is not None, "inside a call there is a reader"
-        end = reader.read(self._text, 0)
+        end = reader.read(self._text)
         self._raw.append(self._text[:end])
         self._text = self._text[end:]
         news = reader.take()
         if news is not None:
-            self._tell(*news)
+            self._announce(*news)
         if reader.is_broken:
-            self._give_up(reader.num_regretted)
+            self._give_up()
         elif reader.is_complete:
-            self._end_call()
+            self._end_call(reader.arguments)
         else:
             return False
         return True
@@ -215,41 +209,33 @@ class ToolParser:
             self._place = _Place.TEXT
         return bool(self._text)
 
-    def _tell(self, name: str, fragment: str) -> None:
-        self._fragments.append(fragment)
-        if self._announced is None:
-            delta = CallDelta(self._num_announced, fragment, self._new_id(), name)
-            self._announced = delta
+    def _announce(self, name: str, fragment: str) -> None:
+        call = self._announced
+        if call is None:
+            self._announced = call = ToolCall(self._num_announced, self._new_id(), name, "")
             self._num_announced += 1
+            self._deltas.append(CallDelta(call.index, fragment, call.id, name))
         else:
-            delta = CallDelta(self._announced.index, fragment)
-        self._deltas.append(delta)
+            self._deltas.append(CallDelta(call.index, fragment))
 
-    def _end_call(self) -> None:
-        told = self._announced
-        assert told is not None, "a whole call has arguments"
-        assert told.id is not None, "the first delta of a call has its id"
-        assert told.name is not None, "the first delta of a call has its name"
-        self.calls.append(ToolCall(told.index, told.id, told.name, "".join(self._fragments)))
+    def _end_call(self, arguments: str) -> None:
+        assert self._announced is not None, "a whole call has arguments"
+        self.calls.append(replace(self._announced, arguments=arguments))
         self._forget_call()
         self._place = _Place.TAIL
 
-    def _give_up(self, num_regretted: int = 0) -> None:
-        """What was taken for a call is content, but for its last characters, which are looked at again."""
-        raw = "".join(self._raw)
-        kept = len(raw) - num_regretted
-        self._text = raw[kept:] + self._text
-        self._show(raw[:kept])
+    def _give_up(self) -> None:
+        """Show what was taken for a call as content."""
+        self._show("".join(self._raw))
         self._forget_call()
         self._place = _Place.TEXT
 
     def _forget_call(self) -> None:
-        self._reader, self._announced, self._raw, self._fragments = None, None, [], []
+        self._reader, self._announced, self._raw = None, None, []
 
     def _show(self, text: str) -> None:
         if not text:
             return
-        self._content.append(text)
         if self._deltas and isinstance(last := self._deltas[-1], ContentDelta):
             self._deltas[-1] = ContentDelta(last.text + text)
         else:
@@ -271,7 +257,7 @@ _STEPS: Mapping[_Place, Callable[[ToolParser], bool]] = {
 
 
 def _num_begun(text: str, marker: str) -> int:
-    """How many characters of a marker the text ends with."""
+    """Count the characters of a marker that the text ends with."""
     most = min(len(marker) - 1, len(text))
     if marker[0] not in text[len(text) - most :]:
         return 0
@@ -279,5 +265,5 @@ def _num_begun(text: str, marker: str) -> int:
 
 
 def _shown(text: str, cut: int) -> int:
-    """How much of the text up to ``cut`` is shown whatever follows: all but its last blanks."""
+    """Length of the text up to ``cut`` that is shown whatever follows: all but its last blanks."""
     return max(len(text[:cut].rstrip()), cut - MAX_HELD_BLANKS)

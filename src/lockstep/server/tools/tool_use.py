@@ -17,11 +17,10 @@ from lockstep.engine.output_rules import Reasoning, tags_of_template
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import ChatTemplateError, InvalidParameterError
 from lockstep.executors.constraint import Constraint
-from lockstep.server.fields import FinishReasonName
 from lockstep.server.tools.call_reader import CallFormat, format_of
 from lockstep.server.tools.definitions import (
     CallableTool,
-    Choice,
+    CheckedChoice,
     ChoiceMode,
     Function,
     ToolChoice,
@@ -36,10 +35,10 @@ _HELLO = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one request is put to a model and its answer read."""
+    """One request's functions as its model is shown them, and as its answer is constrained and read."""
 
     call_format: CallFormat
-    choice: Choice
+    choice: CheckedChoice
     names: tuple[str, ...]
     """Of the functions that may be called; none: there are no calls, only content."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -63,24 +62,24 @@ class ToolUse:
         """
         if self.knows_tools:
             return with_short_ids(messages) if self.call_format.has_short_ids else messages
-        told = calls_as_text(messages)
+        rewritten = calls_as_text(messages)
         return (
-            told
+            rewritten
             if self.system_text is None
-            else with_system_text(told, self.system_text, takes_system=self.takes_system)
+            else with_system_text(rewritten, self.system_text, takes_system=self.takes_system)
         )
 
     def parser(self, new_id: Callable[[], str]) -> ToolParser:
-        """What reads one answer; ``new_id`` gives a call its id."""
+        """A parser of one answer; ``new_id`` gives a call its id."""
         return ToolParser(self.call_format, self.names, new_id)
 
-    def finish_reason(self, reason: FinishReasonName, has_calls: bool) -> FinishReasonName:
-        """``tool_calls`` in place of ``stop`` where there is a whole call.
+    @property
+    def calls_end(self) -> bool:
+        """True if an answer with a whole call ends with ``tool_calls`` in place of ``stop``.
 
         Not where the request named its function: OpenAI and vLLM say ``stop`` then, since the model chose nothing.
         """
-        called = has_calls and reason == "stop" and self.choice.mode is not ChoiceMode.NAMED
-        return "tool_calls" if called else reason
+        return self.choice.mode is not ChoiceMode.NAMED
 
 
 def resolve_tools(
@@ -89,7 +88,7 @@ def resolve_tools(
     choice: ToolChoice | None,
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None = None,
-    told: Constraint | None = None,
+    json_constraint: Constraint | None = None,
 ) -> ToolUse:
     """Plan one request.
 
@@ -120,7 +119,7 @@ def resolve_tools(
         tuple(tool.name for tool in callable_),
         template_kwargs={"tools": [tool.shown for tool in checked]} if knows_tools else {},
         system_text=None if knows_tools else tools_as_text(checked),
-        constraint=_constraint(tokenizer, form, chosen, callable_, parallel, template_kwargs, told),
+        constraint=_constraint(tokenizer, form, chosen, callable_, parallel, template_kwargs, json_constraint),
         shown_specials=tuple(text for text in form.markers if tokenizer.special_ids([text])),
         knows_tools=knows_tools,
         takes_system=knows_tools or takes_system_messages(tokenizer),
@@ -130,15 +129,17 @@ def resolve_tools(
 def _constraint(
     tokenizer: Tokenizer,
     form: CallFormat,
-    choice: Choice,
+    choice: CheckedChoice,
     tools: Sequence[CallableTool],
     parallel: bool,
     template_kwargs: Mapping[str, Any] | None,
-    told: Constraint | None,
+    json_constraint: Constraint | None,
 ) -> Constraint | None:
     may_talk = choice.mode is ChoiceMode.AUTO
-    told = told if tokenizer.takes_grammars else None  # else whoever is asked for both may know how
-    if may_talk and parallel and told is None and not any(tool.strict for tool in tools):
+    json_constraint = (
+        json_constraint if tokenizer.takes_grammars else None
+    )  # else whoever is asked for both may know how
+    if may_talk and parallel and json_constraint is None and not any(tool.strict for tool in tools):
         return None
     if not tokenizer.takes_grammars:
         raise InvalidParameterError(
@@ -147,7 +148,7 @@ def _constraint(
             param="tool_choice",
         )
     at_most = MAX_FORCED_CALLS if parallel and choice.mode is not ChoiceMode.NAMED else 1
-    shape = AnswerShape(form, tools, at_most, may_talk, told, _reasoning(tokenizer, template_kwargs))
+    shape = AnswerShape(form, tools, at_most, may_talk, json_constraint, _reasoning(tokenizer, template_kwargs))
     constraint = Constraint.lark(answer_grammar(shape, tokenizer.marker_id))
     try:
         constraint.validate()
@@ -170,7 +171,7 @@ Message = Mapping[str, Any]
 
 
 def tools_as_text(tools: Sequence[CallableTool]) -> str:
-    """What a model is told whose template knows no tools."""
+    """Instructions for a model whose template knows no tools."""
     functions = "\n".join(json.dumps(tool.shown["function"], ensure_ascii=False) for tool in tools)
     return (
         "You may call functions. These are given, one a line, with the JSON schemas of their parameters:\n"
@@ -193,7 +194,7 @@ def with_system_text(messages: Sequence[Message], text: str, *, takes_system: bo
 
 def calls_as_text(messages: Sequence[Message]) -> list[Message]:
     """Past calls and their results in what the assistant and the user say. Results in a row are one message."""
-    told: list[Message] = []
+    rewritten: list[Message] = []
     for message in checked_messages(messages, knows_developer=True):
         calls = message.pop("tool_calls", None)
         if calls:
@@ -202,14 +203,14 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
                 [*([str(message["content"])] if message["content"] else []), *map(_call, calls)]
             )
         if message["role"] != "tool":
-            told.append(message)
+            rewritten.append(message)
             continue
         result = f"<tool_response>\n{message['content']}\n</tool_response>"
-        if told and told[-1].get("tool_results"):
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{result}"}
+        if rewritten and rewritten[-1].get("tool_results"):
+            rewritten[-1] = {**rewritten[-1], "content": f"{rewritten[-1]['content']}\n{result}"}
         else:
-            told.append({"role": "user", "content": result, "tool_results": True})
-    return [{key: value for key, value in message.items() if key != "tool_results"} for message in told]
+            rewritten.append({"role": "user", "content": result, "tool_results": True})
+    return [{key: value for key, value in message.items() if key != "tool_results"} for message in rewritten]
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
@@ -232,7 +233,7 @@ def short_id(call_id: str) -> str:
 
 
 def takes_system_messages(tokenizer: Tokenizer) -> bool:
-    """Whether a template shows a system message, ahead of a user's."""
+    """True if a template shows a system message, ahead of a user's."""
     probe = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hello"}]
     try:
         return _PROBE in tokenizer.render_chat(probe)

@@ -1,9 +1,28 @@
-"""What a recording with content holds of a request: enough to compute it again, and not who sent it."""
+"""Contents of requests in a recording: as keyed digests, which can be compared and never read, or whole.
+
+Two recordings with the same key tell whether their servers were asked the same and answered the same, without a token
+of either. A recording with content also holds enough to compute it again, and not who sent it.
+
+- The *secret* is the content of the operator's file (``--trace-key``), without white space around it; without such a
+  file 32 random bytes of this recording, which nobody keeps. The key is BLAKE2b-256 of it. Its name, which is all that
+  is written of it, is the digest of nothing: equal names, comparable digests.
+- A *digest* is BLAKE2b-64 with that key, and as its person what it is of: ``key``, ``prompt``, ``parameters``,
+  ``tokens`` or ``vector``. Without the key nobody can guess a prompt and look for its digest. Two things that differ
+  have equal digests once in 2**64.
+- Tokens are unsigned numbers of four bytes, vectors floats of four bytes, both little-endian.
+- Parameters are msgpack, keys text and sorted: an array of what the request named of `SamplingParams`, and its pooling
+  or nil. That is all of a request that decides its model's output beside the prompt, but for the seed, which is drawn
+  where none was named and is in the recording by itself. ``n`` and ``logprobs`` decide nothing and are left out.
+"""
 
 from __future__ import annotations
 
+import secrets
+import struct
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
+import msgspec
 from msgspec.structs import replace
 
 from lockstep.core.request import FinishReason
@@ -12,10 +31,44 @@ from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.worker.wire import request_decoder, request_encoder
 
+DIGEST_BYTES = 8
+_KEY_BYTES = 32
+
+
+class Digests:
+    """Digests under one key.
+
+    Args:
+        secret: of which the key is made; empty: a random one.
+    """
+
+    def __init__(self, secret: bytes = b"") -> None:
+        self._key = blake2b(secret or secrets.token_bytes(_KEY_BYTES), digest_size=_KEY_BYTES).digest()
+        self.key_name = self._digest(b"key", b"").hex()
+
+    def prompt(self, live: LiveRequest) -> bytes:
+        return self._digest(b"prompt", _packed(live.prompt_ids))
+
+    def parameters(self, live: LiveRequest) -> bytes:
+        request = live.request
+        params = replace(request.params, seed=None, n=1, logprobs=None)
+        plain = msgspec.to_builtins((params, request.pooling), str_keys=True, order="sorted")
+        return self._digest(b"parameters", msgspec.msgpack.encode(plain))
+
+    def output(self, generation: Generation) -> bytes:
+        """The digest of a sequence that has ended: of its tokens, or of its vector where it was to give one."""
+        if generation.pooler is None:
+            return self._digest(b"tokens", _packed(generation.tokens[generation.prompt_len :]))
+        vector = generation.embedding()
+        return self._digest(b"vector", b"" if vector is None else vector.astype("<f4").tobytes())
+
+    def _digest(self, person: bytes, data: bytes) -> bytes:
+        return blake2b(data, digest_size=DIGEST_BYTES, key=self._key, person=person).digest()
+
 
 def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
     """The request as msgpack: its prompt as token ids, its seed as it was drawn, its salt by a number; without tenant,
-    session, model and deadlines, whose effects are recorded as commands."""
+    session, model and deadlines, whose effects are recorded as commands, and without the caller's names for it."""
     request = live.request
     return request_encoder().encode(
         replace(
@@ -29,12 +82,14 @@ def encode_request(live: LiveRequest, name_of: Callable[[str], int]) -> bytes:
             session_id=None,
             session_owner="",
             model=None,
+            external_id="",
+            segment="",
         )
     )
 
 
 def decode_request(data: bytes) -> GenerationRequest:
-    """The other way.
+    """A recorded request.
 
     Raises:
         msgspec.MsgspecError: it is no request.
@@ -45,8 +100,12 @@ def decode_request(data: bytes) -> GenerationRequest:
 
 
 def tokens_of(result: StepResult, touched: Sequence[Generation]) -> list[tuple[int, ...]]:
-    """What each row that sampled got; nothing where an error or a vector came instead of a token."""
+    """Tokens of each row that sampled; none where an error or a vector came instead of a token."""
     return [
         () if reason is FinishReason.ERROR or generation.pooler is not None else generation.delta_ids
         for generation, reason in zip(touched, result.finishes, strict=True)
     ]
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)

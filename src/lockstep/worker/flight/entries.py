@@ -1,9 +1,13 @@
 """Entries of a recording: what is written, what is read, and what both mean.
 
 A recording is a sequence of files, each a sequence of zstd frames with checksums (``zstd -d`` reads it). A frame holds
-whole *chunks*: an unsigned number of four bytes, little-endian, and so many bytes of msgpack, an array of entries. An
-entry is an array: its tag, then the fields of its class below, in order. Each file begins with a chunk that holds its
-`Header` alone, and then with the state of everything, so that it can be understood without those before it.
+whole *chunks*: an unsigned number of four bytes, little-endian, so many bytes of msgpack, an array of entries, and a
+digest of 16 bytes. An entry is an array: its tag, then the fields of its class below, in order. Each file begins with a
+chunk that holds its `Header` alone, and then with the state of everything, so that it can be understood without those
+before it.
+
+The digests of a file's chunks are a chain over everything in it, durations, arrivals and contents included: each is
+BLAKE2b-128 of its chunk's msgpack, with the digest before it as the key; the first has none.
 
 - Engines are numbered in the order in which they first had to do with the device.
 - A ``step`` is how many steps of its engine had begun before the entry's command. A command takes effect before the
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -27,7 +32,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import SeatRow
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4
@@ -39,6 +44,8 @@ _LENGTH = struct.Struct("<I")
 _ARRAY = struct.Struct(">BI")
 _ARRAY_32 = 0xDD
 """Of msgpack: an array with its length in the four bytes that follow, big-endian."""
+CHAIN_BYTES = 16
+"""Of a file's chain, after each chunk: about as many in a second."""
 HEAD_BYTES = _LENGTH.size + _ARRAY.size
 """As many tell a recording."""
 
@@ -53,7 +60,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Header(_Entry, frozen=True, tag=1):
-    """Which file of which run this is. First of each file; files of a run are counted from 1 without a hole."""
+    """Head of a file: its run, and its number there. Files of a run are counted from 1 without a hole."""
 
     schema: int
     lockstep: str
@@ -65,6 +72,9 @@ class Header(_Entry, frozen=True, tag=1):
     machine: str = ""
     is_simulated: bool = False
     """Whether a replay wrote it: its times are logical ones."""
+    key_name: str = ""
+    """Of the key of its digests (`lockstep.worker.flight.content`), which compare with those under a key of this name.
+    Empty: it has no digests, as a simulated one."""
     gap: str = ""
     """Why what came before could not be written; empty: it was, or nothing did."""
 
@@ -115,7 +125,7 @@ class SeatsEntry(_Entry, frozen=True, tag=4):
 
 
 class Priorities(_Entry, frozen=True, tag=5):
-    """Who is loaded."""
+    """Replicas that are loaded, and their priority classes."""
 
     classes: tuple[tuple[int, int], ...]
     """(engine, class) in order of loading."""
@@ -157,8 +167,8 @@ class Added(_Entry, frozen=True, tag=6):
         return ids_of(self.runs)
 
 
-class Came(_Entry, frozen=True, tag=7):
-    """Whose the sequence is that was just added."""
+class Arrival(_Entry, frozen=True, tag=7):
+    """Origin of the sequence that was just added: when its request came, and what it draws with."""
 
     engine: int
     seq_id: int
@@ -168,6 +178,31 @@ class Came(_Entry, frozen=True, tag=7):
     """Of its request, drawn where none was named; sibling ``i`` draws with ``seed + i``."""
     deadline_ms: int | None = None
     queue_deadline_ms: int | None = None
+
+
+class RequestDigest(_Entry, frozen=True, tag=20):
+    """Request of the sequence that was just added, the first of it, without a word of its text."""
+
+    engine: int
+    seq_id: int
+    prompt: bytes
+    """Keyed digests, as `lockstep.worker.flight.content` makes them."""
+    parameters: bytes
+    external_id: str
+    """The caller's name for it; one HTTP request may be several here."""
+    segment: str
+    """The caller's label for the part of the traffic that it belongs to; empty: none."""
+
+
+class OutputDigest(_Entry, frozen=True, tag=21):
+    """End of a sequence, and a digest of its output."""
+
+    engine: int
+    seq_id: int
+    reason: FinishReason
+    num_tokens: int
+    output: bytes
+    """Keyed digest of its tokens, or of its vector."""
 
 
 class Aborted(_Entry, frozen=True, tag=8):
@@ -233,7 +268,7 @@ class Turn(_Entry, frozen=True, tag=13):
 
 
 class WithWork(_Entry, frozen=True, tag=14):
-    """Who had work in the turns that follow, by their places; until this is said, the one at place 0."""
+    """Places of the replicas that have work in the turns that follow; until there is one, only place 0 has."""
 
     places: tuple[int, ...]
 
@@ -243,7 +278,7 @@ class Idle(_Entry, frozen=True, tag=15):
 
 
 class Closed(_Entry, frozen=True, tag=16):
-    """How far an engine has come when it is unloaded, or the file ends."""
+    """Position of an engine when it is unloaded, or the file ends."""
 
     engine: int
     num_steps: int
@@ -255,7 +290,7 @@ class Closed(_Entry, frozen=True, tag=16):
 
     @classmethod
     def of(cls, engine: int, num_steps: int, fingerprint: Fingerprint) -> Closed:
-        """Where an engine's fingerprint stands."""
+        """The position of an engine and its fingerprint."""
         return cls(engine, num_steps, fingerprint.open_record or b"", bytes.fromhex(fingerprint.hexdigest()))
 
 
@@ -280,7 +315,7 @@ class RequestEntry(_Entry, frozen=True, tag=18):
 
 
 class Tokens(_Entry, frozen=True, tag=19):
-    """What each row that sampled in the engine's last step got."""
+    """Tokens of each row that sampled in the engine's last step."""
 
     engine: int
     tokens: tuple[tuple[int, ...], ...]
@@ -293,7 +328,9 @@ Entry = (
     | Checkpoint
     | SeatsEntry
     | Priorities
-    | Came
+    | Arrival
+    | RequestDigest
+    | OutputDigest
     | Command
     | Record
     | Turn
@@ -309,10 +346,15 @@ Entry = (
 # -- chunks -----------------------------------------------------------------------------------------------------------
 
 
+class ChangedChunkError(ValueError):
+    """A chunk that is not under its file's chain."""
+
+
 class ChunkWriter:
-    """Collects entries into chunks."""
+    """Collects entries into chunks, and keeps the chain of their file."""
 
     def __init__(self) -> None:
+        self._chain = b""
         self._encode_into = msgspec.msgpack.Encoder().encode_into
         self._entries = bytearray()
         self._count = 0
@@ -328,10 +370,17 @@ class ChunkWriter:
 
     def take(self) -> bytes:
         """The chunk; the next one is begun."""
-        length = _LENGTH.pack(_ARRAY.size + len(self._entries))
-        chunk = b"".join((length, _ARRAY.pack(_ARRAY_32, self._count), self._entries))
+        entries = _ARRAY.pack(_ARRAY_32, self._count) + self._entries
+        self._chain = _chained(self._chain, entries)
         self.clear()
-        return chunk
+        return b"".join((_LENGTH.pack(len(entries)), entries, self._chain))
+
+    def begin_file(self, header: Header) -> bytes:
+        """The first chunk of a file, which begins its chain; nothing else is collected."""
+        assert not self._count, "what was collected belongs to the file before"
+        self._chain = b""
+        self.put(header)
+        return self.take()
 
     def clear(self) -> None:
         """Forget what was collected."""
@@ -340,9 +389,14 @@ class ChunkWriter:
 
 
 class ChunkReader:
-    """Reads the frames of one file in order."""
+    """Reads the frames of one file in order.
 
-    def __init__(self) -> None:
+    Args:
+        is_at_beginning: whether the first frame is the file's; the chain is followed from the first chunk that is read.
+    """
+
+    def __init__(self, is_at_beginning: bool = True) -> None:
+        self._chain = b"" if is_at_beginning else None
         self._decode: Any = msgspec.msgpack.Decoder(list[Entry]).decode
         self.offset = 0
         """Of the chunk in its frame that is being read."""
@@ -354,6 +408,7 @@ class ChunkReader:
 
         Raises:
             IndexError: it ends within a chunk; those before were yielded.
+            ChangedChunkError: a chunk is not the one that was recorded there; those before were yielded.
             msgspec.MsgspecError: it is no frame of ours.
         """
         self.offset = 0
@@ -363,18 +418,29 @@ class ChunkReader:
             if begin > len(data):
                 raise IndexError(f"it ends at byte {len(data)}, within the length of a chunk")
             end = begin + _LENGTH.unpack_from(data, self.offset)[0]
-            if end > len(data):
-                raise IndexError(f"a chunk ends at byte {end}, and the frame at byte {len(data)}")
+            after = end + CHAIN_BYTES
+            if after > len(data):
+                raise IndexError(f"a chunk ends at byte {after}, and the frame at byte {len(data)}")
+            self._follow(data[begin:end], data[end:after])
             for entry in self._decode(data[begin:end]):
                 if isinstance(entry, End):
                     self.end = entry
                 yield entry
-            self.offset = end
+            self.offset = after
+
+    def _follow(self, entries: memoryview, digest: memoryview) -> None:
+        if self._chain is not None and _chained(self._chain, entries) != digest:
+            raise ChangedChunkError("is not what was recorded there: the digest behind it is of something else")
+        self._chain = bytes(digest)
 
 
 def begins_recording(head: bytes) -> bool:
-    """Whether these are the first bytes of a file of ours, decompressed: a chunk of one entry."""
+    """True for the first bytes of a file of ours, decompressed: a chunk of one entry."""
     return head[_LENGTH.size : HEAD_BYTES] == _ARRAY.pack(_ARRAY_32, 1)
+
+
+def _chained(chain: bytes, entries: bytes | memoryview) -> bytes:
+    return blake2b(entries, digest_size=CHAIN_BYTES, key=chain).digest()
 
 
 def runs_of(ids: Iterable[int]) -> Runs:
@@ -391,12 +457,12 @@ def runs_of(ids: Iterable[int]) -> Runs:
 
 
 def ids_of(runs: Runs) -> tuple[int, ...]:
-    """The other way."""
+    """Numbers of runs: first and length of each, as `runs_of` makes them."""
     return tuple([number for at in range(0, len(runs), 2) for number in range(runs[at], runs[at] + runs[at + 1])])
 
 
 def _check(runs: Runs) -> None:
-    """That they are no more than there can be, whatever a file says.
+    """Refuse runs that are none, or more than there can be, whatever a file says.
 
     Raises:
         ValueError: they are none.

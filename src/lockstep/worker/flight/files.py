@@ -39,7 +39,7 @@ LEVEL = 3
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """What became of a recording so far."""
+    """State of a recording: bytes written, gaps, and the fault that keeps it from going on."""
 
     num_bytes: int = 0
     """Written to files."""
@@ -99,11 +99,11 @@ class TraceFiles:
 
     @property
     def is_open(self) -> bool:
-        """Whether chunks go anywhere."""
+        """True if chunks reach a file."""
         return self._state in (_State.OPEN, _State.FULL)
 
     def wants_file(self) -> bool:
-        """Whether a new file is to be begun now."""
+        """True if a new file is to be begun now."""
         state = self._state
         if state is _State.OPEN:
             return False
@@ -165,7 +165,7 @@ class TraceFiles:
                 self._num_queued -= len(chunk)
 
     def _is_lost(self, number: int) -> bool:
-        """Whether the file before broke off when this one's first chunk, which does not say so, was handed over."""
+        """True if the file before broke off when this one's first chunk, which does not say so, was handed over."""
         with self._lock:
             if self.gap:
                 self.num_files = number - 1

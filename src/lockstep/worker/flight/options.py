@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import msgspec
 
+from lockstep.errors import UsageError
+
 DEFAULT_MAX_MB = 256
+MIN_SECRET_BYTES = 16
+"""With fewer somebody might try them all."""
+MAX_SECRET_BYTES = 4_096
 
 
 class TraceOptions(msgspec.Struct, frozen=True):
-    """What is recorded, and where."""
+    """Options of a recording: its place, its bound, its content and its key."""
 
     directory: str
     max_bytes: int = DEFAULT_MAX_MB << 20
     """Of all recordings in the directory together; the oldest files go first."""
     has_content: bool = False
     """Also prompts and answers, so that `replay --execute` can compute them again."""
+    key_file: str = ""
+    """Holds the secret of its digests (`lockstep.worker.flight.content`); empty: each recording has its own. A file,
+    since anybody may read what a process is started with."""
+
+    def secret(self) -> bytes:
+        """The operator's secret, without white space around it; empty: there is none.
+
+        Raises:
+            UsageError: the file cannot be read, or holds too little or too much to be one.
+        """
+        if not self.key_file:
+            return b""
+        try:
+            with open(self.key_file, "rb") as file:
+                secret = file.read(MAX_SECRET_BYTES + 1).strip()
+        except OSError as error:
+            raise UsageError(f"{self.key_file}: the recording's key cannot be read: {error.strerror}") from error
+        if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+            raise UsageError(
+                f"{self.key_file}: the recording's key has {len(secret)} bytes; it must have {MIN_SECRET_BYTES} to "
+                f"{MAX_SECRET_BYTES}, as `openssl rand -hex 32` gives them"
+            )
+        return secret

@@ -25,17 +25,18 @@ from lockstep.core.state import STATE_VERSION
 from lockstep.core.step import StepResult
 from lockstep.engine.generation import Generation
 from lockstep.engine.loading import LoadedModel
+from lockstep.errors import UsageError
 from lockstep.executors.machine import machine_name
 from lockstep.version import __version__
 from lockstep.worker.device_scheduler import DeviceScheduler
-from lockstep.worker.flight.content import encode_request, tokens_of
+from lockstep.worker.flight.content import Digests, encode_request, tokens_of
 from lockstep.worker.flight.entries import (
     MARK_BYTES,
     SCHEMA_VERSION,
     Aborted,
     Added,
+    Arrival,
     CacheReset,
-    Came,
     Checkpoint,
     ChunkWriter,
     Closed,
@@ -44,9 +45,11 @@ from lockstep.worker.flight.entries import (
     Entry,
     Header,
     Idle,
+    OutputDigest,
     Pinned,
     Priorities,
     Record,
+    RequestDigest,
     RequestEntry,
     SeatsEntry,
     Swept,
@@ -123,6 +126,7 @@ class Recorder:
 
     def __init__(self, options: TraceOptions, turns: DeviceScheduler) -> None:
         self.has_content = options.has_content
+        self.digests = Digests(_secret_of(options))
         self.chunk = ChunkWriter()
         """Entries that were not handed over yet."""
         self.is_on = False
@@ -191,15 +195,15 @@ class Recorder:
         gap_us, self._ended_us = started_us - (self._ended_us or started_us), ended_us
         if not self.is_on:
             return
-        self._tell_priorities(priorities)
+        self._put_priorities(priorities)
         place = 0
         if len(priorities) > 1:
             if with_work != self._with_work:
                 self._with_work = with_work
-                self._tell_work(tuple([at for at, key in enumerate(priorities) if key in with_work]))
+                self._put_places(tuple([at for at, key in enumerate(priorities) if key in with_work]))
             place = list(priorities).index(chosen)
         else:
-            self._tell_work((0,))
+            self._put_places((0,))
         self.chunk.put(Turn(place, ended_us - started_us, gap_us, stepped))
         self._is_idle = False
 
@@ -207,7 +211,7 @@ class Recorder:
     def idle(self, priorities: Mapping[str, int]) -> None:
         """Nobody has work."""
         if self.is_on:
-            self._tell_priorities(priorities)
+            self._put_priorities(priorities)
             if not self._is_idle:
                 self.chunk.put(Idle())
                 self._is_idle = True
@@ -237,11 +241,11 @@ class Recorder:
         self._stop()
 
     def next_number(self) -> int:
-        """Of an engine that has to do with the device for the first time."""
+        """The number of an engine that has to do with the device for the first time."""
         self._num_engines += 1
         return self._num_engines - 1
 
-    def _tell_priorities(self, priorities: Mapping[str, int]) -> None:
+    def _put_priorities(self, priorities: Mapping[str, int]) -> None:
         if priorities == self._priorities:
             return
         self._priorities, self._is_idle, self._with_work = dict(priorities), False, ()
@@ -250,7 +254,7 @@ class Recorder:
         classes = [(self._engines[key].number, priority) for key, priority in priorities.items()]
         self.chunk.put(Priorities(tuple(classes)))
 
-    def _tell_work(self, places: tuple[int, ...]) -> None:
+    def _put_places(self, places: tuple[int, ...]) -> None:
         if places != self._places:
             self._places = places
             self.chunk.put(WithWork(places))
@@ -270,10 +274,10 @@ class Recorder:
             files.num_files + 1,
             self.has_content,
             machine_name(),
+            key_name=self.digests.key_name,
             gap=files.gap,
         )
-        self.chunk.put(header)
-        beginning = self.chunk.take()
+        beginning = self.chunk.begin_file(header)
         self.contents.forget_others()
         self.tenants.forget_others()
         for engine in self._engines.values():
@@ -302,7 +306,7 @@ class Recorder:
 
 
 class EngineRecorder:
-    """Records one engine of a device; implements `lockstep.engine.recorder_hook.RecorderHook`."""
+    """Records one engine of a device; implements `lockstep.engine.engine.RecorderHook`."""
 
     def __init__(self, recorder: Recorder, key: str, model: LoadedModel, config: SchedulerConfig) -> None:
         self._recorder = recorder
@@ -320,12 +324,12 @@ class EngineRecorder:
         self._fingerprint: Fingerprint | None = None
 
     def lost(self) -> dict[str, int]:
-        """What the recording lacks, as counters; for any thread."""
+        """Counters of what the recording lacks; for any thread."""
         return {"trace_lost_steps": self._num_lost_steps, "trace_gaps": self._recorder.report().num_gaps}
 
     @property
     def is_recorded(self) -> bool:
-        """Whether its steps reach a file now; for any thread."""
+        """True if its steps reach a file now; for any thread."""
         return not self._recorder.report().fault
 
     def open(self) -> None:
@@ -367,7 +371,7 @@ class EngineRecorder:
         recorder.chunk.put(checkpoint)
 
     def closed(self) -> Closed:
-        """How far the engine has come."""
+        """The engine's position now."""
         assert self._scheduler is not None
         assert self._fingerprint is not None
         return Closed.of(self.number, self._scheduler.stats().num_steps, self._fingerprint)
@@ -405,14 +409,19 @@ class EngineRecorder:
             self._put(CacheReset(self.number, step))
 
     @guarded
-    def came(self, generation: Generation, waited_s: float) -> None:
+    def joined(self, generation: Generation, waited_s: float) -> None:
         if not self._records():
             return
         live, seq_id = generation.live, generation.seq_id
         request = live.request
         deadlines = _ms(request.deadline_s), _ms(request.queue_deadline_s)
-        self._put(Came(self.number, seq_id, round(waited_s * 1e6), live.seed, *deadlines))
-        if self._recorder.has_content and generation.index == 0:
+        self._put(Arrival(self.number, seq_id, round(waited_s * 1e6), live.seed, *deadlines))
+        if generation.index:
+            return
+        digests = self._recorder.digests
+        prompt, parameters = digests.prompt(live), digests.parameters(live)
+        self._put(RequestDigest(self.number, seq_id, prompt, parameters, request.external_id, request.segment))
+        if self._recorder.has_content:
             self._put(RequestEntry(self.number, seq_id, encode_request(live, self._recorder.tenants.of)))
 
     @guarded
@@ -420,6 +429,16 @@ class EngineRecorder:
         self._step(record)
         if self._recorder.has_content and self._records():
             self._put(Tokens(self.number, tuple(tokens_of(result, touched))))
+
+    @guarded
+    def ended(self, generation: Generation) -> None:
+        if self._records():
+            assert generation.finish_reason is not None, "it has ended"
+            output = self._recorder.digests.output(generation)
+            entry = OutputDigest(
+                self.number, generation.seq_id, generation.finish_reason, generation.num_output, output
+            )
+            self._put(entry)
 
     @guarded
     def failed(self, record: bytes | None) -> None:
@@ -436,7 +455,7 @@ class EngineRecorder:
             self._put(Record(self.number, record, self._fingerprint.chain[:MARK_BYTES]))
 
     def _records(self) -> bool:
-        """Whether anything is recorded now; the file then knows the engine."""
+        """True if anything is recorded now; the file then knows the engine."""
         self._has_begun = True
         if self._recorder.is_on:
             self.open()
@@ -444,6 +463,15 @@ class EngineRecorder:
 
     def _put(self, entry: Entry) -> None:
         self._recorder.chunk.put(entry)
+
+
+def _secret_of(options: TraceOptions) -> bytes:
+    """The operator's secret; empty where there is none, or none any more."""
+    try:
+        return options.secret()
+    except UsageError as error:
+        log.warning("%s; the recording has a key of its own, and compares with no other", error)
+        return b""
 
 
 def _ms(seconds: float | None) -> int | None:

@@ -1,4 +1,6 @@
-"""Exact unpacking of the stored encodings. Formats: ggml's `ggml-common.h`; bfloat16 is the upper half of a float32.
+"""Stored tensors: mapped from files, and unpacked exactly.
+
+Formats: ggml's `ggml-common.h`; bfloat16 is the upper half of a float32.
 
 Nothing here rounds more than the format's own definition: every stored number has one float32 value, and `dequantise`
 returns it.
@@ -6,13 +8,18 @@ returns it.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.artifacts.model import Encoding, Tensor
+from lockstep.errors import ArtifactNotFoundError, CorruptArtifactError
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -30,6 +37,74 @@ BLOCKS: Mapping[Encoding, tuple[int, int]] = {
     Encoding.Q6_K: (256, 210),
 }
 """Values and bytes of one block."""
+FLOAT_TYPES: Mapping[Encoding, np.dtype[np.generic]] = {
+    Encoding.F32: np.dtype("<f4"),
+    Encoding.F16: np.dtype("<f2"),
+    Encoding.BF16: np.dtype("<u2"),
+}
+
+
+def stored_as(encoding: Encoding, shape: tuple[int, ...]) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
+    """Element type and shape of the array that holds a tensor; of blocks, whose rows must be whole ones, bytes."""
+    if encoding in FLOAT_TYPES:
+        return FLOAT_TYPES[encoding], shape
+    num_values, num_bytes = BLOCKS[encoding]
+    return np.dtype(np.uint8), (*shape[:-1], shape[-1] // num_values * num_bytes)
+
+
+def num_stored_bytes(encoding: Encoding, shape: tuple[int, ...]) -> int:
+    """Size of a tensor in its file."""
+    dtype, stored = stored_as(encoding, shape)
+    return dtype.itemsize * math.prod(stored)
+
+
+class MappedTensors:
+    """Tensors of one memory-mapped file, views that keep the map alive: within the file, and apart from each other.
+
+    Args:
+        header_bytes: of the smallest file of the format.
+        header: what the format calls them.
+
+    Raises:
+        ArtifactNotFoundError: the file cannot be read.
+        CorruptArtifactError: it is shorter than that.
+    """
+
+    def __init__(self, path: Path, header_bytes: int, header: str) -> None:
+        self.path = path
+        self._tensors: dict[str, Tensor] = {}
+        self._extents: list[tuple[int, int, str]] = []
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < header_bytes:
+                    raise CorruptArtifactError(f"{size} bytes are too few for {header}", path=path)
+                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ArtifactNotFoundError(f"cannot be read ({error.strerror})", path=path) from error
+
+    def add(self, name: str, encoding: Encoding, shape: tuple[int, ...], start: int, alignment: int = 1) -> None:
+        """Check where a tensor lies, and make a view of it."""
+        if name in self._tensors:
+            raise CorruptArtifactError(f"tensor {name!r} appears twice", path=self.path)
+        dtype, stored = stored_as(encoding, shape)
+        stop = start + num_stored_bytes(encoding, shape)
+        if start % alignment or stop > len(self.buffer):
+            raise CorruptArtifactError(
+                f"tensor {name!r} lies at bytes {start}..{stop} of a file of {len(self.buffer)}; "
+                "is the download complete?",
+                path=self.path,
+            )
+        self._extents.append((start, stop, name))
+        data = np.frombuffer(self.buffer, np.uint8, stop - start, start).view(dtype).reshape(stored)
+        self._tensors[name] = Tensor(name, encoding, shape, data)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that were added, in that order; CorruptArtifactError where two overlap."""
+        for (_, stop, first), (start, _, second) in pairwise(sorted(self._extents)):
+            if start < stop:
+                raise CorruptArtifactError(f"tensors {first!r} and {second!r} overlap", path=self.path)
+        return self._tensors
 
 
 @dataclass(frozen=True, slots=True)

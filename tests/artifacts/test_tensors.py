@@ -10,7 +10,7 @@ import pytest
 from gguf.quants import dequantize
 
 from lockstep.artifacts.model import Encoding, Tensor
-from lockstep.artifacts.quantisation import BLOCKS, bfloat16_to_float32, dequantise, unpack
+from lockstep.artifacts.tensors import BLOCKS, bfloat16_to_float32, dequantise, unpack
 from tools.random_models import random_tensor
 
 GOLDEN = np.load(Path(__file__).resolve().parents[1] / "golden" / "dequantised.npz")

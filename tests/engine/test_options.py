@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from lockstep.engine.options import EngineOptions, check_limits, check_sizes
-from lockstep.engine.sizing import anonymous_memory_bytes, available_memory_bytes, machine_memory_bytes, plan_config
+from lockstep.engine.options import EngineOptions, check_limits, check_sizes, plan_config
 from lockstep.errors import ConfigError
 from lockstep.executors.base import Geometry
 
@@ -76,30 +73,3 @@ def test_pools_beyond_the_machine_are_refused_with_what_it_has() -> None:
     check_sizes(EngineOptions(), 0)
     with pytest.raises(ConfigError, match="--kv is -1; a size is never negative"):
         check_sizes(EngineOptions(kv_cache_memory_bytes=-1), 1, {"kv_cache_memory_bytes": "--kv"})
-
-
-def test_a_machine_has_no_more_than_its_cgroup(tmp_path: Path) -> None:
-    whole = machine_memory_bytes(tmp_path)
-    assert whole >= available_memory_bytes(tmp_path)
-    (tmp_path / "memory.max").write_text("5000\n")
-    assert machine_memory_bytes(tmp_path) == 5000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine_memory_bytes(tmp_path) == whole
-
-
-def test_available_memory_is_cut_by_the_cgroup(tmp_path: Path) -> None:
-    whole = available_memory_bytes(tmp_path)
-    assert whole > 0
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("2000\n")
-    assert available_memory_bytes(tmp_path) == 3000
-    (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 1500\nactive_file 300\n")
-    assert available_memory_bytes(tmp_path) == 4500, "what was read and may be forgotten is free"
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory_bytes(tmp_path) > 3000
-
-
-def test_anonymous_memory_is_that_of_this_process_where_the_system_tells(tmp_path: Path) -> None:
-    (tmp_path / "status").write_text("VmRSS:\t   900 kB\nRssAnon:\t     500 kB\n")
-    assert anonymous_memory_bytes(tmp_path / "status") == 500 * 1024
-    assert anonymous_memory_bytes(tmp_path / "none") is None

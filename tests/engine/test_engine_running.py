@@ -31,7 +31,7 @@ ENDLESS = SamplingParams(max_tokens=8_000, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def only_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.engine.threads.IDLE_WAIT_S", 100 * HANG_S)
+    monkeypatch.setattr("lockstep.engine.engine.IDLE_WAIT_S", 100 * HANG_S)
 
 
 class Running:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lockstep.engine.outputs import RequestOutput, Timings
 from lockstep.server import app as app_module
 from lockstep.server.admission import RateLimits, TokenBucket
+from lockstep.server.answer_response import conclude
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.protocol import MAX_HEADERS, bounded_protocol
@@ -94,7 +95,7 @@ async def test_answers_are_charged_to_their_key(monkeypatch: pytest.MonkeyPatch)
 
     @router.post("/cost")
     async def cost(request: Request) -> None:
-        context_of(request).outputs.append(RequestOutput(1, (1,) * 50, (), 0, 0, Timings(0.0, None, 0.0)))
+        conclude(context_of(request), [RequestOutput(1, (1,) * 50, (), 0, 0, Timings(0.0, None, 0.0))])
 
     monkeypatch.setattr(app_module, "ROUTERS", (router,))
     async with client_of(options=ServerOptions(tokens_per_minute=40)) as client:
@@ -212,8 +213,10 @@ async def test_headers_that_do_not_come_are_not_waited_for() -> None:
                 b"GET /health HTTP/1.1\r\nX-Slow: ",
                 b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
             ):
-                reader, writer = await asyncio.open_connection(*listener.getsockname())
-                writer.write(start)
+                connection = socket.create_connection(listener.getsockname())
+                connection.sendall(start)  # before it is accepted: what comes after the limit would reset it
+                connection.setblocking(False)
+                reader, writer = await asyncio.open_connection(sock=connection)
                 with contextlib.closing(writer):
                     answer = await asyncio.wait_for(reader.read(), HANG_S)
                 await writer.wait_closed()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.server.access import OPEN_PATHS, AccessKeys
+from lockstep.server.admission import OPEN_PATHS, AccessKeys
 from lockstep.server.options import ServerOptions
 from lockstep.server.run import bind
 from tests.server.process import IN_THREAD, ServerProcess, serve

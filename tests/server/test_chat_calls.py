@@ -11,7 +11,7 @@ from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError
 from lockstep.executors.constraint import Constraint
 from lockstep.executors.stub import stub_tokenizer_parts
-from lockstep.server.chat_request import ChatBody, ChatCall, chat_call
+from lockstep.server.chat import ChatBody, ChatCall, chat_call
 from lockstep.server.completions import CompletionBody, CompletionCalls, completion_calls
 from lockstep.server.generation import Caller, in_the_requests_words, labels_of, shorter_s
 from lockstep.server.options import ServerOptions

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from playwright.sync_api import Browser, Page
 
-from lockstep.server.access import OPEN_PATHS
+from lockstep.server.admission import OPEN_PATHS
 from lockstep.server.options import ServerOptions
 from lockstep.server.status import docs_page
 from tests.browser import chromium

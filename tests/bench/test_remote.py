@@ -1,0 +1,110 @@
+"""The client of other servers: what is no OpenAI-compatible server, or none any more, is said in a sentence."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from lockstep.bench.protocol import Target
+from lockstep.bench.remote import Remote
+from lockstep.errors import RemoteError
+from tests.bench.standin import Behaviour, serving
+from tests.waiting import HANG_S
+
+BODY = {"model": "alpha", "prompt": "x", "max_tokens": 2}
+
+
+def response(status: str, body: bytes, kind: str = "application/json") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+def events(*frames: bytes) -> bytes:
+    return response("200 OK", b"".join(b"data: " + frame + b"\n\n" for frame in frames), "text/event-stream")
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[Remote]:
+    """A client of a server that answers one request with these bytes, and goes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_one() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(HANG_S)
+                connection.recv(65_536)
+                connection.sendall(answer)
+
+        server = threading.Thread(target=answer_one, daemon=True)
+        server.start()
+        with Remote(Target.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")) as remote:
+            yield remote
+        server.join(HANG_S)
+
+
+def streamed(remote: Remote) -> str:
+    chunks = remote.stream("/v1/completions", {**BODY, "stream": True})
+    return "".join(choice.text or "" for chunk in chunks for choice in chunk.choices)
+
+
+@pytest.mark.parametrize(
+    ("answer", "call", "message"),
+    [
+        (response("200 OK", b"<html>", "text/html"), Remote.models, "did not answer with JSON; is this an OpenAI-"),
+        (response("200 OK", b'["alpha"]'), Remote.models, "/v1/models is no list of models; is this an OpenAI-"),
+        (response("200 OK", b'{"data": {}}'), Remote.models, "/v1/models is no list of models"),
+        (response("200 OK", b'{"data": []}'), lambda remote: remote.model_or_first(None), "serves no model; give one"),
+        (response("500 Oh", b"boom", "text/plain"), Remote.models, "/v1/models answered 500: boom"),
+        (response("500 Oh", b"", "text/plain"), Remote.models, "/v1/models answered 500: no reason given"),
+        (response("401 No", b"{}"), Remote.models, "; give the server's key by --api-key or OPENAI_API_KEY"),
+        (response("403 No", b"{}"), Remote.models, "; give another key by --api-key or OPENAI_API_KEY"),
+        (b"", Remote.models, "the connection to http://127.0.0.1:"),
+        (events(b'{"choices": [{"index": 0, "text": "a"}]}'), streamed, "broke off in the middle of the answer"),
+        (events(b"{"), streamed, "an event of the stream is no completion chunk"),
+        (
+            response("400 Bad", b'{"error": {"message": "too long"}}'),
+            streamed,
+            "/v1/completions answered 400: too long",
+        ),
+    ],
+)
+def test_what_is_no_answer_is_a_sentence(answer: bytes, call: Callable[[Remote], Any], message: str) -> None:
+    with answering(answer) as remote, pytest.raises(RemoteError) as raised:
+        call(remote)
+    assert message in str(raised.value)
+
+
+def test_names_are_those_of_models_that_have_one() -> None:
+    entries = [{"id": "b"}, {"object": "model"}, "c", {"id": 7}, {"id": "a"}]
+    with answering(response("200 OK", json.dumps({"data": entries}).encode())) as remote:
+        assert remote.models() == ["b", "a"]
+
+
+def test_a_name_that_is_given_is_asked_of_nobody() -> None:
+    with Remote(Target.parse("http://127.0.0.1:9")) as remote:
+        assert remote.model_or_first("beta") == "beta"
+
+
+@pytest.mark.parametrize("answer", [response("404 Not Found", b"{}"), response("200 OK", b"<html>", "text/html")])
+def test_what_may_be_refused_has_no_answer_then(answer: bytes) -> None:
+    with answering(answer) as remote:
+        assert remote.try_post("/tokenize", {"prompt": "x"}) is None
+
+
+def test_an_answer_that_was_interrupted_leaves_a_client_that_answers() -> None:
+    """And the connection is closed: the server stops generating."""
+    behaviour = Behaviour(hang_after=0)
+    with serving(behaviour) as url, Remote(Target.parse(url)) as remote:
+        stream = remote.stream("/v1/completions", {**BODY, "stream": True})
+        assert next(stream).choices[0].text == "word0 "
+        with pytest.raises(KeyboardInterrupt):
+            stream.throw(KeyboardInterrupt)
+        behaviour.hang_after = None
+        assert streamed(remote) == "word0 word1 "
+    assert behaviour.num_left == 1
