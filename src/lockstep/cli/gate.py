@@ -21,6 +21,7 @@ from lockstep.errors import EvidenceError, UsageError
 if TYPE_CHECKING:
     from lockstep.release.policy import Policy
     from lockstep.release.reading import Source, Store
+    from lockstep.release.recordings import Recordings
     from lockstep.release.verdict import Verdict
     from lockstep.report.document import Plots
 
@@ -29,7 +30,9 @@ MAX_POLICY_BYTES = 1 << 20
 Files = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="[FILE | BASELINE CANDIDATE]", help="Both sides in one file, or a file of each.", show_default=False
+        metavar="[FILE | BASELINE CANDIDATE]",
+        help="Both sides in one file, or a file or recording of each.",
+        show_default=False,
     ),
 ]
 Input = Annotated[Path | None, typer.Option("--input", metavar="FILE", callback=expanded, help="The one FILE.")]
@@ -79,6 +82,7 @@ def gate(
 ) -> int:
     """Judge a candidate: exit code 0 promote, 1 rollback, 2 hold, 3 bad input."""
     from lockstep.release.curves import plots_of
+    from lockstep.release.decisions import with_decisions
     from lockstep.release.evidence import gather
     from lockstep.release.gate import judge
     from lockstep.release.reading import open_store
@@ -88,10 +92,12 @@ def gate(
     places = ((output, "the verdict"), (markdown, "the report"), (junit, "the test results"), (html, "the page"))
     check_places(places, (*paths, policy, owners))
     with open_store() as store:
-        sources, given = _read(store, paths)
+        sources, given, recorded = _read(store, paths)
         rules = _policy(policy, settings, owners, given, sources)
         evidence = gather(store, rules.numeric_tolerances)
         verdict = judge(rules, evidence, tuple(sources))
+    if recorded is not None:
+        verdict = with_decisions(verdict, recorded.decisions(), recorded.notes)
     plots = plots_of(rules, evidence) if html is not None else ()
     _write(verdict, plots, output, summary, junit, html)
     _show(verdict, as_json)
@@ -114,7 +120,7 @@ def mirror(
         raise UsageError("--output says where the converted file goes, e.g. --output gate-input.json")
     check_places(((output, "the gate's input"),), paths)
     with open_store() as store:
-        sources, given = _read(store, paths)
+        sources, given, _ = _read(store, paths)
         write_file(output, store.as_gate_input(given), "the gate's input")
     for source in sources:
         print(f"{source.path}: {source.num_rows:,} records of {source.format}", file=sys.stderr)
@@ -128,14 +134,21 @@ def _paths(files: list[Path] | None, given: Path | None) -> list[Path]:
     return paths
 
 
-def _read(store: Store, paths: list[Path]) -> tuple[list[Source], dict[str, Any] | None]:
+def _read(store: Store, paths: list[Path]) -> tuple[list[Source], dict[str, Any] | None, Recordings | None]:
     from lockstep.release.reading import SIDES, read
+    from lockstep.release.recordings import is_recording, read_recordings
 
+    recorded = [is_recording(path) for path in paths]
     if len(paths) == 1:
+        if recorded[0]:
+            raise EvidenceError(f"{paths[0]}: a recording holds one side; give two, the baseline's and the candidate's")
         source, policy = read(store, paths[0], None)
-        return [source], policy
+        return [source], policy, None
+    if any(recorded):
+        recordings = read_recordings(store, paths)
+        return list(recordings.sources), None, recordings
     found = [read(store, path, side) for path, side in zip(paths, SIDES, strict=True)]
-    return [source for source, _ in found], None
+    return [source for source, _ in found], None, None
 
 
 def _policy(
