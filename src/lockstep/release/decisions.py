@@ -1,4 +1,4 @@
-"""Decisions of two recordings: the first step that differs, and the baseline's load replayed on the candidate's settings.
+"""Decisions of two recordings: the first step that differs, and the baseline's load on the candidate's settings.
 
 Steps are priced by a fit to the baseline's recording (`lockstep.replay.calibrate`). The same load is replayed on the
 baseline's own settings too: how far that is from what was measured is how far the prediction can be trusted. It is
@@ -34,6 +34,7 @@ MAX_ENGINES = 32
 """Engines of one device that are compared; what a device holds is fewer."""
 MAX_REQUESTS = 100_000
 """Of one engine's load, the first ones, that are replayed."""
+ARRIVALS = "requests arrive as they did at the baseline, also where clients that wait for answers would send later"
 FIGURES: Mapping[str, str] = {
     "ttft_p50_ms": "median first token",
     "ttft_p95_ms": "p95 first token",
@@ -110,13 +111,13 @@ def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is
         predicted, more = _replayed(workload, candidate.config, cost)
     except LockstepError as error:
         return {"unknown": str(error)}
-    notes += [*more, *cost.notes]
+    notes += [ARRIVALS, *more, *cost.notes]
     if not is_alone:
         notes.append("turns of the device's other engines are not part of the replay")
     if candidate.fingerprint != engine.fingerprint or candidate.environment != engine.environment:
         notes.append("steps are priced as on the baseline; the candidate's weights or machine are others")
     figures = {
-        name: _figure(measured.get(name), own.get(name), predicted.get(name))
+        name: _figure(measured.get(name), own[name], predicted[name])
         for name in FIGURES
         if name in own and name in predicted
     }

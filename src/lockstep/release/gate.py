@@ -85,7 +85,7 @@ def judge(policy: Policy, evidence: Evidence, sources: tuple[Source, ...] = ()) 
         decision=decision,
         guarantee=guarantee,
         reason=ordered[0].sentence if ordered else "everything is within policy",
-        evidence=_kind_of_evidence(policy, evidence, ordered),
+        evidence=_kind_of_evidence(policy, evidence),
         signals=ordered,
         notes=tuple(notes),
         summary=summary,
@@ -190,18 +190,19 @@ def _mismatches(policy: Policy, evidence: Evidence, summary: SegmentSummary, mas
     compared = summary.same + summary.differing + summary.tolerated
     drifted = np.flatnonzero(mask & (output == Output.DRIFTED))
     differing = np.flatnonzero(mask & (output == Output.DIFFERS))
+    bound = 0.0 if is_equality(policy, evidence) else policy.max_mismatch_rate
     for name, places, words in (
         ("output-mismatch", differing, "answers differ"),
         ("numeric-drift", drifted, "vectors differ beyond their tolerance"),
     ):
-        if compared and len(places) / compared > policy.max_mismatch_rate:
+        if compared and len(places) / compared > bound:
             yield Signal(
                 name=name,
                 response=Decision.ROLLBACK,
                 segment=summary.name,
                 sentence=f"{len(places):,} of {compared:,} compared {words}",
                 value=len(places) / compared,
-                bound=policy.max_mismatch_rate,
+                bound=bound,
                 examples=tuple(evidence.keys(places[:MAX_EXAMPLES])),
             )
 
@@ -339,16 +340,27 @@ def _account(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def _kind_of_evidence(policy: Policy, evidence: Evidence, signals: tuple[Signal, ...]) -> str:
+def _kind_of_evidence(policy: Policy, evidence: Evidence) -> str:
     """What the decision stands on, the strongest kind that there is."""
-    weights = evidence.names["artifact"]
-    is_promised = all(evidence.is_deterministic) and weights[0] == weights[1] != ()
     has_outputs = bool(np.isin(evidence.pairs.output, _COMPARED).any()) and policy.outputs != "ignore"
-    if is_promised and has_outputs and policy.outputs in (None, "exact"):
-        return "equality: both engines promise equal answers of these weights, so one differing token is proof"
-    if has_outputs:
-        return "agreement of outputs, then latency, errors and pressure of pairs"
-    return "latency, errors and pressure of pairs; outputs were not compared"
+    if not has_outputs:
+        return "latency, errors and pressure of pairs; outputs were not compared"
+    if is_equality(policy, evidence):
+        return (
+            "equality: the weights are the same, and baseline and candidate both promise equal answers in any company, "
+            "so one differing token is proof"
+        )
+    promising = [side for side, promises in zip(SIDES, evidence.is_deterministic, strict=True) if promises]
+    kind = "agreement of outputs, then latency, errors and pressure of pairs"
+    if len(promising) == 1:
+        kind += f"; only the {promising[0]} promises equal answers in any company"
+    return kind
+
+
+def is_equality(policy: Policy, evidence: Evidence) -> bool:
+    """True if any differing answer is proof: the same weights, on engines that both promise equal answers."""
+    weights = evidence.names["artifact"]
+    return all(evidence.is_deterministic) and weights[0] == weights[1] != () and policy.outputs in (None, "exact")
 
 
 assert P95 == 0.95  # the figures' names say so

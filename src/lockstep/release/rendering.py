@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 from xml.etree import ElementTree
 
+from lockstep.release.decisions import FIGURES
 from lockstep.release.reading import SIDES
 from lockstep.release.verdict import Decision, Figures, SegmentSummary, Verdict
 from lockstep.report.document import (
     ABSENT,
+    Block,
     Cell,
     Document,
     Finding,
@@ -47,6 +50,8 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
     sections = [Section("Verdict", (_tiles(verdict), *blocks))]
     if verdict.triage:
         sections.append(Section("Triage", (_triage(verdict),), id="triage"))
+    if verdict.decisions is not None:
+        sections.append(Section("Decisions", tuple(_decisions(verdict.decisions)), id="decisions"))
     if len(verdict.segments) > 1:
         sections.append(Section("Segments", (_segments(verdict),), id="segments"))
     if plots:
@@ -144,6 +149,45 @@ def _triage(verdict: Verdict) -> Table:
     for each in verdict.triage:
         examples = f" (e.g. {', '.join(each.examples)})" if each.examples else ""
         table.rows.append((each.signal, each.segment, each.evidence + examples, each.owner, each.action))
+    return table
+
+
+def _decisions(decisions: Mapping[str, Any]) -> Iterator[Block]:
+    """Differing settings, the first differing step, and the predicted figures of each engine of two recordings."""
+    for engine in decisions["engines"]:
+        settings = [f"{name}: {a} -> {b}" for name, (a, b) in engine["settings"].items()]
+        difference, prediction = engine["difference"], engine["prediction"]
+        if difference.get("identical"):
+            head = f"all {difference['equal_steps']:,} steps are decided the same"
+        elif "unknown" in difference:
+            head = f"steps were not compared: {difference['unknown']}"
+        else:
+            head = f"equal for {difference['equal_steps']:,} steps; then another {difference.get('change', 'engine')} (A: baseline, B: candidate):"
+        reasons = tuple(filter(None, (*difference.get("reasons", ()), difference.get("input"))))
+        states = (f"settings: {'; '.join(settings) or 'the same on both sides'}",)
+        told = [prediction[name] for name in ("trust",) if name in prediction]
+        told += [f"no prediction: {prediction['unknown']}"] if "unknown" in prediction else []
+        rest = (*told, *prediction.get("notes", ()))
+        yield Finding(f"engine {engine['engine']} ({engine['model']}): {head}", reasons, states, rest=rest)
+        if "figures" in prediction:
+            yield _prediction(engine["engine"], prediction)
+    if decisions["notes"]:
+        yield Paragraph("; ".join(decisions["notes"]))
+
+
+def _prediction(engine: int, prediction: Mapping[str, Any]) -> Table:
+    columns = (
+        *words("figure"),
+        *numbers("measured", "replayed", "on the candidate's settings"),
+        *changes("predicted change", "error of the replay"),
+    )
+    title = f"The baseline's load, {prediction['requests']:,} requests"
+    table = Table(title, columns, id=f"prediction-{engine}")
+    for name, figure in prediction["figures"].items():
+        shares = [ABSENT if figure[each] is None else f"{100 * figure[each]:+.3g} %" for each in ("change", "error")]
+        values = [_number(figure[each]) for each in ("measured", "baseline", "candidate")]
+        unit = ", ms" if name.endswith("_ms") else ""
+        table.rows.append((f"{FIGURES[name]}{unit}", *values, *shares))
     return table
 
 
