@@ -1,7 +1,7 @@
 """A gate that follows growing files and says over HTTP what it finds, to Argo Rollouts, to Flagger, to anybody.
 
-After each growth everything that is whole is judged again, so that it says of n pairs what `lockstep gate` says of them.
-Judging takes at most a fifth of one core's time.
+After each growth everything that is whole is judged again, so that it says of n pairs what `lockstep gate` says of
+them. Judging takes at most a fifth of one core's time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lockstep.errors import EvidenceError
 from lockstep.release.verdict import Decision, Verdict, to_json
 from lockstep.server.admission import AccessKeys, host_fault, loopback_hosts
+from lockstep.server.errors import HttpError
 
 POLL_S = 1.0
 """Between two looks at the files' sizes."""
@@ -30,6 +32,8 @@ MAX_DUTY = 0.2
 """Part of the time that judging may take."""
 CHUNK_BYTES = 1 << 20
 _OPEN_PATHS = ("/healthz",)
+_HOOKS = "/flagger/"
+MAX_HOOK_BYTES = 1 << 16
 _NOT_YET = 412
 """What Flagger takes for no."""
 
@@ -116,7 +120,8 @@ class LiveGate:
     def look(self) -> bool:
         """Judge if there is something new; tells whether there was."""
         try:
-            if not any([follower.advance() for follower in self._followers]):
+            grown = [follower.advance() for follower in self._followers]  # all of them, whichever is first
+            if not any(grown):
                 return False
             if all(follower.copy.exists() and follower.copy.stat().st_size for follower in self._followers):
                 self.standing = Standing(self._judge([follower.copy for follower in self._followers]))
@@ -147,18 +152,10 @@ def app_of(gate: LiveGate, host: str, api_keys: Sequence[str] = ()) -> ASGIApp:
         return Response(to_json(standing.verdict), media_type="application/json")
 
     async def argo(_: Request) -> Response:
-        decision = gate.standing.decision
-        pairs = gate.standing.verdict.summary.pairs if gate.standing.verdict is not None else 0
-        return JSONResponse(
-            {
-                "decision": decision.value,
-                "promote": decision is Decision.PROMOTE,
-                "rollback": decision is Decision.ROLLBACK,
-                "hold": decision is Decision.HOLD,
-                "pairs": pairs,
-                "reason": gate.standing.reason,
-            }
-        )
+        standing = gate.standing
+        body = {each.value: standing.decision is each for each in Decision}
+        pairs = standing.verdict.summary.pairs if standing.verdict is not None else 0
+        return JSONResponse({"decision": standing.decision.value, **body, "pairs": pairs, "reason": standing.reason})
 
     def hook(is_yes: Callable[[Decision], bool]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(_: Request) -> Response:
@@ -190,7 +187,10 @@ def app_of(gate: LiveGate, host: str, api_keys: Sequence[str] = ()) -> ASGIApp:
 
 
 class _Guard:
-    """Asks for a key, or, without keys, for a name of this machine."""
+    """Asks for a key, or, without keys, for a name of this machine.
+
+    Flagger sends no headers of one's own, so its hooks may bring the key as ``api_key`` of their metadata.
+    """
 
     def __init__(self, app: ASGIApp, host: str, keys: AccessKeys) -> None:
         self._app = app
@@ -199,12 +199,40 @@ class _Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            headers = scope["headers"]
-            if self._keys:
-                fault = self._keys.refusal(self._keys.tenant(headers), scope["path"])
-            else:
-                fault = host_fault(self._hosts, headers)
+            fault = await self._fault(scope, receive)
             if fault is not None:
-                await JSONResponse({"error": {"message": str(fault)}}, fault.status)(scope, receive, send)
+                await JSONResponse(fault.body(), fault.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    async def _fault(self, scope: Scope, receive: Receive) -> HttpError | None:
+        headers = scope["headers"]
+        if not self._keys:
+            return host_fault(self._hosts, headers)
+        tenant = self._keys.tenant(headers)
+        if tenant is None and scope["path"].startswith(_HOOKS):
+            key = _key_of(await _body(receive))
+            tenant = self._keys.tenant([(b"x-api-key", key)])
+        return self._keys.refusal(tenant, scope["path"])
+
+
+async def _body(receive: Receive) -> bytes:
+    """The body of a hook; empty where it is larger than any is."""
+    parts = []
+    num_bytes = 0
+    while num_bytes <= MAX_HOOK_BYTES:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if not message.get("more_body"):
+            return b"".join(parts)
+    return b""
+
+
+def _key_of(body: bytes) -> bytes:
+    """The key in the metadata of a hook's body; empty: there is none."""
+    try:
+        key = msgspec.json.decode(body)["metadata"]["api_key"]
+    except (msgspec.MsgspecError, TypeError, KeyError):
+        return b""
+    return key.encode() if isinstance(key, str) else b""
