@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -19,6 +19,7 @@ from lockstep.cli.writing import check_places, expanded, write_file
 from lockstep.errors import EvidenceError, UsageError
 
 if TYPE_CHECKING:
+    from lockstep.release.evidence import Evidence
     from lockstep.release.policy import Policy
     from lockstep.release.reading import Source, Store
     from lockstep.release.recordings import Recordings
@@ -69,7 +70,7 @@ Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", callback=ex
 @with_flags
 def gate(
     files: Files = None,
-    input: Input = None,
+    input: Input = None,  # noqa: A002 - the flag is --input
     policy: PolicyFile = None,
     settings: Set = None,
     owners: Owners = None,
@@ -82,22 +83,12 @@ def gate(
 ) -> int:
     """Judge a candidate: exit code 0 promote, 1 rollback, 2 hold, 3 bad input."""
     from lockstep.release.curves import plots_of
-    from lockstep.release.decisions import with_decisions
-    from lockstep.release.evidence import gather
-    from lockstep.release.gate import judge
-    from lockstep.release.reading import open_store
 
-    paths = _paths(files, input)
+    paths = paths_of(files, input)
     summary = markdown or _step_summary()
     places = ((output, "the verdict"), (markdown, "the report"), (junit, "the test results"), (html, "the page"))
     check_places(places, (*paths, policy, owners))
-    with open_store() as store:
-        sources, given, recorded = _read(store, paths)
-        rules = _policy(policy, settings, owners, given, sources)
-        evidence = gather(store, rules.numeric_tolerances)
-        verdict = judge(rules, evidence, tuple(sources))
-    if recorded is not None:
-        verdict = with_decisions(verdict, recorded.decisions(), recorded.notes)
+    verdict, rules, evidence = judge_files(paths, policy, settings, owners)
     plots = plots_of(rules, evidence) if html is not None else ()
     _write(verdict, plots, output, summary, junit, html)
     _show(verdict, as_json)
@@ -107,7 +98,7 @@ def gate(
 @with_flags
 def mirror(
     files: Files = None,
-    input: Input = None,
+    input: Input = None,  # noqa: A002 - the flag is --input
     output: Output = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
@@ -115,7 +106,7 @@ def mirror(
     """Convert what other tools wrote to one file of observations that the gate reads."""
     from lockstep.release.reading import open_store
 
-    paths = _paths(files, input)
+    paths = paths_of(files, input)
     if output is None:
         raise UsageError("--output says where the converted file goes, e.g. --output gate-input.json")
     check_places(((output, "the gate's input"),), paths)
@@ -127,14 +118,47 @@ def mirror(
     return 0
 
 
-def _paths(files: list[Path] | None, given: Path | None) -> list[Path]:
+class Judged(NamedTuple):
+    """A verdict with what it is of."""
+
+    verdict: Verdict
+    policy: Policy
+    evidence: Evidence
+    """Its store is closed; its columns stay."""
+
+
+def judge_files(
+    paths: Sequence[Path], policy: Path | None, settings: Sequence[str] | None, owners: Path | None
+) -> Judged:
+    """Judge one file with both sides, or a file or recording of each.
+
+    Raises:
+        EvidenceError: the files, the policy or the owners cannot be read.
+    """
+    from lockstep.release.decisions import with_decisions
+    from lockstep.release.evidence import gather
+    from lockstep.release.gate import judge
+    from lockstep.release.reading import open_store
+
+    with open_store() as store:
+        sources, given, recorded = _read(store, paths)
+        rules = policy_from(policy, settings, owners, (str(sources[0].path), given))
+        evidence = gather(store, rules.numeric_tolerances)
+        verdict = judge(rules, evidence, tuple(sources))
+    if recorded is not None:
+        verdict = with_decisions(verdict, recorded.decisions(), recorded.notes)
+    return Judged(verdict, rules, evidence)
+
+
+def paths_of(files: list[Path] | None, given: Path | None) -> list[Path]:
+    """The one or two paths that are named; UsageError for more or none."""
     paths = [*(path.expanduser() for path in files or ()), *([given] if given is not None else [])]
     if len(paths) not in (1, 2):
         raise UsageError("name one FILE that holds both sides, or two: BASELINE CANDIDATE")
     return paths
 
 
-def _read(store: Store, paths: list[Path]) -> tuple[list[Source], dict[str, Any] | None, Recordings | None]:
+def _read(store: Store, paths: Sequence[Path]) -> tuple[list[Source], dict[str, Any] | None, Recordings | None]:
     from lockstep.release.reading import SIDES, read
     from lockstep.release.recordings import is_recording, read_recordings
 
@@ -145,23 +169,27 @@ def _read(store: Store, paths: list[Path]) -> tuple[list[Source], dict[str, Any]
         source, policy = read(store, paths[0], None)
         return [source], policy, None
     if any(recorded):
-        recordings = read_recordings(store, paths)
+        recordings = read_recordings(store, list(paths))
         return list(recordings.sources), None, recordings
     found = [read(store, path, side) for path, side in zip(paths, SIDES, strict=True)]
     return [source for source, _ in found], None, None
 
 
-def _policy(
+def policy_from(
     path: Path | None,
-    settings: list[str] | None,
+    settings: Sequence[str] | None,
     owners: Path | None,
-    given: dict[str, Any] | None,
-    sources: list[Source],
+    given: tuple[str, dict[str, Any] | None] = ("", None),
 ) -> Policy:
+    """The policy of the input, of a file and of the command line, later ones over earlier ones.
+
+    Args:
+        given: what the input is called, and the policy in it.
+    """
     from lockstep.release.policy import policy_of, with_settings
     from lockstep.release.triage import read_owners
 
-    layers: list[tuple[str, dict[str, Any] | None]] = [(str(sources[0].path), given)]
+    layers = [given]
     if path is not None:
         layers.append((str(path), _policy_file(path)))
     layers.append(("--set", with_settings(settings or ())))

@@ -54,6 +54,10 @@ VERBS: Mapping[str, tuple[str, str]] = {
         "Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them.",
     ),
     "gate": ("lockstep.cli.gate:gate", "Judge a candidate: exit code 0 promote, 1 rollback, 2 hold, 3 bad input."),
+    "gate serve": (
+        "lockstep.cli.gate_serve:gate_serve",
+        "Follow files that grow and tell the verdict over HTTP: to Argo Rollouts, to Flagger, to anybody.",
+    ),
     "mirror": (
         "lockstep.cli.gate:mirror",
         "Convert what other tools wrote to one file of observations that the gate reads.",
@@ -83,6 +87,8 @@ class _LazyGroup(TyperGroup):
     """Commands that stand only with their line of help, until one is chosen and imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # the types are of a module that typer keeps private
+        if " ".join(args[:2]) in VERBS:  # a verb of two words beside one that takes files
+            args = [" ".join(args[:2]), *args[2:]]
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else command_of(name), rest
 

@@ -112,7 +112,7 @@ class LiveGate:
         judge: a verdict on copies of the files.
     """
 
-    def __init__(self, followers: Sequence[Follower], judge: Callable[[Sequence[Path]], Verdict]) -> None:
+    def __init__(self, followers: Sequence[Follower], judge: Callable[[list[Path]], Verdict]) -> None:
         self.standing = Standing()
         self._followers = followers
         self._judge = judge
