@@ -103,4 +103,4 @@ def test_every_flag_of_the_workflow_exists(capsys: pytest.CaptureFixture[str]) -
         assert invoke([*verb.split(), "--help"]) == 0
         text = capsys.readouterr().out
         for flag in re.findall(r"--[a-z-]+", arguments):
-            assert f"{flag} " in text, f"lockstep {verb} has no {flag}"
+            assert re.search(rf"{flag}[ ,\n]", text), f"lockstep {verb} has no {flag}"
