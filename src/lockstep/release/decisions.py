@@ -107,11 +107,13 @@ def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is
             [each for each in live_requests(trace, engine.number) if each.name in names and each.num_output_tokens]
         )
         workload = replace(workload, requests=requests)
-        own, _ = _replayed(workload, engine.config, cost)
-        predicted, more = _replayed(workload, candidate.config, cost)
+        own, caveats = _replayed(workload, engine.config, cost)
+        predicted = own
+        if candidate.config != engine.config:
+            predicted, caveats = _replayed(workload, candidate.config, cost)
     except LockstepError as error:
         return {"unknown": str(error)}
-    notes += [ARRIVALS, *more, *cost.notes]
+    notes += [ARRIVALS, *caveats, *workload.notes, *cost.notes]
     if not is_alone:
         notes.append("turns of the device's other engines are not part of the replay")
     if candidate.fingerprint != engine.fingerprint or candidate.environment != engine.environment:

@@ -178,8 +178,9 @@ class _Course:
 
     num_waiting: int = 0
     """Others that waited when it came."""
-    num_held_blocks: int = 0
-    num_blocks: int = 0
+    num_held_blocks: int | None = None
+    """By all, after the step of its first token; likewise the next."""
+    num_blocks: int | None = None
     last_us: int | None = None
     """End of the step of its last token."""
     gaps_ms: list[float] = field(default_factory=list)
@@ -288,8 +289,7 @@ class _Sequences:
             case AppliedCommand(engine, Added() as added, _):
                 stats = self._playback.engines[engine].scheduler.stats()
                 waiting = stats.num_queued + stats.num_preempted - 1
-                course = _Course(waiting, stats.num_held_blocks, stats.num_blocks)
-                self._courses[engine, added.seq_id] = course
+                self._courses[engine, added.seq_id] = _Course(waiting)
             case DecidedStep():
                 self._step(event)
 
@@ -304,7 +304,10 @@ class _Sequences:
             course = self._courses.get((step.engine, seq_id))
             if course is None or not num_tokens:
                 continue
-            if course.last_us is not None:
+            if course.last_us is None:
+                stats = self._playback.engines[step.engine].scheduler.stats()
+                course.num_held_blocks, course.num_blocks = stats.num_held_blocks, stats.num_blocks
+            else:
                 course.gaps_ms.append((end_us - course.last_us) / 1e3)
             course.gaps_ms += [0.0] * (num_tokens - 1)
             course.last_us = end_us
@@ -337,7 +340,7 @@ class _Sequences:
             "ts": outcome.arrival_ps / _PS_PER_S,
             "queue_depth": course.num_waiting,
             "kv_used": course.num_held_blocks,
-            "kv_total": course.num_blocks or None,
+            "kv_total": course.num_blocks,
             "ok": failure is None,
             "error": failure,
         }
