@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from lockstep.cli.main import invoke
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import EvidenceError
@@ -27,7 +29,7 @@ from lockstep.replay.trace import open_trace
 from lockstep.worker.flight.entries import SUFFIX, EngineEntry, Entry, OutputDigest, RequestDigest
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, Submit
-from tests.release.recording import judged, load, recorded, recorded_in_process
+from tests.release.recording import ONLY_OUTPUTS, judged, load, recorded, recorded_in_process
 from tests.replay.recordings import rewrite_entries
 from tests.worker.support import ENDLESS, running
 from tools.random_models import write_gguf
@@ -342,3 +344,24 @@ def test_a_recording_is_judged_against_another_file_by_its_times(settings: tuple
     assert verdict.summary.differing == 0
     assert verdict.decisions is None
     assert any("only one side is a recording" in note for note in verdict.notes)
+
+
+def test_the_command_judges_two_recordings_and_repeats_itself_byte_by_byte(
+    settings: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loose = [f"--set={name}={json.dumps(value)}" for name, value in ONLY_OUTPUTS.items()]
+    for name in ("one", "two"):
+        assert invoke(["gate", *map(str, settings), *loose, "--output", str(tmp_path / name)]) == 0
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    verdict = json.loads((tmp_path / "one").read_bytes())
+    assert verdict["decision"] == "promote"
+    assert [each["format"] for each in verdict["inputs"]] == ["lockstep recording"] * 2
+    assert set(verdict["decisions"]["engines"][0]["settings"]) >= {"max_num_seqs", "max_chunk_tokens"}
+    assert "engine 0 (pocket)" in capsys.readouterr().out
+
+
+def test_the_command_wants_a_recording_of_each_side(
+    settings: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["gate", str(settings[0])]) != 0
+    assert "a recording holds one side; give two, the baseline's and the candidate's" in capsys.readouterr().err
