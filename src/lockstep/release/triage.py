@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import EvidenceError
+from lockstep.release.causes import find
 from lockstep.release.evidence import Evidence
 from lockstep.release.policy import Policy
 from lockstep.release.verdict import Decision, Signal, Triage
@@ -46,19 +47,20 @@ _SEVERITY = {Decision.ROLLBACK: "critical", Decision.HOLD: "warning", Decision.P
 
 
 def triage_of(signals: Sequence[Signal], policy: Policy, evidence: Evidence) -> tuple[Triage, ...]:
-    """An item per signal, in their order."""
+    """An item per signal, each with its place and cause, in the order in which a person looks at them."""
     return tuple(
         Triage(
-            signal=each.name,
-            severity=_SEVERITY[each.response],
-            segment=each.segment,
-            evidence=each.sentence,
-            response=each.response.value,
-            owner=owner_of(each, policy.owners),
-            action=HINTS[each.name].action,
-            examples=each.examples,
+            signal=signal.name,
+            severity=_SEVERITY[signal.response],
+            segment=place,
+            cause=cause.name,
+            evidence=f"{signal.sentence}; {cause.words}" if cause.words else signal.sentence,
+            response=signal.response.value,
+            owner=owner_of(signal, policy.owners),
+            action=cause.action or HINTS[signal.name].action,
+            examples=signal.examples,
         )
-        for each in signals
+        for signal, place, cause in find(signals, evidence)
     )
 
 

@@ -81,6 +81,8 @@ class Triage(msgspec.Struct, frozen=True, kw_only=True):
     response: str
     owner: str
     action: str
+    cause: str = ""
+    """Most likely cause in a word; empty: nothing tells."""
     examples: tuple[str, ...] = ()
 
 
