@@ -120,7 +120,7 @@ class Fault:
 
     def found(self, stage: Stage, policy: Mapping[str, Any] | None = None) -> tuple[str, str, str, dict[str, Any]]:
         """Signal, place and cause of the first item, and the verdict."""
-        verdict = stage.judged(self.plant(stage), {**POLICY, **self.policy, **(policy or {})})
+        verdict = stage.judged(self.plant(stage), {**POLICY, **(policy or {}), **self.policy})
         first = next(iter(verdict["triage"]), {"signal": "", "segment": "", "cause": ""})
         return first["signal"], first["segment"], first["cause"], verdict
 
@@ -233,12 +233,12 @@ def _lost(stage: Stage) -> list[Pair]:
 
 
 def _own_ids(number: int, record: Observation) -> None:
-    record["request_id"] = f"gw-{7919 * (number + 1):08x}"
+    record["request_id"] = f"gw{7919 * (number + 1):08x}"
 
 
 def _duplicated(number: int, record: Observation) -> None:
     if number % 6 == 1:
-        record["request_id"] = f"equal-{number - 1}"
+        record["request_id"] = f"equal.{number - 1}"
 
 
 def _without_scheduler(_: int, record: Observation) -> None:
@@ -332,7 +332,7 @@ def _quantised(stage: Stage) -> list[Pair]:
     return stage.run("weights", model, [candidate], waves=[requests], flags=flags)
 
 
-_LONG = {"max_tokens": 12, "ignore_eos": True}
+_LONG: Mapping[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 _BY_SEGMENT = {"segments": "enforce", "min_pairs": 20}
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -358,7 +358,14 @@ FAULTS: tuple[Fault, ...] = (
         "kv-pressure",
         cause="smaller-pool",
     ),
-    Fault("a gateway buffers streams", "answers", _events(_buffered), "ttft", cause="buffering"),
+    Fault(
+        "a gateway buffers streams",
+        "answers",
+        _events(_buffered),
+        "ttft",
+        cause="buffering",
+        policy={"max_ttft_p95_increase_ms": 5},
+    ),
     Fault(
         "longer answers, outputs ignored",
         "requests",

@@ -56,7 +56,7 @@ def requests_of(name: str, count: int = 48, **body: Any) -> list[Request]:
     for number in range(count):
         is_document = number % 3 == 2
         prompt = f"{name} {number}: " + (DOCUMENT if is_document else "hello, how are you today?")
-        found.append(Request(f"{name}-{number}", "documents" if is_document else "chat", prompt, body))
+        found.append(Request(f"{name}.{number}", "documents" if is_document else "chat", prompt, body))
     return found
 
 

@@ -34,8 +34,7 @@ def test_nothing_is_named_on_equal_servers_whatever_the_machine_is_busy_with(sta
 
 @pytest.mark.parametrize("fault", FAST, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_a_fault_in_the_records_is_named_first(fault: Fault, stage: Stage) -> None:
-    timeless = {} if fault.signal == "ttft" else TIMELESS
-    *found, verdict = fault.found(stage, timeless)
+    *found, verdict = fault.found(stage, TIMELESS)
     assert fault.is_named(*found), verdict["triage"]
 
 

@@ -103,7 +103,8 @@ def _mask_of(signal: Signal, evidence: Evidence) -> Bools:
     pairs = evidence.pairs
     for number, segment in enumerate(pairs.segments):
         if signal.segment == segment.name:
-            return pairs.segment == number
+            mask: Bools = pairs.segment == number
+            return mask
     return np.ones(len(pairs), np.bool_)
 
 

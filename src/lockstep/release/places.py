@@ -102,8 +102,8 @@ def place_of_regression(parts: Sequence[Part], usable: Bools, baseline: Floats, 
         size, others = int(mask.sum()), int(rest.sum())
         if size < MIN_PAIRS or others < MIN_PAIRS:
             continue
-        inside = _regression(baseline[mask], candidate[mask])
-        if inside <= 0 or _regression(baseline[rest], candidate[rest]) > MAX_LEFT * inside:
+        inside, left = _regression(baseline[mask], candidate[mask]), _regression(baseline[rest], candidate[rest])
+        if min(inside) <= 0 or any(over > MAX_LEFT * of for over, of in zip(left, inside, strict=True)):
             continue
         excess = float(numbers[part.mask[usable]].mean()) - (size + others + 1) / 2
         if excess >= MIN_Z * math.sqrt(others * (size + others + 1) / (12 * size)):
@@ -111,9 +111,10 @@ def place_of_regression(parts: Sequence[Part], usable: Bools, baseline: Floats, 
     return min(found)[1] if found else ALL
 
 
-def _regression(baseline: Floats, candidate: Floats) -> float:
-    least = 1e-9
-    return math.log(max(nearest_rank(candidate, 0.95), least) / max(nearest_rank(baseline, 0.95), least))
+def _regression(baseline: Floats, candidate: Floats) -> tuple[float, float]:
+    """By how much the percentile grew, and the logarithm of how many times: a place explains both."""
+    before, after = nearest_rank(baseline, 0.95), nearest_rank(candidate, 0.95)
+    return after - before, float(_log_ratio(np.array([after]), np.array([before]))[0])
 
 
 def _log_ratio(candidate: Floats, baseline: Floats) -> Floats:
