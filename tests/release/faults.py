@@ -93,7 +93,7 @@ class Stage:
         """Records of a run of equal servers, to be changed at will."""
         if (source, count) not in self._equal:
             candidate = Endpoint(self.url(source, "--max-finished", "1023"))
-            self._equal[source, count] = self.run("equal", source, [candidate], count=count)
+            self._equal[source, count] = self.run("equal", source, [candidate], concurrency=6, count=count)
         return copy.deepcopy(self._equal[source, count])
 
     def judged(self, pairs: Sequence[Pair], policy: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,9 +189,8 @@ _SLOW_PREFILL = "stub://alpha?step_ms=10&token_us=100"
 
 def _slow_prefill(stage: Stage) -> list[Pair]:
     requests = [Request(f"prompt-{at}", ("chat", "mail")[at % 2], f"prompt {at}: {DOCUMENT}") for at in range(48)]
-    return stage.run(
-        "prompt", "stub://alpha?step_ms=10", [Endpoint(stage.url(_SLOW_PREFILL))], waves=[requests], concurrency=1
-    )
+    candidate = Endpoint(stage.url("stub://alpha?step_ms=10&token_us=300"))
+    return stage.run("prompt", "stub://alpha?step_ms=10", [candidate], waves=[requests], concurrency=1)
 
 
 def _slow_segment(stage: Stage) -> list[Pair]:

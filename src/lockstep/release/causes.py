@@ -40,8 +40,8 @@ QUEUED = 0.5
 """Requests that waited on average beyond the baseline's: from so many on, there is a queue."""
 MIN_IDLE = 5
 """Pairs that found an idle candidate, for their first tokens to say what a prefill takes."""
-IDLE = 0.25
-"""Part of these that are taken at their word: of those that came together, all but one found others a moment later."""
+IDLE = 0.1
+"""Part of these that are taken at their word: requests that come at one moment do not find each other in any figure."""
 _METRICS = {
     "latency": "latency_ms",
     "latency-tail": "latency_ms",
@@ -257,7 +257,7 @@ def kind_of_difference(baseline: Sequence[Any], candidate: Sequence[Any]) -> str
         return "truncated"
     if common == len(baseline):
         return "longer-answers"
-    if _is_doubled(baseline, candidate):
+    if len(candidate) >= len(baseline) and _is_doubled(baseline, candidate):
         return "doubled-tokens"
     rest = iter(baseline)
     if all(token in rest for token in candidate):
