@@ -102,6 +102,17 @@ def test_a_segment_that_explains_a_signal_is_named_once_where_segments_decide_to
     assert [item["segment"] for item in triage if item["signal"] == "decode"] == ["mail"]
 
 
+def test_owners_are_found_by_the_place_that_explains_a_signal(tmp_path: Path) -> None:
+    pairs: list[Pair] = []
+    for number in range(80):
+        replica = f"r{number % 4}"
+        candidate = observation(number, replica_id=replica, gap=30.0 if replica == "r2" else 10.0)
+        pairs.append({"baseline": observation(number), "candidate": candidate})
+    owners = {"decode": "@all", "decode/*replica_id r2*": "@two", "decode/*replica_id r3*": "@three"}
+    [first, *_] = judged(pairs, tmp_path, {**POLICY, "owners": owners})["triage"]
+    assert (first["signal"], first["segment"], first["owner"]) == ("decode", "replica_id r2", "@two")
+
+
 @pytest.mark.parametrize(
     ("candidate", "kind"),
     [

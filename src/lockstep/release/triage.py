@@ -56,7 +56,7 @@ def triage_of(signals: Sequence[Signal], policy: Policy, evidence: Evidence) -> 
             cause=cause.name,
             evidence=f"{signal.sentence}; {cause.words}" if cause.words else signal.sentence,
             response=signal.response.value,
-            owner=owner_of(signal, policy.owners),
+            owner=owner_of(signal.name, place, policy.owners),
             action=cause.action or HINTS[signal.name].action,
             examples=signal.examples,
         )
@@ -64,14 +64,12 @@ def triage_of(signals: Sequence[Signal], policy: Policy, evidence: Evidence) -> 
     )
 
 
-def owner_of(signal: Signal, owners: Mapping[str, str]) -> str:
-    """Who looks after a signal: the last pattern that fits ``signal`` or ``signal/segment``, else the built-in hint."""
+def owner_of(signal: str, place: str, owners: Mapping[str, str]) -> str:
+    """Who looks after a signal: the last pattern that fits ``signal`` or ``signal/place``, else the built-in hint."""
     fitting = [
-        owner
-        for pattern, owner in owners.items()
-        if fnmatch(signal.name, pattern) or fnmatch(f"{signal.name}/{signal.segment}", pattern)
+        owner for pattern, owner in owners.items() if fnmatch(signal, pattern) or fnmatch(f"{signal}/{place}", pattern)
     ]
-    return fitting[-1] if fitting else HINTS[signal.name].owner
+    return fitting[-1] if fitting else HINTS[signal].owner
 
 
 def read_owners(path: Path) -> dict[str, str]:
