@@ -89,7 +89,7 @@ def gate(
     places = ((output, "the verdict"), (markdown, "the report"), (junit, "the test results"), (html, "the page"))
     check_places(places, (*paths, policy, owners))
     verdict, rules, evidence = judge_files(paths, policy, settings, owners)
-    plots = plots_of(rules, evidence) if html is not None else ()
+    plots = plots_of(rules, evidence, verdict.series) if html is not None else ()
     _write(verdict, plots, output, summary, junit, html)
     _show(verdict, as_json)
     return verdict.decision.exit_code
@@ -143,7 +143,7 @@ def judge_files(
     with open_store() as store:
         sources, given, recorded = _read(store, paths)
         rules = policy_from(policy, settings, owners, (str(sources[0].path), given))
-        evidence = gather(store, rules.numeric_tolerances)
+        evidence = gather(store, rules.numeric_tolerances, rules.agreement_field)
         verdict = judge(rules, evidence, tuple(sources))
     if recorded is not None:
         verdict = with_decisions(verdict, recorded.decisions(), recorded.notes)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lockstep.release.evidence import Evidence, Floats, Pairs
 from lockstep.release.policy import Policy
-from lockstep.release.sequential import RATIOS, follow
-from lockstep.release.statistics import Track
+from lockstep.release.verdict import SeriesSummary
 from lockstep.report.document import Level, Line, Plot, Plots
 
 NUM_QUANTILES = 200
@@ -20,15 +18,18 @@ DISTRIBUTIONS: Mapping[str, str] = {
     "ttft_ms": "Time to the first token",
     "decode_ms": "Mean gap between tokens",
 }
-MAX_POINTS = 400
-"""Of a line over pairs: the last ones of a long series are kept."""
 
 
-def plots_of(policy: Policy, evidence: Evidence) -> tuple[Plots, ...]:
-    """Plots of distributions, and of evidence where pairs have times."""
+def plots_of(policy: Policy, evidence: Evidence, series: Sequence[SeriesSummary]) -> tuple[Plots, ...]:
+    """Plots of distributions, and of the evidence of ratios as it grew.
+
+    Args:
+        series: as the sequential gate followed them; none in threshold mode.
+    """
+    growths = [_growth(policy, each) for each in series if each.unit == "ratio"]
     found = [
         Plots(tuple(_distributions(evidence.pairs)), id="distributions"),
-        Plots(tuple(_tracks(policy, evidence)), id="evidence-over-time"),
+        Plots(tuple(each for each in growths if each is not None), id="evidence-over-time"),
     ]
     return tuple(each for each in found if each.plots)
 
@@ -51,35 +52,20 @@ def _quantiles(values: Floats) -> list[tuple[float, float]]:
     return list(zip(np.quantile(values, shares).tolist(), (100.0 * shares).tolist(), strict=True))
 
 
-def _tracks(policy: Policy, evidence: Evidence) -> Iterator[Plot]:
-    findings = follow(policy, evidence)
-    for (signal, segment), (_, track) in findings.tracks.items():
-        if segment == "all" and signal in RATIOS:
-            plot = _track(policy, signal, track, findings.looks)
-            if plot is not None:
-                yield plot
-
-
-def _track(policy: Policy, signal: str, track: Track, all_looks: NDArray[np.int64]) -> Plot | None:
+def _growth(policy: Policy, series: SeriesSummary) -> Plot | None:
     """A ratio over the pairs with its confidence sequence, in percent, against margin and tolerance."""
-    known = np.flatnonzero(np.isfinite(track.half_width))[-MAX_POINTS:]
-    if not len(known):
+    middle, band = [], []
+    for point in series.curve:
+        if point.effect is not None and point.lower is not None and point.upper is not None:
+            middle.append((float(point.pairs), 100 * (point.effect - 1)))
+            band.append((float(point.pairs), 100 * (point.lower - 1), 100 * (point.upper - 1)))
+    if not middle:
         return None
-    looks = all_looks[known].tolist()
-    middle, low, high = (
-        (100.0 * np.expm1(values[known])).tolist()
-        for values in (track.mean, track.mean - track.half_width, track.mean + track.half_width)
-    )
-    line = Line(
-        "mean change, and its confidence sequence",
-        "b",
-        list(zip(looks, middle, strict=True)),
-        list(zip(looks, low, high, strict=True)),
-    )
     levels = (
         Level(f"margin {100 * policy.margin:g} %", 100 * policy.margin),
         Level(f"tolerance {100 * policy.tolerance:g} %", 100 * policy.tolerance),
     )
-    title = f"Evidence on {signal}"
-    summary = f"Mean change of {signal} by the number of pairs, at last {middle[-1]:.3g} percent."
+    title = f"Evidence on {series.signal}"
+    summary = f"Mean change of {series.signal} by the number of pairs, at last {middle[-1][1]:.3g} percent."
+    line = Line("mean change, and its confidence sequence", "b", middle, band)
     return Plot(title, summary, "pairs, logarithmic", "change, %", (line,), levels, is_log=True)

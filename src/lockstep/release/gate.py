@@ -1,60 +1,50 @@
 """Gate: a policy and evidence in, a verdict out. Closed: no clock, no file, no randomness.
 
 Rollback goes before hold, and hold before promote; every signal that is outside policy is listed, not the deciding one
-alone.
+alone. Signals of the same response are in the order in which to look (`lockstep.release.triage.HINTS`): a slower step
+of decoding makes answers late as well, and is named first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
-from lockstep.release import sequential
-from lockstep.release.evidence import METRICS, P95, Bools, Evidence, p95
-from lockstep.release.joining import MAX_EXAMPLES
-from lockstep.release.outputs import Output, first_difference
+from lockstep.release import sequential, signals
+from lockstep.release.evidence import METRICS, Bools, Evidence, p95
+from lockstep.release.outputs import COMPARED, DIFFERENT, Output, first_difference
 from lockstep.release.policy import Policy
 from lockstep.release.reading import SIDES, Source
-from lockstep.release.triage import triage_of
-from lockstep.release.verdict import Decision, Figures, SegmentSummary, Signal, Verdict
+from lockstep.release.series import ALL, series_of
+from lockstep.release.statistics import bet_upper
+from lockstep.release.triage import rank_of, triage_of
+from lockstep.release.verdict import (
+    Agreement,
+    Decision,
+    Figures,
+    SegmentSummary,
+    SeriesSummary,
+    Signal,
+    Verdict,
+)
 from lockstep.version import __version__
 
-ALL = "all"
-_DIFFERENT = (Output.DIFFERS, Output.DRIFTED)
-_COMPARED = (Output.SAME, Output.DIFFERS, Output.TOLERATED, Output.DRIFTED)
 THRESHOLD_GUARANTEE = "none beyond the thresholds: figures of all pairs are compared with bounds"
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A bound on a figure."""
+def judge(
+    policy: Policy, evidence: Evidence, sources: tuple[Source, ...] = (), second: Evidence | None = None
+) -> Verdict:
+    """Judge a candidate.
 
-    signal: str
-    figure: str
-    bound: str
-    """The policy's field."""
-    kind: Literal["ratio", "difference"]
-    words: str
-
-
-RULES: tuple[Rule, ...] = (
-    Rule("latency", "latency_p95_ms", "max_latency_p95_ratio", "ratio", "p95 latency"),
-    Rule("latency", "latency_p95_ms", "max_latency_p95_increase_ms", "difference", "p95 latency"),
-    Rule("ttft", "ttft_p95_ms", "max_ttft_p95_ratio", "ratio", "p95 time to the first token"),
-    Rule("ttft", "ttft_p95_ms", "max_ttft_p95_increase_ms", "difference", "p95 time to the first token"),
-    Rule("decode", "decode_p95_ms", "max_decode_p95_ratio", "ratio", "p95 gap between tokens"),
-    Rule("decode", "decode_p95_ms", "max_decode_p95_increase_ms", "difference", "p95 gap between tokens"),
-    Rule("kv-pressure", "kv_pressure_p95", "max_kv_pressure_p95_increase", "difference", "p95 KV pressure"),
-)
-"""Regressions that hold a candidate back in threshold mode."""
-
-
-def judge(policy: Policy, evidence: Evidence, sources: tuple[Source, ...] = ()) -> Verdict:
-    """Judge a candidate."""
+    Args:
+        sources: files that the evidence is from, for the verdict's account.
+        second: the same baseline beside a second one (an A/A leg): what differs there is noise.
+    """
     pairs = evidence.pairs
     everything = np.ones(len(pairs), np.bool_)
     summary = summarise(evidence, everything, ALL, -1)
@@ -63,26 +53,25 @@ def judge(policy: Policy, evidence: Evidence, sources: tuple[Source, ...] = ()) 
         for number, segment in enumerate(pairs.segments)
     )
     coverage = _coverage(evidence)
-    signals = [*_sameness(policy, evidence, summary), *_missing(policy, evidence, summary, coverage)]
+    found = [*signals.unsaid(policy, evidence), *signals.lacking(policy, evidence, summary, coverage)]
     notes = [*evidence.joining.notes, *_notes(policy, evidence, summary)]
+    found += _outside(policy, evidence, second, summary, everything)
+    if policy.mode == "threshold" and policy.segments == "enforce" and len(segments) > 1:
+        for number, segment in enumerate(segments):
+            if segment.pairs >= policy.min_pairs:
+                found += _outside(policy, evidence, second, segment, pairs.segment == number)
+    series: tuple[SeriesSummary, ...] = ()
     guarantee = THRESHOLD_GUARANTEE
-    if policy.mode == "threshold":
-        signals += _regressions(policy, summary)
-        if policy.segments == "enforce":
-            for segment in segments:
-                if segment.healthy >= policy.min_pairs and len(segments) > 1:
-                    signals += [*_regressions(policy, segment), *_segment_mismatches(policy, evidence, segment)]
-    else:
-        findings = sequential.follow(policy, evidence)
-        signals += findings.signals
-        notes += findings.notes
-        guarantee = findings.guarantee
-        summary, *rest = [findings.with_bounds(each) for each in (summary, *segments)]
-        segments = tuple(rest)
-    ordered = tuple(sorted(signals, key=_severity))
-    decision = ordered[0].response if ordered else Decision.PROMOTE
+    if policy.mode == "sequential":
+        series, more, remarks = _follow(policy, evidence, second)
+        found += more
+        notes += remarks
+        guarantee = sequential.guarantee_of(policy)
+    if second is not None:
+        found += _unsound(policy, second)
+    ordered = tuple(sorted(found, key=_order))
     return Verdict(
-        decision=decision,
+        decision=ordered[0].response if ordered else Decision.PROMOTE,
         guarantee=guarantee,
         reason=ordered[0].sentence if ordered else "everything is within policy",
         evidence=_kind_of_evidence(policy, evidence),
@@ -90,7 +79,9 @@ def judge(policy: Policy, evidence: Evidence, sources: tuple[Source, ...] = ()) 
         notes=tuple(notes),
         summary=summary,
         segments=segments,
+        series=series,
         coverage=coverage,
+        agreement=_agreement(policy, evidence),
         first_mismatch=_first_mismatch(evidence),
         transitions=_transitions(evidence),
         sides={
@@ -103,6 +94,64 @@ def judge(policy: Policy, evidence: Evidence, sources: tuple[Source, ...] = ()) 
         inputs=tuple({"format": each.format, "side": each.side, "records": each.num_rows} for each in sources),
         digests=dict(zip(SIDES, evidence.digests, strict=True)),
         tool=f"lockstep {__version__}",
+    )
+
+
+def _outside(
+    policy: Policy, evidence: Evidence, second: Evidence | None, summary: SegmentSummary, mask: Bools
+) -> Iterator[Signal]:
+    """Everything of some pairs that is beyond a bound and needs no statistics."""
+    is_said = not any(signals.unsaid(policy, evidence))
+    if is_said and (policy.mode == "threshold" or summary.name == ALL):
+        yield from signals.answers(policy, evidence, second, summary.name, mask)
+    if policy.mode == "threshold":
+        yield from signals.errors(policy, evidence, summary, mask)
+        yield from signals.logprob_gap(policy, evidence, summary.name, mask)
+    yield from signals.regressions(policy, summary)
+
+
+def _follow(
+    policy: Policy, evidence: Evidence, second: Evidence | None
+) -> tuple[tuple[SeriesSummary, ...], list[Signal], list[str]]:
+    """Series of the pairs, and what they say."""
+    early = sequential.too_early(len(evidence.pairs), evidence.pairs.is_timed)
+    if early is not None:
+        return (), [early], []
+    is_exact = all(evidence.is_deterministic) and not signals.is_equality(policy, evidence)
+    series = series_of(policy, evidence.pairs, second.pairs if second is not None else None, is_exact=is_exact)
+    findings = sequential.follow(policy, series, len(evidence.pairs))
+    summaries = sequential.summaries_of(policy, findings)
+    return summaries, [*sequential.signals_of(summaries)], [*sequential.notes_of(policy, summaries)]
+
+
+def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
+    """A second baseline that is itself outside policy: what makes it so may make the candidate so."""
+    everything = np.ones(len(second.pairs), np.bool_)
+    summary = summarise(second, everything, ALL, -1)
+    found = [*signals.errors(policy, second, summary, everything)] if policy.mode == "threshold" else []
+    found += signals.regressions(policy, summary)
+    if policy.mode == "sequential":
+        found += [
+            each for each in _follow(policy, second, None)[1] if each.name not in ("undecided", "no-evidence-yet")
+        ]
+    for each in found:
+        yield Signal(
+            name="unsound-baseline",
+            response=Decision.HOLD,
+            segment=ALL,
+            sentence=f"a second baseline is not like the first: {each.sentence}",
+            value=each.value,
+            bound=each.bound,
+            examples=each.examples,
+        )
+
+
+def _order(signal: Signal) -> tuple[int, bool, int, str]:
+    return (
+        (Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(signal.response),
+        signal.segment != ALL,
+        rank_of(signal),
+        signal.segment,
     )
 
 
@@ -132,7 +181,7 @@ def summarise(evidence: Evidence, mask: Bools, name: str, number: int) -> Segmen
         pairs=count,
         healthy=int(healthy.sum()),
         same=int((output == Output.SAME).sum()),
-        differing=int(np.isin(output, _DIFFERENT).sum()),
+        differing=int(np.isin(output, DIFFERENT).sum()),
         tolerated=int((output == Output.TOLERATED).sum()),
         incomparable=int((output == Output.INCOMPARABLE).sum()),
         figures=figures,
@@ -147,136 +196,6 @@ def _figures(baseline: float, candidate: float, pairs: int) -> Figures:
     return Figures(baseline=known[0], candidate=known[1], difference=known[1] - known[0], ratio=ratio, pairs=pairs)
 
 
-# -- signals ----------------------------------------------------------------------------------------------------------
-
-
-def _sameness(policy: Policy, evidence: Evidence, summary: SegmentSummary) -> Iterator[Signal]:
-    """Signals of answers and errors."""
-    pairs = evidence.pairs
-    weights = evidence.names["artifact"]
-    if policy.outputs is None and weights[0] and weights[1] and weights[0] != weights[1]:
-        yield Signal(
-            name="outputs-policy",
-            response=Decision.HOLD,
-            segment=ALL,
-            sentence="the weights of the sides differ, so the policy has to say what sameness of outputs means: "
-            "exact, numeric, agreement(FIELD) or ignore",
-        )
-    if policy.outputs != "ignore":
-        yield from _mismatches(policy, evidence, summary, np.ones(len(pairs), np.bool_))
-        if summary.healthy and not summary.same + summary.differing + summary.tolerated:
-            yield Signal(
-                name="no-output-evidence",
-                response=Decision.HOLD,
-                segment=ALL,
-                sentence="no pair of answers could be compared; such evidence may promote only with outputs: ignore",
-            )
-    increase = summary.figures["error_rate"].difference
-    if policy.mode == "threshold" and increase is not None and increase > policy.max_error_rate_increase:
-        failed = np.flatnonzero(pairs.ok[0] & ~pairs.ok[1])
-        yield Signal(
-            name="errors",
-            response=Decision.ROLLBACK,
-            segment=ALL,
-            sentence=f"the candidate's error rate is {increase:.4g} points above the baseline's",
-            value=increase,
-            bound=policy.max_error_rate_increase,
-            examples=tuple(evidence.keys(failed[:MAX_EXAMPLES])),
-        )
-
-
-def _mismatches(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bools) -> Iterator[Signal]:
-    output = evidence.pairs.output
-    compared = summary.same + summary.differing + summary.tolerated
-    drifted = np.flatnonzero(mask & (output == Output.DRIFTED))
-    differing = np.flatnonzero(mask & (output == Output.DIFFERS))
-    bound = 0.0 if is_equality(policy, evidence) else policy.max_mismatch_rate
-    for name, places, words in (
-        ("output-mismatch", differing, "answers differ"),
-        ("numeric-drift", drifted, "vectors differ beyond their tolerance"),
-    ):
-        if compared and len(places) / compared > bound:
-            yield Signal(
-                name=name,
-                response=Decision.ROLLBACK,
-                segment=summary.name,
-                sentence=f"{len(places):,} of {compared:,} compared {words}",
-                value=len(places) / compared,
-                bound=bound,
-                examples=tuple(evidence.keys(places[:MAX_EXAMPLES])),
-            )
-
-
-def _segment_mismatches(policy: Policy, evidence: Evidence, segment: SegmentSummary) -> Iterator[Signal]:
-    if policy.outputs == "ignore":
-        return
-    number = next(at for at, each in enumerate(evidence.pairs.segments) if each.name == segment.name)
-    yield from _mismatches(policy, evidence, segment, evidence.pairs.segment == number)
-
-
-def _regressions(policy: Policy, summary: SegmentSummary) -> Iterator[Signal]:
-    for rule in RULES:
-        bound = getattr(policy, rule.bound)
-        value = getattr(summary.figures[rule.figure], rule.kind)
-        if bound is None or value is None or not value > bound:
-            continue
-        figures = summary.figures[rule.figure]
-        by = f"{value:.4g} times the baseline's" if rule.kind == "ratio" else f"{value:.4g} above the baseline's"
-        yield Signal(
-            name=rule.signal,
-            response=Decision.HOLD,
-            segment=summary.name,
-            sentence=f"{rule.words} is {by} ({figures.baseline:.4g} -> {figures.candidate:.4g})",
-            value=value,
-            bound=bound,
-        )
-
-
-def _missing(
-    policy: Policy, evidence: Evidence, summary: SegmentSummary, coverage: Mapping[str, float | None]
-) -> Iterator[Signal]:
-    """Signals of evidence that is not there."""
-    if summary.pairs < policy.min_pairs:
-        yield Signal(
-            name="too-few-pairs",
-            response=Decision.HOLD,
-            segment=ALL,
-            sentence=f"{summary.pairs:,} matched pairs, and the policy wants {policy.min_pairs:,}",
-            value=summary.pairs,
-            bound=policy.min_pairs,
-        )
-    for name, field, rate, words in (
-        (
-            "provenance",
-            "min_candidate_routing_provenance_rate",
-            "candidate_routing_provenance_rate",
-            "route and scheduler",
-        ),
-        ("streaming", "min_candidate_streaming_trace_rate", "candidate_streaming_trace_rate", "times of tokens"),
-        ("join", "min_join_rate", "join_rate", "a partner on the other side"),
-        ("comparable", "min_comparable_rate", "comparable_rate", "comparable answers"),
-    ):
-        bound, value = getattr(policy, field), coverage[rate]
-        if bound and (value is None or value < bound):
-            yield Signal(
-                name=f"missing-{name}",
-                response=Decision.HOLD,
-                segment=ALL,
-                sentence=f"{100 * (value or 0.0):.4g} % have {words}, and the policy wants {100 * bound:.4g} %",
-                value=value,
-                bound=bound,
-            )
-
-
-def _severity(signal: Signal) -> tuple[int, bool, str, str]:
-    return (
-        (Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(signal.response),
-        signal.segment != ALL,
-        signal.name,
-        signal.segment,
-    )
-
-
 # -- accounts ---------------------------------------------------------------------------------------------------------
 
 
@@ -288,7 +207,7 @@ def _coverage(evidence: Evidence) -> dict[str, float | None]:
         return float(number) / of if of else None
 
     healthy = int(pairs.healthy.sum())
-    compared = int(np.isin(pairs.output, _COMPARED).sum())
+    compared = int(np.isin(pairs.output, COMPARED).sum())
     most = max(evidence.joining.num_records)
     found: dict[str, float | None] = {
         "join_rate": rate(evidence.joining.num_pairs, most),
@@ -309,7 +228,8 @@ def _notes(policy: Policy, evidence: Evidence, summary: SegmentSummary) -> Itera
     for side, fault, count in evidence.faults:
         yield f"{count:,} records of the {side} have {fault.value}; their stream events were left out"
     if summary.tolerated:
-        yield f"{summary.tolerated:,} pairs of vectors differ within their tolerance, by {evidence.max_drift:.4g} at most"
+        most = f"by {evidence.max_drift:.4g} at most"
+        yield f"{summary.tolerated:,} pairs of vectors differ within their tolerance, {most}"
     if policy.outputs == "ignore":
         yield "outputs were not compared: the policy says ignore"
 
@@ -320,7 +240,7 @@ def _transitions(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _first_mismatch(evidence: Evidence) -> dict[str, Any] | None:
-    places = np.flatnonzero(np.isin(evidence.pairs.output, _DIFFERENT))
+    places = np.flatnonzero(np.isin(evidence.pairs.output, DIFFERENT))
     if not len(places):
         return None
     request = evidence.keys(places[:1])[0]
@@ -340,27 +260,40 @@ def _account(evidence: Evidence) -> dict[str, Any]:
     }
 
 
+def _agreement(policy: Policy, evidence: Evidence) -> Agreement | None:
+    output = evidence.pairs.output
+    places = np.flatnonzero(np.isin(output, COMPARED))
+    if not len(places):
+        return None
+    differs = np.isin(output[places], DIFFERENT)
+    gaps = evidence.pairs.logprob_gap
+    known = gaps[~np.isnan(gaps)]
+    block = sequential.BLOCKS_PER_BURST * policy.burst_pairs
+    return Agreement(
+        field=policy.agreement_field,
+        compared=len(places),
+        agreed=int((~differs).sum()),
+        rate=float(1 - differs.mean()),
+        lower=1 - bet_upper(differs.astype(float), policy.alpha, block),
+        diverging=evidence.divergence.num_pairs,
+        median_token=evidence.divergence.median,
+        earliest_token=evidence.divergence.earliest,
+        logprob_gap=float(known.mean()) if len(known) else None,
+    )
+
+
 def _kind_of_evidence(policy: Policy, evidence: Evidence) -> str:
-    """What the decision stands on, the strongest kind that there is."""
-    has_outputs = bool(np.isin(evidence.pairs.output, _COMPARED).any()) and policy.outputs != "ignore"
+    """Strongest kind of evidence that there is, and which side promised what."""
+    has_outputs = bool(np.isin(evidence.pairs.output, COMPARED).any()) and policy.outputs != "ignore"
     if not has_outputs:
         return "latency, errors and pressure of pairs; outputs were not compared"
-    if is_equality(policy, evidence):
+    if policy.agreement_field:
+        return f"agreement of answers in {policy.agreement_field}, then latency, errors and pressure of pairs"
+    if signals.is_equality(policy, evidence):
         return (
             "equality: the weights are the same, and baseline and candidate both promise equal answers in any company, "
             "so one differing token is proof"
         )
     promising = [side for side, promises in zip(SIDES, evidence.is_deterministic, strict=True) if promises]
-    kind = "agreement of outputs, then latency, errors and pressure of pairs"
-    if len(promising) == 1:
-        kind += f"; only the {promising[0]} promises equal answers in any company"
-    return kind
-
-
-def is_equality(policy: Policy, evidence: Evidence) -> bool:
-    """True if any differing answer is proof: the same weights, on engines that both promise equal answers."""
-    weights = evidence.names["artifact"]
-    return all(evidence.is_deterministic) and weights[0] == weights[1] != () and policy.outputs in (None, "exact")
-
-
-assert P95 == 0.95  # the figures' names say so
+    promise = f"; only the {promising[0]} promises equal answers in any company" if len(promising) == 1 else ""
+    return f"agreement of outputs, then latency, errors and pressure of pairs{promise}"

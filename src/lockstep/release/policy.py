@@ -14,7 +14,6 @@ from typing import Any, Literal
 import msgspec
 
 from lockstep.errors import EvidenceError
-from lockstep.release.evidence import SEGMENT_FIELDS
 from lockstep.release.outputs import Tolerance
 from lockstep.spelling import did_you_mean, listed
 
@@ -26,64 +25,71 @@ class Policy:
     """All fields, with their defaults."""
 
     mode: Literal["threshold", "sequential"] = "threshold"
-    """threshold compares figures of all pairs; sequential holds its error rates however often it is looked at."""
+    """threshold compares figures of all pairs with bounds; sequential keeps its error rates however often one looks."""
     outputs: str | None = None
     """Sameness of answers: exact, numeric, agreement(FIELD) or ignore. Default exact; it has to be said where the
     weights of the sides are known and differ."""
     min_pairs: int = 20
-    """Matched pairs that a verdict needs; with fewer: hold."""
+    """Matched pairs that a verdict needs; with fewer: hold. Segments with fewer do not decide."""
+    segments: Literal["report", "enforce"] = "report"
+    """Whether segments decide, too, or are reported only."""
     max_mismatch_rate: float = 0.0
     """Part of the compared answers that may differ, 0 to 1; beyond: rollback."""
     min_agreement: float = 0.99
-    """With outputs agreement(FIELD): part of the compared answers that have to agree; below: rollback."""
+    """With outputs agreement(FIELD): part of the compared answers that has to agree; below: rollback."""
     max_logprob_gap: float | None = None
-    """Mean difference of the log-probabilities of a pair's answers that is borne; beyond: rollback."""
+    """Mean difference, in nats, of the log-probabilities that both sides give to the same tokens; beyond: rollback."""
     max_error_rate_increase: float = 0.0
-    """Candidate's error rate less the baseline's, in percentage points; beyond: rollback."""
+    """In threshold mode: candidate's error rate less the baseline's, in percentage points; beyond: rollback."""
     max_latency_p95_ratio: float | None = 1.10
-    """Candidate's 95th percentile of latency over the baseline's; beyond: hold."""
+    """In threshold mode: candidate's 95th percentile of latency over the baseline's; beyond: hold."""
     max_latency_p95_increase_ms: float | None = None
-    """Candidate's 95th percentile of latency less the baseline's; beyond: hold."""
+    """In threshold mode: candidate's 95th percentile of latency less the baseline's, in ms; beyond: hold."""
     max_ttft_p95_ratio: float | None = 1.10
-    """The same of the time to the first token."""
+    """In threshold mode: candidate's 95th percentile of the time to the first token over the baseline's; beyond:
+    hold."""
     max_ttft_p95_increase_ms: float | None = None
-    """The same as a difference."""
+    """In threshold mode: candidate's 95th percentile of the time to the first token less the baseline's, in ms; beyond:
+    hold."""
     max_decode_p95_ratio: float | None = 1.10
-    """The same of the gaps between tokens, all gaps of a side together."""
+    """In threshold mode: candidate's 95th percentile of all gaps between tokens over the baseline's; beyond: hold."""
     max_decode_p95_increase_ms: float | None = None
-    """The same as a difference."""
+    """In threshold mode: candidate's 95th percentile of all gaps between tokens less the baseline's, in ms; beyond:
+    hold."""
     max_kv_pressure_p95_increase: float | None = 0.10
-    """95th percentile of kv_used / kv_total, candidate's less the baseline's; beyond: hold."""
+    """Candidate's 95th percentile of kv_used / kv_total less the baseline's; beyond: hold."""
     min_candidate_routing_provenance_rate: float = 0.0
     """Part of the candidate's answers whose route and scheduler have to be known; below: hold."""
     min_candidate_streaming_trace_rate: float = 0.0
     """Part of the candidate's answers whose token times have to be known; below: hold."""
     min_join_rate: float = 0.0
-    """Part of each side's records that have to be in a pair; below: hold."""
+    """Part of the records of the larger side that has to be in pairs; below: hold."""
     min_comparable_rate: float = 0.0
     """Part of the healthy pairs whose answers have to be comparable; below: hold."""
     numeric_tolerances: tuple[Tolerance, ...] = ()
     """Rules for vectors: absolute, relative, and the model, backend and accelerator that they hold for."""
-    segments: Literal["report", "enforce"] = "report"
-    """Whether segments of at least min_pairs decide, too."""
     alpha: float = 0.05
     """In sequential mode: chance of a wrong rollback, and of a wrong promotion."""
     tolerance: float = 0.02
-    """In sequential mode: regression from which drift is reported, as a part."""
+    """In sequential mode: regression of latency, as a part, from which drift is reported."""
     margin: float = 0.05
-    """In sequential mode: regression from which there is a rollback, as a part; below it is promoted."""
+    """In sequential mode: regression of the mean latency, time to the first token or gap between tokens, as a part,
+    from which there is a rollback; what is certainly below is promoted."""
+    tail_margin: float = 5.0
+    """In sequential mode: increase, in percentage points, of the answers beyond the baseline's 95th percentile of
+    latency (of which the baseline has 5 %), from which there is a rollback."""
     error_margin: float = 1.0
-    """In sequential mode: increase of the error rate from which there is a rollback, in percentage points."""
+    """In sequential mode: increase of the error rate, in percentage points, from which there is a rollback."""
     missing_margin: float = 1.0
-    """In sequential mode: records that only the candidate lacks less those that only the baseline lacks, in percentage
-    points; what is not certain to be below it is not promoted."""
+    """In sequential mode: records that the candidate lacks less those that the baseline lacks, in percentage points;
+    what is not certainly below is not promoted."""
+    mismatch_margin: float = 1.0
+    """In sequential mode, of engines that do not promise equal answers: mismatches beyond those of a second baseline,
+    in percentage points, from which there is a rollback."""
     burst_pairs: int = 5
     """In sequential mode: failures may come in bursts of so many pairs, of which none may have been seen yet."""
-    mismatch_margin: float = 0.0
-    """In sequential mode: mismatches from which there is a rollback, in percentage points over those of an A/A leg; 0
-    with deterministic engines: the first one."""
     owners: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Who looks after a signal, over the built-in hints."""
+    """Who looks after a signal, by patterns of its name or of name/segment; the last one that fits counts."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -125,10 +131,11 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "alpha": (1e-6, 0.5),
     "tolerance": (0, 10),
     "margin": (1e-6, 0.99),
+    "tail_margin": (0.01, 90),
     "error_margin": (0.01, 50),
     "missing_margin": (0.01, 50),
+    "mismatch_margin": (0.01, 50),
     "burst_pairs": (1, 10_000),
-    "mismatch_margin": (0, 100),
 }
 FIELD_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Policy))
 
@@ -176,6 +183,3 @@ def with_settings(settings: Sequence[str]) -> dict[str, Any]:
             raise EvidenceError(f"--set {text!r}: write FIELD=VALUE")
         found[name.strip()] = yaml.safe_load(value)
     return found
-
-
-SEGMENTS_ARE_BY = tuple(SEGMENT_FIELDS)

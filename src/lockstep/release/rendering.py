@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
 from lockstep.release.decisions import FIGURES
 from lockstep.release.reading import SIDES
+from lockstep.release.sequential import amount
 from lockstep.release.verdict import Decision, Figures, SegmentSummary, Verdict
 from lockstep.report.document import (
     ABSENT,
@@ -38,6 +38,7 @@ FIGURE_WORDS = {
     "queue_depth_p95": ("p95 queue depth", ""),
 }
 MAX_SEGMENT_ROWS = 50
+SERIES_STATES = ("outside", "undecided", "no-evidence", "within")
 
 
 def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
@@ -48,6 +49,8 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
     """
     blocks = [_finding(verdict), _figures(verdict.summary)]
     sections = [Section("Verdict", (_tiles(verdict), *blocks))]
+    if verdict.series:
+        sections.append(Section("Series", (_series(verdict),), id="evidence-by-series"))
     if verdict.triage:
         sections.append(Section("Triage", (_triage(verdict),), id="triage"))
     if verdict.decisions is not None:
@@ -101,19 +104,25 @@ def _tiles(verdict: Verdict) -> Tiles:
 
 
 def _figures(summary: SegmentSummary) -> Table:
-    has_bounds = any(each.lower is not None for each in summary.figures.values())
-    bounds = changes("mean change at least", "at most") if has_bounds else ()
-    columns = (*words("figure"), *numbers("baseline", "candidate"), *changes("change"), *bounds)
+    columns = (*words("figure"), *numbers("baseline", "candidate"), *changes("change"))
     table = Table("Figures", columns, id="figures")
     for name, (label, unit) in FIGURE_WORDS.items():
         figure = summary.figures[name]
         if figure.baseline is None and figure.candidate is None:
             continue
-        row: list[Cell] = [f"{label}, {unit}" if unit else label]
-        row += [_number(figure.baseline), _number(figure.candidate), _change(name, figure)]
-        if has_bounds:
-            row += [_bound(name, figure.lower), _bound(name, figure.upper)]
-        table.rows.append(tuple(row))
+        figures = _number(figure.baseline), _number(figure.candidate)
+        table.rows.append((f"{label}, {unit}" if unit else label, *figures, _change(name, figure)))
+    return table
+
+
+def _series(verdict: Verdict) -> Table:
+    """Series of the sequential gate, those that are not within first."""
+    columns = (*words("series", "segment", "state"), *changes("mean", "at least", "at most", "bound"))
+    table = Table("Evidence at the last look", columns, id="series")
+    ranked = sorted(verdict.series, key=lambda each: SERIES_STATES.index(each.state))
+    for each in ranked[:MAX_SEGMENT_ROWS]:
+        means = [amount(each.unit, value) for value in (each.effect, each.lower, each.upper, each.bound)]
+        table.rows.append((each.signal, each.segment, each.state, *means))
     return table
 
 
@@ -127,12 +136,6 @@ def _change(name: str, figure: Figures) -> str:
     if name == "error_rate":
         return f"{figure.difference:+.4g} points"
     return f"{100 * (figure.ratio - 1):+.3g} %" if figure.ratio is not None else f"{figure.difference:+.4g}"
-
-
-def _bound(name: str, value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return ABSENT
-    return f"{value:+.3g} points" if name == "error_rate" else f"{100 * (value - 1):+.3g} %"
 
 
 def _segments(verdict: Verdict) -> Table:

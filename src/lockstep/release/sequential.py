@@ -1,201 +1,308 @@
-"""Sequential gate: non-inferiority of every metric, valid at every look.
+"""Sequential gate: non-inferiority of every series, valid at every look.
 
-Each metric of each segment is a series over pairs in the order of time, judged by `lockstep.release.statistics.track`.
-Regressions are above the margin with a lower bound, or below it with an upper bound; what lies between is no decision.
-Rollback is by e-BH over all series at the looks they share; promotion wants every series to pass.
+Each series (`lockstep.release.series`) is judged by `lockstep.release.statistics`: its mean is above its bound with
+certainty, or below it with certainty, or there is no decision yet. All series share one order, that of arrivals, and
+one set of looks.
+
+- **Rollback** is by e-BH over all series, at each look. The first look that rejects is a stopping time, so the rejected
+  series have a false discovery rate of at most alpha there; where no series is above its bound, that is the chance of a
+  rollback at any look. The decision is latched: a batch says rollback if any look before its end would have. Series
+  that are rejected at the last look are named as well, which has the same rate, so at most twice alpha for both.
+- **Promotion** is by intersection and union: every series has to be below its bound with certainty alpha at the last
+  look. That needs no correction: a wrong promotion is wrong in one series at least, and that one alone has a chance
+  of alpha.
+- What is certain neither way holds.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from lockstep.release.evidence import Bools, Evidence, Floats, Pairs
 from lockstep.release.policy import Policy
-from lockstep.release.statistics import MIN_PAIRS, Track, bet_below, e_bh, looks_of, nearest_rank, track
-from lockstep.release.verdict import Decision, SegmentSummary, Signal
+from lockstep.release.series import ALL, Series
+from lockstep.release.statistics import (
+    MIN_PAIRS,
+    Bools,
+    Looks,
+    Track,
+    bet_below,
+    bet_upper,
+    e_bh,
+    looks_of,
+    track,
+    width_after,
+)
+from lockstep.release.verdict import CurvePoint, Decision, SeriesSummary, Signal
 
-RATIOS = {"latency": "latency_ms", "ttft": "ttft_ms", "decode": "decode_ms"}
-"""Signals whose series is the logarithm of the candidate's number over the baseline's."""
-FIGURE_OF = {"latency": "latency_p95_ms", "ttft": "ttft_p95_ms", "decode": "decode_p95_ms", "errors": "error_rate"}
-EVENTS_FLOOR = 3.0
-"""Variance of rare events is at least that of as many of them."""
 BLOCKS_PER_BURST = 2
-"""A bet is on so many times the longest burst: what is left of it in the next block is little."""
-ALL = "all"
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One metric of one segment over its pairs."""
-
-    signal: str
-    segment: str
-    values: Floats
-    places: NDArray[np.intp]
-    """Of its pairs among all."""
-    bound: float
-    is_event: bool = False
-    """Whether its values are -1, 0 and 1."""
-    response: Decision = Decision.ROLLBACK
+"""A bet is on so many times the longest burst: what is left of one in the next block is little."""
+MAX_CURVE = 64
+"""Looks of a series that a verdict shows."""
+MAX_NAMED = 3
+"""Undecided series that are named in a sentence."""
+WORDS = {
+    "latency": "latency",
+    "ttft": "time to the first token",
+    "decode": "gap between tokens",
+    "latency-tail": "the share of answers beyond the baseline's p95 latency",
+    "errors": "the error rate",
+    "output-mismatch": "the mismatch rate",
+    "agreement": "the rate of disagreement",
+    "logprob-gap": "the gap of log-probabilities",
+    "missing-pairs": "the share of records that the candidate lacks",
+}
+"""Series in words, by signal."""
+MOST_PAIRS = 10_000_000
+"""Beyond, no traffic is said to suffice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What following all series gave."""
+    """What following series gave, at each look (the last axis of all arrays)."""
 
-    signals: list[Signal]
-    notes: list[str]
-    guarantee: str
-    tracks: dict[tuple[str, str], tuple[Series, Track]]
-    looks: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
-    """Pairs so far, at each look of every track."""
-
-    def with_bounds(self, summary: SegmentSummary) -> SegmentSummary:
-        """A summary whose figures have their confidence bounds."""
-        figures = dict(summary.figures)
-        for signal, figure in FIGURE_OF.items():
-            found = self.tracks.get((signal, summary.name))
-            if found is not None:
-                _, line = found
-                scale = math.exp if signal in RATIOS else _points
-                figures[figure] = msgspec.structs.replace(
-                    figures[figure], lower=scale(line.lower), upper=scale(line.upper) if line.upper < 700 else math.inf
-                )
-        return msgspec.structs.replace(summary, figures=figures)
+    num_pairs: int
+    looks: Looks
+    series: tuple[Series, ...]
+    tracks: tuple[Track, ...]
+    rejected: Bools
+    """Shape (..., series, looks): certainly above its bound, whatever else is followed."""
+    is_rolled_back: Bools
+    """Shape (..., looks): a series is rejected, at this look or before."""
+    is_promoted: Bools
+    """Shape (..., looks): every series is certainly below its bound, and there was no rollback."""
 
 
-def _points(value: float) -> float:
-    return 100.0 * value
+def follow(policy: Policy, series: Sequence[Series], num_pairs: int, looks: Looks | None = None) -> Findings:
+    """Follow series to the end of the pairs.
 
-
-def follow(policy: Policy, evidence: Evidence) -> Findings:
-    """Follow every series to the end of the pairs."""
-    pairs = evidence.pairs
-    if not pairs.is_timed and len(pairs):
-        return Findings(
-            [_hold("no-evidence-yet", "some pairs have no time (ts), and sequential evidence needs an order")],
-            [],
-            "none",
-            {},
-        )
-    looks = looks_of(len(pairs))
-    if not len(looks):
-        return Findings(
-            [_hold("no-evidence-yet", f"{len(pairs):,} pairs; evidence begins with {MIN_PAIRS}")], [], "none", {}
-        )
-    tracks: dict[tuple[str, str], tuple[Series, Track]] = {}
-    for each in _all_series(policy, pairs):
-        tracks[each.signal, each.segment] = (each, _followed(policy, each, np.searchsorted(each.places, looks)))
-    signals, notes = _decide(policy, tracks, looks)
-    guarantee = (
-        f"at any look, a wrong rollback and a wrong promotion have each a chance of at most {policy.alpha:g} where every "
-        "series is at its margin; asymptotic, docs/gate-error-rates.md has the simulated rates; with several series the "
-        "false discovery rate of rollbacks is what is bounded"
+    Args:
+        num_pairs: of all series together: what their places count.
+        looks: numbers of pairs at which is looked; None: as often as it is worth.
+    """
+    looks = looks_of(num_pairs) if looks is None else looks
+    counts = [np.searchsorted(each.places, looks) for each in series]
+    tracks = tuple(_track_of(policy, each, count) for each, count in zip(series, counts, strict=True))
+    # A segment that is small yet neither burdens the others nor holds them back.
+    is_there = np.array(
+        [c >= (1 if s.segment == ALL else policy.min_pairs) for s, c in zip(series, counts, strict=True)]
     )
-    return Findings(signals, notes, guarantee, tracks, looks)
+    above = np.stack([line.log_above for line in tracks], axis=-2)
+    below = np.stack([line.log_below for line in tracks], axis=-2)
+    rejects = np.array([each.response is Decision.ROLLBACK for each in series])
+    is_hypothesis = np.broadcast_to(is_there & rejects[:, None], above.shape)
+    found = e_bh(np.swapaxes(above, -1, -2), policy.alpha, np.swapaxes(is_hypothesis, -1, -2))
+    rejected: Bools = np.swapaxes(found, -1, -2)
+    is_rolled_back: Bools = np.logical_or.accumulate(rejected.any(axis=-2), axis=-1)
+    passes = ((below >= math.log(1 / policy.alpha)) | ~is_there).all(axis=-2)
+    return Findings(num_pairs, looks, tuple(series), tracks, rejected, is_rolled_back, passes & ~is_rolled_back)
 
 
-def _followed(policy: Policy, series: Series, looks: NDArray[np.int64]) -> Track:
+def _track_of(policy: Policy, series: Series, counts: Looks) -> Track:
     """A series at each look. That events are rare enough has to be certain by both ways."""
-    floor = EVENTS_FLOOR if series.is_event else 0.0
-    line = track(series.values, series.bound, policy.alpha, looks, floor)
     if not series.is_event:
-        return line
-    block = BLOCKS_PER_BURST * policy.burst_pairs
-    bets = bet_below(series.values, series.bound, block, looks)
+        return track(series.values, series.bound, policy.alpha, counts)
+    line = track(series.values, series.bound, policy.alpha, counts, is_event=True)
+    bets = bet_below(series.values, series.bound, _block(policy), counts)
     return replace(line, log_below=np.minimum(line.log_below, bets))
 
 
-def _hold(name: str, sentence: str) -> Signal:
-    return Signal(name=name, response=Decision.HOLD, segment=ALL, sentence=sentence)
+def _block(policy: Policy) -> int:
+    return BLOCKS_PER_BURST * policy.burst_pairs
 
 
-def _all_series(policy: Policy, pairs: Pairs) -> list[Series]:
-    """Series of all pairs and, where segments are enforced, of each that has enough of them."""
-    masks: list[tuple[str, Bools]] = [(ALL, np.ones(len(pairs), np.bool_))]
-    if policy.segments == "enforce" and len(pairs.segments) > 1:
-        masks += [
-            (segment.name, mask)
-            for number, segment in enumerate(pairs.segments)
-            if (mask := pairs.segment == number).sum() >= policy.min_pairs
-        ]
-    found = []
-    for name, mask in masks:
-        for signal, metric in RATIOS.items():
-            baseline, candidate = pairs.metrics[metric]
-            usable = mask & pairs.healthy & (baseline > 0) & (candidate > 0)
-            if usable.any():
-                values = np.log(candidate[usable] / baseline[usable])
-                found.append(Series(signal, name, values, np.flatnonzero(usable), math.log1p(policy.margin)))
-        found += _tail(policy, pairs, name, mask)
-        failures = (~pairs.ok[1][mask]).astype(float) - (~pairs.ok[0][mask]).astype(float)
-        found.append(Series("errors", name, failures, np.flatnonzero(mask), policy.error_margin / 100.0, True))
-    return [*found, _missing(policy, pairs)]
-
-
-def _missing(policy: Policy, pairs: Pairs) -> Series:
-    """Records of one side alone, between the pairs: slow candidates time out, and what is left of them looks fast."""
-    values = np.insert(np.zeros(len(pairs)), pairs.missing_at, pairs.missing)
-    places = np.insert(np.arange(len(pairs)), pairs.missing_at, pairs.missing_at)
-    return Series("missing-pairs", ALL, values, places, policy.missing_margin / 100.0, True, Decision.HOLD)
-
-
-def _tail(policy: Policy, pairs: Pairs, name: str, mask: Bools) -> list[Series]:
-    """Latencies beyond the 95th percentile of the baseline's first pairs, which are no evidence themselves."""
-    baseline, candidate = pairs.metrics["latency_ms"]
-    places = np.flatnonzero(mask & pairs.healthy & ~np.isnan(baseline) & ~np.isnan(candidate))
-    first, rest = places[:MIN_PAIRS], places[MIN_PAIRS:]
-    if not len(rest):
-        return []
-    threshold = nearest_rank(baseline[first], 0.95)
-    values = (candidate[rest] > threshold).astype(float) - (baseline[rest] > threshold).astype(float)
-    return [Series("latency-tail", name, values, rest, policy.margin, True)]
-
-
-def _decide(
-    policy: Policy, tracks: dict[tuple[str, str], tuple[Series, Track]], looks: NDArray[np.int64]
-) -> tuple[list[Signal], list[str]]:
-    """Rollback by e-BH at the first look that rejects, hold where a series has not passed, drift as a note."""
-    family = [(each, line) for each, line in tracks.values() if each.response is Decision.ROLLBACK]
-    rejected: dict[tuple[str, str], int] = {}
-    for at, num_pairs in enumerate(looks):
-        for place in e_bh([float(line.log_above[at]) for _, line in family], policy.alpha):
-            each, _ = family[place]
-            rejected.setdefault((each.signal, each.segment), int(num_pairs))
-    signals, notes = [], []
-    limit = math.log(1.0 / policy.alpha)
-    for name, (each, line) in tracks.items():
-        effect, bound = _words(each.signal, float(line.mean[-1])), _words(each.signal, each.bound)
-        if name in rejected:
-            text = f"{each.signal} is {effect}, with certainty above {bound} after {rejected[name]:,} pairs"
-            signals.append(_signal(each, line, each.response, text))
-        elif line.log_below[-1] < limit:
-            text = f"{each.signal} is {effect}, and not yet certain to be below {bound}"
-            signals.append(_signal(each, line, Decision.HOLD, text))
-        elif each.signal in RATIOS and line.lower > math.log1p(policy.tolerance):
-            notes.append(f"drift of {each.signal} in {each.segment}: {effect}, which is beyond the tolerance")
-    return signals, notes
-
-
-def _signal(series: Series, line: Track, response: Decision, sentence: str) -> Signal:
-    return Signal(
-        name=series.signal,
-        response=response,
-        segment=series.segment,
-        sentence=sentence,
-        value=float(line.mean[-1]),
-        bound=series.bound,
+def guarantee_of(policy: Policy) -> str:
+    """Sentence on the error rates that hold."""
+    return (
+        "at any look, a rollback where no series is above its bound and a promotion where one is have each a chance of "
+        f"at most {policy.alpha:g}, asymptotically (docs/gate-error-rates.md has simulated rates); not covered are "
+        f"bursts of more than {policy.burst_pairs} failures of which none was seen yet, and what missing pairs hide"
     )
 
 
-def _words(signal: str, value: float) -> str:
+# -- what a verdict says of it ----------------------------------------------------------------------------------------
+
+
+def summaries_of(policy: Policy, findings: Findings) -> tuple[SeriesSummary, ...]:
+    """Each series of one canary as a verdict has it."""
+    return tuple(_summary(policy, findings, at) for at in range(len(findings.series)))
+
+
+def _summary(policy: Policy, findings: Findings, at: int) -> SeriesSummary:
+    series, line = findings.series[at], findings.tracks[at]
+    rejecting = np.flatnonzero(findings.rejected.any(axis=0))
+    mine = np.flatnonzero(findings.rejected[at])
+    is_named = (bool(len(mine)) and mine[0] == rejecting[0]) or bool(findings.rejected[at, -1])
+    limit = math.log(1 / policy.alpha)
+    upper = line.upper[-1]
+    if series.is_event:
+        upper = max(upper, bet_upper(series.values, policy.alpha, _block(policy)))
+    state = "undecided"
+    if is_named or (series.response is Decision.HOLD and line.log_above[-1] >= limit):
+        state = "outside"
+    elif line.log_below[-1] >= limit:
+        state = "within"
+    elif math.isinf(line.upper[-1]):
+        state = "no-evidence"
+    shown = _shown(len(findings.looks)) if series.segment == ALL else []
+    return SeriesSummary(
+        signal=series.signal,
+        segment=series.segment,
+        unit=series.unit,
+        pairs=series.values.shape[-1],
+        effect=_in_unit(series, float(line.mean[-1])),
+        lower=_in_unit(series, float(line.lower[-1])),
+        upper=_in_unit(series, float(upper)),
+        bound=_in_unit(series, series.bound),
+        state=state,
+        response=series.response,
+        outside_after=int(findings.looks[mine[0]]) if is_named else None,
+        more_pairs=_more_pairs(policy, findings, at) if state in ("undecided", "no-evidence") else None,
+        curve=tuple(
+            CurvePoint(
+                pairs=int(findings.looks[look]),
+                effect=_in_unit(series, float(line.mean[look])),
+                lower=_in_unit(series, float(line.lower[look])),
+                upper=_in_unit(series, float(line.upper[look])),
+            )
+            for look in shown
+        ),
+    )
+
+
+def _shown(num_looks: int) -> list[int]:
+    """Looks that are shown, evenly, the last one among them."""
+    step = math.ceil(num_looks / MAX_CURVE)
+    return list(range((num_looks - 1) % step, num_looks, step))
+
+
+def _in_unit(series: Series, value: float) -> float | None:
+    """A mean as a ratio, in percentage points or in nats; None: nothing is known."""
+    if math.isinf(value):
+        return None
+    if series.unit == "ratio":
+        return math.exp(min(value, 700.0))
+    return 100 * value if series.unit == "points" else value
+
+
+def _more_pairs(policy: Policy, findings: Findings, at: int) -> int | None:
+    """Pairs, of all together, after which the series is below its bound if it goes on so; None: it is not."""
+    series, line = findings.series[at], findings.tracks[at]
+    num, mean = series.values.shape[-1], float(line.mean[-1])
+    if not num or mean >= series.bound:
+        return None
+    lengths = np.unique(np.geomspace(num, max(num, MOST_PAIRS), 400).astype(np.int64))
+    enough = (series.bound - mean >= width_after(float(line.scale[-1]), lengths, policy.alpha)) & (
+        lengths >= line.begins[-1]
+    )
+    if not enough.any():
+        return None
+    needed = int(lengths[enough][0])
+    if series.is_event:
+        gain = bet_below(series.values, series.bound, _block(policy), np.array([num]))[0]
+        empty = bet_below(np.zeros(num), series.bound, _block(policy), np.array([num]))[0]
+        if gain <= 0 < empty and num >= 10 * _block(policy):
+            return None
+        rate = (gain if gain > 0 else empty) / num
+        if rate > 0:
+            needed = max(needed, math.ceil(math.log(1 / policy.alpha) / rate))
+    more: int = math.ceil(max(0, needed - num) * findings.num_pairs / num)
+    return more
+
+
+def signals_of(summaries: Sequence[SeriesSummary]) -> Iterator[Signal]:
+    """Signals of what is outside, and one of all that is undecided, unless something else was decided."""
+    for each in summaries:
+        if each.state == "outside":
+            after = f", certain after {each.outside_after:,} pairs" if each.outside_after else ""
+            yield Signal(
+                name=each.signal,
+                response=each.response,
+                segment=each.segment,
+                sentence=f"{WORDS[each.signal]} is {amount(each.unit, each.effect)}{_range(each)}, "
+                f"above the bound of {amount(each.unit, each.bound)}{after}",
+                value=each.effect,
+                bound=each.bound,
+            )
+    open_ones = [each for each in summaries if each.state in ("undecided", "no-evidence")]
+    if open_ones and not any(each.state == "outside" and each.response is Decision.ROLLBACK for each in summaries):
+        yield Signal(
+            name="undecided", response=Decision.HOLD, segment=ALL, sentence=_undecided(open_ones, len(summaries))
+        )
+
+
+def _undecided(open_ones: Sequence[SeriesSummary], num_series: int) -> str:
+    """Sentence on the series that are neither in nor out, those that need the most first."""
+    ranked = sorted(open_ones, key=lambda each: -(MOST_PAIRS if each.more_pairs is None else each.more_pairs))
+    named = [
+        f"{WORDS[each.signal]}{_where(each.segment)} ({amount(each.unit, each.effect)}, bound {amount(each.unit, each.bound)})"
+        for each in ranked[:MAX_NAMED]
+    ]
+    rest = f" and {len(ranked) - MAX_NAMED:,} more" if len(ranked) > MAX_NAMED else ""
+    known = [each.more_pairs for each in ranked]
+    never = sum(each is None for each in known)
+    more = max((each for each in known if each is not None), default=0)
+    effort = f"; about {_round(more):,} more pairs would settle {'the others' if never else 'them'}" if more else ""
+    hopeless = f"; {never:,} of them would not come below their bounds by more pairs like these" if never else ""
+    return (
+        f"{len(ranked):,} of {num_series:,} series are not yet certain to be below their bounds: "
+        f"{', '.join(named)}{rest}{hopeless}{effort}"
+    )
+
+
+def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str]:
+    """Drift, which is no reason to hold, and what a rollback left undecided."""
+    for each in summaries:
+        if (
+            each.unit == "ratio"
+            and each.state != "outside"
+            and each.lower is not None
+            and each.lower > 1 + policy.tolerance
+        ):
+            yield (
+                f"drift: {WORDS[each.signal]}{_where(each.segment)} is {amount(each.unit, each.effect)}, certainly beyond the "
+                f"tolerance of {100 * policy.tolerance:g} %"
+            )
+    if any(each.state == "outside" and each.response is Decision.ROLLBACK for each in summaries):
+        num_open = sum(each.state in ("undecided", "no-evidence") for each in summaries)
+        if num_open:
+            yield f"{num_open:,} of {len(summaries):,} series were undecided when others were certain"
+
+
+def too_early(num_pairs: int, is_timed: bool) -> Signal | None:
+    """Reason for which nothing can be followed yet."""
+    if num_pairs and not is_timed:
+        sentence = "some pairs have no time (ts), and sequential evidence needs an order"
+        return Signal(name="missing-times", response=Decision.HOLD, segment=ALL, sentence=sentence)
+    if num_pairs < MIN_PAIRS:
+        sentence = f"{num_pairs:,} pairs; sequential evidence begins with {MIN_PAIRS}"
+        return Signal(name="no-evidence-yet", response=Decision.HOLD, segment=ALL, sentence=sentence)
+    return None
+
+
+def amount(unit: str, value: float | None) -> str:
     """An effect as a person says it."""
-    if signal in RATIOS:
-        return f"{100 * math.expm1(value):+.3g} %"
-    return f"{100 * value:+.3g} points"
+    if value is None:
+        return "unknown"
+    if unit == "ratio":
+        return f"{100 * (value - 1):+.3g} %"
+    return f"{value:+.3g} points" if unit == "points" else f"{value:.3g} nats"
+
+
+def _range(summary: SeriesSummary) -> str:
+    if summary.lower is None or summary.upper is None:
+        return ""
+    return f" (from {amount(summary.unit, summary.lower)} to {amount(summary.unit, summary.upper)})"
+
+
+def _where(segment: str) -> str:
+    return "" if segment == ALL else f" in {segment}"
+
+
+def _round(count: int) -> int:
+    """Two significant digits."""
+    unit = int(10.0 ** max(0, len(str(count)) - 2))
+    return -(-count // unit) * unit

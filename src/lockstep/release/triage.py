@@ -26,24 +26,38 @@ HINTS: Mapping[str, Hint] = {
         "model or kernels", "run the example requests on both sides alone; compare weights, template and sampler"
     ),
     "numeric-drift": Hint("numerics", "compare precision and kernels of both backends on the example requests"),
+    "agreement": Hint("model or kernels", "read the example answers of both sides; compare weights and template"),
+    "logprob-gap": Hint("numerics", "compare precision of weights and kernels on the example requests"),
     "errors": Hint("serving", "read the candidate's log for the example requests"),
+    "outputs-policy": Hint("release", "say in the policy what sameness of outputs means"),
+    "no-output-evidence": Hint("mirroring", "keep token ids of answers on both sides, or say outputs: ignore"),
+    "kv-pressure": Hint("capacity", "compare KV pool sizes, context limits and prefix caching"),
+    "decode": Hint("executor", "compare step times at equal batch sizes"),
+    "ttft": Hint("scheduling", "compare prefill budget, chunking and prefix-cache hits"),
     "latency": Hint("scheduling", "compare queue depth and time to the first token; replay the load on both settings"),
     "latency-tail": Hint("scheduling", "look at the slowest pairs: what ran beside them"),
-    "ttft": Hint("scheduling", "compare prefill budget, chunking and prefix-cache hits"),
-    "decode": Hint("executor", "compare step times at equal batch sizes"),
-    "kv-pressure": Hint("capacity", "compare KV pool sizes, context limits and prefix caching"),
-    "missing-provenance": Hint("gateway", "let the gateway write route_id and scheduler for each answer"),
-    "missing-streaming": Hint("streaming", "record token times: stream the mirrored requests"),
+    "unsound-baseline": Hint(
+        "mirroring", "find out what else differs between two runs of the baseline, and repeat both"
+    ),
+    "missing-pairs": Hint("mirroring", "find out why one side lost requests: slow answers time out"),
     "missing-join": Hint("mirroring", "send the same x-request-id to both sides"),
     "missing-comparable": Hint("mirroring", "keep the same output material on both sides"),
-    "missing-pairs": Hint("mirroring", "find out why one side lost requests: slow answers time out"),
-    "no-output-evidence": Hint("mirroring", "keep token ids of answers on both sides, or say outputs: ignore"),
-    "outputs-policy": Hint("release", "say in the policy what sameness of outputs means"),
+    "missing-provenance": Hint("gateway", "let the gateway write route_id and scheduler for each answer"),
+    "missing-streaming": Hint("streaming", "record token times: stream the mirrored requests"),
+    "missing-times": Hint("mirroring", "write the time of arrival (ts) of each request, on one side at least"),
     "too-few-pairs": Hint("mirroring", "mirror more traffic, or for longer"),
     "no-evidence-yet": Hint("mirroring", "mirror more traffic, or for longer"),
+    "undecided": Hint("mirroring", "mirror more traffic, or for longer; or widen the bound that is too narrow"),
 }
-"""By signal. Owners are hints: a policy or a file of owners says who it is."""
+"""By signal, in the order in which to look: causes before what follows from them. Owners are hints: a policy or a
+file of owners says who it is."""
+_RANKS = {name: rank for rank, name in enumerate(HINTS)}
 _SEVERITY = {Decision.ROLLBACK: "critical", Decision.HOLD: "warning", Decision.PROMOTE: "info"}
+
+
+def rank_of(signal: Signal) -> int:
+    """Place of a kind of signal in the order in which to look."""
+    return _RANKS[signal.name]
 
 
 def triage_of(signals: Sequence[Signal], policy: Policy, evidence: Evidence) -> tuple[Triage, ...]:
