@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gate_rivals import RIVALS
-from benchmarks.gate_streams import LATENCIES, Draw, Floats, exceedances, excess_failures, independent
+from benchmarks.gate_streams import LATENCIES, Bools, Draw, Floats, exceedances, excess_failures, independent
 from lockstep.release.evidence import METRICS, Pairs
 from lockstep.release.policy import Policy
 from lockstep.release.sequential import Findings, follow
@@ -84,7 +84,7 @@ def events(
 
 
 def missing(
-    lose: Callable[[np.random.Generator, Floats, Floats], tuple[Floats, Floats]],
+    lose: Callable[[np.random.Generator, Floats, Floats], tuple[Bools, Bools]],
     rng: np.random.Generator,
     count: int,
     size: Size,
@@ -95,7 +95,7 @@ def missing(
         baseline, candidate = independent(rng, count, size.pairs)
         lost = lose(rng, baseline, candidate + effect)
         for canary in range(count):
-            pairs = pairs_of(baseline[canary], candidate[canary] + effect, lost[0][canary] > 0, lost[1][canary] > 0)
+            pairs = pairs_of(baseline[canary], candidate[canary] + effect, lost[0][canary], lost[1][canary])
             looks = np.minimum(size.at, len(pairs))
             for key, value in _said(follow(POLICY, series_of(POLICY, pairs), len(pairs), looks), name).items():
                 found[key] = found.get(key, 0.0) + value
@@ -202,7 +202,7 @@ def _is_judged(findings: Findings) -> Floats:
     return np.isfinite(findings.tracks[0].upper[..., -1]).astype(np.float64)
 
 
-def pairs_of(baseline: Floats, candidate: Floats, lost_baseline: Floats, lost_candidate: Floats) -> Pairs:
+def pairs_of(baseline: Floats, candidate: Floats, lost_baseline: Bools, lost_candidate: Bools) -> Pairs:
     """Columns of pairs of latencies, of which some records are lost.
 
     Args:
@@ -222,8 +222,6 @@ def pairs_of(baseline: Floats, candidate: Floats, lost_baseline: Floats, lost_ca
         ok=(everywhere, everywhere),
         metrics=metrics,
         output=np.zeros(num, np.int8),
-        request=np.arange(num, dtype=np.uint64),
-        logprob_gap=nothing,
         segment=np.zeros(num, np.int32),
         segments=(),
         routed=(everywhere, everywhere),
@@ -233,19 +231,19 @@ def pairs_of(baseline: Floats, candidate: Floats, lost_baseline: Floats, lost_ca
     )
 
 
-def _lose_at_random(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Floats, Floats]:
+def _lose_at_random(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Bools, Bools]:
     return rng.random(baseline.shape) < 0.05, rng.random(baseline.shape) < 0.05
 
 
-def _lose_slow_candidates(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Floats, Floats]:
+def _lose_slow_candidates(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Bools, Bools]:
     """The slowest 5 % of the candidate's answers time out, and none of the baseline's."""
-    limit = np.quantile(candidate, 0.95, axis=1, keepdims=True)
+    limit: Floats = np.quantile(candidate, 0.95, axis=1, keepdims=True)
     return np.zeros(baseline.shape, np.bool_), candidate > limit
 
 
-def _lose_slow_answers(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Floats, Floats]:
+def _lose_slow_answers(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Bools, Bools]:
     """One time-out for both sides, which 5 % of the candidate's answers exceed."""
-    limit = np.quantile(candidate, 0.95, axis=1, keepdims=True)
+    limit: Floats = np.quantile(candidate, 0.95, axis=1, keepdims=True)
     return baseline > limit, candidate > limit
 
 

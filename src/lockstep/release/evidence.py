@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import EvidenceError
-from lockstep.release.agreement import field_of
+from lockstep.release.agreement import compare_field
 from lockstep.release.joining import OK, Joining, join
 from lockstep.release.observation import Reason
-from lockstep.release.outputs import AGREEMENT, COMPARISON, Divergence, Tolerance, divergence, logprob_gaps, resolve
+from lockstep.release.outputs import COMPARISON, Tolerance, resolve
 from lockstep.release.reading import SIDES, Side, Store
 from lockstep.release.statistics import nearest_rank
 
@@ -71,10 +71,6 @@ class Pairs:
     """Of `METRICS`, of both sides."""
     output: NDArray[np.int8]
     """Of `Output`."""
-    request: NDArray[np.uint64]
-    """Digest of each request's id: the same in every pairing of one baseline."""
-    logprob_gap: Floats
-    """Mean difference of the log-probabilities of the same tokens."""
     segment: NDArray[np.int32]
     """Places in ``segments``; -1: one of the many that have no figures of their own."""
     segments: tuple[Segment, ...]
@@ -114,7 +110,6 @@ class Evidence:
     """Of each side's records, in whatever order they stand."""
     incomparable: Mapping[str, int]
     """Pairs whose answers were not compared, by reason."""
-    divergence: Divergence
     max_drift: float
     """Largest difference of two numbers of a pair of vectors; NaN: there are none under a rule."""
     store: Store
@@ -134,26 +129,23 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") 
     """Pair the observations of a store and compare the answers.
 
     Args:
-        field: the field that answers have to agree in; empty: they are compared as a whole.
+        field: the one that answers have to agree in; empty: they are compared as a whole.
 
     Raises:
         EvidenceError: a number is none, or less than nothing.
     """
-    if field:
-        store.connection.create_function(
-            "answer_field", lambda text: field_of(text, field) or "", ["VARCHAR"], "VARCHAR"
-        )
-    answer = "md5(nullif(answer_field(text), ''))" if field else "NULL"
     for side in SIDES:
-        store.connection.execute(_FACTS.format(side=side, answer=answer))
+        store.connection.execute(_FACTS.format(side=side))
         _check(store, side)
     joining = join(store)
     store.connection.execute(_ORDERED)
     segments = _segments(store)
-    columns = store.connection.execute(_COLUMNS.format(output=AGREEMENT if field else COMPARISON)).fetchnumpy()
-    output, incomparable, max_drift = resolve(
-        store, columns["output"].astype(np.int8), tolerances, is_agreement=bool(field)
-    )
+    columns = store.connection.execute(_COLUMNS).fetchnumpy()
+    if field:
+        max_drift = math.nan
+        output, incomparable = compare_field(store, field)
+    else:
+        output, incomparable, max_drift = resolve(store, columns["output"].astype(np.int8), tolerances)
     ts = _floats(columns["ts"])
     missing_at, missing = _missing(store, ts)
     pairs = Pairs(
@@ -162,8 +154,6 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") 
         ok=(_bools(columns["b_ok"]), _bools(columns["c_ok"])),
         metrics={name: (_floats(columns[f"b_{name}"]), _floats(columns[f"c_{name}"])) for name in METRICS},
         output=output,
-        request=columns["request"].astype(np.uint64),
-        logprob_gap=logprob_gaps(store, output),
         segment=columns["segment"].astype(np.int32),
         segments=segments,
         routed=(_bools(columns["b_routed"]), _bools(columns["c_routed"])),
@@ -180,7 +170,6 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") 
         faults=_faults(store),
         digests=(_digest(store, "baseline"), _digest(store, "candidate")),
         incomparable=incomparable,
-        divergence=divergence(store),
         max_drift=max_drift,
         store=store,
     )
@@ -209,8 +198,7 @@ CREATE TABLE facts_{{side}} AS
     len(gaps) > 0 AS streamed, route_id IS NOT NULL AND scheduler IS NOT NULL AS routed,
     hash(tokens) AS tokens_hash, tokens IS NOT NULL AS has_tokens,
     hash(vector) AS vector_hash, vector IS NOT NULL AS has_vector,
-    md5(text) AS text_hash, {{answer}} AS answer, fingerprint,
-    coalesce(doubled, false) AS doubled, coalesce(falling, false) AS falling,
+    md5(text) AS text_hash, fingerprint, coalesce(doubled, false) AS doubled, coalesce(falling, false) AS falling,
     list_min(gaps) < 0 OR NOT isfinite(list_max(gaps)) AS bad_gaps,
     NOT isfinite(list_max(vector)) OR NOT isfinite(list_min(vector)) AS bad_vector,
     NOT isfinite(list_max(logprobs)) AS bad_logprobs,
@@ -229,8 +217,7 @@ _SIDE_COLUMNS = ", ".join(
     f"{side}.{name} AS {side}_{name}" for side in "bc" for name in ("ok", "routed", "streamed", *METRICS)
 )
 _COLUMNS = f"""
-SELECT coalesce(b.ts, c.ts) AS ts, {_SIDE_COLUMNS}, {{output}} AS output, s.segment,
-  hash(coalesce(b.request_id, key)) AS request
+SELECT coalesce(b.ts, c.ts) AS ts, {_SIDE_COLUMNS}, {COMPARISON} AS output, s.segment
 FROM {_BOTH} JOIN in_segment s USING (place) ORDER BY place
 """
 
@@ -344,7 +331,7 @@ def _faults(store: Store) -> tuple[tuple[Side, Reason, int], ...]:
 
 def _digest(store: Store, side: Side) -> str:
     """A sum over the records, so that their order does not count."""
-    records = f"(SELECT * EXCLUDE (row, answer) FROM facts_{side}) f"
+    records = f"(SELECT * EXCLUDE (row) FROM facts_{side}) f"
     row = store.rows(f"SELECT sum(hash(f)::HUGEINT) FROM {records}")
     return f"{int(row[0][0] or 0) % (1 << 64):016x}"
 

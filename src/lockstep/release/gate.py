@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from lockstep.release import sequential, signals
+from lockstep.release.agreement import divergence, excess_mismatches, logprob_gaps
 from lockstep.release.evidence import METRICS, Bools, Evidence, p95
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output, first_difference
 from lockstep.release.policy import Policy
 from lockstep.release.reading import SIDES, Source
-from lockstep.release.series import ALL, series_of
+from lockstep.release.series import ALL, Answers, series_of
 from lockstep.release.statistics import bet_upper
 from lockstep.release.triage import rank_of, triage_of
 from lockstep.release.verdict import (
@@ -55,15 +56,16 @@ def judge(
     coverage = _coverage(evidence)
     found = [*signals.unsaid(policy, evidence), *signals.lacking(policy, evidence, summary, coverage)]
     notes = [*evidence.joining.notes, *_notes(policy, evidence, summary)]
-    found += _outside(policy, evidence, second, summary, everything)
+    answers = _answers(policy, evidence, second)
+    found += _outside(policy, evidence, answers, summary, everything)
     if policy.mode == "threshold" and policy.segments == "enforce" and len(segments) > 1:
         for number, segment in enumerate(segments):
             if segment.pairs >= policy.min_pairs:
-                found += _outside(policy, evidence, second, segment, pairs.segment == number)
+                found += _outside(policy, evidence, answers, segment, pairs.segment == number)
     series: tuple[SeriesSummary, ...] = ()
     guarantee = THRESHOLD_GUARANTEE
     if policy.mode == "sequential":
-        series, more, remarks = _follow(policy, evidence, second)
+        series, more, remarks = _follow(policy, evidence, answers)
         found += more
         notes += remarks
         guarantee = sequential.guarantee_of(policy)
@@ -81,7 +83,7 @@ def judge(
         segments=segments,
         series=series,
         coverage=coverage,
-        agreement=_agreement(policy, evidence),
+        agreement=_agreement(policy, evidence, answers),
         first_mismatch=_first_mismatch(evidence),
         transitions=_transitions(evidence),
         sides={
@@ -98,28 +100,26 @@ def judge(
 
 
 def _outside(
-    policy: Policy, evidence: Evidence, second: Evidence | None, summary: SegmentSummary, mask: Bools
+    policy: Policy, evidence: Evidence, answers: Answers, summary: SegmentSummary, mask: Bools
 ) -> Iterator[Signal]:
     """Everything of some pairs that is beyond a bound and needs no statistics."""
     is_said = not any(signals.unsaid(policy, evidence))
     if is_said and (policy.mode == "threshold" or summary.name == ALL):
-        yield from signals.answers(policy, evidence, second, summary.name, mask)
+        yield from signals.mismatches(policy, evidence, answers, summary.name, mask)
     if policy.mode == "threshold":
         yield from signals.errors(policy, evidence, summary, mask)
-        yield from signals.logprob_gap(policy, evidence, summary.name, mask)
+        yield from signals.logprob_gap(policy, evidence, answers, summary.name, mask)
     yield from signals.regressions(policy, summary)
 
 
 def _follow(
-    policy: Policy, evidence: Evidence, second: Evidence | None
+    policy: Policy, evidence: Evidence, answers: Answers
 ) -> tuple[tuple[SeriesSummary, ...], list[Signal], list[str]]:
     """Series of the pairs, and what they say."""
     early = sequential.too_early(len(evidence.pairs), evidence.pairs.is_timed)
     if early is not None:
         return (), [early], []
-    is_exact = all(evidence.is_deterministic) and not signals.is_equality(policy, evidence)
-    series = series_of(policy, evidence.pairs, second.pairs if second is not None else None, is_exact=is_exact)
-    findings = sequential.follow(policy, series, len(evidence.pairs))
+    findings = sequential.follow(policy, series_of(policy, evidence.pairs, answers), len(evidence.pairs))
     summaries = sequential.summaries_of(policy, findings)
     return summaries, [*sequential.signals_of(summaries)], [*sequential.notes_of(policy, summaries)]
 
@@ -132,7 +132,7 @@ def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
     found += signals.regressions(policy, summary)
     if policy.mode == "sequential":
         found += [
-            each for each in _follow(policy, second, None)[1] if each.name not in ("undecided", "no-evidence-yet")
+            each for each in _follow(policy, second, Answers())[1] if each.name not in ("undecided", "no-evidence-yet")
         ]
     for each in found:
         yield Signal(
@@ -260,14 +260,33 @@ def _account(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def _agreement(policy: Policy, evidence: Evidence) -> Agreement | None:
+def _answers(policy: Policy, evidence: Evidence, second: Evidence | None) -> Answers:
+    """Numbers that sameness of answers is judged by.
+
+    A rate of mismatches is estimated where some are borne and engines promise equal answers; others need a second
+    baseline.
+    """
+    output, is_promised = evidence.pairs.output, all(evidence.is_deterministic)
+    is_equality = signals.is_equality(policy, evidence)
+    excess = None
+    if second is not None and not is_promised:
+        excess = excess_mismatches(evidence.store, output, second.store, second.pairs.output)
+    return Answers(
+        is_estimated=is_promised and policy.max_mismatch_rate > 0 and not is_equality,
+        excess=excess,
+        logprob_gap=logprob_gaps(evidence.store, output),
+    )
+
+
+def _agreement(policy: Policy, evidence: Evidence, answers: Answers) -> Agreement | None:
     output = evidence.pairs.output
     places = np.flatnonzero(np.isin(output, COMPARED))
     if not len(places):
         return None
     differs = np.isin(output[places], DIFFERENT)
-    gaps = evidence.pairs.logprob_gap
+    gaps = np.zeros(0) if answers.logprob_gap is None else answers.logprob_gap
     known = gaps[~np.isnan(gaps)]
+    parts = divergence(evidence.store)
     block = sequential.BLOCKS_PER_BURST * policy.burst_pairs
     return Agreement(
         field=policy.agreement_field,
@@ -275,9 +294,9 @@ def _agreement(policy: Policy, evidence: Evidence) -> Agreement | None:
         agreed=int((~differs).sum()),
         rate=float(1 - differs.mean()),
         lower=1 - bet_upper(differs.astype(float), policy.alpha, block),
-        diverging=evidence.divergence.num_pairs,
-        median_token=evidence.divergence.median,
-        earliest_token=evidence.divergence.earliest,
+        diverging=parts.num_pairs,
+        median_token=parts.median,
+        earliest_token=parts.earliest,
         logprob_gap=float(known.mean()) if len(known) else None,
     )
 

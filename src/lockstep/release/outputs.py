@@ -6,20 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.release.reading import SIDES, Store
+from lockstep.release.reading import Store
 
 FNV_OFFSET = 0xCBF29CE484222325
 FNV_PRIME = 0x100000001B3
 """Of FNV-1a with 64 bits (Fowler, Noll, Vo; RFC 9923)."""
 _CHUNK = 256
 """Pairs whose material is in memory at one time."""
-MAX_DIVERGING = 10_000
-"""Pairs of unlike tokens that are looked at for where they part."""
 
 
 class Output(IntEnum):
@@ -67,16 +64,6 @@ COMPARISON = f"""CASE
     OR (c.fingerprint IS NOT NULL AND (b.has_tokens OR b.has_vector)) THEN {Output.UNRESOLVED:d}
   ELSE {Output.INCOMPARABLE:d} END"""
 """SQL over the facts of both sides, ``b`` and ``c``."""
-_REQUEST = ("prompt", "parameters", "seed")
-_OTHER_REQUEST = " OR ".join(f"coalesce({_UNLIKE[name]}, false)" for name in _REQUEST)
-AGREEMENT = f"""CASE
-  WHEN NOT (b.ok AND c.ok) THEN {Output.FAILED:d}
-  WHEN b.text_hash IS NULL AND c.text_hash IS NULL THEN {Output.NO_MATERIAL:d}
-  WHEN {_OTHER_REQUEST} OR b.text_hash IS NULL OR c.text_hash IS NULL OR (b.answer IS NULL AND c.answer IS NULL)
-    THEN {Output.INCOMPARABLE:d}
-  WHEN b.answer = c.answer THEN {Output.SAME:d}
-  ELSE {Output.DIFFERS:d} END"""
-"""The same where answers have to agree in one field: what only one of them has is a difference, in any environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +139,9 @@ def fingerprint_of(tokens: Sequence[int] | None, vector: Sequence[float] | None)
 
 
 def resolve(
-    store: Store, output: NDArray[np.int8], tolerances: Sequence[Tolerance], *, is_agreement: bool = False
+    store: Store, output: NDArray[np.int8], tolerances: Sequence[Tolerance]
 ) -> tuple[NDArray[np.int8], dict[str, int], float]:
     """Compare what SQL left: vectors by their rules, fingerprints with material.
-
-    Args:
-        is_agreement: whether answers were compared in one field.
 
     Returns:
         The outputs, the incomparable pairs by reason, and the largest drift of a number under a rule (NaN: none).
@@ -181,7 +165,7 @@ def resolve(
             else:
                 prints = b_print or fingerprint_of(b_tokens, b_vector), c_print or fingerprint_of(c_tokens, c_vector)
                 output[place] = Output.SAME if prints[0] == prints[1] else Output.DIFFERS
-    return output, _incomparable(store, output, is_agreement), max_drift
+    return output, _incomparable(store, output), max_drift
 
 
 def _compare_vectors(b: Sequence[float], c: Sequence[float], rule: Tolerance | None) -> tuple[Output, float]:
@@ -193,71 +177,17 @@ def _compare_vectors(b: Sequence[float], c: Sequence[float], rule: Tolerance | N
     return (Output.TOLERATED if is_within.all() else Output.DRIFTED), float(difference.max(initial=0.0))
 
 
-def _incomparable(store: Store, output: NDArray[np.int8], is_agreement: bool) -> dict[str, int]:
+def _incomparable(store: Store, output: NDArray[np.int8]) -> dict[str, int]:
     """Incomparable pairs by reason, the first that holds."""
     if not (output == Output.INCOMPARABLE).any():
         return {}
-    names = _REQUEST if is_agreement else tuple(_UNLIKE)
-    cases = " ".join(f"WHEN coalesce({_UNLIKE[name]}, false) THEN 'unlike {name}'" for name in names)
-    rest = "'unlike materials'"
-    if is_agreement:
-        rest = "CASE WHEN b.text_hash IS NULL OR c.text_hash IS NULL THEN 'no text' ELSE 'no such field in either' END"
+    cases = " ".join(f"WHEN coalesce({text}, false) THEN 'unlike {name}'" for name, text in _UNLIKE.items())
     rows = store.rows(
-        f"SELECT CASE {cases} ELSE {rest} END AS reason, count(*) FROM ordered o"
+        f"SELECT CASE {cases} ELSE 'unlike materials' END AS reason, count(*) FROM ordered o"
         " JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
-        f" WHERE {AGREEMENT if is_agreement else COMPARISON} = {Output.INCOMPARABLE:d} GROUP BY 1 ORDER BY 1"
+        f" WHERE {COMPARISON} = {Output.INCOMPARABLE:d} GROUP BY 1 ORDER BY 1"
     )
     return {reason: int(count) for reason, count in rows}
-
-
-_SIDES = "ordered o JOIN observed_baseline x ON o.b = x.row JOIN observed_candidate y ON o.c = y.row"
-_COMMON = (
-    "coalesce(nullif(list_position(list_transform(list_zip(x.tokens, y.tokens),"
-    " lambda t: t[1] IS NOT DISTINCT FROM t[2]), false), 0) - 1, len(x.tokens))"
-)
-"""Tokens before the first one that differs."""
-
-
-class Divergence(NamedTuple):
-    """Places of first differing tokens, over pairs whose tokens differ."""
-
-    num_pairs: int
-    median: int | None
-    earliest: int | None
-
-
-def divergence(store: Store) -> Divergence:
-    """Where answers part that do, of the first `MAX_DIVERGING` in the order of time."""
-    differing = (
-        "SELECT o.place FROM ordered o JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
-        f" WHERE b.ok AND c.ok AND b.has_tokens AND c.has_tokens AND b.tokens_hash <> c.tokens_hash"
-        f" AND NOT ({_OTHER_REQUEST}) ORDER BY o.place LIMIT {MAX_DIVERGING}"
-    )
-    row = store.rows(
-        f"SELECT count(*), quantile_disc({_COMMON}, 0.5), min({_COMMON}) FROM {_SIDES} WHERE place IN ({differing})"
-    )[0]
-    return Divergence(*row)
-
-
-def logprob_gaps(store: Store, output: NDArray[np.int8]) -> NDArray[np.float64]:
-    """Mean difference of log-probabilities of the same tokens, a number per pair; NaN where not both sides give them.
-
-    Tokens are the same before the first one that differs; where no tokens are given, in answers that are the same.
-    """
-    gaps = np.full(len(output), math.nan)
-    if not all(store.number(f"SELECT count(logprobs) FROM {side}") for side in SIDES):
-        return gaps
-    num = f"least(len(x.logprobs), len(y.logprobs), coalesce({_COMMON}, len(x.logprobs)))"
-    rows = store.connection.execute(
-        f"SELECT place, x.tokens IS NOT NULL AND y.tokens IS NOT NULL AS has_tokens, list_avg(list_transform("
-        f"range(1, {num} + 1), lambda i: abs(x.logprobs[i] - y.logprobs[i]))) AS gap FROM {_SIDES}"
-        " WHERE x.logprobs IS NOT NULL AND y.logprobs IS NOT NULL ORDER BY place"
-    ).fetchnumpy()
-    places = rows["place"].astype(np.int64)
-    values = np.ma.filled(np.ma.asarray(rows["gap"]).astype(np.float64), math.nan)
-    is_usable = np.where(rows["has_tokens"], np.isin(output[places], COMPARED), output[places] == Output.SAME)
-    gaps[places] = np.where(is_usable, values, math.nan)
-    return gaps
 
 
 def first_difference(store: Store, place: int) -> dict[str, object] | None:

@@ -238,7 +238,7 @@ def _undecided(open_ones: Sequence[SeriesSummary], num_series: int) -> str:
     """Sentence on the series that are neither in nor out, those that need the most first."""
     ranked = sorted(open_ones, key=lambda each: -(MOST_PAIRS if each.more_pairs is None else each.more_pairs))
     named = [
-        f"{WORDS[each.signal]}{_where(each.segment)} ({amount(each.unit, each.effect)}, bound {amount(each.unit, each.bound)})"
+        f"{_name(each)} ({amount(each.unit, each.effect)}, bound {amount(each.unit, each.bound)})"
         for each in ranked[:MAX_NAMED]
     ]
     rest = f" and {len(ranked) - MAX_NAMED:,} more" if len(ranked) > MAX_NAMED else ""
@@ -263,8 +263,8 @@ def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str
             and each.lower > 1 + policy.tolerance
         ):
             yield (
-                f"drift: {WORDS[each.signal]}{_where(each.segment)} is {amount(each.unit, each.effect)}, certainly beyond the "
-                f"tolerance of {100 * policy.tolerance:g} %"
+                f"drift: {_name(each)} is {amount(each.unit, each.effect)}, certainly beyond the tolerance of "
+                f"{100 * policy.tolerance:g} %"
             )
     if any(each.state == "outside" and each.response is Decision.ROLLBACK for each in summaries):
         num_open = sum(each.state in ("undecided", "no-evidence") for each in summaries)
@@ -298,8 +298,8 @@ def _range(summary: SeriesSummary) -> str:
     return f" (from {amount(summary.unit, summary.lower)} to {amount(summary.unit, summary.upper)})"
 
 
-def _where(segment: str) -> str:
-    return "" if segment == ALL else f" in {segment}"
+def _name(summary: SeriesSummary) -> str:
+    return f"{WORDS[summary.signal]}{'' if summary.segment == ALL else f' in {summary.segment}'}"
 
 
 def _round(count: int) -> int:

@@ -42,13 +42,20 @@ class Series:
     """What follows from a mean that is certainly above the bound."""
 
 
-def series_of(policy: Policy, pairs: Pairs, second: Pairs | None = None, *, is_exact: bool = False) -> list[Series]:
-    """Series of all pairs and, where segments are enforced, of each that has enough of them.
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Numbers per pair that sameness of answers is judged by; None: such a series is not followed."""
 
-    Args:
-        second: the baseline beside a second baseline.
-        is_exact: whether both engines promise equal answers.
-    """
+    is_estimated: bool = False
+    """Whether mismatches are borne up to a rate, on engines that promise equal answers."""
+    excess: Floats | None = None
+    """Mismatches less those of a second baseline; NaN: not all three answers could be compared."""
+    logprob_gap: Floats | None = None
+    """Mean difference of log-probabilities; NaN: unknown."""
+
+
+def series_of(policy: Policy, pairs: Pairs, answers: Answers | None = None) -> list[Series]:
+    """Series of all pairs and, where segments are enforced, of each that has enough of them."""
     masks: list[tuple[str, Bools]] = [(ALL, np.ones(len(pairs), np.bool_))]
     if policy.segments == "enforce" and len(pairs.segments) > 1:
         masks += [
@@ -59,7 +66,7 @@ def series_of(policy: Policy, pairs: Pairs, second: Pairs | None = None, *, is_e
     found = []
     for name, mask in masks:
         found += [*_ratios(policy, pairs, mask), *_tail(policy, pairs, mask), _errors(policy, pairs, mask)]
-        found += _outputs(policy, pairs, second, mask, is_exact)
+        found += _outputs(policy, pairs, answers or Answers(), mask)
         found = [replace(each, segment=each.segment or name) for each in found]
     return [*found, missing_pairs(policy, pairs)]
 
@@ -96,39 +103,20 @@ def _errors(policy: Policy, pairs: Pairs, mask: Bools) -> Series:
     return Series("errors", "", "points", failures, np.flatnonzero(mask), policy.error_margin / 100, True)
 
 
-def _outputs(policy: Policy, pairs: Pairs, second: Pairs | None, mask: Bools, is_exact: bool) -> Iterator[Series]:
-    """Answers: disagreements, mismatches beyond those of a second baseline, gaps of log-probabilities."""
-    compared = mask & np.isin(pairs.output, COMPARED)
-    differs = np.isin(pairs.output, DIFFERENT)
+def _outputs(policy: Policy, pairs: Pairs, answers: Answers, mask: Bools) -> Iterator[Series]:
+    """Disagreements, mismatches, gaps of log-probabilities."""
+    differs = np.where(np.isin(pairs.output, COMPARED), np.isin(pairs.output, DIFFERENT), math.nan)
+    found: list[tuple[str, Unit, Floats | None, float]] = []
     if policy.agreement_field:
-        if compared.any():
-            values, places = differs[compared].astype(float), np.flatnonzero(compared)
-            yield Series("agreement", "", "points", values, places, 1 - policy.min_agreement, True)
-    elif policy.outputs != "ignore" and policy.max_mismatch_rate > 0 and is_exact:
-        if compared.any():
-            values, places = differs[compared].astype(float), np.flatnonzero(compared)
-            yield Series("output-mismatch", "", "points", values, places, policy.max_mismatch_rate, True)
-    elif policy.outputs != "ignore" and second is not None:
-        values, places = excess_mismatches(pairs, second, mask)
-        if len(values):
-            yield Series("output-mismatch", "", "points", values, places, policy.mismatch_margin / 100, True)
+        if policy.min_agreement < 1:
+            found.append(("agreement", "points", differs, 1 - policy.min_agreement))
+    elif policy.outputs != "ignore" and answers.is_estimated:
+        found.append(("output-mismatch", "points", differs, policy.max_mismatch_rate))
+    elif policy.outputs != "ignore":
+        found.append(("output-mismatch", "points", answers.excess, policy.mismatch_margin / 100))
     if policy.max_logprob_gap is not None:
-        known = mask & ~np.isnan(pairs.logprob_gap)
-        if known.any():
-            gaps = pairs.logprob_gap[known]
-            yield Series("logprob-gap", "", "nats", gaps, np.flatnonzero(known), policy.max_logprob_gap)
-
-
-def excess_mismatches(pairs: Pairs, second: Pairs, mask: Bools) -> tuple[Floats, NDArray[np.intp]]:
-    """Mismatches of the candidate less those of a second baseline, of the requests that all three answered.
-
-    Returns:
-        A number from -1 to 1 per request, and its place among the pairs.
-    """
-    mine = np.flatnonzero(mask & np.isin(pairs.output, COMPARED))
-    theirs = np.flatnonzero(np.isin(second.output, COMPARED))
-    _, here, there = np.intersect1d(pairs.request[mine], second.request[theirs], return_indices=True)
-    order = np.argsort(mine[here])
-    places, others = mine[here][order], theirs[there][order]
-    differs = np.isin(pairs.output[places], DIFFERENT).astype(float)
-    return differs - np.isin(second.output[others], DIFFERENT).astype(float), places
+        found.append(("logprob-gap", "nats", answers.logprob_gap, policy.max_logprob_gap))
+    for signal, unit, values, bound in found:
+        known = mask & ~np.isnan(values) if values is not None else mask & False
+        if values is not None and known.any():
+            yield Series(signal, "", unit, values[known], np.flatnonzero(known), bound, is_event=unit == "points")

@@ -10,11 +10,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.release.evidence import Bools, Evidence
+from lockstep.release.evidence import Bools, Evidence, Floats
 from lockstep.release.joining import MAX_EXAMPLES
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output
 from lockstep.release.policy import Policy
-from lockstep.release.series import ALL, excess_mismatches
+from lockstep.release.series import ALL, Answers
 from lockstep.release.verdict import Decision, SegmentSummary, Signal
 
 
@@ -99,7 +99,7 @@ def errors(policy: Policy, evidence: Evidence, summary: SegmentSummary, mask: Bo
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def answers(policy: Policy, evidence: Evidence, second: Evidence | None, segment: str, mask: Bools) -> Iterator[Signal]:
+def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: str, mask: Bools) -> Iterator[Signal]:
     """Answers that are not the same, as facts: what is left to sequential evidence is not among them.
 
     In sequential mode a fact is what needs no statistics: answers may not differ at all, and either both engines
@@ -109,36 +109,32 @@ def answers(policy: Policy, evidence: Evidence, second: Evidence | None, segment
         return
     output = evidence.pairs.output
     compared = int((mask & np.isin(output, COMPARED)).sum())
+    differing = np.flatnonzero(mask & (output == Output.DIFFERS))
     if policy.agreement_field:
-        differing = np.flatnonzero(mask & (output == Output.DIFFERS))
         borne = 1 - policy.min_agreement
         if policy.mode == "threshold" or not borne:
             words = f"disagree in {policy.agreement_field}"
             yield from _unlike(evidence, "agreement", differing, compared, borne, segment, words)
         return
     borne = 0.0 if is_equality(policy, evidence) else policy.max_mismatch_rate
-    is_fact = policy.mode == "threshold" or not borne
-    for name, kind, words in (
-        ("output-mismatch", Output.DIFFERS, "differ"),
-        ("numeric-drift", Output.DRIFTED, "are vectors that differ beyond their tolerance"),
-    ):
-        differing = np.flatnonzero(mask & (output == kind))
-        is_promised = kind is Output.DRIFTED or all(evidence.is_deterministic)
-        if second is not None and not is_promised:
-            yield from _beyond_second(policy, evidence, second, segment, mask)
-        elif is_fact and (is_promised or policy.mode == "threshold"):
-            yield from _unlike(evidence, name, differing, compared, borne, segment, words)
-        elif not is_promised and len(differing):
-            yield Signal(
-                name=name,
-                response=Decision.HOLD,
-                segment=segment,
-                sentence=f"{len(differing):,} of {compared:,} compared answers {words}, and the engines do not promise "
-                "equal ones: only a second baseline (--aa) can tell a change from noise",
-                value=len(differing) / compared,
-                bound=borne,
-                examples=_examples(evidence, differing),
-            )
+    if policy.mode == "threshold" and answers.excess is not None:
+        yield from _beyond_second(policy, evidence, answers.excess, segment, mask)
+    elif policy.mode == "threshold" or (all(evidence.is_deterministic) and not answers.is_estimated):
+        yield from _unlike(evidence, "output-mismatch", differing, compared, borne, segment, "differ")
+    elif len(differing) and not answers.is_estimated and answers.excess is None:
+        yield Signal(
+            name="output-mismatch",
+            response=Decision.HOLD,
+            segment=segment,
+            sentence=f"{len(differing):,} of {compared:,} compared answers differ, and the engines do not promise "
+            "equal ones: only a second baseline (--aa) can tell a change from noise",
+            value=len(differing) / compared,
+            bound=borne,
+            examples=_examples(evidence, differing),
+        )
+    drifted = np.flatnonzero(mask & (output == Output.DRIFTED))
+    words = "are vectors that differ beyond their tolerance"
+    yield from _unlike(evidence, "numeric-drift", drifted, compared, borne, segment, words)
 
 
 def is_equality(policy: Policy, evidence: Evidence) -> bool:
@@ -162,42 +158,41 @@ def _unlike(
         )
 
 
-def _beyond_second(policy: Policy, evidence: Evidence, second: Evidence, segment: str, mask: Bools) -> Iterator[Signal]:
-    """In threshold mode: more mismatches than a second baseline has on the same requests."""
-    values, places = excess_mismatches(evidence.pairs, second.pairs, mask)
-    if policy.mode != "threshold" or not len(values) or not values.mean() > policy.max_mismatch_rate:
-        return
-    mine = int(np.isin(evidence.pairs.output[places], DIFFERENT).sum())
-    theirs = mine - int(values.sum())
-    yield Signal(
-        name="output-mismatch",
-        response=Decision.ROLLBACK,
-        segment=segment,
-        sentence=f"{mine:,} of {len(values):,} compared answers differ, and {theirs:,} of a second baseline's",
-        value=float(values.mean()),
-        bound=policy.max_mismatch_rate,
-        examples=_examples(evidence, places[values > 0]),
-    )
+def _beyond_second(policy: Policy, evidence: Evidence, excess: Floats, segment: str, mask: Bools) -> Iterator[Signal]:
+    """More mismatches than a second baseline has on the same requests."""
+    places = np.flatnonzero(mask & ~np.isnan(excess))
+    if len(places) and excess[places].mean() > policy.max_mismatch_rate:
+        mine = int(np.isin(evidence.pairs.output[places], DIFFERENT).sum())
+        theirs = mine - int(excess[places].sum())
+        yield Signal(
+            name="output-mismatch",
+            response=Decision.ROLLBACK,
+            segment=segment,
+            sentence=f"{mine:,} of {len(places):,} compared answers differ, and {theirs:,} of a second baseline's",
+            value=float(excess[places].mean()),
+            bound=policy.max_mismatch_rate,
+            examples=_examples(evidence, places[excess[places] > 0]),
+        )
 
 
-def logprob_gap(policy: Policy, evidence: Evidence, segment: str, mask: Bools) -> Iterator[Signal]:
+def logprob_gap(policy: Policy, evidence: Evidence, answers: Answers, segment: str, mask: Bools) -> Iterator[Signal]:
     """Log-probabilities of the same tokens that are too far apart on average."""
-    gaps = evidence.pairs.logprob_gap[mask]
-    known = gaps[~np.isnan(gaps)]
-    if policy.mode == "threshold" and policy.max_logprob_gap is not None and len(known):
-        value = float(known.mean())
-        if value > policy.max_logprob_gap:
-            widest = np.flatnonzero(mask)[np.argsort(-np.nan_to_num(gaps), kind="stable")[:MAX_EXAMPLES]]
-            yield Signal(
-                name="logprob-gap",
-                response=Decision.ROLLBACK,
-                segment=segment,
-                sentence=f"log-probabilities of the same tokens differ by {value:.4g} nats on average, "
-                f"and {policy.max_logprob_gap:g} is borne",
-                value=value,
-                bound=policy.max_logprob_gap,
-                examples=_examples(evidence, np.sort(widest)),
-            )
+    if answers.logprob_gap is None or policy.max_logprob_gap is None:
+        return
+    places = np.flatnonzero(mask & ~np.isnan(answers.logprob_gap))
+    gaps = answers.logprob_gap[places]
+    if len(places) and gaps.mean() > policy.max_logprob_gap:
+        widest = np.argsort(-gaps, kind="stable")[:MAX_EXAMPLES]
+        yield Signal(
+            name="logprob-gap",
+            response=Decision.ROLLBACK,
+            segment=segment,
+            sentence=f"log-probabilities of the same tokens differ by {gaps.mean():.4g} nats on average; "
+            f"{policy.max_logprob_gap:g} are borne",
+            value=float(gaps.mean()),
+            bound=policy.max_logprob_gap,
+            examples=_examples(evidence, np.sort(places[widest])),
+        )
 
 
 def _examples(evidence: Evidence, places: NDArray[np.intp]) -> tuple[str, ...]:
