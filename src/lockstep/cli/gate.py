@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -48,6 +49,15 @@ Owners = Annotated[
     Path | None,
     typer.Option("--owners", metavar="FILE", callback=expanded, help="Who looks after a signal: PATTERN OWNER lines."),
 ]
+Second = Annotated[
+    Path | None,
+    typer.Option(
+        "--aa",
+        metavar="FILE",
+        callback=expanded,
+        help="A second baseline's answers to the same requests: what differs there is noise.",
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", callback=expanded, help="Write the verdict as JSON.")
 ]
@@ -74,6 +84,7 @@ def gate(
     policy: PolicyFile = None,
     settings: Set = None,
     owners: Owners = None,
+    aa: Second = None,
     output: Output = None,
     markdown: Markdown = None,
     junit: JUnit = None,
@@ -87,8 +98,8 @@ def gate(
     paths = paths_of(files, input)
     summary = markdown or _step_summary()
     places = ((output, "the verdict"), (markdown, "the report"), (junit, "the test results"), (html, "the page"))
-    check_places(places, (*paths, policy, owners))
-    verdict, rules, evidence = judge_files(paths, policy, settings, owners)
+    check_places(places, (*paths, policy, owners, aa))
+    verdict, rules, evidence = judge_files(paths, policy, settings, owners, aa)
     plots = plots_of(rules, evidence, verdict.series) if html is not None else ()
     _write(verdict, plots, output, summary, junit, html)
     _show(verdict, as_json)
@@ -128,23 +139,39 @@ class Judged(NamedTuple):
 
 
 def judge_files(
-    paths: Sequence[Path], policy: Path | None, settings: Sequence[str] | None, owners: Path | None
+    paths: Sequence[Path],
+    policy: Path | None,
+    settings: Sequence[str] | None,
+    owners: Path | None,
+    second: Path | None = None,
 ) -> Judged:
     """Judge one file with both sides, or a file or recording of each.
 
+    Args:
+        second: answers of a second baseline, of the kind of the first one's.
+
     Raises:
         EvidenceError: the files, the policy or the owners cannot be read.
+        UsageError: a second baseline without a file of the first.
     """
     from lockstep.release.decisions import with_decisions
     from lockstep.release.evidence import gather
-    from lockstep.release.gate import judge
+    from lockstep.release.gate import SecondBaseline, judge
     from lockstep.release.reading import open_store
 
-    with open_store() as store:
+    if second is not None and len(paths) != 2:
+        raise UsageError("--aa goes with two files: BASELINE CANDIDATE --aa SECOND_BASELINE")
+    with ExitStack() as stores:
+        store = stores.enter_context(open_store())
         sources, given, recorded = _read(store, paths)
         rules = policy_from(policy, settings, owners, (str(sources[0].path), given))
         evidence = gather(store, rules.numeric_tolerances, rules.agreement_field)
-        verdict = judge(rules, evidence, tuple(sources))
+        beside = None
+        if second is not None:
+            second_store = stores.enter_context(open_store())
+            source = _read(second_store, (paths[0], second))[0][1]
+            beside = SecondBaseline(gather(second_store, rules.numeric_tolerances, rules.agreement_field), source)
+        verdict = judge(rules, evidence, tuple(sources), beside)
     if recorded is not None:
         verdict = with_decisions(verdict, recorded.decisions(), recorded.notes)
     return Judged(verdict, rules, evidence)

@@ -51,14 +51,14 @@ def field_of(text: str, path: str) -> str | None:
 
 
 def _document(text: str) -> Any:
-    """The JSON of an answer; of several tool calls, the list of them."""
+    """The JSON of an answer: of one tool call, it alone; of several, the list of them."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError):
         pass
     calls = _CALL.findall(text)
     if calls:
-        return [_decoded(call) for call in calls]
+        return _decoded(calls[0]) if len(calls) == 1 else [_decoded(call) for call in calls]
     fenced = _FENCED.findall(text)
     if len(fenced) == 1:
         return _decoded(fenced[0])

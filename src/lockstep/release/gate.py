@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from lockstep.release import sequential, signals
 from lockstep.release.agreement import divergence, excess_mismatches, logprob_gaps
 from lockstep.release.evidence import METRICS, Bools, Evidence, p95
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output, first_difference
-from lockstep.release.policy import Policy
+from lockstep.release.policy import Policy, digest_of
 from lockstep.release.reading import SIDES, Source
 from lockstep.release.series import ALL, Answers, series_of
 from lockstep.release.statistics import bet_upper
@@ -37,15 +37,24 @@ from lockstep.version import __version__
 THRESHOLD_GUARANTEE = "none beyond the thresholds: figures of all pairs are compared with bounds"
 
 
+class SecondBaseline(NamedTuple):
+    """The baseline beside a second one, an A/A leg: what differs there is noise."""
+
+    evidence: Evidence
+    """Its candidate is the second baseline."""
+    source: Source
+
+
 def judge(
-    policy: Policy, evidence: Evidence, sources: tuple[Source, ...] = (), second: Evidence | None = None
+    policy: Policy, evidence: Evidence, sources: tuple[Source, ...] = (), beside: SecondBaseline | None = None
 ) -> Verdict:
     """Judge a candidate.
 
     Args:
         sources: files that the evidence is from, for the verdict's account.
-        second: the same baseline beside a second one (an A/A leg): what differs there is noise.
+        beside: of the same baseline.
     """
+    second = beside.evidence if beside is not None else None
     pairs = evidence.pairs
     everything = np.ones(len(pairs), np.bool_)
     summary = summarise(evidence, everything, ALL, -1)
@@ -93,8 +102,9 @@ def judge(
         joining=_account(evidence),
         triage=triage_of(ordered, policy, evidence),
         policy=asdict(policy),
-        inputs=tuple({"format": each.format, "side": each.side, "records": each.num_rows} for each in sources),
-        digests=dict(zip(SIDES, evidence.digests, strict=True)),
+        inputs=tuple(_account_of(each, each.side) for each in sources)
+        + (() if beside is None else (_account_of(beside.source, "second baseline"),)),
+        digests={**dict(zip(SIDES, evidence.digests, strict=True)), "policy": digest_of(policy)},
         tool=f"lockstep {__version__}",
     )
 
@@ -245,6 +255,10 @@ def _first_mismatch(evidence: Evidence) -> dict[str, Any] | None:
         return None
     request = evidence.keys(places[:1])[0]
     return {"request": request, **(first_difference(evidence.store, int(places[0])) or {})}
+
+
+def _account_of(source: Source, side: str | None) -> dict[str, Any]:
+    return {"format": source.format, "side": side, "records": source.num_rows}
 
 
 def _account(evidence: Evidence) -> dict[str, Any]:

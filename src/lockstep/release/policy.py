@@ -7,6 +7,7 @@ or JSON file, and from ``--set``, later ones over earlier ones.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -110,6 +111,11 @@ class Policy:
         return text[len(AGREEMENT) : -1].strip() if text.startswith(AGREEMENT) and text.endswith(")") else ""
 
 
+def digest_of(policy: Policy) -> str:
+    """Digest of all fields, 16 hex digits."""
+    return hashlib.sha256(msgspec.json.encode(policy, order="sorted")).hexdigest()[:16]
+
+
 _MOST = 1e9
 _RANGES: Mapping[str, tuple[float, float]] = {
     "min_pairs": (1, _MOST),
@@ -181,5 +187,8 @@ def with_settings(settings: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise EvidenceError(f"--set {text!r}: write FIELD=VALUE")
-        found[name.strip()] = yaml.safe_load(value)
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise EvidenceError(f"--set {text!r}: {value!r} is no value; quote it as in YAML") from None
     return found

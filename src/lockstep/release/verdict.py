@@ -220,7 +220,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[dict[str, Any], ...]
     """Format, side and number of records of each file."""
     digests: dict[str, str]
-    """Digest of each side's records, in whatever order they stood."""
+    """Digests of each side's records, in whatever order they stood, and of the policy."""
     decisions: dict[str, Any] | None = None
     """Of two recordings: where they decide differently, and what the candidate's settings would do."""
     tool: str = ""
