@@ -226,7 +226,7 @@ def pairs_of(baseline: Floats, candidate: Floats, lost_baseline: Bools, lost_can
         segments=(),
         routed=(everywhere, everywhere),
         streamed=(everywhere, everywhere),
-        missing_at=np.cumsum(there)[one_sided],
+        missing_at=np.cumsum(there, dtype=np.int64)[one_sided],
         missing=np.where(lost_candidate[one_sided], 1.0, -1.0),
     )
 

@@ -42,12 +42,13 @@ def judged(
     baseline: Sequence[Row],
     candidate: Sequence[Row],
     second: Sequence[Row] | None = None,
-    **policy: Any,
+    policy: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> Verdict:
     """The verdict on both sides, by a policy of these fields."""
     paths = [written(folder / f"{name}.jsonl", each) for name, each in (("b", baseline), ("c", candidate))]
     rules = folder / "policy.json"
-    rules.write_text(json.dumps(policy))
+    rules.write_text(json.dumps({**(policy or {}), **fields}))
     beside = written(folder / "a.jsonl", second) if second is not None else None
     return judge_files(paths, rules, (), None, beside).verdict
 

@@ -195,9 +195,9 @@ def test_a_regression_beyond_its_bound_holds(
     tmp_path: Path, name: str, field: str, baseline: Any, candidate: Any, bound: dict[str, Any]
 ) -> None:
     sides: Any = [with_tokens(20, kv_total=100.0, **{field: value}) for value in (baseline, candidate)]
-    assert judged(tmp_path, *sides, **bound).decision is Decision.PROMOTE
+    assert judged(tmp_path, *sides, policy=bound).decision is Decision.PROMOTE
     narrower = {key: value and value * 0.99 for key, value in bound.items()}
-    verdict = judged(tmp_path, *sides, **narrower)
+    verdict = judged(tmp_path, *sides, policy=narrower)
     assert named(verdict) == {name: "hold"}
     assert verdict.triage[0].signal == name
 
@@ -245,8 +245,9 @@ def test_coverage_counts_only_where_it_is_required(
     verdict = judged(tmp_path, *sides)
     assert verdict.decision is Decision.PROMOTE
     assert verdict.coverage[rate] == 0.5
-    assert judged(tmp_path, *sides, **{f"min_{rate}": 0.5}).decision is Decision.PROMOTE
-    assert named(judged(tmp_path, *sides, **{f"min_{rate}": 0.51})) == {name: "hold"}
+    at, beyond = ({f"min_{rate}": bound} for bound in (0.5, 0.51))
+    assert judged(tmp_path, *sides, policy=at).decision is Decision.PROMOTE
+    assert named(judged(tmp_path, *sides, policy=beyond)) == {name: "hold"}
 
 
 def test_a_route_without_a_scheduler_is_no_provenance(tmp_path: Path) -> None:

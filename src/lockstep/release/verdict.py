@@ -163,9 +163,9 @@ class Triage(msgspec.Struct, frozen=True, kw_only=True):
     severity: str
     """critical: rollback; warning: hold."""
     segment: str
-    """Segment that shows it; ``all``: all pairs."""
+    """Place that it comes from: a segment, version, replica or route; ``all``: all pairs."""
     evidence: str
-    """The signal's sentence."""
+    """The signal's sentence, and what tells its cause."""
     response: str
     """What follows from it: rollback or hold."""
     owner: str
