@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -300,6 +301,22 @@ def test_an_answer_that_was_cut_short_is_not_compared(tmp_path: Path, key: str) 
     assert rows[0] == ("one", True, None, True)
     assert rows[1][1] is True
     assert rows[1][3] is False
+
+
+def test_answers_that_this_version_would_decide_otherwise_are_compared_without_times(
+    settings: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def change(entries: list[Entry]) -> None:
+        for at, entry in enumerate(entries):
+            if isinstance(entry, EngineEntry):
+                entries[at] = replace(entry, config=dataclasses.replace(entry.config, max_chunk_tokens=16))
+
+    verdict = judged(settings[1], changed(settings[0], tmp_path, change))
+    assert (verdict.decision, verdict.summary.same, verdict.summary.differing) == (Decision.PROMOTE, 32, 0)
+    assert verdict.summary.figures["latency_p95_ms"].candidate is None
+    assert any("decides otherwise" in note and "32 answers are without times" in note for note in verdict.notes)
+    assert verdict.decisions is not None
+    assert "unknown" in verdict.decisions["engines"][0]["difference"]
 
 
 # -- input ------------------------------------------------------------------------------------------------------------

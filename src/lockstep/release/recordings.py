@@ -23,10 +23,10 @@ from lockstep.errors import EvidenceError, LockstepError, TraceError
 from lockstep.executors.base import environment_digest
 from lockstep.release.decisions import decisions_of
 from lockstep.release.reading import SIDES, Side, Source, Store, read
-from lockstep.replay.live import Life, Lives
-from lockstep.replay.playback import Event, Playback, played
+from lockstep.replay.live import Lives
+from lockstep.replay.playback import Event, Playback
 from lockstep.replay.readers import reading as workloads
-from lockstep.replay.rerun import AppliedCommand, DecidedStep
+from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.trace import Cut, Trace, open_trace
 from lockstep.replay.workload import PS_PER_MS
@@ -163,6 +163,7 @@ class _Origin:
     """What a recording says of a sequence beside its steps."""
 
     sibling_of: int | None
+    num_prompt_tokens: int | None = None
     request_id: str | None = None
     seed: int | None = None
     """None: it draws nothing, or it is not known."""
@@ -195,7 +196,10 @@ class _Sequences:
         self._sameness = sameness
         self._has_tokens = has_tokens
         self._content_digests = Digests(_CONTENT_KEY)
-        self._playback = Playback(self._tapped())
+        self._entries = self._tapped()
+        self._playback = Playback(self._entries)
+        self._diverged: DivergedError | None = None
+        self._num_untimed = 0
         self._lives = Lives()
         self._engines: dict[int, EngineEntry] = {}
         self._origins: dict[tuple[int, int], _Origin] = {}
@@ -210,16 +214,33 @@ class _Sequences:
         """One for each sequence that came and ended.
 
         Raises:
-            TraceError: the recording cannot be read on, or is not what this version decides.
+            TraceError: the recording cannot be read on.
         """
-        for event in played(self._trace, self._playback):
-            self._take(event)
-            for life in self._lives.take(event):
-                yield self._observation(life)
+        try:
+            for event in self._playback.play():
+                self._take(event)
+                for life in self._lives.take(event):
+                    yield self._observation((life.added.engine, life.added.seq_id), life.outcome)
+        except DivergedError as diverged:
+            self._diverged = diverged
+            yield from self._without_times()
+
+    def _without_times(self) -> Iterator[dict[str, Any]]:
+        """Sequences that ended where this version decides otherwise: their answers are evidence all the same."""
+        for key in [key for key in self._ends if key in self._origins]:
+            yield self._observation(key, None)
+        for entry in self._entries:
+            if isinstance(entry, OutputDigest) and (entry.engine, entry.seq_id) in self._origins:
+                yield self._observation((entry.engine, entry.seq_id), None)
 
     def notes(self) -> Iterator[str]:
         """Remarks on what is not among the observations, once they are read."""
-        if self._lives.open:
+        if self._diverged is not None:
+            yield (
+                f"this version decides otherwise than was recorded from step {self._diverged.step} of engine "
+                f"{self._diverged.engine} on ({self._diverged.what}); {self._num_untimed:,} answers are without times"
+            )
+        elif self._lives.open:
             yield f"{len(self._lives.open):,} sequences were under way when the recording ended, and are left out"
 
     def _tapped(self) -> Iterator[Entry | Cut]:
@@ -231,7 +252,9 @@ class _Sequences:
                 case EngineEntry():
                     self._engines[entry.number] = entry
                 case Added():
-                    self._origins[entry.engine, entry.seq_id] = _Origin(entry.request.sibling_of)
+                    self._origins[entry.engine, entry.seq_id] = _Origin(
+                        entry.request.sibling_of, entry.request.num_prompt_tokens
+                    )
                 case Arrival():
                     self._arrive(entry)
                 case RequestDigest():
@@ -314,15 +337,18 @@ class _Sequences:
             if at < len(rows):
                 course.tokens += rows[at]
 
-    def _observation(self, life: Life) -> dict[str, Any]:
-        key = life.added.engine, life.added.seq_id
-        engine, outcome = self._engines[key[0]], life.outcome
-        origin, course = self._origins.pop(key, _Origin(None)), self._courses.pop(key, _Course())
-        end = self._ends.pop(key, None)
+    def _observation(self, key: tuple[int, int], outcome: RequestOutcome | None) -> dict[str, Any]:
+        """The observation of a sequence that has ended.
+
+        Args:
+            outcome: None: its times are not known.
+        """
+        engine, origin = self._engines[key[0]], self._origins.pop(key, _Origin(None))
+        course, end = self._courses.pop(key, _Course()), self._ends.pop(key, None)
         failure = end.reason.value if end is not None and end.reason in _FAILURES else None
         row: dict[str, Any] = {
             "request_id": origin.request_id,
-            "index": outcome.seq_id if self._trace.header.is_simulated else None,
+            "index": key[1] if self._trace.header.is_simulated else None,
             "model": engine.name,
             "artifact": engine.fingerprint or None,
             "deterministic": engine.deterministic,
@@ -335,29 +361,43 @@ class _Sequences:
             "prompt_digest": origin.prompt.hex() or None,
             "params_digest": origin.parameters.hex() or None,
             "seed": None if origin.seed is None else _signed(origin.seed),
-            "prompt_tokens": outcome.num_prompt_tokens,
+            "prompt_tokens": origin.num_prompt_tokens,
+            "output_tokens": None if end is None else end.num_tokens,
+            "ok": failure is None,
+            "error": failure,
+        }
+        is_whole = end is None or end.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if end is not None and is_whole:
+            row |= self._material(course, end)
+        if outcome is None:
+            self._num_untimed += 1
+            return row
+        row |= {
             "output_tokens": outcome.num_output_tokens,
             "ts": outcome.arrival_ps / _PS_PER_S,
             "queue_depth": course.num_waiting,
             "kv_used": course.num_held_blocks,
             "kv_total": course.num_blocks,
-            "ok": failure is None,
-            "error": failure,
         }
-        is_whole = end is None or end.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        return row | (self._answer(outcome, course, end) if is_whole else {})
+        return row | (_times(outcome, course) if is_whole else {})
 
-    def _answer(self, outcome: RequestOutcome, course: _Course, end: OutputDigest | None) -> dict[str, Any]:
-        """Times and material of an answer that nobody cut short."""
-        times = outcome.in_ps
-        answer: dict[str, Any] = {"latency_ms": times.e2e / PS_PER_MS}
-        if outcome.first_token_ps >= 0:
-            answer |= {"ttft_ms": times.ttft / PS_PER_MS, "token_latencies_ms": course.gaps_ms}
-        if end is not None and self._sameness is Sameness.DIGESTS:
-            answer["fingerprint"] = end.output.hex()
-        if end is not None and self._has_tokens and 0 < end.num_tokens == len(course.tokens):
-            answer["token_ids"] = course.tokens
-        return answer
+    def _material(self, course: _Course, end: OutputDigest) -> dict[str, Any]:
+        """What is known of an answer that nobody cut short."""
+        found: dict[str, Any] = {}
+        if self._sameness is Sameness.DIGESTS:
+            found["fingerprint"] = end.output.hex()
+        if self._has_tokens and 0 < end.num_tokens == len(course.tokens):
+            found["token_ids"] = course.tokens
+        return found
+
+
+def _times(outcome: RequestOutcome, course: _Course) -> dict[str, Any]:
+    """Times of an answer that nobody cut short."""
+    times = outcome.in_ps
+    found: dict[str, Any] = {"latency_ms": times.e2e / PS_PER_MS}
+    if outcome.first_token_ps >= 0:
+        found |= {"ttft_ms": times.ttft / PS_PER_MS, "token_latencies_ms": course.gaps_ms}
+    return found
 
 
 def _environment_of(engine: EngineEntry) -> str:
