@@ -8,7 +8,7 @@ evidence before any traffic was mirrored; it informs, and decides nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -21,8 +21,10 @@ from lockstep.replay.cost import Extrapolation
 from lockstep.replay.cost_file import CostFile, MadeOn
 from lockstep.replay.diff import diff_traces
 from lockstep.replay.latencies import distribution
-from lockstep.replay.live import live_requests, live_steps, workload_of
+from lockstep.replay.live import Life, Lives, LiveStep, live_step, workload_of_lives
+from lockstep.replay.playback import played
 from lockstep.replay.render.difference import engine_facts
+from lockstep.replay.rerun import DecidedStep
 from lockstep.replay.simulator import Simulation
 from lockstep.replay.timeline import RequestOutcome
 from lockstep.replay.trace import Trace
@@ -32,8 +34,8 @@ from lockstep.worker.flight.entries import EngineEntry
 SIGNAL = "decisions"
 MAX_ENGINES = 32
 """Engines of one device that are compared; what a device holds is fewer."""
-MAX_REQUESTS = 100_000
-"""Of one engine's load, the first ones, that are replayed."""
+MAX_STEPS = 50_000
+"""Of one engine, the first ones, that are compared and replayed: minutes of a busy server."""
 ARRIVALS = "requests arrive as they did at the baseline, also where clients that wait for answers would send later"
 FIGURES: Mapping[str, str] = {
     "ttft_p50_ms": "median first token",
@@ -82,12 +84,13 @@ def decisions_of(baseline: Trace, candidate: Trace) -> dict[str, Any]:
 def _difference(baseline: Trace, candidate: Trace, number: int) -> dict[str, Any]:
     """The first step that is decided differently; a sentence where that cannot be told."""
     try:
-        [found] = diff_traces(baseline, candidate, number)
+        [found] = diff_traces(baseline, candidate, number, MAX_STEPS)
     except TraceError as error:
         return {"unknown": str(error)}
     facts = engine_facts(found)
     kept = ("identical", "equal_steps", "change", "reasons", "input")
-    return {name: facts[name] for name in kept if name in facts}
+    cut = {"reasons": [f"compared are the first {MAX_STEPS:,} steps"]} if facts["equal_steps"] >= MAX_STEPS else {}
+    return cut | {name: facts[name] for name in kept if name in facts}
 
 
 # -- prediction -------------------------------------------------------------------------------------------------------
@@ -96,24 +99,19 @@ def _difference(baseline: Trace, candidate: Trace, number: int) -> dict[str, Any
 def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is_alone: bool) -> dict[str, Any]:
     """Figures of the baseline's load, measured, and replayed on both settings; a sentence where there are none."""
     try:
-        workload = workload_of(trace, engine.number)
-        requests = tuple(workload.requests)[:MAX_REQUESTS]
-        if not requests:
+        steps, lives, notes = _course(trace, engine.number)
+        workload = workload_of_lives(engine.name, engine, lives)
+        if not workload.requests:
             return {"unknown": "no request of the baseline got a token, so there is no load to replay"}
-        notes = [f"replayed are the first {MAX_REQUESTS:,} requests"] if len(requests) == MAX_REQUESTS else []
-        cost = calibrate(live_steps(trace, engine.number), _made_on(trace, engine))
-        names = {request.name for request in requests}
-        measured = figures_of(
-            [each for each in live_requests(trace, engine.number) if each.name in names and each.num_output_tokens]
-        )
-        workload = replace(workload, requests=requests)
+        cost = calibrate(steps, _made_on(trace, engine))
+        measured = figures_of([life.outcome for life in lives if life.outcome.num_output_tokens])
         own, caveats = _replayed(workload, engine.config, cost)
         predicted = own
         if candidate.config != engine.config:
             predicted, caveats = _replayed(workload, candidate.config, cost)
     except LockstepError as error:
         return {"unknown": str(error)}
-    notes += [ARRIVALS, *caveats, *workload.notes, *cost.notes]
+    notes += [ARRIVALS, *caveats, *cost.notes]
     if not is_alone:
         notes.append("turns of the device's other engines are not part of the replay")
     if candidate.fingerprint != engine.fingerprint or candidate.environment != engine.environment:
@@ -123,7 +121,26 @@ def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is
         for name in FIGURES
         if name in own and name in predicted
     }
-    return {"requests": len(requests), "figures": figures, "trust": _trust(figures, cost), "notes": notes}
+    return {
+        "requests": len(tuple(workload.requests)),
+        "figures": figures,
+        "trust": _trust(figures, cost),
+        "notes": notes,
+    }
+
+
+def _course(trace: Trace, number: int) -> tuple[list[LiveStep], list[Life], list[str]]:
+    """Steps of an engine, the sequences that ended with them, and what is left out; in one pass."""
+    steps: list[LiveStep] = []
+    served: list[Life] = []
+    lives = Lives()
+    for event in played(trace):
+        served += [life for life in lives.take(event) if life.added.engine == number and life.outcome.is_completed]
+        if isinstance(event, DecidedStep) and event.engine == number:
+            steps.append(live_step(event))
+            if len(steps) == MAX_STEPS:
+                return steps, served, [f"replayed are the requests that ended in its first {MAX_STEPS:,} steps"]
+    return steps, served, []
 
 
 def _made_on(trace: Trace, engine: EngineEntry) -> MadeOn:
