@@ -67,7 +67,7 @@ class TraceError(LockstepError):
 
 
 class EvidenceError(LockstepError):
-    """What a release is to be judged by, observations or a policy, cannot be read; the message says where it is wrong."""
+    """Observations or a policy that a release is judged by cannot be read; the message says where it is wrong."""
 
 
 class ConfigError(LockstepError):

@@ -194,10 +194,10 @@ def test_an_increase_of_errors_may_be_borne(tmp_path: Path) -> None:
 def test_a_regression_beyond_its_bound_holds(
     tmp_path: Path, name: str, field: str, baseline: Any, candidate: Any, bound: dict[str, Any]
 ) -> None:
-    sides: Any = [with_tokens(20, kv_total=100.0, **{field: value}) for value in (baseline, candidate)]
-    assert judged(tmp_path, *sides, policy=bound).decision is Decision.PROMOTE
+    first, second = (with_tokens(20, kv_total=100.0, **{field: value}) for value in (baseline, candidate))
+    assert judged(tmp_path, first, second, policy=bound).decision is Decision.PROMOTE
     narrower = {key: value and value * 0.99 for key, value in bound.items()}
-    verdict = judged(tmp_path, *sides, policy=narrower)
+    verdict = judged(tmp_path, first, second, policy=narrower)
     assert named(verdict) == {name: "hold"}
     assert verdict.triage[0].signal == name
 
@@ -241,13 +241,13 @@ def test_coverage_counts_only_where_it_is_required(
     tmp_path: Path, rate: str, name: str, fields: dict[str, Any]
 ) -> None:
     half: Any = {key: (lambda number, value=value: value if number % 2 else None) for key, value in fields.items()}
-    sides: Any = with_tokens(20), with_tokens(20, **half)
-    verdict = judged(tmp_path, *sides)
+    whole, lacking = with_tokens(20), with_tokens(20, **half)
+    verdict = judged(tmp_path, whole, lacking)
     assert verdict.decision is Decision.PROMOTE
     assert verdict.coverage[rate] == 0.5
     at, beyond = ({f"min_{rate}": bound} for bound in (0.5, 0.51))
-    assert judged(tmp_path, *sides, policy=at).decision is Decision.PROMOTE
-    assert named(judged(tmp_path, *sides, policy=beyond)) == {name: "hold"}
+    assert judged(tmp_path, whole, lacking, policy=at).decision is Decision.PROMOTE
+    assert named(judged(tmp_path, whole, lacking, policy=beyond)) == {name: "hold"}
 
 
 def test_a_route_without_a_scheduler_is_no_provenance(tmp_path: Path) -> None:

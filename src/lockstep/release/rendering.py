@@ -47,8 +47,7 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
     Args:
         plots: for a page, between figures and records.
     """
-    blocks = [_finding(verdict), _figures(verdict.summary)]
-    sections = [Section("Verdict", (_tiles(verdict), *blocks))]
+    sections = [Section("Verdict", (_tiles(verdict), _finding(verdict), _figures(verdict.summary)))]
     if verdict.series:
         sections.append(Section("Series", (_series(verdict),), id="evidence-by-series"))
     if verdict.triage:
@@ -165,7 +164,8 @@ def _decisions(decisions: Mapping[str, Any]) -> Iterator[Block]:
         elif "unknown" in difference:
             head = f"steps were not compared: {difference['unknown']}"
         else:
-            head = f"equal for {difference['equal_steps']:,} steps; then another {difference.get('change', 'engine')} (A: baseline, B: candidate):"
+            change = difference.get("change", "engine")
+            head = f"equal for {difference['equal_steps']:,} steps; then another {change} (A: baseline, B: candidate):"
         reasons = tuple(filter(None, (*difference.get("reasons", ()), difference.get("input"))))
         states = (f"settings: {'; '.join(settings) or 'the same on both sides'}",)
         told = [prediction[name] for name in ("trust",) if name in prediction]
@@ -232,7 +232,8 @@ def to_junit(verdict: Verdict) -> bytes:
         failure = ElementTree.SubElement(case, "failure", type=each.response.value, message=_plain(each.sentence))
         failure.text = _plain(", ".join(each.examples))
     ElementTree.indent(suite)
-    return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True) + b"\n"
+    text = ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+    return f"{text}\n".encode()
 
 
 def _plain(text: str) -> str:
