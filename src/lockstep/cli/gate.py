@@ -20,7 +20,8 @@ from lockstep.errors import EvidenceError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.release.policy import Policy
-    from lockstep.release.reading import Source, Store
+    from lockstep.release.reading import Source
+    from lockstep.release.store import Store
     from lockstep.release.verdict import Verdict
     from lockstep.report.document import Plots
 
@@ -81,7 +82,7 @@ def gate(
     from lockstep.release.curves import plots_of
     from lockstep.release.evidence import gather
     from lockstep.release.gate import judge
-    from lockstep.release.reading import open_store
+    from lockstep.release.store import open_store
 
     paths = _paths(files, input)
     summary = markdown or _step_summary()
@@ -107,7 +108,7 @@ def mirror(
     debug: flags.Debug = False,
 ) -> int:
     """Convert what other tools wrote to one file of observations that the gate reads."""
-    from lockstep.release.reading import open_store
+    from lockstep.release.store import open_store
 
     paths = _paths(files, input)
     if output is None:
@@ -129,7 +130,8 @@ def _paths(files: list[Path] | None, given: Path | None) -> list[Path]:
 
 
 def _read(store: Store, paths: list[Path]) -> tuple[list[Source], dict[str, Any] | None]:
-    from lockstep.release.reading import SIDES, read
+    from lockstep.release.observation import SIDES
+    from lockstep.release.reading import read
 
     if len(paths) == 1:
         source, policy = read(store, paths[0], None)

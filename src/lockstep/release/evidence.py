@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import EvidenceError
-from lockstep.release.joining import OK, Joining, join
-from lockstep.release.observation import Reason
-from lockstep.release.outputs import COMPARISON, Tolerance, resolve
-from lockstep.release.reading import SIDES, Side, Store
+from lockstep.release.joining import NAME, OK, Joining, join
+from lockstep.release.observation import NAMES, SIDES, Reason, Side
+from lockstep.release.outputs import BOTH_SIDES, COMPARISON, TRACE, Tolerance, resolve
 from lockstep.release.statistics import nearest_rank
+from lockstep.release.store import Store
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -81,6 +81,8 @@ class Pairs:
     """For each record without a partner, in the order of time: pairs before it."""
     missing: Floats
     """1: the candidate lacks it; -1: the baseline does."""
+    traces: NDArray[np.int8]
+    """1: the traces of tokens are equal; 0: they are not; -1: a side has none."""
 
     def __len__(self) -> int:
         return len(self.ts)
@@ -100,7 +102,7 @@ class Evidence:
     decode_p95: Mapping[int, tuple[float, float]]
     """Of all gaps between tokens of both sides, by segment; -1: of all."""
     names: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
-    """Values of models, versions, routes, replicas, schedulers, accelerators, artifacts of both sides' pairs, sorted."""
+    """Values of `NAMED` of both sides' pairs, sorted."""
     is_deterministic: tuple[bool, bool]
     """Whether each side's engine promises equal answers in any company."""
     faults: tuple[tuple[Side, Reason, int], ...]
@@ -131,12 +133,12 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = ()) -> Evidence:
         EvidenceError: a number is none, or less than nothing.
     """
     for side in SIDES:
-        store.connection.execute(_FACTS.format(side=side))
+        store.run(_FACTS.format(side=side))
         _check(store, side)
     joining = join(store)
-    store.connection.execute(_ORDERED)
+    store.run(_ORDERED)
     segments = _segments(store)
-    columns = store.connection.execute(_COLUMNS).fetchnumpy()
+    columns = store.columns(_COLUMNS)
     output, incomparable, max_drift = resolve(store, columns["output"].astype(np.int8), tolerances)
     ts = _floats(columns["ts"])
     missing_at, missing = _missing(store, ts)
@@ -152,6 +154,7 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = ()) -> Evidence:
         streamed=(_bools(columns["b_streamed"]), _bools(columns["c_streamed"])),
         missing_at=missing_at,
         missing=missing,
+        traces=np.ma.filled(np.ma.asarray(columns["trace"]).astype(np.int8), -1),
     )
     return Evidence(
         joining=joining,
@@ -168,78 +171,100 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = ()) -> Evidence:
 
 
 _EVENTS = "list_sort(stream_events)"
+_ANY_TOKENS = "output_tokens IS DISTINCT FROM 0"
+_HASHED = "CASE WHEN {0} IS NOT NULL THEN hash({0}) END AS {0}"
 _FACTS = f"""
 CREATE VIEW timed_{{side}} AS
   SELECT *, {_EVENTS} AS events,
-    len(list_distinct(list_transform(stream_events, lambda e: e.index))) < len(stream_events) AS doubled,
-    len(list_filter(range(2, len(stream_events) + 1), lambda i:
-      ({_EVENTS})[i].elapsed_ms < ({_EVENTS})[i - 1].elapsed_ms)) > 0 AS falling
+    coalesce(len(list_distinct(list_transform(stream_events, lambda e: e.index))) < len(stream_events), false)
+      AS doubled,
+    coalesce(len(list_filter(range(2, len(stream_events) + 1), lambda i:
+      ({_EVENTS})[i].elapsed_ms < ({_EVENTS})[i - 1].elapsed_ms)) > 0, false) AS falling
   FROM {{side}};
 CREATE VIEW observed_{{side}} AS
-  SELECT * EXCLUDE (token_ids, events),
-    coalesce(doubled OR falling, false) AS bad_events,
-    coalesce(token_ids, CASE WHEN NOT doubled THEN list_transform(events, lambda e: e.token_id) END) AS tokens,
+  SELECT * EXCLUDE (events),
+    coalesce(token_ids, CASE
+      WHEN NOT doubled AND list_bool_and(list_transform(events, lambda e: e.token_id IS NOT NULL))
+      THEN list_transform(events, lambda e: e.token_id) END) AS tokens,
     coalesce(token_latencies_ms, CASE WHEN NOT (doubled OR falling) THEN
       list_transform(range(2, len(events) + 1), lambda i: events[i].elapsed_ms - events[i - 1].elapsed_ms) END) AS gaps,
     coalesce(ttft_ms, CASE WHEN NOT (doubled OR falling) THEN events[1].elapsed_ms END) AS first_ms
   FROM timed_{{side}};
 CREATE TABLE facts_{{side}} AS
-  SELECT row, ts, {OK} AS ok, request_id, model, model_version, artifact, deterministic, backend, accelerator, route_id,
-    replica_id, scheduler, segment, prompt_digest, params_digest, seed, environment, latency_ms, first_ms AS ttft_ms,
+  SELECT row, ts, {OK} AS ok, model, model_version, artifact, deterministic, backend, accelerator, route_id, replica_id,
+    scheduler, segment, {_HASHED.format("prompt_digest")}, {_HASHED.format("params_digest")}, seed,
+    {_HASHED.format("environment")}, latency_ms, first_ms AS ttft_ms,
     list_avg(gaps) AS decode_ms, kv_used / nullif(kv_total, 0) AS kv_pressure, queue_depth,
-    len(gaps) > 0 AS streamed, route_id IS NOT NULL AND scheduler IS NOT NULL AS routed,
-    hash(tokens) AS tokens_hash, tokens IS NOT NULL AS has_tokens,
-    hash(vector) AS vector_hash, vector IS NOT NULL AS has_vector,
-    md5(text) AS text_hash, fingerprint, coalesce(doubled, false) AS doubled, coalesce(falling, false) AS falling,
-    list_min(gaps) < 0 OR NOT isfinite(list_max(gaps)) AS bad_gaps,
-    NOT isfinite(list_max(vector)) OR NOT isfinite(list_min(vector)) AS bad_vector,
-    NOT isfinite(list_max(logprobs)) AS bad_logprobs,
-    hash(gaps) AS gaps_hash, kv_used, kv_total, health, error
+    coalesce(len(gaps) > 0 OR len(stream_events) = 1 AND NOT doubled, false) AS streamed,
+    route_id IS NOT NULL AND scheduler IS NOT NULL AS routed,
+    hash(tokens) AS tokens_hash, tokens IS NOT NULL AS has_tokens, len(tokens) = 0 AND {_ANY_TOKENS} AS is_blank_tokens,
+    hash(vector) AS vector_hash, vector IS NOT NULL AS has_vector, len(vector) = 0 AS is_blank_vector,
+    hash(text) AS text_hash, text IS NOT NULL AS has_text, text = '' AND {_ANY_TOKENS} AS is_blank_text,
+    fingerprint, token_trace_fingerprint, doubled, falling,
+    hash({", ".join(f'"{name}"' for name in NAMES if name != "side")}) AS digest
   FROM observed_{{side}}
 """
 _ORDERED = """
 CREATE TABLE ordered AS
-  SELECT row_number() OVER (ORDER BY coalesce(b.ts, c.ts) NULLS LAST, key, key_name) - 1 AS place, p.b, p.c, key
+  SELECT row_number() OVER (ORDER BY coalesce(b.ts, c.ts) NULLS LAST, key, key_name, b.digest, c.digest) - 1 AS place,
+    p.b, p.c, coalesce(key, printf('unnamed %016x', xor(b.digest, c.digest))) AS key
   FROM pairs p JOIN facts_baseline b ON p.b = b.row JOIN facts_candidate c ON p.c = c.row
 """
-_BOTH = "ordered o JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
 _SEGMENT_VALUES = ", ".join(f"{text} AS {name}" for name, text in SEGMENT_FIELDS.items())
 _SEGMENT_NAMES = ", ".join(SEGMENT_FIELDS)
 _SIDE_COLUMNS = ", ".join(
     f"{side}.{name} AS {side}_{name}" for side in "bc" for name in ("ok", "routed", "streamed", *METRICS)
 )
 _COLUMNS = f"""
-SELECT coalesce(b.ts, c.ts) AS ts, {_SIDE_COLUMNS}, {COMPARISON} AS output, s.segment
-FROM {_BOTH} JOIN in_segment s USING (place) ORDER BY place
+SELECT coalesce(b.ts, c.ts) AS ts, {_SIDE_COLUMNS}, {COMPARISON} AS output, {TRACE} AS trace, s.segment
+FROM {BOTH_SIDES} JOIN in_segment s USING (place) ORDER BY place
 """
 
 
 def _segments(store: Store) -> tuple[Segment, ...]:
     """Number the segments, in the order of their names; leaves a table ``in_segment``."""
-    store.connection.execute(
-        f"CREATE TABLE cut AS SELECT place, {_SEGMENT_VALUES} FROM {_BOTH};"
-        f"CREATE TABLE segments AS SELECT row_number() OVER (ORDER BY {_SEGMENT_NAMES}) - 1 AS segment, {_SEGMENT_NAMES}"
-        f" FROM (SELECT {_SEGMENT_NAMES} FROM cut GROUP BY ALL ORDER BY count(*) DESC, {_SEGMENT_NAMES}"
-        f" LIMIT {MAX_SEGMENTS});"
+    store.run(
+        f"CREATE TABLE cut AS SELECT place, {_SEGMENT_VALUES} FROM {BOTH_SIDES};"
+        f"CREATE TABLE segments AS SELECT row_number() OVER (ORDER BY {_SEGMENT_NAMES}) - 1 AS segment,"
+        f" {_SEGMENT_NAMES} FROM (SELECT {_SEGMENT_NAMES} FROM cut GROUP BY ALL"
+        f" ORDER BY count(*) DESC, {_SEGMENT_NAMES} LIMIT {MAX_SEGMENTS});"
         "CREATE TABLE in_segment AS SELECT place, coalesce(segment, -1) AS segment FROM cut LEFT JOIN segments ON "
         + " AND ".join(f"cut.{name} IS NOT DISTINCT FROM segments.{name}" for name in SEGMENT_FIELDS)
     )
     return tuple(Segment(*row) for row in store.rows(f"SELECT {_SEGMENT_NAMES} FROM segments ORDER BY segment"))
 
 
+_FAULTS: Mapping[str, tuple[str, str]] = {
+    **{
+        name: (f"{name} < 0 OR NOT isfinite({name})", "has to be a finite number, 0 or above")
+        for name in ("latency_ms", "ttft_ms", "queue_depth", "kv_used", "kv_total")
+    },
+    "ts": ("NOT isfinite(ts)", "has to be a finite number"),
+    "token_latencies_ms": (
+        "list_min(token_latencies_ms) < 0 OR NOT isfinite(list_max(token_latencies_ms))",
+        "has to be finite numbers, 0 or above",
+    ),
+    "stream_events": (
+        "len(list_filter(stream_events, lambda e: e.elapsed_ms < 0 OR NOT isfinite(e.elapsed_ms))) > 0",
+        "has an elapsed_ms that is below 0 or no finite number",
+    ),
+    "vector": ("NOT (isfinite(list_max(vector)) AND isfinite(list_min(vector)))", "has to be finite numbers"),
+    "logprobs": ("NOT (isfinite(list_max(logprobs)) AND isfinite(list_min(logprobs)))", "has to be finite numbers"),
+    "health": ("health NOT IN ('ready', 'degraded', 'down')", "is ready, degraded or down"),
+    "kv_total": ("kv_used > kv_total", "is less than kv_used; both have to be of one unit"),
+}
+"""Conditions that no observation meets, by field, and what is right."""
+
+
 def _check(store: Store, side: Side) -> None:
-    """Refuse numbers that are none, or less than nothing."""
-    below = {name: f"{name} < 0 OR NOT isfinite({name})" for name in ("latency_ms", "ttft_ms", "queue_depth")}
-    below |= {name: f"{name} < 0 OR NOT isfinite({name})" for name in ("kv_used", "kv_total")}
-    below |= {"ts": "NOT isfinite(ts)", "gaps between tokens": "bad_gaps", "vector": "bad_vector"}
-    below |= {"logprobs": "bad_logprobs", "health": "health NOT IN ('ready', 'degraded', 'down')"}
-    for name, condition in below.items():
-        found = store.rows(f"SELECT request_id FROM facts_{side} WHERE {condition} ORDER BY ALL LIMIT 1")
-        if found:
-            of = f" of request {found[0][0]}" if found[0][0] else ""
-            right = "is ready, degraded or down" if name == "health" else "has to be a finite number, 0 or above"
-            right = "has to be finite numbers" if name in ("ts", "vector", "logprobs") else right
-            raise EvidenceError(f"the {side}'s {name}{of} {right}")
+    """Refuse numbers that are none, less than nothing, or of another unit than their neighbours."""
+    counts = ", ".join(f"count(*) FILTER ({condition})" for condition, _ in _FAULTS.values())
+    [found] = store.rows(f"SELECT {counts} FROM {side}")
+    for count, (name, (condition, right)) in zip(found, _FAULTS.items(), strict=True):
+        if count:
+            [[request]] = store.rows(f"SELECT min({NAME}) FROM {side} WHERE {condition}")
+            of = f" of request {request}" if request else ""
+            raise EvidenceError(f"{store.paths.get(side, side)}: the {side}'s {name}{of} {right}")
 
 
 def _decode_p95(store: Store) -> dict[int, tuple[float, float]]:
@@ -267,10 +292,10 @@ def _decode_p95(store: Store) -> dict[int, tuple[float, float]]:
         if not wanted:
             continue
         buckets = ", ".join(str(each) for each in sorted({place for place, _ in wanted.values()}))
-        found = store.connection.execute(
+        found = store.columns(
             f"SELECT segment, bucket, gap FROM (SELECT segment, gap, {bucket} AS bucket FROM ({gaps}))"
             f" WHERE bucket IN ({buckets})"
-        ).fetchnumpy()
+        )
         for segment, (place, rank) in wanted.items():
             is_in = found["bucket"] == place
             values = found["gap"][is_in if segment < 0 else is_in & (found["segment"] == segment)]
@@ -290,16 +315,16 @@ def _bucket_of(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 def _missing(store: Store, ts: Floats) -> tuple[NDArray[np.int64], Floats]:
     """Records without a partner between the pairs, in the order of time."""
-    found = store.connection.execute(
+    found = store.columns(
         "SELECT ts, sign FROM (SELECT ts, 1 AS sign FROM keys_baseline UNION ALL SELECT ts, -1 AS sign FROM"
         " keys_candidate) WHERE ts IS NOT NULL ORDER BY ts, sign"
-    ).fetchnumpy()
+    )
     return np.searchsorted(ts, found["ts"]).astype(np.int64), found["sign"].astype(np.float64)
 
 
 def _names(store: Store, name: str, side: str) -> tuple[str, ...]:
     rows = store.rows(
-        f"SELECT DISTINCT {side}.{name} FROM {_BOTH} WHERE {side}.{name} IS NOT NULL ORDER BY 1 LIMIT 100"
+        f"SELECT DISTINCT {side}.{name} FROM {BOTH_SIDES} WHERE {side}.{name} IS NOT NULL ORDER BY 1 LIMIT 100"
     )
     return tuple(value for (value,) in rows)
 
@@ -307,7 +332,7 @@ def _names(store: Store, name: str, side: str) -> tuple[str, ...]:
 def _is_deterministic(store: Store, side: str) -> bool:
     """Whether all of a side's answers are of engines that promise it."""
     return bool(
-        store.rows(f"SELECT coalesce(bool_and(coalesce({side}.deterministic, false)), false) FROM {_BOTH}")[0][0]
+        store.rows(f"SELECT coalesce(bool_and(coalesce({side}.deterministic, false)), false) FROM {BOTH_SIDES}")[0][0]
     )
 
 
@@ -323,9 +348,8 @@ def _faults(store: Store) -> tuple[tuple[Side, Reason, int], ...]:
 
 def _digest(store: Store, side: Side) -> str:
     """A sum over the records, so that their order does not count."""
-    records = f"(SELECT * EXCLUDE (row) FROM facts_{side}) f"
-    row = store.rows(f"SELECT sum(hash(f)::HUGEINT) FROM {records}")
-    return f"{int(row[0][0] or 0) % (1 << 64):016x}"
+    [[total]] = store.rows(f"SELECT sum(digest::HUGEINT) FROM facts_{side}")
+    return f"{int(total or 0) % (1 << 64):016x}"
 
 
 def _floats(column: Any) -> Floats:

@@ -18,7 +18,8 @@ from lockstep.release.evidence import METRICS, P95, Bools, Evidence, p95
 from lockstep.release.joining import MAX_EXAMPLES
 from lockstep.release.outputs import Output, first_difference
 from lockstep.release.policy import Policy
-from lockstep.release.reading import SIDES, Source
+from lockstep.release.observation import SIDES
+from lockstep.release.reading import Source
 from lockstep.release.triage import triage_of
 from lockstep.release.verdict import Decision, Figures, SegmentSummary, Signal, Verdict
 from lockstep.version import __version__

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 
-from lockstep.release.reading import SIDES
+from lockstep.release.observation import SIDES
 from lockstep.release.verdict import Decision, Figures, SegmentSummary, Verdict
 from lockstep.report.document import (
     ABSENT,
