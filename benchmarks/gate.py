@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -20,10 +19,10 @@ from pathlib import Path
 
 import duckdb
 
-from benchmarks import table
-
 NUM_TOKENS = 64
 NUM_SEGMENTS = 10
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes that the system counts memory in."""
 
 
 def make(folder: Path, pairs: int, layout: str, seed: int) -> list[Path]:
@@ -52,7 +51,7 @@ def _uniform(of: str, seed: int) -> str:
 
 
 def measure(paths: list[Path], arguments: list[str]) -> list[str]:
-    """Wall seconds, processor seconds, most memory and the decision of one verdict."""
+    """Figures of one verdict in words."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "lockstep", "gate", *map(str, paths), "--json", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -61,15 +60,11 @@ def measure(paths: list[Path], arguments: list[str]) -> list[str]:
     _, _, usage = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - began
     return [
-        f"{wall_s:.1f}",
-        f"{usage.ru_utime + usage.ru_stime:.1f}",
-        f"{usage.ru_maxrss * _RSS_UNIT / 1e6:,.0f}",
-        f"{verdict['decision']}",
-        f"{verdict['joining']['pairs']:,}",
+        f"{wall_s:6.1f} s",
+        f"{usage.ru_utime + usage.ru_stime:6.1f} processor-s",
+        f"{usage.ru_maxrss * RSS_UNIT / 1e6:8,.0f} MB at most",
+        f"{verdict['joining']['pairs']:,} pairs: {verdict['decision']}",
     ]
-
-
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def main() -> None:
@@ -88,7 +83,7 @@ def main() -> None:
         for layout in options.layouts:
             paths = make(folder, options.pairs, layout, options.seed)
             size = sum(path.stat().st_size for path in paths) / 1e6
-            print(layout, f"{size:,.0f} MB", *measure(paths, arguments), flush=True)
+            print(f"{layout:8} {size:8,.0f} MB", *measure(paths, arguments), flush=True)
 
 
 if __name__ == "__main__":

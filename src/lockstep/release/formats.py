@@ -278,7 +278,7 @@ def _measured_ms(name: str, value: str) -> str:
         f"CASE {unit} WHEN 'ms' THEN 1 WHEN 's' THEN 1e3 WHEN 'sec' THEN 1e3 WHEN 'us' THEN 1e-3 WHEN 'ns' THEN 1e-6"
         f" ELSE error('{name} has the unit ' || coalesce({unit}, '?') || '; known are ms, s, us and ns') END"
     )
-    return f"CASE WHEN metrics->'$.{name}' IS NOT NULL THEN {value.format(factor=factor)} END"
+    return f"CASE WHEN (metrics->'$.{name}') IS NOT NULL THEN {value.format(factor=factor)} END"
 
 
 def _aiperf_ms(name: str) -> str:

@@ -48,17 +48,22 @@ _UNLIKE = {
 """Reasons for which two answers are incomparable, and how they show."""
 BOTH_SIDES = "ordered o JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
 """SQL of the facts of both sides of each pair."""
+IN_SEGMENT = "JOIN in_segment ON b.label = in_segment.baseline AND c.label = in_segment.candidate"
+"""SQL after `BOTH_SIDES` that adds the pair's ``segment``."""
 _MATERIALS = ("tokens", "vector", "text")
 """In the order in which they are trusted; stream tokens stand for token ids. A given fingerprint is the last."""
 
 
 def _both(material: str) -> str:
     """SQL: both sides have a material. Two empty ones show nothing, unless it is known that there were no tokens."""
-    return f"(b.has_{material} AND c.has_{material} AND NOT (b.is_blank_{material} AND c.is_blank_{material}))"
+    return (
+        f"(b.{material}_hash IS NOT NULL AND c.{material}_hash IS NOT NULL"
+        f" AND NOT (b.is_blank_{material} AND c.is_blank_{material}))"
+    )
 
 
 def _any(side: str) -> str:
-    parts = [f"({side}.has_{material} AND NOT {side}.is_blank_{material})" for material in _MATERIALS]
+    parts = [f"({side}.{material}_hash IS NOT NULL AND NOT {side}.is_blank_{material})" for material in _MATERIALS]
     return f"({' OR '.join([*parts, f'{side}.fingerprint IS NOT NULL'])})"
 
 
@@ -68,7 +73,7 @@ def _equal(left: str, right: str) -> str:
 
 def _computable(given: str, other: str) -> str:
     """SQL: one side gave a fingerprint, and it can be computed of the other side's material."""
-    return f"({_OURS.format(given)} AND ({other}.has_tokens OR {other}.has_vector))"
+    return f"({_OURS.format(given)} AND ({other}.tokens_hash IS NOT NULL OR {other}.vector_hash IS NOT NULL))"
 
 
 _OURS = "regexp_full_match({}.fingerprint, '[0-9a-f]{{16}}')"
@@ -84,12 +89,11 @@ COMPARISON = f"""CASE
   WHEN coalesce({_computable("b", "c")}, false) OR coalesce({_computable("c", "b")}, false) THEN {Output.UNRESOLVED:d}
   ELSE {Output.INCOMPARABLE:d} END"""
 """SQL over the facts of both sides, ``b`` and ``c``."""
-TRACE = """CASE
+TRACE = f"""CASE
   WHEN NOT (b.ok AND c.ok) THEN NULL
   WHEN b.token_trace_fingerprint IS NOT NULL AND c.token_trace_fingerprint IS NOT NULL
     THEN b.token_trace_fingerprint = c.token_trace_fingerprint
-  WHEN b.has_tokens AND c.has_tokens AND NOT (b.is_blank_tokens AND c.is_blank_tokens)
-    THEN b.tokens_hash = c.tokens_hash END"""
+  WHEN {_both("tokens")} THEN b.tokens_hash = c.tokens_hash END"""
 """SQL: whether the traces of tokens of a pair are equal; NULL where a side has none."""
 
 
@@ -196,11 +200,9 @@ def _compare_vectors(store: Store, output: NDArray[np.int8], tolerances: Sequenc
     )
     both = f"{_UNRESOLVED} WHERE x.vector IS NOT NULL AND y.vector IS NOT NULL"
     store.run("CREATE TABLE rules (model VARCHAR, backend VARCHAR, device VARCHAR, absolute DOUBLE, relative DOUBLE)")
-    for segment in store.rows(f"SELECT DISTINCT {kinds} FROM {both}"):
-        rule = rule_for(tolerances, *segment)
-        if rule is not None:
-            values = (*segment, rule.absolute, rule.relative)
-            store.connection.execute("INSERT INTO rules VALUES (?, ?, ?, ?, ?)", list(values))
+    segments = store.rows(f"SELECT DISTINCT {kinds} FROM {both}")
+    rules = [(segment, rule_for(tolerances, *segment)) for segment in segments]
+    store.insert("rules", [(*segment, rule.absolute, rule.relative) for segment, rule in rules if rule is not None])
     found = store.columns(
         "SELECT place, max(abs(c - b)) AS drift,"
         " bool_and(coalesce(abs(c - b) <= absolute OR abs(c - b) <= relative * abs(b), false)) AS is_within,"

@@ -21,6 +21,7 @@ from lockstep.release.observation import FIELDS, NAMES, SIDES, Side
 from lockstep.release.store import Store, quoted, sentence_of
 from lockstep.spelling import did_you_mean, listed
 
+LARGE = {field.name for field in FIELDS if field.type.endswith("[]")} | {"text"}
 OBSERVATION = "STRUCT(" + ", ".join(f'"{field.name}" {field.type}' for field in FIELDS) + ")"
 SHARED: Mapping[str, str] = {field.name: field.type for field in FIELDS if field.name != "side"}
 """Fields of a pair that hold for both of its sides."""
@@ -302,10 +303,21 @@ def _keep(store: Store, records: _Records, name: str, fields: Mapping[str, str],
 def _view(
     store: Store, side: Side, table: str, fields: Mapping[str, str] = OWN.fields, where: str = "", *, pair: str = "NULL"
 ) -> None:
-    listed_ = ", ".join(f'({fields.get(field.name, "NULL")})::{field.type} AS "{field.name}"' for field in FIELDS)
+    absent = _absent(store, table, fields)
+    known = {name: text for name, text in fields.items() if name not in absent}
+    listed_ = ", ".join(f'({known.get(field.name, "NULL")})::{field.type} AS "{field.name}"' for field in FIELDS)
     condition = f" WHERE {where}" if where else ""
     numbers = f"file_row_number AS row, ({pair})::BIGINT AS pair"
     store.run(f"CREATE VIEW {side} AS SELECT {listed_}, {numbers} FROM {table}{condition}")
+
+
+def _absent(store: Store, table: str, fields: Mapping[str, str]) -> set[str]:
+    """Fields that no record has: what is made of them need not be computed."""
+    return {
+        name
+        for name in LARGE & fields.keys()
+        if not store.rows(f"SELECT 1 FROM {table} WHERE ({fields[name]}) IS NOT NULL LIMIT 1")
+    }
 
 
 def _check_sides(

@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from lockstep.release.observation import Side
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-MEMORY_LIMIT = "600MB"
+MEMORY_LIMIT = "500MB"
 """Of DuckDB; what needs more goes to its folder."""
 MAX_MESSAGE_CHARS = 400
 _ADVICE = ("LINE ", "Try ", "Possible ", "Column ", "See ", "This type", "*")
@@ -60,6 +60,12 @@ class Store:
         """The columns of a query, NumPy's, masked where there are nulls."""
         with self._telling():
             return self.connection.execute(query).fetchnumpy()
+
+    def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Append a few rows to a table."""
+        with self._telling():
+            marks = ", ".join("?" * len(rows[0])) if rows else ""
+            self.connection.executemany(f"INSERT INTO {table} VALUES ({marks})", [list(row) for row in rows])
 
     def chunks(self, query: str, size: int) -> Iterator[list[tuple[Any, ...]]]:
         """The rows of a query, so many at a time; no other query may run meanwhile."""
