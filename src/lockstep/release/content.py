@@ -188,15 +188,14 @@ def _document(text: bytes, path: Path, plain: Path) -> Content:
 
 def _fault_of(text: bytes) -> str:
     """Why a text is no JSON that can be read."""
-    constants: list[str] = []
     try:
-        value = json.loads(text, parse_constant=lambda name: constants.append(name) or _Constant(name))
+        value = json.loads(text, parse_constant=_Constant)
     except RecursionError:
         return "JSON that is nested too deeply"
     except ValueError as error:
         return f"not JSON, or not whole: {error}"
-    if constants:
-        return f"{_place_of_constant(value)} is {constants[0]}, which is no number of JSON; leave the field out"
+    if place := _place_of_constant(value):
+        return f"{place}, which is no number of JSON; leave the field out"
     return "JSON, but neither an object nor a list of them"
 
 
@@ -207,7 +206,7 @@ class _Constant(str):
 
 
 def _place_of_constant(value: Any) -> str:
-    """Names of the members that lead to the first constant."""
+    """Names of the members that lead to the first constant, and what it is; empty: there is none."""
     if isinstance(value, Mapping):
         children: Iterable[tuple[str, Any]] = value.items()
     elif isinstance(value, list):
@@ -216,7 +215,7 @@ def _place_of_constant(value: Any) -> str:
         children = ()
     for name, each in children:
         if isinstance(each, _Constant):
-            return name
+            return f"{name} is {each}"
         if found := _place_of_constant(each):
             return f"{name}.{found}"
     return ""

@@ -181,7 +181,7 @@ def _in_order(columns: Mapping[str, Any]) -> dict[str, Any]:
 _ORDERED = """
 CREATE TABLE ordered AS
   SELECT row_number() OVER (ORDER BY coalesce(b.ts, c.ts) NULLS LAST, key, key_name, b.digest, c.digest) - 1 AS place,
-    p.b, p.c, coalesce(key, printf('unnamed %016x', xor(b.digest, c.digest))) AS key
+    p.b, p.c, key_name, coalesce(key, printf('unnamed %016x', xor(b.digest, c.digest))) AS key
   FROM pairs p JOIN facts_baseline b ON p.b = b.row JOIN facts_candidate c ON p.c = c.row
 """
 _SIDE_COLUMNS = ", ".join(

@@ -1,4 +1,4 @@
-"""Formats of other tools, and of our own logs, as rows: the members that tell each, and the observation that each means.
+"""Formats of other tools, and of our own logs, as rows: the members that tell each, and the observation it means.
 
 DuckDB reads lines, of which each is a record: ``columns`` are its members with their types, ``table`` cuts or numbers
 records where one is not one request, and ``fields`` says what a field of an observation is, as SQL over them. Names and
@@ -323,6 +323,7 @@ AIPERF = Format(
 _BODY = "CASE WHEN json_valid(request->>'$.request_args') THEN (request->>'$.request_args')::JSON->'$.body' END"
 _PROMPT = "coalesce(body->>'$.messages', body->>'$.prompt', request->>'$.prompt', request->>'$.request_args')"
 _PARAMETERS = """json_merge_patch(body, '{"messages": null, "prompt": null, "model": null}')"""
+_QUEUED = "coalesce(request->>'$.info.timings.queued', request->>'$.scheduler_info.queued_time')::DOUBLE"
 _GUIDELLM_START = "coalesce(request->>'$.info.timings.request_start', request->>'$.start_time')::DOUBLE"
 
 GUIDELLM = Format(
@@ -332,14 +333,14 @@ GUIDELLM = Format(
     needs=("request.request_id", "request.request_latency", "request.time_to_first_token_ms"),
     layout="benchmarks",
     columns={"run": "BIGINT", "outcome": "VARCHAR", "request": "JSON"},
-    table=(  # ids are drawn anew for each run, and concurrent requests change places: prompts say which is which
-        f"(SELECT *, md5({_PROMPT}) AS prompt_md5, row_number() OVER (ORDER BY run, md5({_PROMPT}),"
-        f" {_GUIDELLM_START}, request->>'$.request_id') - 1 AS place"
-        f" FROM (SELECT *, {_BODY} AS body FROM {FILE}) WHERE outcome IN ('successful', 'errored'))"
+    table=(  # ids are drawn anew for each run, and requests start in any order; they are queued in that of the data set
+        f"(SELECT *, {_BODY} AS body, row_number() OVER (ORDER BY run, {_QUEUED}, request->>'$.request_id') - 1"
+        f" AS place FROM {FILE})"
     ),
+    where="outcome IN ('successful', 'errored')",
     fields={
         "index": "place",
-        "prompt_digest": "prompt_md5",
+        "prompt_digest": f"md5({_PROMPT})",
         "params_digest": f"md5({_PARAMETERS})",
         "ts": _GUIDELLM_START,
         "model": "body->>'$.model'",

@@ -14,11 +14,12 @@ from typing import Any, Literal
 import numpy as np
 
 from lockstep.release import sequential
-from lockstep.release.evidence import METRICS, P95, Bools, Evidence, p95
+from lockstep.release.evidence import METRICS, Bools, Evidence, p95
+from lockstep.release.gaps import P95
 from lockstep.release.joining import MAX_EXAMPLES
+from lockstep.release.observation import SIDES
 from lockstep.release.outputs import Output, first_difference
 from lockstep.release.policy import Policy
-from lockstep.release.observation import SIDES
 from lockstep.release.reading import Source
 from lockstep.release.triage import triage_of
 from lockstep.release.verdict import Decision, Figures, SegmentSummary, Signal, Verdict

@@ -38,8 +38,8 @@ KEYS: tuple[Key, ...] = (
     Key("request_id", "request_id"),
     Key("engine_id", f"coalesce({_STRIPPED.format('engine_id')}, {_STRIPPED.format('request_id')})"),
     Key("conversation", "conversation_id || '/' || turn"),
-    Key("pair", "pair", is_id=False),
     Key("index", '"index"::VARCHAR', is_id=False),
+    Key("pair", "pair", is_id=False),
     Key("prompt", "prompt_digest", is_id=False, is_weak=True),
 )
 """From the best to the weakest."""
@@ -174,8 +174,10 @@ def _index_fault(store: Store) -> str:
         return f"not joined by index: {nums[0]:,} and {nums[1]:,} requests were not sent from one data set"
     if any(num != num_distinct for num, num_distinct in counts):
         return "not joined by index: some requests of a side have the same one"
+    # of a request that failed the client may have counted tokens that the server of the other side counted otherwise
+    answered = f'(SELECT "index", prompt_tokens, prompt_digest FROM {{}} WHERE {OK})'
     unlike = store.number(
-        'SELECT count(*) FROM baseline b JOIN candidate c USING ("index")'
+        f'SELECT count(*) FROM {answered.format("baseline")} b JOIN {answered.format("candidate")} c USING ("index")'
         " WHERE b.prompt_tokens <> c.prompt_tokens OR b.prompt_digest <> c.prompt_digest"
     )
     return (
@@ -185,7 +187,7 @@ def _index_fault(store: Store) -> str:
 
 def _unjoined(store: Store, side: Side, is_unlike_data: bool) -> Iterator[Unjoined]:
     """The records that are left, by reason."""
-    keys = [f"key_{key.name}" for key in KEYS]
+    keys = [f"key_{key.name}" for key in KEYS if key.name != "pair"]
     ids = [f"key_{key.name}" for key in KEYS if key.is_id]
     has_key = f"coalesce({', '.join(f'{key}::VARCHAR' for key in keys)}) IS NOT NULL"
     again = " OR ".join(f"({key} IS NOT NULL AND count(*) OVER (PARTITION BY {key}) > 1)" for key in ids)

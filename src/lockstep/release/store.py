@@ -63,8 +63,10 @@ class Store:
 
     def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
         """Append a few rows to a table."""
+        if not rows:
+            return
+        marks = ", ".join("?" * len(rows[0]))
         with self._telling():
-            marks = ", ".join("?" * len(rows[0])) if rows else ""
             self.connection.executemany(f"INSERT INTO {table} VALUES ({marks})", [list(row) for row in rows])
 
     def chunks(self, query: str, size: int) -> Iterator[list[tuple[Any, ...]]]:
