@@ -50,8 +50,8 @@ class Content:
     kind: Literal["lines", "document", "list", "csv", "parquet"]
     records: tuple[Members, ...]
     """The first records of lines, the first one of a list, the members of a document, or types by column."""
-    is_mixed: bool = False
-    """Whether lines of text stand between the records."""
+    fault: str = ""
+    """Why its first line is no record: it may be a log."""
 
 
 def content_of(path: Path, plain: Path) -> Content:
@@ -136,20 +136,27 @@ def _zstd_chunks(source: IO[bytes]) -> Iterator[bytes]:
 
 
 def _content_of_text(file: IO[bytes], path: Path, plain: Path) -> Content:
-    line = next(_lines(file), b"")
-    if not line:
+    lines = list(itertools.islice(_lines(file), MAX_LOOKED_AT))
+    if not lines:
         raise EvidenceError(f"{path}: nothing but blanks")
-    if line.lstrip()[:1] in (b"{", b"["):
-        record = _decoded(line)
-        following = list(itertools.islice(_lines(file), MAX_LOOKED_AT)) if isinstance(record, dict) else []
-        if following:
-            return Content(path, plain, "lines", (record, *_objects(following)))
+    first, *others = lines
+    begins_as_json = first.lstrip()[:1] in (b"{", b"[")
+    fault = "its first line is no JSON"
+    if begins_as_json:
+        if others and isinstance(_decoded(first), dict):
+            return Content(path, plain, "lines", _objects(lines))
         file.seek(0)
-        return _document(file.read(MAX_DOCUMENT_BYTES + 1), path, plain)
-    records = _objects(itertools.islice(_lines(file), MAX_LOOKED_AT))
+        found, fault = _document(file.read(MAX_DOCUMENT_BYTES + 1))
+        if isinstance(found, dict):
+            return Content(path, plain, "document", (found,))
+        if found:
+            return Content(path, plain, "list", (msgspec.json.decode(found[0]),))
+    records = _objects(line for line in others if line.startswith(b"{"))
     if records:
-        return Content(path, plain, "lines", records, is_mixed=True)
-    return Content(path, plain, "csv", (_csv_columns(line, path),))
+        return Content(path, plain, "lines", records, fault)
+    if begins_as_json:
+        raise EvidenceError(f"{path}: {fault}")
+    return Content(path, plain, "csv", (_csv_columns(first, path),))
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
@@ -169,21 +176,23 @@ def _decoded(text: bytes) -> Any:
         return None
 
 
-def _document(text: bytes, path: Path, plain: Path) -> Content:
+def _document(text: bytes) -> tuple[dict[str, msgspec.Raw] | list[msgspec.Raw] | None, str]:
+    """The members of a document, or a list of objects; or else what is wrong."""
     if len(text) > MAX_DOCUMENT_BYTES:
-        raise EvidenceError(
-            f"{path}: one JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB; "
-            "write an observation a line (JSONL), or Parquet, which have no limit"
+        return None, (
+            f"one JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB; write an observation a line (JSONL), or "
+            "Parquet, which have no limit"
         )
     try:
         found = msgspec.json.decode(text, type=dict[str, msgspec.Raw] | list[msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise EvidenceError(f"{path}: {_fault_of(text)}") from None
-    if isinstance(found, dict):
-        return Content(path, plain, "document", (found,))
-    if found and isinstance(first := _decoded(found[0]), dict):
-        return Content(path, plain, "list", (first,))
-    raise EvidenceError(f"{path}: JSON, but neither an object nor a list of them")
+        return None, _fault_of(text)
+    if isinstance(found, dict) or (found and isinstance(_decoded(found[0]), dict)):
+        return found, ""
+    return None, _NO_OBJECTS
+
+
+_NO_OBJECTS = "JSON, but neither an object nor a list of them"
 
 
 def _fault_of(text: bytes) -> str:
@@ -196,7 +205,7 @@ def _fault_of(text: bytes) -> str:
         return f"not JSON, or not whole: {error}"
     if place := _place_of_constant(value):
         return f"{place}, which is no number of JSON; leave the field out"
-    return "JSON, but neither an object nor a list of them"
+    return _NO_OBJECTS
 
 
 class _Constant(str):

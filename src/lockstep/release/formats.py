@@ -202,7 +202,10 @@ SGLANG_REQUESTS = Format(
             "coalesce((out->>'$.meta_info.request_received_ts')::DOUBLE, epoch(timestamp::TIMESTAMP)"
             " - coalesce((out->>'$.meta_info.e2e_latency')::DOUBLE, 0))"
         ),
-        "token_ids": "try_cast(out->'$.output_ids' AS BIGINT[])",
+        "token_ids": (
+            "CASE WHEN NOT list_contains((out->'$.output_ids')::VARCHAR[], '...')"
+            " THEN (out->'$.output_ids')::BIGINT[] END"
+        ),
         "text": (
             f"CASE WHEN NOT (length({_OUT_TEXT}) = {2 * _HALF + 3} AND substr({_OUT_TEXT}, {_HALF + 1}, 3) = '...')"
             f" THEN {_OUT_TEXT} END"
@@ -322,7 +325,10 @@ AIPERF = Format(
 
 _BODY = "CASE WHEN json_valid(request->>'$.request_args') THEN (request->>'$.request_args')::JSON->'$.body' END"
 _PROMPT = "coalesce(body->>'$.messages', body->>'$.prompt', request->>'$.prompt', request->>'$.request_args')"
-_PARAMETERS = """json_merge_patch(body, '{"messages": null, "prompt": null, "model": null}')"""
+_PARAMETERS = (
+    "CASE WHEN body IS NOT NULL THEN"
+    """ json_merge_patch(body, '{"messages": null, "prompt": null, "model": null}') END"""
+)
 _QUEUED = "coalesce(request->>'$.info.timings.queued', request->>'$.scheduler_info.queued_time')::DOUBLE"
 _GUIDELLM_START = "coalesce(request->>'$.info.timings.request_start', request->>'$.start_time')::DOUBLE"
 

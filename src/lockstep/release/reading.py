@@ -97,10 +97,10 @@ def read(store: Store, path: Path, side: Side | None) -> tuple[Source, dict[str,
         raise EvidenceError(f"{path}: holds both sides; give it alone")
     if content.kind == "document" and any(_is_list(first.get(each)) for each in SIDES):
         name, unread = "gate", _read_lists(store, content, first)
-    elif not is_table and first.keys() & {*SIDES, "pairs"}:
+    elif not is_table and not content.fault and first.keys() & {*SIDES, "pairs"}:
         name, unread = "mirror", _read_pairs(store, content, first)
     else:
-        found = OWN if is_table else _format_of(content)
+        found = _own_table(content) if is_table else _format_of(content)
         name = found.name
         if found is OWN:
             unread = _unread(content, first)
@@ -228,19 +228,34 @@ def _format_of(content: Content) -> Format:
     """
     for record in content.records:
         for each in FORMATS:
-            if not all(name in record for name in each.tells):
+            if not all(name in record for name in each.tells) or (content.fault and each.layout != "log"):
                 continue
+            if each.layout in ("arrays", "benchmarks") and content.kind != "document":
+                raise EvidenceError(f"{content.given}: several runs of {each.tool}; give a file of one")
             missing = next((name for name in each.needs if not _has(_first_record(content, record, each), name)), None)
             if missing is not None:
                 advice = f"; {each.hint}" if each.hint else "; its version is not known here"
                 raise EvidenceError(f"{content.given}: looks like {each.tool}, but has no {missing}{advice}")
             return each
+    if content.fault:
+        raise EvidenceError(f"{content.given}: {content.fault}")
     members = content.records[0]
-    if content.is_mixed or not members.keys() & set(NAMES):
+    if not members.keys() & set(NAMES):
         near = (did_you_mean(name, NAMES) for name in list(members)[:8])
         question = next((f"; {text}" for text in near if text), "")
         raise EvidenceError(
             f"{content.given}: of no known format; its first record has {listed(list(members)) or 'nothing'}{question}"
+        )
+    return OWN
+
+
+def _own_table(content: Content) -> Format:
+    """Our own format, if a table has fields of an observation."""
+    names = list(content.records[0])
+    if not set(names) & set(NAMES):
+        raise EvidenceError(
+            f"{content.given}: taken for {content.kind.upper()}, and none of its columns ({listed(names)}) is a field "
+            f"of an observation; those are {listed(NAMES)}"
         )
     return OWN
 
