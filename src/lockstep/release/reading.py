@@ -379,6 +379,11 @@ def _fault(store: Store, records: _Records, fields: Mapping[str, str], rows: str
     told = sentence_of(error, {records.path: records.content.given, records.content.path: records.content.given})
     if "Malformed" in told:
         return f"not JSON, or not whole: {told}"
+    try:
+        anything = next(iter(records.columns))
+        store.connection.execute(f'SELECT count("{anything}") FROM {records.table({anything: "VARCHAR"})}')
+    except duckdb.Error:  # of no field: a record is none
+        return _value(told)
     for name, label, read_as, kind in _parts(records.columns):
         try:
             store.connection.execute(f'SELECT count("{name}") FROM {records.table({name: read_as})}')

@@ -94,7 +94,8 @@ def sentence_of(error: Exception, names: Mapping[Path, Path] | None = None) -> s
         names: paths that it shall name instead of those that it read.
     """
     lines = itertools.takewhile(lambda line: not line.startswith(_ADVICE), str(error).splitlines())
-    told = "; ".join(line.strip() for line in lines if line.strip() and not line.startswith("Original Line"))
+    first, *others = [line.strip() for line in lines if line.strip()] or [""]
+    told = f"{first}; {others[-1]}" if others else first  # between them a line of the file may stand
     told = re.sub(r"^([A-Z][A-Za-z-]* ){1,3}Error: ", "", told)
     for path, name in (names or {}).items():
         told = told.replace(str(path), str(name))
