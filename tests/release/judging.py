@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.gate import judge_files
+from lockstep.cli.gate import PolicyFlags, judge_files
 from lockstep.release.verdict import Signal, Verdict
 
 Row = Mapping[str, Any]
@@ -50,7 +50,7 @@ def judged(
     rules = folder / "policy.json"
     rules.write_text(json.dumps({**(policy or {}), **fields}))
     beside = written(folder / "a.jsonl", second) if second is not None else None
-    return judge_files(paths, rules, (), None, beside).verdict
+    return judge_files(paths, PolicyFlags(rules), beside).verdict
 
 
 def named(verdict: Verdict) -> dict[str, str]:

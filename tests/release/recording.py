@@ -14,8 +14,8 @@ from lockstep.release.decisions import with_decisions
 from lockstep.release.evidence import gather
 from lockstep.release.gate import judge
 from lockstep.release.policy import policy_of
-from lockstep.release.reading import open_store
 from lockstep.release.recordings import read_recordings
+from lockstep.release.store import open_store
 from lockstep.release.verdict import Verdict
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Submit

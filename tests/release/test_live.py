@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.cli.gate import judge_files
+from lockstep.cli.gate import PolicyFlags, judge_files
 from lockstep.release.live import MAX_HOOK_BYTES, Follower, LiveGate, app_of
 from lockstep.release.verdict import Verdict, to_json
 
@@ -34,7 +34,7 @@ def line(index: int, *, differs: bool = False) -> str:
 
 
 def judged(copies: list[Path]) -> Verdict:
-    return judge_files(copies, None, ["min_pairs=3"], None).verdict
+    return judge_files(copies, PolicyFlags(settings=["min_pairs=3"])).verdict
 
 
 def gate_on(path: Path, folder: Path) -> LiveGate:

@@ -12,7 +12,7 @@ NUM_PAIRS = 240
 EVERYTHING = np.ones(NUM_PAIRS, np.bool_)
 NUMBERS = np.arange(NUM_PAIRS)
 CHAT, MAIL, R2 = (
-    Part(name, np.asarray(NUMBERS % 4 == at)) for at, name in enumerate(("chat", "mail", "replica_id r2"))
+    Part(name, np.asarray(at == NUMBERS % 4)) for at, name in enumerate(("chat", "mail", "replica_id r2"))
 )
 PARTS = (CHAT, MAIL, R2)
 

@@ -22,8 +22,9 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import EvidenceError
 from lockstep.executors.sampling_params import SamplingParams
-from lockstep.release.reading import SIDES, open_store
+from lockstep.release.observation import SIDES
 from lockstep.release.recordings import is_recording, read_recordings
+from lockstep.release.store import open_store
 from lockstep.release.verdict import Decision
 from lockstep.replay.live import live_requests
 from lockstep.replay.trace import open_trace

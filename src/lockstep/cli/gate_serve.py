@@ -10,8 +10,10 @@ import typer
 
 from lockstep.cli import gate as judging
 from lockstep.cli import options as flags
+from lockstep.cli.flag_groups import with_flags
 
 DEFAULT_PORT = 9005
+_DEFAULT_POLICY = judging.PolicyFlags()
 KEY_VARIABLE = "LOCKSTEP_GATE_API_KEY"
 
 Host = Annotated[str, typer.Option(help="Where to listen; beyond this machine only with a key.")]
@@ -21,11 +23,11 @@ ApiKey = Annotated[
 ]
 
 
+@with_flags
 def gate_serve(
     files: judging.Files = None,
-    policy: judging.PolicyFile = None,
-    settings: judging.Set = None,
-    owners: judging.Owners = None,
+    *,
+    policy: judging.PolicyFlags = _DEFAULT_POLICY,
     host: Host = "127.0.0.1",
     port: Port = DEFAULT_PORT,
     api_key: ApiKey = None,
@@ -40,12 +42,12 @@ def gate_serve(
     from lockstep.server.run import bind, listen, url_of
 
     paths = judging.paths_of(files, None)
-    judging.policy_from(policy, settings, owners)  # faults of the policy come before the first line of evidence
+    judging.policy_from(policy)  # faults of the policy come before the first line of evidence
     keys = tuple(api_key or ())
     options = ServerOptions(host=host, port=port, api_keys=keys)
 
     def judge(copies: list[Path]) -> Verdict:
-        return judging.judge_files(copies, policy, settings, owners).verdict
+        return judging.judge_files(copies, policy).verdict
 
     with tempfile.TemporaryDirectory(prefix="lockstep-gate-") as folder:
         followers = [Follower(path, Path(folder) / f"{number}-{path.name}") for number, path in enumerate(paths)]

@@ -22,6 +22,9 @@ from lockstep.errors import LockstepError, ManifestError, OverBudgetError
 from lockstep.version import __version__
 
 EXIT_ERROR = 2
+EXIT_NO_VERDICT = 3
+"""Of verbs whose other exit codes are verdicts: whatever went wrong, it is none of those."""
+VERDICT_VERBS = ("gate", "mirror", "mirror-gate")
 EXIT_INTERRUPTED = 130
 COMPLETION_VARIABLE = "_LOCKSTEP_COMPLETE"
 """The environment variable by which a shell's script asks the program what comes next."""
@@ -61,6 +64,10 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "mirror": (
         "lockstep.cli.gate:mirror",
         "Convert what other tools wrote to one file of observations that the gate reads.",
+    ),
+    "mirror-gate": (
+        "lockstep.cli.gate:mirror_gate",
+        "Convert what other tools wrote, and judge it: exit codes as those of gate.",
     ),
     "chat": ("lockstep.cli.chat:chat", "Chat with a server that speaks OpenAI's language; ours is the default."),
     "pull": (
@@ -174,9 +181,9 @@ def invoke(argv: list[str]) -> int:
             _fail(f"{error.name}, {problem}", argv)
         return EXIT_ERROR
     except OverBudgetError as error:
-        _fail(str(error), argv)
+        code = _fail(str(error), argv)
         print(error.table, file=sys.stderr)
-        return EXIT_ERROR
+        return code
     except LockstepError as error:
         return _fail(str(error), argv)
     except (KeyboardInterrupt, typer.Abort):
@@ -218,4 +225,5 @@ def _fail(message: str, argv: list[str]) -> int:
         traceback.print_exc()
     line = " ".join(message.split())
     print(f"lockstep: error: {line}", file=sys.stderr)
-    return EXIT_ERROR
+    verb = next((argument for argument in argv if not argument.startswith("-")), "")
+    return EXIT_NO_VERDICT if verb in VERDICT_VERBS else EXIT_ERROR

@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.release.observation import SIDES
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output
-from lockstep.release.reading import SIDES, Store
+from lockstep.release.store import Store
 
 TOOL_CALL = "tool_call"
 MAX_TEXT = 1 << 20

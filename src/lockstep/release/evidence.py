@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.errors import EvidenceError
 from lockstep.release.agreement import compare_field
-from lockstep.release.joining import OK, Joining, join
-from lockstep.release.observation import Reason
-from lockstep.release.outputs import COMPARISON, Tolerance, resolve
-from lockstep.release.reading import SIDES, Side, Store
+from lockstep.release.facts import compute_facts, digest_of, event_faults, is_deterministic, names_of
+from lockstep.release.gaps import P95, pooled_p95
+from lockstep.release.joining import Joining, join
+from lockstep.release.observation import SIDES, Reason, Side
+from lockstep.release.outputs import BOTH_SIDES, COMPARISON, IN_SEGMENT, TRACE, Tolerance, resolve
 from lockstep.release.statistics import nearest_rank
+from lockstep.release.store import Store
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -35,9 +36,6 @@ SEGMENT_FIELDS: Mapping[str, str] = {
 """What cuts traffic into segments, and how a pair has it."""
 MAX_SEGMENTS = 200
 """Those with the most pairs have figures of their own."""
-BUCKETS_PER_OCTAVE = 64
-"""Of gaps between tokens: how finely the first of two passes counts them."""
-P95 = 0.95
 METRICS = ("latency_ms", "ttft_ms", "decode_ms", "kv_pressure", "queue_depth")
 """Numbers of one answer; ``decode_ms`` is the mean gap between its tokens."""
 
@@ -99,9 +97,9 @@ class Evidence:
     joining: Joining
     pairs: Pairs
     decode_p95: Mapping[int, tuple[float, float]]
-    """Of all gaps between tokens of both sides, by segment; -1: of all."""
+    """Of all gaps between tokens of both sides, by segment; -1: of all of them."""
     names: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
-    """Values of models, versions, routes, replicas, schedulers, accelerators, artifacts of both sides' pairs, sorted."""
+    """Values of `NAMED` of both sides' pairs, sorted."""
     is_deterministic: tuple[bool, bool]
     """Whether each side's engine promises equal answers in any company."""
     faults: tuple[tuple[Side, Reason, int], ...]
@@ -113,6 +111,8 @@ class Evidence:
     max_drift: float
     """Largest difference of two numbers of a pair of vectors; NaN: there are none under a rule."""
     store: Store
+    traces: tuple[int, int] = (0, 0)
+    """Pairs with traces of tokens on both sides: those whose are equal, and those whose are not."""
 
     def keys(self, where: NDArray[np.intp]) -> list[str]:
         """Ids of pairs, by their places."""
@@ -123,6 +123,7 @@ class Evidence:
 
 
 NAMED = ("model", "model_version", "route_id", "replica_id", "scheduler", "backend", "accelerator", "artifact")
+MAX_NAMES = 100
 
 
 def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") -> Evidence:
@@ -135,12 +136,11 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") 
         EvidenceError: a number is none, or less than nothing.
     """
     for side in SIDES:
-        store.connection.execute(_FACTS.format(side=side))
-        _check(store, side)
+        compute_facts(store, side)
     joining = join(store)
-    store.connection.execute(_ORDERED)
+    store.run(_ORDERED)
     segments = _segments(store)
-    columns = store.connection.execute(_COLUMNS).fetchnumpy()
+    columns = _in_order(store.columns(_COLUMNS))
     if field:
         max_drift = math.nan
         output, incomparable = compare_field(store, field)
@@ -150,7 +150,7 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") 
     missing_at, missing = _missing(store, ts)
     pairs = Pairs(
         ts=ts,
-        is_timed=not np.ma.is_masked(columns["ts"]),
+        is_timed=not np.isnan(ts).any(),
         ok=(_bools(columns["b_ok"]), _bools(columns["c_ok"])),
         metrics={name: (_floats(columns[f"b_{name}"]), _floats(columns[f"c_{name}"])) for name in METRICS},
         output=output,
@@ -161,179 +161,77 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") 
         missing_at=missing_at,
         missing=missing,
     )
+    baseline, candidate = SIDES
     return Evidence(
         joining=joining,
         pairs=pairs,
-        decode_p95=_decode_p95(store),
-        names={name: (_names(store, name, "b"), _names(store, name, "c")) for name in NAMED},
-        is_deterministic=(_is_deterministic(store, "b"), _is_deterministic(store, "c")),
-        faults=_faults(store),
-        digests=(_digest(store, "baseline"), _digest(store, "candidate")),
+        decode_p95=pooled_p95(store),
+        names={
+            each: (names_of(store, baseline, each, MAX_NAMES), names_of(store, candidate, each, MAX_NAMES))
+            for each in NAMED
+        },
+        is_deterministic=(is_deterministic(store, baseline), is_deterministic(store, candidate)),
+        faults=tuple(fault for side in SIDES for fault in event_faults(store, side)),
+        digests=(digest_of(store, baseline), digest_of(store, candidate)),
         incomparable=incomparable,
         max_drift=max_drift,
         store=store,
+        traces=_traces(store),
     )
 
 
-_EVENTS = "list_sort(stream_events)"
-_FACTS = f"""
-CREATE VIEW timed_{{side}} AS
-  SELECT *, {_EVENTS} AS events,
-    len(list_distinct(list_transform(stream_events, lambda e: e.index))) < len(stream_events) AS doubled,
-    len(list_filter(range(2, len(stream_events) + 1), lambda i:
-      ({_EVENTS})[i].elapsed_ms < ({_EVENTS})[i - 1].elapsed_ms)) > 0 AS falling
-  FROM {{side}};
-CREATE VIEW observed_{{side}} AS
-  SELECT * EXCLUDE (token_ids, events),
-    coalesce(doubled OR falling, false) AS bad_events,
-    coalesce(token_ids, CASE WHEN NOT doubled THEN list_transform(events, lambda e: e.token_id) END) AS tokens,
-    coalesce(token_latencies_ms, CASE WHEN NOT (doubled OR falling) THEN
-      list_transform(range(2, len(events) + 1), lambda i: events[i].elapsed_ms - events[i - 1].elapsed_ms) END) AS gaps,
-    coalesce(ttft_ms, CASE WHEN NOT (doubled OR falling) THEN events[1].elapsed_ms END) AS first_ms
-  FROM timed_{{side}};
-CREATE TABLE facts_{{side}} AS
-  SELECT row, ts, {OK} AS ok, request_id, model, model_version, artifact, deterministic, backend, accelerator, route_id,
-    replica_id, scheduler, segment, prompt_digest, params_digest, seed, environment, latency_ms, first_ms AS ttft_ms,
-    list_avg(gaps) AS decode_ms, kv_used / nullif(kv_total, 0) AS kv_pressure, queue_depth,
-    len(gaps) > 0 AS streamed, route_id IS NOT NULL AND scheduler IS NOT NULL AS routed,
-    hash(tokens) AS tokens_hash, tokens IS NOT NULL AS has_tokens,
-    hash(vector) AS vector_hash, vector IS NOT NULL AS has_vector,
-    md5(text) AS text_hash, fingerprint, coalesce(doubled, false) AS doubled, coalesce(falling, false) AS falling,
-    list_min(gaps) < 0 OR NOT isfinite(list_max(gaps)) AS bad_gaps,
-    NOT isfinite(list_max(vector)) OR NOT isfinite(list_min(vector)) AS bad_vector,
-    NOT isfinite(list_max(logprobs)) AS bad_logprobs,
-    hash(gaps) AS gaps_hash, kv_used, kv_total, health, error
-  FROM observed_{{side}}
-"""
+def _in_order(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns in the order of ``place``."""
+    order = np.argsort(columns["place"])
+    return {name: column[order] for name, column in columns.items() if name != "place"}
+
+
 _ORDERED = """
 CREATE TABLE ordered AS
-  SELECT row_number() OVER (ORDER BY coalesce(b.ts, c.ts) NULLS LAST, key, key_name) - 1 AS place, p.b, p.c, key
+  SELECT row_number() OVER (ORDER BY coalesce(b.ts, c.ts) NULLS LAST, key, key_name, b.digest, c.digest) - 1 AS place,
+    p.b, p.c, key_name, coalesce(key, printf('unnamed %016x', xor(b.digest, c.digest))) AS key
   FROM pairs p JOIN facts_baseline b ON p.b = b.row JOIN facts_candidate c ON p.c = c.row
 """
-_BOTH = "ordered o JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
-_SEGMENT_VALUES = ", ".join(f"{text} AS {name}" for name, text in SEGMENT_FIELDS.items())
-_SEGMENT_NAMES = ", ".join(SEGMENT_FIELDS)
 _SIDE_COLUMNS = ", ".join(
     f"{side}.{name} AS {side}_{name}" for side in "bc" for name in ("ok", "routed", "streamed", *METRICS)
 )
 _COLUMNS = f"""
-SELECT coalesce(b.ts, c.ts) AS ts, {_SIDE_COLUMNS}, {COMPARISON} AS output, s.segment
-FROM {_BOTH} JOIN in_segment s USING (place) ORDER BY place
+SELECT place, coalesce(b.ts, c.ts) AS ts, {_SIDE_COLUMNS}, {COMPARISON} AS output, segment
+FROM {BOTH_SIDES} {IN_SEGMENT}
 """
 
 
 def _segments(store: Store) -> tuple[Segment, ...]:
     """Number the segments, in the order of their names; leaves a table ``in_segment``."""
-    store.connection.execute(
-        f"CREATE TABLE cut AS SELECT place, {_SEGMENT_VALUES} FROM {_BOTH};"
-        f"CREATE TABLE segments AS SELECT row_number() OVER (ORDER BY {_SEGMENT_NAMES}) - 1 AS segment, {_SEGMENT_NAMES}"
-        f" FROM (SELECT {_SEGMENT_NAMES} FROM cut GROUP BY ALL ORDER BY count(*) DESC, {_SEGMENT_NAMES}"
-        f" LIMIT {MAX_SEGMENTS});"
-        "CREATE TABLE in_segment AS SELECT place, coalesce(segment, -1) AS segment FROM cut LEFT JOIN segments ON "
-        + " AND ".join(f"cut.{name} IS NOT DISTINCT FROM segments.{name}" for name in SEGMENT_FIELDS)
+    values = ", ".join(f"{text} AS {name}" for name, text in SEGMENT_FIELDS.items())
+    names = ", ".join(SEGMENT_FIELDS)
+    same = " AND ".join(f"kinds.{name} IS NOT DISTINCT FROM segments.{name}" for name in SEGMENT_FIELDS)
+    store.run(
+        "CREATE TABLE kinds AS SELECT baseline, candidate, num_pairs, " + values + " FROM"
+        f" (SELECT b.label AS baseline, c.label AS candidate, count(*) AS num_pairs FROM {BOTH_SIDES} GROUP BY ALL)"
+        " JOIN labels_baseline b ON baseline = b.label JOIN labels_candidate c ON candidate = c.label;"
+        f"CREATE TABLE segments AS SELECT row_number() OVER (ORDER BY {names}) - 1 AS segment, {names} FROM"
+        f" (SELECT {names} FROM kinds GROUP BY ALL ORDER BY sum(num_pairs) DESC, {names} LIMIT {MAX_SEGMENTS});"
+        "CREATE TABLE in_segment AS SELECT baseline, candidate, coalesce(segment, -1)::INTEGER AS segment"
+        f" FROM kinds LEFT JOIN segments ON {same}"
     )
-    return tuple(Segment(*row) for row in store.rows(f"SELECT {_SEGMENT_NAMES} FROM segments ORDER BY segment"))
+    return tuple(Segment(*row) for row in store.rows(f"SELECT {names} FROM segments ORDER BY segment"))
 
 
-def _check(store: Store, side: Side) -> None:
-    """Refuse numbers that are none, or less than nothing."""
-    below = {name: f"{name} < 0 OR NOT isfinite({name})" for name in ("latency_ms", "ttft_ms", "queue_depth")}
-    below |= {name: f"{name} < 0 OR NOT isfinite({name})" for name in ("kv_used", "kv_total")}
-    below |= {"ts": "NOT isfinite(ts)", "gaps between tokens": "bad_gaps", "vector": "bad_vector"}
-    below |= {"logprobs": "bad_logprobs", "health": "health NOT IN ('ready', 'degraded', 'down')"}
-    for name, condition in below.items():
-        found = store.rows(f"SELECT request_id FROM facts_{side} WHERE {condition} ORDER BY ALL LIMIT 1")
-        if found:
-            of = f" of request {found[0][0]}" if found[0][0] else ""
-            right = "is ready, degraded or down" if name == "health" else "has to be a finite number, 0 or above"
-            right = "has to be finite numbers" if name in ("ts", "vector", "logprobs") else right
-            raise EvidenceError(f"the {side}'s {name}{of} {right}")
-
-
-def _decode_p95(store: Store) -> dict[int, tuple[float, float]]:
-    """95th percentiles of gaps, pooled over healthy pairs: counted coarsely first, then found among the few that count.
-
-    However many gaps there are, two passes over them and one bucket's worth of memory.
-    """
-    results: dict[int, list[float]] = {}
-    for number, side in enumerate(SIDES):
-        gaps = (
-            f"SELECT s.segment, unnest(gaps) AS gap FROM ordered o JOIN observed_{side} x ON o.{side[0]} = x.row"
-            f" JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
-            " JOIN in_segment s USING (place) WHERE b.ok AND c.ok AND gaps IS NOT NULL"
-        )
-        bucket = f"floor(log2(greatest(gap, 1e-9)) * {BUCKETS_PER_OCTAVE})::INTEGER"
-        rows = store.rows(f"SELECT segment, {bucket} AS bucket, count(*) FROM ({gaps}) GROUP BY ALL ORDER BY ALL")
-        counts: dict[int, list[tuple[int, int]]] = {}
-        whole: dict[int, int] = {}
-        for segment, place, count in rows:
-            counts.setdefault(segment, []).append((place, count))
-            whole[place] = whole.get(place, 0) + count
-        counts = {each: found for each, found in counts.items() if each >= 0}
-        counts[-1] = sorted(whole.items())
-        wanted = {segment: _bucket_of(found) for segment, found in counts.items() if found}
-        if not wanted:
-            continue
-        buckets = ", ".join(str(each) for each in sorted({place for place, _ in wanted.values()}))
-        found = store.connection.execute(
-            f"SELECT segment, bucket, gap FROM (SELECT segment, gap, {bucket} AS bucket FROM ({gaps}))"
-            f" WHERE bucket IN ({buckets})"
-        ).fetchnumpy()
-        for segment, (place, rank) in wanted.items():
-            is_in = found["bucket"] == place
-            values = found["gap"][is_in if segment < 0 else is_in & (found["segment"] == segment)]
-            results.setdefault(segment, [math.nan, math.nan])[number] = float(np.partition(values, rank)[rank])
-    return {segment: (found[0], found[1]) for segment, found in sorted(results.items())}
-
-
-def _bucket_of(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The bucket that the percentile is in, and its place among that bucket's values."""
-    rank = max(1, math.ceil(P95 * sum(count for _, count in counts) - 1e-9)) - 1
-    for bucket, count in counts:
-        if rank < count:
-            return bucket, rank
-        rank -= count
-    raise AssertionError("a rank is below the number of values")
+def _traces(store: Store) -> tuple[int, int]:
+    """Pairs whose traces of tokens are equal, and those whose are not."""
+    equal = f"count(*) FILTER ({TRACE})"
+    [(same, differing)] = store.rows(f"SELECT {equal}, count(*) FILTER (NOT ({TRACE})) FROM {BOTH_SIDES}")
+    return int(same), int(differing)
 
 
 def _missing(store: Store, ts: Floats) -> tuple[NDArray[np.int64], Floats]:
     """Records without a partner between the pairs, in the order of time."""
-    found = store.connection.execute(
+    found = store.columns(
         "SELECT ts, sign FROM (SELECT ts, 1 AS sign FROM keys_baseline UNION ALL SELECT ts, -1 AS sign FROM"
         " keys_candidate) WHERE ts IS NOT NULL ORDER BY ts, sign"
-    ).fetchnumpy()
+    )
     return np.searchsorted(ts, found["ts"]).astype(np.int64), found["sign"].astype(np.float64)
-
-
-def _names(store: Store, name: str, side: str) -> tuple[str, ...]:
-    rows = store.rows(
-        f"SELECT DISTINCT {side}.{name} FROM {_BOTH} WHERE {side}.{name} IS NOT NULL ORDER BY 1 LIMIT 100"
-    )
-    return tuple(value for (value,) in rows)
-
-
-def _is_deterministic(store: Store, side: str) -> bool:
-    """Whether all of a side's answers are of engines that promise it."""
-    return bool(
-        store.rows(f"SELECT coalesce(bool_and(coalesce({side}.deterministic, false)), false) FROM {_BOTH}")[0][0]
-    )
-
-
-def _faults(store: Store) -> tuple[tuple[Side, Reason, int], ...]:
-    found = []
-    for side in SIDES:
-        for column, reason in (("doubled", Reason.DOUBLED_INDEX), ("falling", Reason.FALLING_STAMPS)):
-            count = store.number(f"SELECT count(*) FROM facts_{side} WHERE {column}")
-            if count:
-                found.append((side, reason, count))
-    return tuple(found)
-
-
-def _digest(store: Store, side: Side) -> str:
-    """A sum over the records, so that their order does not count."""
-    records = f"(SELECT * EXCLUDE (row) FROM facts_{side}) f"
-    row = store.rows(f"SELECT sum(hash(f)::HUGEINT) FROM {records}")
-    return f"{int(row[0][0] or 0) % (1 << 64):016x}"
 
 
 def _floats(column: Any) -> Floats:

@@ -1,8 +1,8 @@
-"""Input formats as rows: the fields that tell each, their types, and which observation each record means, in SQL.
+"""Formats of other tools, and of our own logs, as rows: the members that tell each, and the observation it means.
 
-A format is read by DuckDB: ``columns`` are the members of a record with their types, ``table`` cuts a file's records
-into requests, and ``fields`` says what an observation's field is, as an expression over them. Names and units are those
-of each tool's documentation and of files that it wrote.
+DuckDB reads lines, of which each is a record: ``columns`` are its members with their types, ``table`` cuts or numbers
+records where one is not one request, and ``fields`` says what a field of an observation is, as SQL over them. Names and
+units are those of each tool's documentation and of files that it wrote.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ from lockstep.release.observation import FIELDS
 FILE = "file"
 """Name under which ``table`` sees the file's records."""
 
-_VALUE = "STRUCT(stringValue VARCHAR, intValue VARCHAR, doubleValue DOUBLE, boolValue BOOLEAN)"
-_ATTRIBUTES = f"STRUCT(key VARCHAR, value {_VALUE})[]"
-_SPAN = (
-    f"STRUCT(traceId VARCHAR, spanId VARCHAR, name VARCHAR, startTimeUnixNano VARCHAR, endTimeUnixNano VARCHAR,"
-    f" attributes {_ATTRIBUTES}, status STRUCT(code JSON, message VARCHAR))"
-)
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """One format of one tool."""
 
@@ -32,312 +25,20 @@ class Format:
     tool: str
     """Words for messages: who writes it, and how."""
     tells: tuple[str, ...]
-    """Members, with dots within them, that no other format's records have."""
+    """Members that all its versions have, and no other format."""
     needs: tuple[str, ...] = ()
-    """Further members without which it is a version that nobody here knows."""
+    """Members of a record, with dots within them, without which it is a version that nobody here knows."""
+    hint: str = ""
+    """Advice where one of those is missing."""
+    layout: Literal["lines", "log", "arrays", "benchmarks"] = "lines"
+    """A record a line; one among other lines; aligned arrays in a document, an entry a request; lists in a document."""
+    arrays: Mapping[str, str] = field(default_factory=dict)
+    """Aligned arrays by the column that they become."""
     columns: Mapping[str, str] = field(default_factory=dict)
     table: str = FILE
     where: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
-    layout: Literal["lines", "document"] = "lines"
-    """Whether each line is a record, or the whole file is one."""
-    hint: str = ""
-    """Advice where a needed member is missing."""
-    weak_join: bool = False
-    """Whether its only key is the place in the data set."""
 
-
-def _attribute(*names: str) -> str:
-    """The value of the first of some attributes that a span has, as text."""
-    listed = ", ".join(f"'{name}'" for name in names)
-    found = f"list_filter(span.attributes, lambda a: a.key IN ({listed}))[1].value"
-    return f"coalesce({found}.stringValue, {found}.intValue, {found}.doubleValue::VARCHAR)"
-
-
-def _measured_ms(name: str) -> str:
-    """An AIPerf metric in milliseconds, by its unit; an unknown unit is an error that names it."""
-    unit, value = f"metrics->>'$.{name}.unit'", f"(metrics->>'$.{name}.value')::DOUBLE"
-    return f"({value} * {_factor(unit, name)})"
-
-
-def _factor(unit: str, name: str) -> str:
-    return (
-        f"CASE {unit} WHEN 'ms' THEN 1 WHEN 's' THEN 1e3 WHEN 'sec' THEN 1e3 WHEN 'us' THEN 1e-3 WHEN 'ns' THEN 1e-6"
-        f" ELSE CASE WHEN {unit} IS NULL THEN NULL ELSE error('{name} has the unit ' || ({unit})) END END"
-    )
-
-
-_AIPERF_GAPS = "metrics->'$.inter_chunk_latency'"
-_AIPERF_GAPS_UNIT = "metrics->>'$.inter_chunk_latency.unit'"
-
-FORMATS: tuple[Format, ...] = (
-    Format(
-        name="lockstep-requests",
-        tool="the request log of lockstep serve --log-format json",
-        tells=("logger", "process", "endpoint", "total_ms"),
-        needs=("id", "status"),
-        columns={
-            "logger": "VARCHAR",
-            "time": "TIMESTAMPTZ",
-            "id": "VARCHAR",
-            "status": "BIGINT",
-            "model": "VARCHAR",
-            "total_ms": "DOUBLE",
-            "ttft_ms": "DOUBLE",
-            "prompt_tokens": "BIGINT",
-            "output_tokens": "BIGINT",
-            "error": "VARCHAR",
-        },
-        where="logger = 'lockstep.request' AND model IS NOT NULL",
-        fields={
-            "request_id": "id",
-            "ts": "epoch(time) - total_ms / 1e3",
-            "model": "model",
-            "backend": "'lockstep'",
-            "ok": "status < 400 AND error IS NULL",
-            "error": "error",
-            "latency_ms": "total_ms",
-            "ttft_ms": "ttft_ms",
-            "prompt_tokens": "prompt_tokens",
-            "output_tokens": "output_tokens",
-        },
-    ),
-    Format(
-        name="vllm-bench",
-        tool="vllm bench serve --save-result --save-detailed (lockstep bench serve writes the same)",
-        tells=("endpoint_type", "completed", "ttfts", "itls"),
-        needs=("model_id", "input_lens", "output_lens", "errors"),
-        columns={
-            "model_id": "VARCHAR",
-            "backend": "VARCHAR",
-            "input_lens": "BIGINT[]",
-            "output_lens": "BIGINT[]",
-            "ttfts": "DOUBLE[]",
-            "itls": "DOUBLE[][]",
-            "latencies": "DOUBLE[]",
-            "start_times": "DOUBLE[]",
-            "generated_texts": "VARCHAR[]",
-            "errors": "VARCHAR[]",
-        },
-        table=(
-            "(SELECT model_id, backend, unnest(range(len(errors))) AS place, unnest(input_lens) AS input_len,"
-            " unnest(output_lens) AS output_len, unnest(ttfts) AS ttft, unnest(itls) AS itl,"
-            " unnest(latencies) AS latency, unnest(start_times) AS start_time,"
-            f" unnest(generated_texts) AS generated, unnest(errors) AS error FROM {FILE})"
-        ),
-        fields={
-            "index": "place",
-            "ts": "start_time",
-            "model": "model_id",
-            "backend": "backend",
-            "ok": "error = ''",
-            "error": "error",
-            "latency_ms": "coalesce(latency, ttft + coalesce(list_sum(itl), 0)) * 1e3",
-            "ttft_ms": "ttft * 1e3",
-            "token_latencies_ms": "list_transform(itl, lambda s: s * 1e3)",
-            "text": "generated",
-            "prompt_tokens": "input_len",
-            "output_tokens": "output_len",
-        },
-        layout="document",
-        hint="write it with --save-detailed",
-        weak_join=True,
-    ),
-    Format(
-        name="sglang-bench",
-        tool="sglang.bench_serving --output-details",
-        tells=("dataset_name", "completed", "ttfts", "itls"),
-        needs=("input_lens", "output_lens", "errors"),
-        columns={
-            "backend": "VARCHAR",
-            "input_lens": "BIGINT[]",
-            "output_lens": "BIGINT[]",
-            "ttfts": "DOUBLE[]",
-            "itls": "DOUBLE[][]",
-            "generated_texts": "VARCHAR[]",
-            "errors": "VARCHAR[]",
-        },
-        table=(
-            "(SELECT backend, unnest(range(len(errors))) AS place, unnest(input_lens) AS input_len,"
-            " unnest(output_lens) AS output_len, unnest(ttfts) AS ttft, unnest(itls) AS itl,"
-            f" unnest(generated_texts) AS generated, unnest(errors) AS error FROM {FILE})"
-        ),
-        fields={
-            "index": "place",
-            "backend": "backend",
-            "ok": "error = ''",
-            "error": "error",
-            "latency_ms": "(ttft + coalesce(list_sum(itl), 0)) * 1e3",
-            "ttft_ms": "ttft * 1e3",
-            "token_latencies_ms": "list_transform(itl, lambda s: s * 1e3)",
-            "text": "generated",
-            "prompt_tokens": "input_len",
-            "output_tokens": "output_len",
-        },
-        layout="document",
-        hint="write it with --output-details",
-        weak_join=True,
-    ),
-    Format(
-        name="sglang-metrics",
-        tool="SGLang --export-metrics-to-file",
-        tells=("request_parameters", "id"),
-        needs=("e2e_latency", "finish_reason"),
-        columns={
-            "request_parameters": "VARCHAR",
-            "id": "VARCHAR",
-            "finish_reason": "JSON",
-            "prompt_tokens": "BIGINT",
-            "completion_tokens": "BIGINT",
-            "e2e_latency": "DOUBLE",
-            "weight_version": "VARCHAR",
-            "request_received_ts": "DOUBLE",
-            "num_waiting_reqs": "DOUBLE",
-        },
-        fields={
-            "request_id": "request_parameters->>'$.rid'",
-            "engine_id": "id",
-            "ts": "request_received_ts",
-            "model_version": "weight_version",
-            "backend": "'sglang'",
-            "ok": "coalesce(finish_reason->>'$.type', '') <> 'abort'",
-            "error": "CASE finish_reason->>'$.type' WHEN 'abort' THEN coalesce(finish_reason->>'$.message', 'abort') END",
-            "latency_ms": "e2e_latency * 1e3",
-            "queue_depth": "num_waiting_reqs",
-            "prompt_tokens": "prompt_tokens",
-            "output_tokens": "completion_tokens",
-        },
-    ),
-    Format(
-        name="sglang-requests",
-        tool="SGLang --log-requests --log-requests-format json",
-        tells=("event", "rid", "timestamp"),
-        columns={
-            "timestamp": "VARCHAR",
-            "event": "VARCHAR",
-            "rid": "VARCHAR",
-            "out": "JSON",
-        },
-        where="event = 'request.finished'",
-        fields={
-            "request_id": "rid",
-            "engine_id": "out->>'$.meta_info.id'",
-            "ts": "epoch(try_cast(timestamp AS TIMESTAMPTZ))",
-            "model_version": "out->>'$.meta_info.weight_version'",
-            "backend": "'sglang'",
-            "ok": "coalesce(out->>'$.meta_info.finish_reason.type', '') <> 'abort'",
-            "error": (
-                "CASE out->>'$.meta_info.finish_reason.type' WHEN 'abort'"
-                " THEN coalesce(out->>'$.meta_info.finish_reason.message', 'abort') END"
-            ),
-            "latency_ms": "(out->>'$.meta_info.e2e_latency')::DOUBLE * 1e3",
-            "token_ids": "(out->'$.output_ids')::BIGINT[]",
-            "text": "out->>'$.text'",
-            "prompt_tokens": "(out->>'$.meta_info.prompt_tokens')::BIGINT",
-            "output_tokens": "(out->>'$.meta_info.completion_tokens')::BIGINT",
-        },
-    ),
-    Format(
-        name="otlp",
-        tool="OpenTelemetry spans as OTLP-JSON",
-        tells=("resourceSpans",),
-        columns={
-            "resourceSpans": (
-                f"STRUCT(resource STRUCT(attributes {_ATTRIBUTES}), scopeSpans STRUCT(spans {_SPAN}[])[])[]"
-            )
-        },
-        table=(
-            "(SELECT unnest(scope.spans) AS span FROM (SELECT unnest(resource_span.scopeSpans) AS scope FROM"
-            f" (SELECT unnest(resourceSpans) AS resource_span FROM {FILE})))"
-        ),
-        where="len(list_filter(span.attributes, lambda a: starts_with(a.key, 'gen_ai.'))) > 0",
-        fields={
-            "traceparent": "span.traceId",
-            "engine_id": _attribute("gen_ai.request.id", "gen_ai.response.id"),
-            "conversation_id": _attribute("gen_ai.conversation.id"),
-            "ts": "span.startTimeUnixNano::DOUBLE / 1e9",
-            "model": _attribute("gen_ai.response.model", "gen_ai.request.model"),
-            "backend": f"coalesce({_attribute('gen_ai.provider.name')}, 'vllm')",
-            "ok": f"{_attribute('error.type')} IS NULL"
-            " AND coalesce(span.status.code::VARCHAR, '0') NOT IN ('2', '\"STATUS_CODE_ERROR\"')",
-            "error": f"coalesce({_attribute('error.type')}, span.status.message)",
-            "latency_ms": (
-                f"coalesce({_attribute('gen_ai.latency.e2e')}::DOUBLE * 1e3,"
-                " (span.endTimeUnixNano::DOUBLE - span.startTimeUnixNano::DOUBLE) / 1e6)"
-            ),
-            "ttft_ms": (
-                f"coalesce({_attribute('gen_ai.latency.time_to_first_token')},"
-                f" {_attribute('gen_ai.response.time_to_first_chunk')})::DOUBLE * 1e3"
-            ),
-            "prompt_tokens": f"{_attribute('gen_ai.usage.prompt_tokens', 'gen_ai.usage.input_tokens')}::BIGINT",
-            "output_tokens": f"{_attribute('gen_ai.usage.completion_tokens', 'gen_ai.usage.output_tokens')}::BIGINT",
-            "seed": f"{_attribute('gen_ai.request.seed')}::BIGINT",
-        },
-    ),
-    Format(
-        name="aiperf",
-        tool="AIPerf's profile_export.jsonl",
-        tells=("metadata", "metrics"),
-        needs=("metadata.x_request_id", "metadata.request_start_ns", "metadata.request_end_ns"),
-        columns={"metadata": "JSON", "metrics": "JSON", "error": "JSON"},
-        where="coalesce(metadata->>'$.benchmark_phase', 'profiling') = 'profiling'",
-        fields={
-            "request_id": "metadata->>'$.x_request_id'",
-            "conversation_id": "metadata->>'$.conversation_id'",
-            "turn": "(metadata->>'$.turn_index')::BIGINT",
-            "ts": "(metadata->>'$.request_start_ns')::DOUBLE / 1e9",
-            "ok": (
-                "coalesce(json_type(error), 'NULL') = 'NULL'"
-                " AND NOT coalesce((metadata->>'$.was_cancelled')::BOOLEAN, false)"
-            ),
-            "error": (
-                "CASE WHEN json_type(error) <> 'NULL' THEN coalesce(error->>'$.type', error->>'$.message')"
-                " WHEN (metadata->>'$.was_cancelled')::BOOLEAN THEN 'cancelled' END"
-            ),
-            "latency_ms": (
-                f"coalesce({_measured_ms('request_latency')}, ((metadata->>'$.request_end_ns')::DOUBLE"
-                " - (metadata->>'$.request_start_ns')::DOUBLE) / 1e6)"
-            ),
-            "ttft_ms": _measured_ms("time_to_first_token"),
-            "token_latencies_ms": (
-                f"list_transform(({_AIPERF_GAPS}->'$.value')::DOUBLE[],"
-                f" lambda v: v * {_factor(_AIPERF_GAPS_UNIT, 'inter_chunk_latency')})"
-            ),
-            "prompt_tokens": "(metrics->>'$.input_sequence_length.value')::DOUBLE::BIGINT",
-            "output_tokens": "(metrics->>'$.output_sequence_length.value')::DOUBLE::BIGINT",
-        },
-    ),
-    Format(
-        name="guidellm",
-        tool="guidellm's benchmarks.json",
-        tells=("benchmarks",),
-        needs=("benchmarks.requests",),
-        columns={"benchmarks": "JSON[]"},
-        table=(
-            "(SELECT row_number() OVER (ORDER BY run, start, id) - 1 AS place, * FROM (SELECT run, request,"
-            " (request->>'$.info.timings.request_start')::DOUBLE AS start, request->>'$.request_id' AS id FROM"
-            " (SELECT run, unnest(list_concat((b->'$.requests.successful')::JSON[],"
-            " (b->'$.requests.errored')::JSON[], (b->'$.requests.incomplete')::JSON[])) AS request FROM"
-            f" (SELECT unnest(benchmarks) AS b, unnest(range(len(benchmarks))) AS run FROM {FILE}))))"
-        ),
-        fields={
-            "index": "place",
-            "conversation_id": "request->>'$.info.conversation_id'",
-            "turn": "(request->>'$.info.turn_index')::BIGINT",
-            "ts": "start",
-            "ok": "request->>'$.info.status' = 'completed'",
-            "error": "request->>'$.info.error'",
-            "latency_ms": "(request->>'$.request_latency')::DOUBLE * 1e3",
-            "ttft_ms": "(request->>'$.time_to_first_token_ms')::DOUBLE",
-            "text": "request->>'$.output'",
-            "prompt_tokens": "(request->>'$.prompt_tokens')::BIGINT",
-            "output_tokens": "(request->>'$.output_tokens')::BIGINT",
-        },
-        layout="document",
-        weak_join=True,
-    ),
-)
-"""Formats of tools, ours among them, in the order in which they are tried."""
 
 OWN = Format(
     name="observations",
@@ -347,3 +48,328 @@ OWN = Format(
     fields={each.name: f'"{each.name}"' for each in FIELDS},
 )
 """Our own, with the fields of an observation."""
+
+LOCKSTEP_LOG = Format(
+    name="lockstep-requests",
+    tool="the request log of lockstep serve --log-format json",
+    tells=("logger", "endpoint"),
+    needs=("id", "status", "total_ms"),
+    layout="log",
+    columns={
+        "logger": "VARCHAR",
+        "time": "TIMESTAMPTZ",
+        "id": "VARCHAR",
+        "status": "BIGINT",
+        "model": "VARCHAR",
+        "total_ms": "DOUBLE",
+        "ttft_ms": "DOUBLE",
+        "prompt_tokens": "BIGINT",
+        "output_tokens": "BIGINT",
+        "error": "VARCHAR",
+    },
+    where="logger = 'lockstep.request' AND model IS NOT NULL",
+    fields={
+        "request_id": "id",
+        "ts": "epoch(time) - total_ms / 1e3",
+        "model": "model",
+        "backend": "'lockstep'",
+        "ok": "status < 400 AND error IS NULL",
+        "error": "coalesce(error, CASE WHEN status >= 400 THEN 'status ' || status END)",
+        "latency_ms": "total_ms",
+        "ttft_ms": "ttft_ms",
+        "prompt_tokens": "prompt_tokens",
+        "output_tokens": "output_tokens",
+    },
+)
+
+# -- benches of vLLM and SGLang: aligned arrays, seconds, no ids ------------------------------------------------------
+
+_BENCH_ARRAYS = {
+    "input_len": "input_lens",
+    "output_len": "output_lens",
+    "ttft": "ttfts",
+    "itl": "itls",
+    "generated": "generated_texts",
+    "error": "errors",
+}
+_BENCH_COLUMNS = {
+    "place": "BIGINT",
+    "input_len": "BIGINT",
+    "output_len": "BIGINT",
+    "ttft": "DOUBLE",
+    "itl": "DOUBLE[]",
+    "latency": "DOUBLE",
+    "start_time": "DOUBLE",
+    "generated": "VARCHAR",
+    "error": "VARCHAR",
+}
+_BENCH_OK = "(coalesce(error, '') = '' AND NOT (output_len = 0 AND coalesce(ttft, 0) = 0))"
+"""A connection that breaks without a word leaves an empty error, and zeros."""
+_BENCH_FIELDS = {
+    "index": "place",
+    "ok": _BENCH_OK,
+    "error": f"CASE WHEN NOT {_BENCH_OK} THEN coalesce(nullif(error, ''), 'no answer') END",
+    "latency_ms": f"CASE WHEN {_BENCH_OK} THEN coalesce(latency, ttft + coalesce(list_sum(itl), 0)) * 1e3 END",
+    "ttft_ms": f"CASE WHEN {_BENCH_OK} THEN nullif(ttft, 0) * 1e3 END",
+    "token_latencies_ms": "list_transform(itl, lambda s: s * 1e3)",
+    "text": f"CASE WHEN {_BENCH_OK} THEN generated END",
+    "prompt_tokens": "input_len",
+    "output_tokens": "output_len",
+}
+
+VLLM_BENCH = Format(
+    name="vllm-bench",
+    tool="vllm bench serve --save-result --save-detailed (lockstep bench serve writes the same)",
+    tells=("date", "backend", "model_id", "num_prompts"),
+    needs=tuple(_BENCH_ARRAYS.values()),
+    hint="write it with --save-detailed",
+    layout="arrays",
+    arrays={**_BENCH_ARRAYS, "latency": "latencies", "start_time": "start_times"},
+    columns={"model_id": "VARCHAR", **_BENCH_COLUMNS},
+    fields={**_BENCH_FIELDS, "model": "model_id", "ts": "start_time"},
+)
+
+SGLANG_BENCH = Format(
+    name="sglang-bench",
+    tool="sglang.bench_serving --output-details",
+    tells=("backend", "dataset_name", "completed", "total_output_tokens"),
+    needs=tuple(_BENCH_ARRAYS.values()),
+    hint="write it with --output-details",
+    layout="arrays",
+    arrays=_BENCH_ARRAYS,
+    columns={"backend": "VARCHAR", **_BENCH_COLUMNS},
+    fields={**_BENCH_FIELDS, "backend": "regexp_replace(backend, '-(oai|oai-chat|chat|native)$', '')"},
+)
+
+# -- SGLang's own files -----------------------------------------------------------------------------------------------
+
+
+def _sglang_fields(request: str, meta: str) -> dict[str, str]:
+    """Fields of what SGLang says of a request, which stands in two objects."""
+    reason = f"{meta}->>'$.finish_reason.type'"
+    return {
+        "engine_id": f"{meta}->>'$.id'",
+        "model_version": f"{meta}->>'$.weight_version'",
+        "backend": "'sglang'",
+        "ok": f"coalesce({reason}, '') <> 'abort'",
+        "error": f"CASE {reason} WHEN 'abort' THEN coalesce({meta}->>'$.finish_reason.message', 'abort') END",
+        "latency_ms": f"({meta}->>'$.e2e_latency')::DOUBLE * 1e3",
+        "prompt_tokens": f"({meta}->>'$.prompt_tokens')::BIGINT",
+        "output_tokens": f"({meta}->>'$.completion_tokens')::BIGINT",
+        "prompt_digest": f"md5(coalesce({request}->>'$.text', {request}->>'$.input_ids'))",
+        "params_digest": f"md5({request}->>'$.sampling_params')",
+    }
+
+
+SGLANG_METRICS = Format(
+    name="sglang-metrics",
+    tool="SGLang --export-metrics-to-file",
+    tells=("request_parameters", "id"),
+    needs=("e2e_latency", "finish_reason"),
+    columns={"request_parameters": "VARCHAR", "request_received_ts": "DOUBLE", "num_waiting_reqs": "DOUBLE"}
+    | dict.fromkeys(
+        ("id", "finish_reason", "prompt_tokens", "completion_tokens", "e2e_latency", "weight_version"), "JSON"
+    ),
+    table=(
+        "(SELECT *, request_parameters::JSON AS request, json_object('id', id, 'finish_reason', finish_reason,"
+        " 'prompt_tokens', prompt_tokens, 'completion_tokens', completion_tokens, 'e2e_latency', e2e_latency,"
+        f" 'weight_version', weight_version) AS meta FROM {FILE})"
+    ),
+    fields={
+        **_sglang_fields("request", "meta"),
+        "request_id": "request->>'$.rid'",
+        "ts": "request_received_ts",
+        "queue_depth": "num_waiting_reqs",
+    },
+)
+
+_HALF = 1024
+"""Characters that are left at each end of a text that SGLang cuts at log level 2."""
+_OUT_TEXT = "out->>'$.text'"
+
+SGLANG_REQUESTS = Format(
+    name="sglang-requests",
+    tool="SGLang --log-requests --log-requests-format json",
+    tells=("timestamp", "event", "rid"),
+    needs=("obj",),
+    layout="log",
+    columns={"timestamp": "VARCHAR", "event": "VARCHAR", "rid": "VARCHAR", "obj": "JSON", "out": "JSON"},
+    where="event = 'request.finished'",
+    fields={
+        **_sglang_fields("obj", "out->'$.meta_info'"),
+        "request_id": "rid",
+        "ts": (
+            "coalesce((out->>'$.meta_info.request_received_ts')::DOUBLE, epoch(timestamp::TIMESTAMP)"
+            " - coalesce((out->>'$.meta_info.e2e_latency')::DOUBLE, 0))"
+        ),
+        "token_ids": (
+            "CASE WHEN NOT list_contains((out->'$.output_ids')::VARCHAR[], '...')"
+            " THEN (out->'$.output_ids')::BIGINT[] END"
+        ),
+        "text": (
+            f"CASE WHEN NOT (length({_OUT_TEXT}) = {2 * _HALF + 3} AND substr({_OUT_TEXT}, {_HALF + 1}, 3) = '...')"
+            f" THEN {_OUT_TEXT} END"
+        ),
+    },
+)
+
+# -- OpenTelemetry ----------------------------------------------------------------------------------------------------
+
+_VALUE = "STRUCT(stringValue VARCHAR, intValue VARCHAR, doubleValue DOUBLE, boolValue BOOLEAN)"
+_ATTRIBUTES = f"STRUCT(key VARCHAR, value {_VALUE})[]"
+_SPAN = (
+    f"STRUCT(traceId VARCHAR, spanId VARCHAR, name VARCHAR, startTimeUnixNano VARCHAR, endTimeUnixNano VARCHAR,"
+    f" attributes {_ATTRIBUTES}, status STRUCT(code VARCHAR, message VARCHAR))"
+)
+
+
+def _attribute(*names: str) -> str:
+    """The value of the first of some attributes that a span has, as text."""
+
+    def value(name: str) -> str:
+        found = f"list_filter(span.attributes, lambda a: a.key = '{name}')[1].value"
+        return f"{found}.stringValue, {found}.intValue, {found}.doubleValue::VARCHAR"
+
+    return f"coalesce({', '.join(map(value, names))})"
+
+
+_SPAN_MS = "(span.endTimeUnixNano::DOUBLE - span.startTimeUnixNano::DOUBLE) / 1e6"
+_ERROR_TYPE = _attribute("error.type")
+_FAILED = f"({_ERROR_TYPE} IS NOT NULL OR coalesce(span.status.code, '') IN ('2', 'STATUS_CODE_ERROR'))"
+
+OTLP = Format(
+    name="otlp",
+    tool="OpenTelemetry spans as OTLP-JSON",
+    tells=("resourceSpans",),
+    needs=("resourceSpans.scopeSpans.spans",),
+    columns={"resourceSpans": f"STRUCT(scopeSpans STRUCT(spans {_SPAN}[])[])[]"},
+    table=(
+        "(SELECT unnest(scope.spans) AS span FROM (SELECT unnest(resource_span.scopeSpans) AS scope FROM"
+        f" (SELECT unnest(resourceSpans) AS resource_span FROM {FILE})))"
+    ),
+    where=(  # a span of a model's answer: as vLLM and SGLang write it, or as the conventions do; not of tools or agents
+        f"({_attribute('gen_ai.latency.e2e', 'gen_ai.request.id')} IS NOT NULL OR {_attribute('gen_ai.operation.name')}"
+        " IN ('chat', 'text_completion', 'generate_content', 'embeddings'))"
+    ),
+    fields={
+        "traceparent": "span.traceId",
+        "request_id": _attribute("lockstep.request_id"),
+        "engine_id": _attribute("gen_ai.request.id", "gen_ai.response.id"),
+        "conversation_id": _attribute("gen_ai.conversation.id"),
+        "ts": "span.startTimeUnixNano::DOUBLE / 1e9",
+        "model": _attribute("gen_ai.response.model", "gen_ai.request.model"),
+        "backend": _attribute("gen_ai.provider.name"),
+        "ok": f"NOT {_FAILED}",
+        "error": f"CASE WHEN {_FAILED} THEN coalesce({_ERROR_TYPE}, nullif(span.status.message, ''), 'error') END",
+        "latency_ms": f"coalesce({_attribute('gen_ai.latency.e2e')}::DOUBLE * 1e3, {_SPAN_MS})",
+        "ttft_ms": (
+            _attribute("gen_ai.latency.time_to_first_token", "gen_ai.response.time_to_first_chunk") + "::DOUBLE * 1e3"
+        ),
+        "prompt_tokens": _attribute("gen_ai.usage.prompt_tokens", "gen_ai.usage.input_tokens") + "::BIGINT",
+        "output_tokens": _attribute("gen_ai.usage.completion_tokens", "gen_ai.usage.output_tokens") + "::BIGINT",
+        "seed": f"{_attribute('gen_ai.request.seed')}::BIGINT",
+    },
+)
+
+# -- load generators --------------------------------------------------------------------------------------------------
+
+
+def _measured_ms(name: str, value: str) -> str:
+    """An AIPerf metric in milliseconds, by its unit; an unknown unit is an error that names it."""
+    unit = f"metrics->>'$.{name}.unit'"
+    factor = (
+        f"CASE {unit} WHEN 'ms' THEN 1 WHEN 's' THEN 1e3 WHEN 'sec' THEN 1e3 WHEN 'us' THEN 1e-3 WHEN 'ns' THEN 1e-6"
+        f" ELSE error('{name} has the unit ' || coalesce({unit}, '?') || '; known are ms, s, us and ns') END"
+    )
+    return f"CASE WHEN (metrics->'$.{name}') IS NOT NULL THEN {value.format(factor=factor)} END"
+
+
+def _aiperf_ms(name: str) -> str:
+    return _measured_ms(name, f"(metrics->>'$.{name}.value')::DOUBLE * {{factor}}")
+
+
+_CANCELLED = "coalesce((metadata->>'$.was_cancelled')::BOOLEAN, false)"
+_AIPERF_ERROR = "coalesce(json_type(error), 'NULL') <> 'NULL'"
+
+AIPERF = Format(
+    name="aiperf",
+    tool="AIPerf's profile_export.jsonl",
+    tells=("metadata", "metrics"),
+    needs=("metadata.x_request_id", "metadata.request_start_ns", "metadata.request_end_ns"),
+    columns={"metadata": "JSON", "metrics": "JSON", "error": "JSON"},
+    table=(  # a data set that is shorter than the run is used again: the same conversation comes several times
+        "(SELECT *, row_number() OVER (PARTITION BY metadata->>'$.conversation_id', metadata->>'$.turn_index'"
+        " ORDER BY (metadata->>'$.request_start_ns')::BIGINT, metadata->>'$.x_request_id') AS nth"
+        f" FROM {FILE} WHERE coalesce(metadata->>'$.benchmark_phase', 'profiling') = 'profiling')"
+    ),
+    fields={
+        "request_id": "metadata->>'$.x_request_id'",
+        "conversation_id": "(metadata->>'$.conversation_id') || CASE WHEN nth > 1 THEN '#' || nth ELSE '' END",
+        "turn": "(metadata->>'$.turn_index')::BIGINT",
+        "ts": "(metadata->>'$.request_start_ns')::DOUBLE / 1e9",
+        "ok": f"NOT ({_AIPERF_ERROR} OR {_CANCELLED})",
+        "error": (
+            f"CASE WHEN {_AIPERF_ERROR} THEN coalesce(error->>'$.type', error->>'$.message', 'error')"
+            f" WHEN {_CANCELLED} THEN 'cancelled' END"
+        ),
+        "latency_ms": _aiperf_ms("request_latency"),
+        "ttft_ms": _aiperf_ms("time_to_first_token"),
+        "token_latencies_ms": _measured_ms(
+            "inter_chunk_latency",
+            "list_transform((metrics->'$.inter_chunk_latency.value')::DOUBLE[], lambda v: v * {factor})",
+        ),
+        "prompt_tokens": "(metrics->>'$.input_sequence_length.value')::DOUBLE::BIGINT",
+        "output_tokens": "(metrics->>'$.output_sequence_length.value')::DOUBLE::BIGINT",
+    },
+)
+
+_BODY = "CASE WHEN json_valid(request->>'$.request_args') THEN (request->>'$.request_args')::JSON->'$.body' END"
+_PROMPT = "coalesce(body->>'$.messages', body->>'$.prompt', request->>'$.prompt', request->>'$.request_args')"
+_PARAMETERS = (
+    "CASE WHEN body IS NOT NULL THEN"
+    """ json_merge_patch(body, '{"messages": null, "prompt": null, "model": null}') END"""
+)
+_QUEUED = "coalesce(request->>'$.info.timings.queued', request->>'$.scheduler_info.queued_time')::DOUBLE"
+_GUIDELLM_START = "coalesce(request->>'$.info.timings.request_start', request->>'$.start_time')::DOUBLE"
+
+GUIDELLM = Format(
+    name="guidellm",
+    tool="guidellm's benchmarks.json",
+    tells=("benchmarks",),
+    needs=("request.request_id", "request.request_latency", "request.time_to_first_token_ms"),
+    layout="benchmarks",
+    columns={"run": "BIGINT", "outcome": "VARCHAR", "request": "JSON"},
+    table=(  # ids are drawn anew for each run, and requests start in any order; they are queued in that of the data set
+        f"(SELECT *, {_BODY} AS body, row_number() OVER (ORDER BY run, {_QUEUED}, request->>'$.request_id') - 1"
+        f" AS place FROM {FILE})"
+    ),
+    where="outcome IN ('successful', 'errored')",
+    fields={
+        "index": "place",
+        "prompt_digest": f"md5({_PROMPT})",
+        "params_digest": f"md5({_PARAMETERS})",
+        "ts": _GUIDELLM_START,
+        "model": "body->>'$.model'",
+        "ok": "outcome = 'successful'",
+        "error": (
+            "CASE outcome WHEN 'errored' THEN coalesce(request->>'$.info.error', request->>'$.error', 'error') END"
+        ),
+        "latency_ms": "(request->>'$.request_latency')::DOUBLE * 1e3",
+        "ttft_ms": "(request->>'$.time_to_first_token_ms')::DOUBLE",
+        "text": "request->>'$.output'",
+        "prompt_tokens": "(request->>'$.prompt_tokens')::BIGINT",
+        "output_tokens": "(request->>'$.output_tokens')::BIGINT",
+    },
+)
+
+FORMATS: tuple[Format, ...] = (
+    LOCKSTEP_LOG,
+    VLLM_BENCH,
+    SGLANG_BENCH,
+    SGLANG_METRICS,
+    SGLANG_REQUESTS,
+    OTLP,
+    AIPERF,
+    GUIDELLM,
+)
+"""Formats of tools, ours among them, in the order in which they are tried."""

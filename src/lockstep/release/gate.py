@@ -17,9 +17,10 @@ import numpy as np
 from lockstep.release import sequential, signals
 from lockstep.release.agreement import divergence, excess_mismatches, logprob_gaps
 from lockstep.release.evidence import METRICS, Bools, Evidence, p95
+from lockstep.release.observation import SIDES
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output, first_difference
 from lockstep.release.policy import Policy, digest_of
-from lockstep.release.reading import SIDES, Source
+from lockstep.release.reading import Source
 from lockstep.release.series import ALL, Answers, series_of
 from lockstep.release.statistics import bet_upper
 from lockstep.release.triage import rank_of, triage_of

@@ -1,19 +1,22 @@
 """Pairs: which observation of the candidate answers the same request as which one of the baseline.
 
-Keys are tried from the best to the weakest; a key that several records of one side share pairs none of them. Each record
-that is in no pair has a reason. Nothing here depends on the order of rows.
+Keys are tried from the best to the weakest; a key that several records of one side share pairs none of them. Each
+record that is in no pair has a reason. Nothing here depends on the order of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep.release.observation import Reason
-from lockstep.release.reading import SIDES, Side, Store
+from lockstep.release.observation import SIDES, Reason, Side
+from lockstep.release.store import Store
 
 MAX_EXAMPLES = 5
 WINDOW_S = 1.0
 """Requests of equal prompts pair only if their arrivals, each counted from its side's first, are this near."""
+OK = "coalesce(ok, health <> 'down', coalesce(error, '') = '')"
+"""Whether a record is of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +26,25 @@ class Key:
     name: str
     value: str
     """SQL over one record; NULL: it has none."""
+    is_id: bool = True
+    """Whether it names the request, so that no two requests have the same."""
     is_weak: bool = False
 
 
-_ENGINE_ID = r"regexp_replace(regexp_replace({}, '^(chatcmpl|cmpl)-', ''), '-\d+$', '')"
+_TRACE_ID = "coalesce(nullif(regexp_extract(traceparent, '^[0-9a-f]{2}-([0-9a-f]{32})-', 1), ''), traceparent)"
+_STRIPPED = "regexp_replace(regexp_replace({0}, '^cmpl-(.*)-0$', '\\1'), '^(chatcmpl|cmpl)-', '')"
 KEYS: tuple[Key, ...] = (
-    Key(
-        "traceparent",
-        r"coalesce(nullif(regexp_extract(traceparent, '^[0-9a-f]{2}-([0-9a-f]{32})-', 1), ''), traceparent)",
-    ),
+    Key("traceparent", _TRACE_ID, is_id=False),  # an agent's trace has several requests
     Key("request_id", "request_id"),
-    Key("engine_id", f"coalesce({_ENGINE_ID.format('engine_id')}, {_ENGINE_ID.format('request_id')})"),
+    Key("engine_id", f"coalesce({_STRIPPED.format('engine_id')}, {_STRIPPED.format('request_id')})"),
     Key("conversation", "conversation_id || '/' || turn"),
-    Key("index", '"index"::VARCHAR'),
-    Key("prompt", f"prompt_digest || '/' || floor((ts - min(ts) OVER ()) / {WINDOW_S})::BIGINT", is_weak=True),
+    Key("index", '"index"::VARCHAR', is_id=False),
+    Key("pair", "pair", is_id=False),
+    Key("prompt", "prompt_digest", is_id=False, is_weak=True),
 )
 """From the best to the weakest."""
+NAME = "coalesce(request_id, engine_id, conversation_id || '/' || turn, traceparent, \"index\"::VARCHAR)"
+"""SQL of what a record is called in reports, if anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,93 +74,130 @@ class Joining:
 
 
 def join(store: Store) -> Joining:
-    """Pair the tables of the sides; leaves a table ``pairs`` of their row ids, the key's name and the key.
+    """Pair the tables of the sides; leaves a table ``pairs`` of their row ids, the key's name and the pair's.
 
     Returns:
         What became of every record.
     """
-    run = store.connection.execute
-    run("CREATE OR REPLACE TABLE pairs (b BIGINT, c BIGINT, key_name VARCHAR, key VARCHAR)")
+    store.run("CREATE TABLE pairs (b BIGINT, c BIGINT, key_name VARCHAR, key VARCHAR)")
     for side in SIDES:
-        values = ", ".join(f"{key.value} AS key_{key.name}" for key in KEYS)
-        run(f"CREATE OR REPLACE TABLE keys_{side} AS SELECT row, ts, {OK} AS ok, {values} FROM {side}")
-        _drop_retries(store, side)
+        _make_keys(store, side)
     notes = []
     by_key = []
+    index_fault = _index_fault(store)
+    if index_fault:
+        notes.append(index_fault)
     for key in KEYS:
-        if key.name == "index" and (why := _index_fault(store)):
-            notes.append(why)
+        if key.name == "index" and index_fault:
             continue
         before = store.number("SELECT count(*) FROM pairs")
-        run(_matching(key))
+        store.run(_matching(key))
         num_new = store.number("SELECT count(*) FROM pairs") - before
         if num_new:
             by_key.append((key.name, num_new))
-            run("DELETE FROM keys_baseline WHERE row IN (SELECT b FROM pairs)")
-            run("DELETE FROM keys_candidate WHERE row IN (SELECT c FROM pairs)")
-    unjoined = tuple(each for side in SIDES for each in _unjoined(store, side))
-    records = tuple(store.number(f"SELECT count(*) FROM {side}") for side in SIDES)
-    weak = [name for name, _ in by_key for key in KEYS if key.name == name and key.is_weak]
-    if weak:
-        notes.append("some pairs are joined by prompt and time of arrival only, which is weak: give requests an id")
-    return Joining(
-        (records[0], records[1]),
-        sum(count for _, count in by_key),
-        tuple(by_key),
-        unjoined,
-        tuple(notes),
-    )
+            if key.is_weak:
+                notes.append(
+                    "some pairs are joined by prompt and time of arrival only, which is weak; give requests ids"
+                )
+            store.run("DELETE FROM keys_baseline WHERE row IN (SELECT b FROM pairs)")
+            store.run("DELETE FROM keys_candidate WHERE row IN (SELECT c FROM pairs)")
+    unjoined = tuple(each for side in SIDES for each in _unjoined(store, side, bool(index_fault)))
+    records = [store.number(f"SELECT count(*) FROM {side}") for side in SIDES]
+    num_pairs = sum(count for _, count in by_key)
+    return Joining((records[0], records[1]), num_pairs, tuple(by_key), unjoined, tuple(notes))
 
 
-OK = "coalesce(ok, health <> 'down', coalesce(error, '') = '')"
-"""Whether a record is of an answer."""
+def _make_keys(store: Store, side: Side) -> None:
+    """Compute the keys of a side's records, and set aside the failed ones that a later try of the same request follows.
 
-
-def _drop_retries(store: Store, side: Side) -> None:
-    """Take failed records out that a later record of the same request follows."""
-    store.connection.execute(f"CREATE OR REPLACE TABLE retried_{side} (row BIGINT)")
-    store.connection.execute(
-        f"INSERT INTO retried_{side} SELECT row FROM (SELECT row, ok, ts, max(ts) OVER (PARTITION BY key_request_id) AS"
-        f" latest FROM keys_{side} WHERE key_request_id IS NOT NULL AND ts IS NOT NULL) WHERE NOT ok AND ts < latest"
-    )
-    store.connection.execute(f"DELETE FROM keys_{side} WHERE row IN (SELECT row FROM retried_{side})")
+    Leaves the tables ``keys_`` and ``retried_`` of the side.
+    """
+    values = ", ".join(f"{key.value} AS key_{key.name}" for key in KEYS)
+    store.run(f"CREATE TABLE keys_{side} AS SELECT row, ts, {OK} AS ok, {NAME} AS name, {values} FROM {side}")
+    store.run(f"CREATE TABLE retried_{side} (row BIGINT, name VARCHAR)")
+    for key in (f"key_{key.name}" for key in KEYS if key.is_id):
+        failed = f"(SELECT row, name, ts, {key} FROM keys_{side} WHERE NOT ok AND {key} IS NOT NULL)"
+        latest = (
+            f"(SELECT {key}, max(ts) AS latest FROM keys_{side} WHERE {key} IN (SELECT {key} FROM {failed}) GROUP BY 1)"
+        )
+        store.run(
+            f"INSERT INTO retried_{side} SELECT row, name FROM {failed} JOIN {latest} USING ({key}) WHERE ts < latest"
+        )
+        store.run(f"DELETE FROM keys_{side} WHERE row IN (SELECT row FROM retried_{side})")
+    doubled = f"(SELECT key_request_id FROM keys_{side} GROUP BY 1 HAVING count(*) > 1)"
+    store.run(f"UPDATE keys_{side} SET key_pair = NULL WHERE key_request_id IN {doubled}")
 
 
 def _matching(key: Key) -> str:
     """SQL that pairs what is left by one key, where it is of one record on each side."""
-    alone = "(SELECT key_{0} AS key, min(row) AS row FROM keys_{1} WHERE key_{0} IS NOT NULL GROUP BY 1 HAVING count(*) = 1)"
+    if key.name == "prompt":
+        return _matching_prompts()
+    alone = (
+        "(SELECT key_{0} AS key, min(row) AS row, min(name) AS name FROM keys_{1} WHERE key_{0} IS NOT NULL GROUP BY 1"
+        " HAVING count(*) = 1)"
+    )
+    name = "key" if key.is_id else "coalesce(b.name, c.name)"
     return (
-        f"INSERT INTO pairs SELECT b.row, c.row, '{key.name}', key FROM {alone.format(key.name, 'baseline')} b"
+        f"INSERT INTO pairs SELECT b.row, c.row, '{key.name}', {name} FROM {alone.format(key.name, 'baseline')} b"
         f" JOIN {alone.format(key.name, 'candidate')} c USING (key)"
+    )
+
+
+def _matching_prompts() -> str:
+    """SQL that pairs equal prompts that came at about the same time, where no equal one came near on either side."""
+
+    def alone(side: Side) -> str:
+        return (
+            f"(SELECT row, name, key_prompt AS key, ts - (SELECT min(ts) FROM {side}) AS since FROM keys_{side}"
+            " WHERE key_prompt IS NOT NULL AND ts IS NOT NULL"
+            " WINDOW near AS (PARTITION BY key_prompt ORDER BY ts)"
+            f" QUALIFY coalesce(since - lag(since) OVER near > {2 * WINDOW_S}, true)"
+            f" AND coalesce(lead(since) OVER near - since > {2 * WINDOW_S}, true))"
+        )
+
+    bin_ = f"floor(since / {WINDOW_S})"
+    return (
+        "INSERT INTO pairs SELECT b.row, c.row, 'prompt', coalesce(b.name, c.name)"
+        f" FROM (SELECT *, unnest([{bin_} - 1, {bin_}, {bin_} + 1]) AS bin FROM {alone('baseline')}) b"
+        f" JOIN (SELECT *, {bin_} AS bin FROM {alone('candidate')}) c USING (key, bin)"
+        f" WHERE abs(b.since - c.since) <= {WINDOW_S}"
     )
 
 
 def _index_fault(store: Store) -> str:
     """Why places in a data set do not pair; empty: they do, or there are none."""
-    nums = [store.number(f'SELECT count("index") FROM {side}') for side in SIDES]
+    counts = [store.rows(f'SELECT count("index"), count(DISTINCT "index") FROM {side}')[0] for side in SIDES]
+    nums = [num for num, _ in counts]
     if not all(nums):
         return ""
     if nums[0] != nums[1]:
         return f"not joined by index: {nums[0]:,} and {nums[1]:,} requests were not sent from one data set"
+    if any(num != num_distinct for num, num_distinct in counts):
+        return "not joined by index: some requests of a side have the same one"
+    # of a request that failed the client may have counted tokens that the server of the other side counted otherwise
+    answered = f'(SELECT "index", prompt_tokens, prompt_digest FROM {{}} WHERE {OK})'
     unlike = store.number(
-        'SELECT count(*) FROM baseline b JOIN candidate c USING ("index") WHERE b.prompt_tokens <> c.prompt_tokens',
+        f'SELECT count(*) FROM {answered.format("baseline")} b JOIN {answered.format("candidate")} c USING ("index")'
+        " WHERE b.prompt_tokens <> c.prompt_tokens OR b.prompt_digest <> c.prompt_digest"
     )
-    if unlike:
-        return f"not joined by index: {unlike:,} prompts have unlike lengths, so the data sets or their seeds differ"
-    return ""
+    return (
+        f"not joined by index: {unlike:,} prompts are unlike, so the data sets or their seeds differ" if unlike else ""
+    )
 
 
-def _unjoined(store: Store, side: Side) -> list[Unjoined]:
+def _unjoined(store: Store, side: Side, is_unlike_data: bool) -> Iterator[Unjoined]:
     """The records that are left, by reason."""
-    has_key = " OR ".join(f"key_{key.name} IS NOT NULL" for key in KEYS)
-    again = " OR ".join(
-        f"(key_{key.name} IS NOT NULL AND count(*) OVER (PARTITION BY key_{key.name}) > 1)" for key in KEYS[:4]
-    )
+    keys = [f"key_{key.name}" for key in KEYS if key.name != "pair"]
+    ids = [f"key_{key.name}" for key in KEYS if key.is_id]
+    has_key = f"coalesce({', '.join(f'{key}::VARCHAR' for key in keys)}) IS NOT NULL"
+    again = " OR ".join(f"({key} IS NOT NULL AND count(*) OVER (PARTITION BY {key}) > 1)" for key in ids)
+    by_index_only = f"{str(is_unlike_data).lower()} AND key_index IS NOT NULL AND coalesce({', '.join(ids)}) IS NULL"
     rows = store.rows(
-        f"WITH left_over AS (SELECT row, CASE WHEN NOT ({has_key}) THEN '{Reason.NO_ID.value}'"
-        f" WHEN {again} THEN '{Reason.DUPLICATE.value}' ELSE '{Reason.NO_PARTNER.value}' END AS reason FROM keys_{side}"
-        f" UNION ALL SELECT row, '{Reason.RETRIED.value}' FROM retried_{side})"
-        f' SELECT reason, count(*), list_sort(min(coalesce(request_id, engine_id, traceparent, conversation_id, "index"::'
-        f"VARCHAR, '?'), {MAX_EXAMPLES})) FROM left_over JOIN {side} USING (row) GROUP BY 1 ORDER BY 1"
+        f"SELECT reason, count(*), list_sort(min(coalesce(name, '?'), {MAX_EXAMPLES})) FROM ("
+        f"SELECT name, CASE WHEN NOT ({has_key}) THEN '{Reason.NO_ID.value}'"
+        f" WHEN {again} THEN '{Reason.DUPLICATE.value}' WHEN {by_index_only} THEN '{Reason.UNLIKE_DATA_SETS.value}'"
+        f" ELSE '{Reason.NO_PARTNER.value}' END AS reason FROM keys_{side}"
+        f" UNION ALL SELECT name, '{Reason.RETRIED.value}' FROM retried_{side}) GROUP BY 1 ORDER BY 1"
     )
-    return [Unjoined(side, Reason(reason), count, tuple(examples)) for reason, count, examples in rows]
+    for reason, count, examples in rows:
+        yield Unjoined(side, Reason(reason), count, tuple(examples))

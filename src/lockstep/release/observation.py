@@ -1,14 +1,16 @@
 """Observations: one request as one side answered it, the fields that all inputs are mapped to.
 
-A side is a table of observations in DuckDB. Fields that an input does not have are NULL, never a guess: a request without
-output material is evidence of latency only, and the verdict says so.
+A side is a table of observations in DuckDB. Fields that an input does not have are NULL, never a guess: a request
+without output material is evidence of latency only, and the verdict says so.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+Side = Literal["baseline", "candidate"]
+SIDES: tuple[Side, Side] = ("baseline", "candidate")
 EVENT_TYPE = "STRUCT(index BIGINT, token_id BIGINT, elapsed_ms DOUBLE)[]"
 
 
@@ -73,6 +75,8 @@ class Reason(Enum):
 
     NO_ID = "no-id"
     """It has none of the keys that requests are joined by."""
+    UNLIKE_DATA_SETS = "unlike-data-sets"
+    """Its only key is its place in a data set, and the sides were not sent the same one."""
     NO_PARTNER = "no-partner"
     """The other side has no record of the same key."""
     RETRIED = "retried"
@@ -80,6 +84,6 @@ class Reason(Enum):
     DUPLICATE = "duplicate-id"
     """Several records of one side have its key, and nothing says which of them counts."""
     DOUBLED_INDEX = "doubled-event-index"
-    """Two stream events have the same index; the events are left out."""
+    """Two stream events have the same index, or one has none; the events are left out."""
     FALLING_STAMPS = "falling-event-stamps"
     """A stream event is older than the one before it; the events are left out."""

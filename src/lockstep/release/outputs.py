@@ -1,4 +1,4 @@
-"""Sameness of two answers: which materials are compared, fingerprints, tolerances of vectors, first differing tokens."""
+"""Sameness of two answers: materials that are compared, fingerprints, tolerances of vectors, first differing tokens."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.release.reading import Store
+from lockstep.release.store import Store
 
 FNV_OFFSET = 0xCBF29CE484222325
 FNV_PRIME = 0x100000001B3
 """Of FNV-1a with 64 bits (Fowler, Noll, Vo; RFC 9923)."""
-_CHUNK = 256
-"""Pairs whose material is in memory at one time."""
+CHUNK = 1024
+"""Pairs whose material is in Python's memory at one time."""
 
 
 class Output(IntEnum):
@@ -47,23 +48,55 @@ _UNLIKE = {
     "environment": "b.environment <> c.environment",
 }
 """Reasons for which two answers are incomparable, and how they show."""
-_ANY = "({0}.has_tokens OR {0}.has_vector OR {0}.text_hash IS NOT NULL OR {0}.fingerprint IS NOT NULL)"
+BOTH_SIDES = "ordered o JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
+"""SQL of the facts of both sides of each pair."""
+IN_SEGMENT = "JOIN in_segment ON b.label = in_segment.baseline AND c.label = in_segment.candidate"
+"""SQL after `BOTH_SIDES` that adds the pair's ``segment``."""
+_MATERIALS = ("tokens", "vector", "text")
+"""In the order in which they are trusted; stream tokens stand for token ids. A given fingerprint is the last."""
+
+
+def _both(material: str) -> str:
+    """SQL: both sides have a material. Two empty ones show nothing, unless it is known that there were no tokens."""
+    return (
+        f"(b.{material}_hash IS NOT NULL AND c.{material}_hash IS NOT NULL"
+        f" AND NOT (b.is_blank_{material} AND c.is_blank_{material}))"
+    )
+
+
+def _any(side: str) -> str:
+    parts = [f"({side}.{material}_hash IS NOT NULL AND NOT {side}.is_blank_{material})" for material in _MATERIALS]
+    return f"({' OR '.join([*parts, f'{side}.fingerprint IS NOT NULL'])})"
+
+
+def _equal(left: str, right: str) -> str:
+    return f"CASE WHEN {left} = {right} THEN {Output.SAME:d} ELSE {Output.DIFFERS:d} END"
+
+
+def _computable(given: str, other: str) -> str:
+    """SQL: one side gave a fingerprint, and it can be computed of the other side's material."""
+    return f"({_OURS.format(given)} AND ({other}.tokens_hash IS NOT NULL OR {other}.vector_hash IS NOT NULL))"
+
+
+_OURS = "regexp_full_match({}.fingerprint, '[0-9a-f]{{16}}')"
 COMPARISON = f"""CASE
   WHEN NOT (b.ok AND c.ok) THEN {Output.FAILED:d}
   WHEN {" OR ".join(f"coalesce({text}, false)" for text in _UNLIKE.values())} THEN {Output.INCOMPARABLE:d}
-  WHEN b.has_tokens AND c.has_tokens
-    THEN CASE WHEN b.tokens_hash = c.tokens_hash THEN {Output.SAME:d} ELSE {Output.DIFFERS:d} END
-  WHEN b.has_vector AND c.has_vector
-    THEN CASE WHEN b.vector_hash = c.vector_hash THEN {Output.SAME:d} ELSE {Output.UNRESOLVED:d} END
-  WHEN b.text_hash IS NOT NULL AND c.text_hash IS NOT NULL
-    THEN CASE WHEN b.text_hash = c.text_hash THEN {Output.SAME:d} ELSE {Output.DIFFERS:d} END
-  WHEN b.fingerprint IS NOT NULL AND c.fingerprint IS NOT NULL
-    THEN CASE WHEN b.fingerprint = c.fingerprint THEN {Output.SAME:d} ELSE {Output.DIFFERS:d} END
-  WHEN NOT {_ANY.format("b")} AND NOT {_ANY.format("c")} THEN {Output.NO_MATERIAL:d}
-  WHEN (b.fingerprint IS NOT NULL AND (c.has_tokens OR c.has_vector))
-    OR (c.fingerprint IS NOT NULL AND (b.has_tokens OR b.has_vector)) THEN {Output.UNRESOLVED:d}
+  WHEN {_both("tokens")} THEN {_equal("b.tokens_hash", "c.tokens_hash")}
+  WHEN {_both("vector")} THEN
+    CASE WHEN b.vector_hash = c.vector_hash THEN {Output.SAME:d} ELSE {Output.UNRESOLVED:d} END
+  WHEN {_both("text")} THEN {_equal("b.text_hash", "c.text_hash")}
+  WHEN b.fingerprint IS NOT NULL AND c.fingerprint IS NOT NULL THEN {_equal("b.fingerprint", "c.fingerprint")}
+  WHEN NOT {_any("b")} AND NOT {_any("c")} THEN {Output.NO_MATERIAL:d}
+  WHEN coalesce({_computable("b", "c")}, false) OR coalesce({_computable("c", "b")}, false) THEN {Output.UNRESOLVED:d}
   ELSE {Output.INCOMPARABLE:d} END"""
 """SQL over the facts of both sides, ``b`` and ``c``."""
+TRACE = f"""CASE
+  WHEN NOT (b.ok AND c.ok) THEN NULL
+  WHEN b.token_trace_fingerprint IS NOT NULL AND c.token_trace_fingerprint IS NOT NULL
+    THEN b.token_trace_fingerprint = c.token_trace_fingerprint
+  WHEN {_both("tokens")} THEN b.tokens_hash = c.tokens_hash END"""
+"""SQL: whether the traces of tokens of a pair are equal; NULL where a side has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,109 +134,138 @@ def rule_for(
     return max(covering, key=lambda each: each.num_named) if covering else None
 
 
-def fnv_of_tokens(tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """FNV-1a-64 of each row: token ids as unsigned numbers of 32 bits, little-endian.
+def fnv(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], kind: Literal["<u4", "<f8"]) -> NDArray[np.uint64]:
+    """FNV-1a-64 of each row: of token ids as unsigned numbers of 32 bits, of vectors as binary64, little-endian.
 
-    Args:
-        tokens: shape (answers, tokens).
+    The rows are digested side by side, an octet of each at a time.
     """
-    return _fnv(tokens.astype("<u4"))
-
-
-def fnv_of_vectors(vectors: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """FNV-1a-64 of each row: numbers as binary64, little-endian.
-
-    Args:
-        vectors: shape (answers, numbers).
-    """
-    return _fnv(vectors.astype("<f8"))
-
-
-def _fnv(rows: NDArray[np.uint32] | NDArray[np.float64]) -> NDArray[np.uint64]:
     digests = np.full(len(rows), FNV_OFFSET, np.uint64)
-    octets = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1) if rows.size else rows.astype(np.uint8)
-    prime = np.uint64(FNV_PRIME)
-    for octet in octets.T if rows.size else ():
-        digests ^= octet
-        digests *= prime
+    octets = [np.asarray(row).astype(kind).view(np.uint8) for row in rows]
+    lengths = np.array([len(each) for each in octets], np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    padded = np.zeros((int(lengths.max(initial=0)), len(rows)), np.uint8)
+    for place, row in enumerate(order):
+        padded[: lengths[row], place] = octets[row]
+    longest_first = digests[order]
+    for at, column in enumerate(padded):
+        active = int(np.searchsorted(-lengths[order], -at))  # rows that are longer than this
+        longest_first[:active] ^= column[:active]
+        longest_first[:active] *= np.uint64(FNV_PRIME)
+    digests[order] = longest_first
     return digests
 
 
-def fingerprint_of(tokens: Sequence[int] | None, vector: Sequence[float] | None) -> str | None:
-    """The fingerprint of an answer's material, 16 hex digits; None of none."""
-    if tokens is not None:
-        return f"{int(fnv_of_tokens(np.array([tokens], np.int64))[0]):016x}"
-    if vector is not None:
-        return f"{int(fnv_of_vectors(np.array([vector], np.float64))[0]):016x}"
-    return None
+def fingerprints_of(
+    materials: Sequence[tuple[Sequence[int] | None, Sequence[float] | None]],
+) -> list[str | None]:
+    """Fingerprints of answers' token ids, or else vectors, 16 hex digits each; None of neither."""
+    found: list[str | None] = [None] * len(materials)
+    tokens = [place for place, (ids, _) in enumerate(materials) if ids is not None]
+    vectors = [place for place, (ids, vector) in enumerate(materials) if ids is None and vector is not None]
+    for places, digests in (
+        (tokens, fnv([materials[place][0] or () for place in tokens], "<u4")),
+        (vectors, fnv([materials[place][1] or () for place in vectors], "<f8")),
+    ):
+        for place, digest in zip(places, digests, strict=True):
+            found[place] = f"{int(digest):016x}"
+    return found
 
 
 def resolve(
     store: Store, output: NDArray[np.int8], tolerances: Sequence[Tolerance]
 ) -> tuple[NDArray[np.int8], dict[str, int], float]:
-    """Compare what SQL left: vectors by their rules, fingerprints with material.
+    """Compare what is left: vectors by their rules, fingerprints with material.
 
     Returns:
         The outputs, the incomparable pairs by reason, and the largest drift of a number under a rule (NaN: none).
     """
     output = output.copy()
     max_drift = math.nan
-    places = np.flatnonzero(output == Output.UNRESOLVED)
-    for start in range(0, len(places), _CHUNK):
-        chunk = places[start : start + _CHUNK]
-        wanted = ", ".join(str(int(place)) for place in chunk)
-        rows = store.rows(
-            "SELECT place, x.tokens, y.tokens, x.vector, y.vector, x.fingerprint, y.fingerprint,"
-            " coalesce(y.model, x.model), y.backend, coalesce(y.accelerator, x.accelerator) FROM ordered o"
-            f" JOIN observed_baseline x ON o.b = x.row JOIN observed_candidate y ON o.c = y.row WHERE place IN ({wanted})"
+    is_unresolved, is_incomparable = ((output == each).any() for each in (Output.UNRESOLVED, Output.INCOMPARABLE))
+    if is_unresolved:
+        store.run(
+            "CREATE TABLE unresolved AS SELECT place, o.b, o.c"
+            f" FROM {BOTH_SIDES} WHERE {COMPARISON} = {Output.UNRESOLVED:d}"
         )
-        for place, b_tokens, c_tokens, b_vector, c_vector, b_print, c_print, *segment in rows:
-            if b_vector is not None and c_vector is not None:
-                rule = rule_for(tolerances, *segment)
-                output[place], drift = _compare_vectors(b_vector, c_vector, rule)
-                max_drift = float(np.fmax(max_drift, drift))
-            else:
-                prints = b_print or fingerprint_of(b_tokens, b_vector), c_print or fingerprint_of(c_tokens, c_vector)
-                output[place] = Output.SAME if prints[0] == prints[1] else Output.DIFFERS
-    return output, _incomparable(store, output), max_drift
+        max_drift = _compare_vectors(store, output, tolerances)
+        _compare_fingerprints(store, output)
+    return output, _incomparable(store) if is_incomparable else {}, max_drift
 
 
-def _compare_vectors(b: Sequence[float], c: Sequence[float], rule: Tolerance | None) -> tuple[Output, float]:
-    if rule is None or len(b) != len(c):
-        return Output.DIFFERS, math.nan
-    baseline, candidate = np.array(b), np.array(c)
-    difference = np.abs(candidate - baseline)
-    is_within = (difference <= rule.absolute) | (difference <= rule.relative * np.abs(baseline))
-    return (Output.TOLERATED if is_within.all() else Output.DRIFTED), float(difference.max(initial=0.0))
+_UNRESOLVED = "unresolved o JOIN observed_baseline x ON o.b = x.row JOIN observed_candidate y ON o.c = y.row"
 
 
-def _incomparable(store: Store, output: NDArray[np.int8]) -> dict[str, int]:
+def _compare_vectors(store: Store, output: NDArray[np.int8], tolerances: Sequence[Tolerance]) -> float:
+    """Fill in the outputs of pairs of vectors; returns the largest drift."""
+    kinds = (
+        "coalesce(y.model, x.model) AS model, y.backend AS backend, coalesce(y.accelerator, x.accelerator) AS device"
+    )
+    both = f"{_UNRESOLVED} WHERE x.vector IS NOT NULL AND y.vector IS NOT NULL"
+    store.run("CREATE TABLE rules (model VARCHAR, backend VARCHAR, device VARCHAR, absolute DOUBLE, relative DOUBLE)")
+    segments = store.rows(f"SELECT DISTINCT {kinds} FROM {both}")
+    rules = [(segment, rule_for(tolerances, *segment)) for segment in segments]
+    store.insert("rules", [(*segment, rule.absolute, rule.relative) for segment, rule in rules if rule is not None])
+    found = store.columns(
+        "SELECT place, max(abs(c - b)) AS drift,"
+        " bool_and(coalesce(abs(c - b) <= absolute OR abs(c - b) <= relative * abs(b), false)) AS is_within,"
+        " any_value(is_comparable) AS is_comparable FROM (SELECT place, absolute, relative,"
+        " absolute IS NOT NULL AND len(b) = len(c) AS is_comparable, unnest(b) AS b, unnest(c) AS c"
+        f" FROM (SELECT place, x.vector AS b, y.vector AS c, {kinds} FROM {both}) v LEFT JOIN rules r"
+        " ON v.model IS NOT DISTINCT FROM r.model AND v.backend IS NOT DISTINCT FROM r.backend"
+        " AND v.device IS NOT DISTINCT FROM r.device) GROUP BY place"
+    )
+    is_comparable = np.ma.filled(found["is_comparable"], False).astype(np.bool_)
+    is_within = np.ma.filled(found["is_within"], False).astype(np.bool_)
+    outcome = np.where(is_within, np.int8(Output.TOLERATED), np.int8(Output.DRIFTED))
+    output[found["place"]] = np.where(is_comparable, outcome, np.int8(Output.DIFFERS))
+    return float(np.max(found["drift"][is_comparable], initial=-math.inf)) if is_comparable.any() else math.nan
+
+
+def _compare_fingerprints(store: Store, output: NDArray[np.int8]) -> None:
+    """Fill in the outputs of pairs one side of which gave a fingerprint, the other one material."""
+    sides = ", ".join(f"{side}.tokens, {side}.vector, {side}.fingerprint" for side in "xy")
+    query = f"SELECT place, {sides} FROM {_UNRESOLVED} WHERE x.vector IS NULL OR y.vector IS NULL"
+    for rows in store.chunks(query, CHUNK):
+        computed = fingerprints_of([row[1:3] for row in rows] + [row[4:6] for row in rows])
+        for place, row in enumerate(rows):
+            baseline, candidate = row[3] or computed[place], row[6] or computed[len(rows) + place]
+            output[row[0]] = Output.SAME if baseline == candidate else Output.DIFFERS
+
+
+def _incomparable(store: Store) -> dict[str, int]:
     """Incomparable pairs by reason, the first that holds."""
-    if not (output == Output.INCOMPARABLE).any():
-        return {}
     cases = " ".join(f"WHEN coalesce({text}, false) THEN 'unlike {name}'" for name, text in _UNLIKE.items())
     rows = store.rows(
-        f"SELECT CASE {cases} ELSE 'unlike materials' END AS reason, count(*) FROM ordered o"
-        " JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
+        f"SELECT CASE {cases} ELSE 'unlike materials' END AS reason, count(*) FROM {BOTH_SIDES}"
         f" WHERE {COMPARISON} = {Output.INCOMPARABLE:d} GROUP BY 1 ORDER BY 1"
     )
     return {reason: int(count) for reason, count in rows}
 
 
 def first_difference(store: Store, place: int) -> dict[str, object] | None:
-    """Where the tokens of a pair first differ: index and both tokens; None without tokens on both sides.
+    """Where the answers of a pair first differ: index and both tokens, or the character of their texts, or None.
 
     Args:
         place: of the pair in the order of time.
     """
-    rows = store.rows(
-        "SELECT x.tokens, y.tokens FROM ordered o JOIN observed_baseline x ON o.b = x.row"
+    [(b_tokens, c_tokens, b_text, c_text)] = store.rows(
+        "SELECT x.tokens, y.tokens, x.text, y.text FROM ordered o JOIN observed_baseline x ON o.b = x.row"
         f" JOIN observed_candidate y ON o.c = y.row WHERE place = {place:d}"
     )
-    baseline, candidate = rows[0]
-    if baseline is None or candidate is None:
-        return None
-    pairs = zip(baseline, candidate, strict=False)
-    common = next((at for at, (b, c) in enumerate(pairs) if b != c), min(len(baseline), len(candidate)))
-    token = [side[common] if common < len(side) else None for side in (baseline, candidate)]
-    return {"token_index": common, "baseline_token": token[0], "candidate_token": token[1]}
+    if b_tokens is not None and c_tokens is not None:
+        at = _first_unlike(b_tokens, c_tokens)
+        baseline, candidate = (side[at] if at < len(side) else None for side in (b_tokens, c_tokens))
+        prints = fingerprints_of([(b_tokens, None), (c_tokens, None)])
+        return {
+            "token_index": at,
+            "baseline_token": baseline,
+            "candidate_token": candidate,
+            "baseline_fingerprint": prints[0],
+            "candidate_fingerprint": prints[1],
+        }
+    return None if b_text is None or c_text is None else {"character_index": _first_unlike(b_text, c_text)}
+
+
+def _first_unlike(baseline: Sequence[object], candidate: Sequence[object]) -> int:
+    pairs = enumerate(zip(baseline, candidate, strict=False))
+    return next((at for at, (b, c) in pairs if b != c), min(len(baseline), len(candidate)))

@@ -22,7 +22,9 @@ from lockstep.core.request import FinishReason
 from lockstep.errors import EvidenceError, LockstepError, TraceError
 from lockstep.executors.base import environment_digest
 from lockstep.release.decisions import decisions_of
-from lockstep.release.reading import SIDES, Side, Source, Store, read
+from lockstep.release.observation import SIDES, Side
+from lockstep.release.reading import Source, read
+from lockstep.release.store import Store
 from lockstep.replay.live import Lives
 from lockstep.replay.playback import Event, Playback
 from lockstep.replay.readers import reading as workloads

@@ -7,7 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from lockstep.release.decisions import FIGURES
-from lockstep.release.reading import SIDES
+from lockstep.release.observation import SIDES
 from lockstep.release.sequential import amount
 from lockstep.release.verdict import Decision, Figures, SegmentSummary, Verdict
 from lockstep.report.document import (
