@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,7 +81,9 @@ def triage_of(signals: Sequence[Signal], policy: Policy, evidence: Evidence) -> 
 def owner_of(signal: str, place: str, owners: Mapping[str, str]) -> str:
     """Who looks after a signal: the last pattern that fits ``signal`` or ``signal/place``, else the built-in hint."""
     fitting = [
-        owner for pattern, owner in owners.items() if fnmatch(signal, pattern) or fnmatch(f"{signal}/{place}", pattern)
+        owner
+        for pattern, owner in owners.items()
+        if fnmatchcase(signal, pattern) or fnmatchcase(f"{signal}/{place}", pattern)
     ]
     return fitting[-1] if fitting else HINTS[signal].owner
 
