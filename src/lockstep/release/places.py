@@ -119,8 +119,8 @@ def _slowest(cuts: Sequence[Cut], usable: Bools, baseline: Floats, candidate: Fl
             z = (float(sums[number]) / size - (total + 1) / 2) / scatter
             if z >= MIN_Z:
                 found.append((-z, at, int(number)))
-    for _, at, number in sorted(found)[:MAX_LOOKS]:
-        yield cuts[at], number
+    for _, at, part in sorted(found)[:MAX_LOOKS]:
+        yield cuts[at], part
 
 
 def _smallest(found: list[tuple[int, str, Bools]], num_pairs: int) -> Place:
