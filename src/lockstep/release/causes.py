@@ -132,9 +132,9 @@ def _events_of(signal: Signal, evidence: Evidence) -> tuple[Bools, Bools] | None
         case "numeric-drift":
             return pairs.healthy, pairs.output == Output.DRIFTED
         case "missing-provenance":
-            return everything, ~pairs.routed[1]
+            return pairs.ok[1], pairs.ok[1] & ~pairs.routed[1]
         case "missing-streaming":
-            return everything, ~pairs.streamed[1]
+            return pairs.ok[1], pairs.ok[1] & ~pairs.streamed[1]
         case "missing-comparable":
             return pairs.healthy, np.isin(pairs.output, (Output.INCOMPARABLE, Output.NO_MATERIAL))
     return None
@@ -205,7 +205,7 @@ def _of_mismatch(evidence: Evidence, mask: Bools) -> Cause:
     if not kind:
         return UNKNOWN
     words, action = _MISMATCHES[kind]
-    return Cause(kind, f"of {len(rows):,} looked at, {count:,} {words}", action)
+    return Cause(kind, f"{count:,} of {len(rows):,} looked at {words}", action)
 
 
 _MISMATCHES: Mapping[str, tuple[str, str]] = {
@@ -324,14 +324,14 @@ def _of_provenance(evidence: Evidence, mask: Bools) -> Cause:
     fields = {"route": "route_id", "scheduler": "scheduler"}
     lacking = [name for name, field in fields.items() if not evidence.names[field][1]]
     if not lacking:
-        num = int((mask & ~evidence.pairs.routed[1]).sum())
+        num = int((mask & evidence.pairs.ok[1] & ~evidence.pairs.routed[1]).sum())
         return Cause("some", f"{num:,} answers lack route or scheduler, others have both")
     return Cause("no-" + "-no-".join(lacking), f"no answer names its {' or '.join(lacking)}")
 
 
 def _of_streaming(evidence: Evidence, _: Bools) -> Cause:
     faults = {reason: count for side, reason, count in evidence.faults if side == "candidate"}
-    missing = int((~evidence.pairs.streamed[1]).sum())
+    missing = int((evidence.pairs.ok[1] & ~evidence.pairs.streamed[1]).sum())
     for reason, count in faults.items():
         if 2 * count >= missing:
             action = "stamp events by one clock that never steps back, and give each its own index"
