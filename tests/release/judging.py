@@ -42,6 +42,7 @@ def judged(
     baseline: Sequence[Row],
     candidate: Sequence[Row],
     second: Sequence[Row] | None = None,
+    *,
     policy: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Verdict:

@@ -154,3 +154,12 @@ def test_the_verdict_says_the_cause_and_the_figures_that_tell_it(tmp_path: Path)
     assert "0 requests waited before it on the baseline, 9 on the candidate" in first["evidence"]
     assert "limits of sequences" in first["action"]
     assert json.dumps(first)
+
+
+def test_a_failure_is_not_missing_evidence_of_streaming_as_well(tmp_path: Path) -> None:
+    pairs: list[Pair] = []
+    for number in range(40):
+        failed = {"request_id": f"r{number}", "ts": number, "ok": False, "error": "full"}
+        pairs.append({"baseline": observation(number), "candidate": failed if number % 8 == 0 else observation(number)})
+    policy = {**POLICY, "min_candidate_streaming_trace_rate": 1.0}
+    assert [item["signal"] for item in judged(pairs, tmp_path, policy)["triage"]] == ["errors"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,88 @@ def test_the_verdict_has_digests_of_what_was_judged_and_by_which_policy(tmp_path
     assert first.digests["policy"] != other_policy.digests["policy"]
     assert first.digests["candidate"] != other_side.digests["candidate"]
     assert first.digests["baseline"] == other_policy.digests["baseline"] == other_side.digests["baseline"]
+
+
+# -- sequential mode --------------------------------------------------------------------------------------------------
+
+
+SEQUENTIAL: Any = {"mode": "sequential"}
+
+
+def states(verdict: Any) -> dict[str, str]:
+    """States of series by signal, of all pairs."""
+    return {each.signal: each.state for each in verdict.series if each.segment == "all"}
+
+
+def test_sequential_evidence_says_which_guarantee_holds(tmp_path: Path) -> None:
+    candidate = with_tokens(1_000, latency_ms=lambda number: 115.0 + number % 7)
+    verdict = judged(
+        tmp_path, with_tokens(1_000, latency_ms=lambda number: 100.0 + number % 5), candidate, policy=SEQUENTIAL
+    )
+    assert set(named(verdict).values()) == {"rollback"}
+    assert "at most 0.05, asymptotically" in verdict.guarantee
+    assert states(verdict)["latency"] == "outside"
+    assert verdict.reason.startswith("latency is +1")
+
+
+def test_without_times_there_is_no_sequential_evidence(tmp_path: Path) -> None:
+    sides: Any = [with_tokens(200, ts=lambda number: None if number == 7 else 1.0) for _ in range(2)]
+    verdict = judged(tmp_path, *sides, policy=SEQUENTIAL)
+    assert named(verdict) == {"missing-times": "hold"}
+    assert verdict.series == ()
+
+
+def test_p95_bounds_are_for_thresholds_and_pressure_and_coverage_for_both_modes(tmp_path: Path) -> None:
+    candidate = with_tokens(
+        5_000, kv_used=90.0, kv_total=100.0, ttft_ms=lambda number: 100.0 if number % 15 == 0 else 9.9
+    )
+    baseline = with_tokens(5_000, kv_used=50.0, kv_total=100.0, ttft_ms=10.0)
+    rules: Any = {"min_candidate_routing_provenance_rate": 0.5, "margin": 0.3}
+    verdict = judged(tmp_path, baseline, candidate, policy=SEQUENTIAL, **rules)
+    assert named(verdict) == {"kv-pressure": "hold", "missing-provenance": "hold"}
+    assert named(judged(tmp_path, baseline, candidate, **rules)).keys() == {"kv-pressure", "missing-provenance", "ttft"}
+
+
+def test_a_mismatch_is_proof_where_equality_is_promised_and_holds_where_it_is_not(tmp_path: Path) -> None:
+    promise: Any = {"artifact": "a", "deterministic": True}
+    differing: Any = {"token_ids": other_tokens(130)}
+    proof = judged(tmp_path, with_tokens(150, **promise), with_tokens(150, **promise, **differing), policy=SEQUENTIAL)
+    assert signal(proof, "output-mismatch").response is Decision.ROLLBACK
+    unsaid = judged(
+        tmp_path, with_tokens(150, artifact="a"), with_tokens(150, artifact="a", **differing), policy=SEQUENTIAL
+    )
+    found = signal(unsaid, "output-mismatch")
+    assert found.response is Decision.HOLD
+    assert "a second baseline (--aa)" in found.sentence
+    assert found.examples == ("r130",)
+
+
+def test_a_rate_of_mismatches_that_is_borne_is_estimated_on_engines_that_promise_equal_answers(tmp_path: Path) -> None:
+    promise: Any = {"deterministic": True}
+    candidate = with_tokens(2_000, token_ids=other_tokens(*range(0, 2_000, 100)), **promise)
+    for rate, state in ((0.1, "within"), (0.01, "undecided"), (0.001, "outside")):
+        rules: Any = {**SEQUENTIAL, "max_mismatch_rate": rate}
+        verdict = judged(tmp_path, with_tokens(2_000, **promise), candidate, policy=rules)
+        assert states(verdict)["output-mismatch"] == state
+        assert ("output-mismatch" in named(verdict)) == (state == "outside")
+
+
+def test_a_second_baseline_lets_mismatches_be_judged_at_any_look(tmp_path: Path) -> None:
+    def side(every: int, start: int) -> Any:
+        return with_tokens(4_000, token_ids=other_tokens(*range(start, 4_000, every)))
+
+    as_noisy = judged(tmp_path, with_tokens(4_000), side(50, 3), side(50, 29), policy=SEQUENTIAL, mismatch_margin=3)
+    assert states(as_noisy)["output-mismatch"] == "within"
+    worse = judged(tmp_path, with_tokens(4_000), side(8, 3), side(50, 29), policy=SEQUENTIAL)
+    assert named(worse) == {"output-mismatch": "rollback"}
+    assert signal(worse, "output-mismatch").value == pytest.approx(100 * (1 / 8 - 1 / 50), abs=0.1)
+
+
+def test_a_second_baseline_that_is_certainly_slower_is_unsound_and_one_that_is_undecided_is_not(tmp_path: Path) -> None:
+    def side(mean: float) -> Any:
+        return with_tokens(400, latency_ms=lambda number: mean + 10 * math.sin(number * mean))
+
+    slower = judged(tmp_path, side(100.0), side(101.0), side(120.0), policy=SEQUENTIAL)
+    assert "unsound-baseline" in named(slower)
+    alike = judged(tmp_path, side(100.0), side(101.0), side(102.0), policy=SEQUENTIAL)
+    assert named(alike) == {"undecided": "hold"}

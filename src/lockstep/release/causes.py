@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.release.evidence import Bools, Evidence, Floats, p95
 from lockstep.release.observation import Reason
 from lockstep.release.outputs import Output
-from lockstep.release.places import ALL, Part, parts_of, place_of_events, place_of_regression
+from lockstep.release.places import ALL, Cut, Place, cuts_of, place_of_events, place_of_regression
 from lockstep.release.statistics import nearest_rank
 from lockstep.release.verdict import Decision, Signal
 
@@ -77,17 +77,14 @@ def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
 
     Rollback comes first, then causes before their consequences. What a segment says after all pairs is said once.
     """
-    parts = parts_of(evidence) if signals else ()
+    cuts = cuts_of(evidence) if signals else ()
     found: dict[tuple[str, str], Finding] = {}
     for signal in signals:
         mask = _mask_of(signal, evidence)
-        place = _place_of(signal, evidence, mask, parts)
-        inside = mask
-        for part in parts:
-            if place == part.name:
-                inside = mask & part.mask
-        finding = Finding(signal, place, _cause_of(signal, evidence, inside))
-        found.setdefault((signal.name, place), finding)
+        place = _place_of(signal, evidence, mask, cuts)
+        if (signal.name, place.name) not in found:
+            cause = _cause_of(signal, evidence, mask & place.mask)
+            found[signal.name, place.name] = Finding(signal, place.name, cause)
     leading = {
         response: _leading([each for each in found.values() if each.signal.response is response])
         for response in Decision
@@ -108,19 +105,19 @@ def _mask_of(signal: Signal, evidence: Evidence) -> Bools:
     return np.ones(len(pairs), np.bool_)
 
 
-def _place_of(signal: Signal, evidence: Evidence, mask: Bools, parts: Sequence[Part]) -> str:
+def _place_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut]) -> Place:
     pairs = evidence.pairs
-    place = ALL
+    place = Place(ALL, mask)
     if signal.name in _METRICS:
         baseline, candidate = pairs.metrics[_METRICS[signal.name]]
         usable = mask & pairs.healthy & ~np.isnan(baseline) & ~np.isnan(candidate)
-        place = place_of_regression(parts, usable, baseline, candidate)
+        place = place_of_regression(cuts, usable, baseline, candidate)
     elif (events := _events_of(signal, evidence)) is not None:
         population, affected = events
-        place = place_of_events(parts, population & mask, affected)
-    if place == ALL or signal.segment in (ALL, place):
-        return signal.segment if place == ALL else place
-    return f"{signal.segment}, {place}"
+        place = place_of_events(cuts, population & mask, affected)
+    if place.name == ALL or signal.segment in (ALL, place.name):
+        return place._replace(name=signal.segment if place.name == ALL else place.name)
+    return place._replace(name=f"{signal.segment}, {place.name}")
 
 
 def _events_of(signal: Signal, evidence: Evidence) -> tuple[Bools, Bools] | None:
@@ -135,9 +132,9 @@ def _events_of(signal: Signal, evidence: Evidence) -> tuple[Bools, Bools] | None
         case "numeric-drift":
             return pairs.healthy, pairs.output == Output.DRIFTED
         case "missing-provenance":
-            return everything, ~pairs.routed[1]
+            return pairs.ok[1], pairs.ok[1] & ~pairs.routed[1]
         case "missing-streaming":
-            return everything, ~pairs.streamed[1]
+            return pairs.ok[1], pairs.ok[1] & ~pairs.streamed[1]
         case "missing-comparable":
             return pairs.healthy, np.isin(pairs.output, (Output.INCOMPARABLE, Output.NO_MATERIAL))
     return None
@@ -208,7 +205,7 @@ def _of_mismatch(evidence: Evidence, mask: Bools) -> Cause:
     if not kind:
         return UNKNOWN
     words, action = _MISMATCHES[kind]
-    return Cause(kind, f"of {len(rows):,} looked at, {count:,} {words}", action)
+    return Cause(kind, f"{count:,} of {len(rows):,} looked at {words}", action)
 
 
 _MISMATCHES: Mapping[str, tuple[str, str]] = {
@@ -327,14 +324,14 @@ def _of_provenance(evidence: Evidence, mask: Bools) -> Cause:
     fields = {"route": "route_id", "scheduler": "scheduler"}
     lacking = [name for name, field in fields.items() if not evidence.names[field][1]]
     if not lacking:
-        num = int((mask & ~evidence.pairs.routed[1]).sum())
+        num = int((mask & evidence.pairs.ok[1] & ~evidence.pairs.routed[1]).sum())
         return Cause("some", f"{num:,} answers lack route or scheduler, others have both")
     return Cause("no-" + "-no-".join(lacking), f"no answer names its {' or '.join(lacking)}")
 
 
 def _of_streaming(evidence: Evidence, _: Bools) -> Cause:
     faults = {reason: count for side, reason, count in evidence.faults if side == "candidate"}
-    missing = int((~evidence.pairs.streamed[1]).sum())
+    missing = int((evidence.pairs.ok[1] & ~evidence.pairs.streamed[1]).sum())
     for reason, count in faults.items():
         if 2 * count >= missing:
             action = "stamp events by one clock that never steps back, and give each its own index"
@@ -442,14 +439,15 @@ def _known(baseline: Floats, candidate: Floats) -> Bools:
 
 def _both(evidence: Evidence, field: str, mask: Bools) -> tuple[Floats, Floats]:
     """Numbers of both sides that are no metric, of the pairs that have both."""
-    text = f"coalesce({{0}}.{field}, len({{0}}.tokens))" if field == "output_tokens" else f"{{0}}.{field}"
-    rows = evidence.store.rows(
-        f"SELECT place, {text.format('x')}, {text.format('y')} FROM ordered o JOIN observed_baseline x ON o.b = x.row"
-        " JOIN observed_candidate y ON o.c = y.row ORDER BY place"
-    )
-    found = [(b, c) for place, b, c in rows if mask[place] and b is not None and c is not None]
-    numbers = np.array(found, np.float64).reshape(-1, 2)
-    return numbers[:, 0], numbers[:, 1]
+    text = "coalesce({0}.output_tokens, len({0}.token_ids), len({0}.stream_events))"
+    text = text if field == "output_tokens" else f"{{0}}.{field}"
+    columns = evidence.store.connection.execute(
+        f"SELECT {text.format('b')} AS b, {text.format('c')} AS c FROM ordered o JOIN baseline b ON o.b = b.row"
+        " JOIN candidate c ON o.c = c.row ORDER BY place"
+    ).fetchnumpy()
+    baseline, candidate = (np.ma.filled(np.ma.asarray(columns[side]).astype(np.float64), math.nan) for side in "bc")
+    known = mask & _known(baseline, candidate)
+    return baseline[known], candidate[known]
 
 
 def _of_drift(evidence: Evidence, _: Bools) -> Cause:

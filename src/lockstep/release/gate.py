@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep.release import sequential, signals
 from lockstep.release.agreement import divergence, excess_mismatches, logprob_gaps
+from lockstep.release.causes import find
 from lockstep.release.evidence import METRICS, Bools, Evidence, p95
 from lockstep.release.observation import SIDES
 from lockstep.release.outputs import COMPARED, DIFFERENT, Output, first_difference
@@ -82,10 +83,11 @@ def judge(
     if second is not None:
         found += _unsound(policy, second)
     ordered = tuple(sorted(found, key=_order))
+    findings = find(ordered, evidence)
     return Verdict(
         decision=ordered[0].response if ordered else Decision.PROMOTE,
         guarantee=guarantee,
-        reason=ordered[0].sentence if ordered else "everything is within policy",
+        reason=findings[0].signal.sentence if findings else "everything is within policy",
         evidence=_kind_of_evidence(policy, evidence),
         signals=ordered,
         notes=tuple(notes),
@@ -101,7 +103,7 @@ def judge(
             for number, side in enumerate(SIDES)
         },
         joining=_account(evidence),
-        triage=triage_of(ordered, policy, evidence),
+        triage=triage_of(findings, policy),
         policy=asdict(policy),
         inputs=tuple(_account_of(each, each.side) for each in sources)
         + (() if beside is None else (_account_of(beside.source, "second baseline"),)),
@@ -212,7 +214,6 @@ def _figures(baseline: float, candidate: float, pairs: int) -> Figures:
 
 def _coverage(evidence: Evidence) -> dict[str, float | None]:
     pairs = evidence.pairs
-    count = len(pairs)
 
     def rate(number: float, of: float) -> float | None:
         return float(number) / of if of else None
@@ -225,8 +226,10 @@ def _coverage(evidence: Evidence) -> dict[str, float | None]:
         "comparable_rate": rate(compared, healthy),
     }
     for number, side in enumerate(SIDES):
-        found[f"{side}_routing_provenance_rate"] = rate(int(pairs.routed[number].sum()), count)
-        found[f"{side}_streaming_trace_rate"] = rate(int(pairs.streamed[number].sum()), count)
+        answered = pairs.ok[number]  # a failure has no tokens to give times of, and is counted as what it is
+        num = int(answered.sum())
+        found[f"{side}_routing_provenance_rate"] = rate(int((pairs.routed[number] & answered).sum()), num)
+        found[f"{side}_streaming_trace_rate"] = rate(int((pairs.streamed[number] & answered).sum()), num)
     return dict(sorted(found.items()))
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import EvidenceError
-from lockstep.release.causes import find
-from lockstep.release.evidence import Evidence
+from lockstep.release.causes import Finding
 from lockstep.release.policy import Policy
 from lockstep.release.verdict import Decision, Signal, Triage
 
@@ -60,8 +59,8 @@ def rank_of(signal: Signal) -> int:
     return _RANKS[signal.name]
 
 
-def triage_of(signals: Sequence[Signal], policy: Policy, evidence: Evidence) -> tuple[Triage, ...]:
-    """An item per signal, each with its place and cause, in the order in which a person looks at them."""
+def triage_of(findings: Sequence[Finding], policy: Policy) -> tuple[Triage, ...]:
+    """An item per finding, in their order."""
     return tuple(
         Triage(
             signal=signal.name,
@@ -74,14 +73,16 @@ def triage_of(signals: Sequence[Signal], policy: Policy, evidence: Evidence) -> 
             action=cause.action or HINTS[signal.name].action,
             examples=signal.examples,
         )
-        for signal, place, cause in find(signals, evidence)
+        for signal, place, cause in findings
     )
 
 
 def owner_of(signal: str, place: str, owners: Mapping[str, str]) -> str:
     """Who looks after a signal: the last pattern that fits ``signal`` or ``signal/place``, else the built-in hint."""
     fitting = [
-        owner for pattern, owner in owners.items() if fnmatch(signal, pattern) or fnmatch(f"{signal}/{place}", pattern)
+        owner
+        for pattern, owner in owners.items()
+        if fnmatchcase(signal, pattern) or fnmatchcase(f"{signal}/{place}", pattern)
     ]
     return fitting[-1] if fitting else HINTS[signal].owner
 
