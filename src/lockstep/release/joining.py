@@ -91,7 +91,10 @@ def join(store: Store) -> Joining:
         if key.name == "index" and index_fault:
             continue
         before = store.number("SELECT count(*) FROM pairs")
-        store.run(_matching(key))
+        if key.name == "prompt":
+            _match_prompts(store)
+        else:
+            _match(store, key)
         num_new = store.number("SELECT count(*) FROM pairs") - before
         if num_new:
             by_key.append((key.name, num_new))
@@ -113,7 +116,10 @@ def _make_keys(store: Store, side: Side) -> None:
     Leaves the tables ``keys_`` and ``retried_`` of the side.
     """
     values = ", ".join(f"{key.value} AS key_{key.name}" for key in KEYS)
-    store.run(f"CREATE TABLE keys_{side} AS SELECT row, ts, {OK} AS ok, {NAME} AS name, {values} FROM {side}")
+    store.run(
+        f"CREATE TABLE keys_{side} AS SELECT row, ts, ts - first AS since, {OK} AS ok, {NAME} AS name, {values}"
+        f" FROM {side}, (SELECT min(ts) AS first FROM {side})"
+    )
     store.run(f"CREATE TABLE retried_{side} (row BIGINT, name VARCHAR)")
     for key in (f"key_{key.name}" for key in KEYS if key.is_id):
         failed = f"(SELECT row, name, ts, {key} FROM keys_{side} WHERE NOT ok AND {key} IS NOT NULL)"
@@ -128,40 +134,35 @@ def _make_keys(store: Store, side: Side) -> None:
     store.run(f"UPDATE keys_{side} SET key_pair = NULL WHERE key_request_id IN {doubled}")
 
 
-def _matching(key: Key) -> str:
-    """SQL that pairs what is left by one key, where it is of one record on each side."""
-    if key.name == "prompt":
-        return _matching_prompts()
+def _match(store: Store, key: Key) -> None:
+    """Pair what is left by one key, where it is of one record on each side."""
     alone = (
         "(SELECT key_{0} AS key, min(row) AS row, min(name) AS name FROM keys_{1} WHERE key_{0} IS NOT NULL GROUP BY 1"
         " HAVING count(*) = 1)"
     )
     name = "key" if key.is_id else "coalesce(b.name, c.name)"
-    return (
+    store.run(
         f"INSERT INTO pairs SELECT b.row, c.row, '{key.name}', {name} FROM {alone.format(key.name, 'baseline')} b"
         f" JOIN {alone.format(key.name, 'candidate')} c USING (key)"
     )
 
 
-def _matching_prompts() -> str:
-    """SQL that pairs equal prompts that came at about the same time, where no equal one came near on either side."""
-
-    def alone(side: Side) -> str:
-        return (
-            f"(SELECT row, name, key_prompt AS key, ts - (SELECT min(ts) FROM {side}) AS since FROM keys_{side}"
-            " WHERE key_prompt IS NOT NULL AND ts IS NOT NULL"
-            " WINDOW near AS (PARTITION BY key_prompt ORDER BY ts)"
+def _match_prompts(store: Store) -> None:
+    """Pair equal prompts that came at about the same time, where no equal one came near on either side."""
+    for side in SIDES:
+        store.run(
+            f"CREATE TABLE prompts_{side} AS SELECT row, name, key_prompt AS key, since,"
+            f" floor(since / {WINDOW_S}) AS bin FROM keys_{side} WHERE key_prompt IS NOT NULL AND since IS NOT NULL"
+            " WINDOW near AS (PARTITION BY key_prompt ORDER BY since)"
             f" QUALIFY coalesce(since - lag(since) OVER near > {2 * WINDOW_S}, true)"
-            f" AND coalesce(lead(since) OVER near - since > {2 * WINDOW_S}, true))"
+            f" AND coalesce(lead(since) OVER near - since > {2 * WINDOW_S}, true)"
         )
-
-    bin_ = f"floor(since / {WINDOW_S})"
-    return (
-        "INSERT INTO pairs SELECT b.row, c.row, 'prompt', coalesce(b.name, c.name)"
-        f" FROM (SELECT *, unnest([{bin_} - 1, {bin_}, {bin_} + 1]) AS bin FROM {alone('baseline')}) b"
-        f" JOIN (SELECT *, {bin_} AS bin FROM {alone('candidate')}) c USING (key, bin)"
-        f" WHERE abs(b.since - c.since) <= {WINDOW_S}"
-    )
+    for shift in (-1, 0, 1):
+        store.run(
+            "INSERT INTO pairs SELECT b.row, c.row, 'prompt', coalesce(b.name, c.name) FROM prompts_baseline b"
+            f" JOIN prompts_candidate c ON b.key = c.key AND b.bin + {shift} = c.bin"
+            f" WHERE abs(b.since - c.since) <= {WINDOW_S}"
+        )
 
 
 def _index_fault(store: Store) -> str:
