@@ -81,10 +81,12 @@ def judge(
     if second is not None:
         found += _unsound(policy, second)
     ordered = tuple(sorted(found, key=_order))
+    triage = triage_of(ordered, policy, evidence)
+    leading = [each for each in ordered if triage[0].evidence.startswith(each.sentence)]
     return Verdict(
         decision=ordered[0].response if ordered else Decision.PROMOTE,
         guarantee=guarantee,
-        reason=ordered[0].sentence if ordered else "everything is within policy",
+        reason=next((each.sentence for each in leading), "everything is within policy"),
         evidence=_kind_of_evidence(policy, evidence),
         signals=ordered,
         notes=tuple(notes),
@@ -100,7 +102,7 @@ def judge(
             for number, side in enumerate(SIDES)
         },
         joining=_account(evidence),
-        triage=triage_of(ordered, policy, evidence),
+        triage=triage,
         policy=asdict(policy),
         inputs=tuple(_account_of(each, each.side) for each in sources)
         + (() if beside is None else (_account_of(beside.source, "second baseline"),)),
