@@ -90,9 +90,9 @@ class Track:
     upper: Floats
     """Upper end of the confidence sequence, one-sided at alpha; inf while there is no evidence."""
     log_above: Floats
-    """Logarithm of the e-value against: the mean is at most the bound."""
+    """Logarithm of the e-value against: the mean is at most the bound; -inf while there is no evidence."""
     log_below: Floats
-    """Logarithm of the e-value against: the mean is at least the bound."""
+    """Logarithm of the e-value against: the mean is at least the bound; likewise."""
 
 
 def looks_of(num_pairs: int, first: int = MIN_PAIRS) -> Looks:
@@ -139,8 +139,8 @@ def track(series: Floats, bound: float, alpha: float, looks: Looks, *, is_event:
         begins=begins,
         lower=mean - width,
         upper=mean + _width_where_more(width, rate),
-        log_above=np.where(is_evidence, _log_mixture(excess, looks), 0.0),
-        log_below=np.where(is_evidence, _log_mixture(-excess / at_bound, looks), 0.0),
+        log_above=np.where(is_evidence, _log_mixture(excess, looks), -math.inf),
+        log_below=np.where(is_evidence, _log_mixture(-excess / at_bound, looks), -math.inf),
     )
 
 

@@ -186,7 +186,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     guarantee: str
     """Error rates that hold; none in threshold mode."""
     reason: str
-    """The deciding signal in a sentence."""
+    """The signal to look at first, in a sentence."""
     evidence: str
     """Strongest kind of evidence that there was: equality, decisions, agreement or latency."""
     signals: tuple[Signal, ...]
