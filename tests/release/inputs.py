@@ -59,6 +59,6 @@ def verdict_of(*paths: Path, **settings: Any) -> Verdict:
         return judge(policy, gather(store, policy.numeric_tolerances), tuple(sources))
 
 
-def pair_file(path: Path, baseline: Sequence[Record], candidate: Sequence[Record]) -> Path:
+def pair_file(path: Path, baseline: Sequence[Any], candidate: Sequence[Any]) -> Path:
     """A document with both sides."""
     return write_json(path, {"baseline": list(baseline), "candidate": list(candidate)})

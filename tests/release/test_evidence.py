@@ -130,7 +130,7 @@ def test_traces_of_tokens_are_compared_where_both_sides_have_one(tmp_path: Path)
 
 def records_of(draw: Any, num: int, side: int) -> list[Record]:
     """Observations with everything that decides, ids that repeat and ids that are missing."""
-    found = []
+    found: list[Record] = []
     for place in range(num):
         record: dict[str, Any] = {
             "request_id": f"r-{draw(st.integers(0, num))}",

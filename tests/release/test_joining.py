@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def joined(path: Path) -> tuple[Joining, list[tuple[str, float, float]]]:
     return joining, [(str(name), float(b), float(c)) for name, b, c in rows]
 
 
-def join_of(tmp_path: Path, baseline: list[Record], candidate: list[Record]) -> tuple[Joining, list[Any]]:
+def join_of(tmp_path: Path, baseline: Sequence[Any], candidate: Sequence[Any]) -> tuple[Joining, list[Any]]:
     """Observations whose latency is their place on their side."""
     sides = [[{"latency_ms": float(at), **each} for at, each in enumerate(side)] for side in (baseline, candidate)]
     return joined(pair_file(tmp_path / "input.json", *sides))

@@ -228,7 +228,8 @@ def excess_mismatches(
 def _requests(store: Store) -> NDArray[np.uint64]:
     """Digests of the baseline's requests in the order of pairs, the same in every pairing of one baseline."""
     rows = store.connection.execute(
-        "SELECT hash(coalesce(x.request_id, key)) AS request FROM ordered o JOIN baseline x ON o.b = x.row ORDER BY place"
+        "SELECT hash(coalesce(x.request_id, key)) AS request FROM ordered o JOIN baseline x ON o.b = x.row"
+        " ORDER BY place"
     )
     requests: NDArray[np.uint64] = rows.fetchnumpy()["request"].astype(np.uint64)
     return requests

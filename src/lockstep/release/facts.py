@@ -91,8 +91,8 @@ route_id IS NOT NULL AND scheduler IS NOT NULL AS routed,
 {_hash("vector", as_="vector_hash")}, len(vector) = 0 AS is_blank_vector,
 {_hash("text", as_="text_hash")}, text = '' AND {_ANY_TOKENS} AS is_blank_text,
 fingerprint, token_trace_fingerprint, doubled, falling, {_FAULTS} AS faults,
-hash(request_id, traceparent, engine_id, conversation_id, turn, "index", nullif(error, ''), prompt_tokens, output_tokens)
-  AS names
+hash(request_id, traceparent, engine_id, conversation_id, turn, "index", nullif(error, ''), prompt_tokens,
+  output_tokens) AS names
 """
 _DIGESTED = (
     "ts, ok, label, seed, prompt_digest, params_digest, environment, latency_ms, ttft_ms, gaps_hash, kv_pressure,"
