@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import psutil
 
-from lockstep.bench.client import Client
 from lockstep.bench.prompts import Asking, Units, prompt_of
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
@@ -103,7 +102,7 @@ def run_served(target: Target, server: psutil.Process, model: str, load: Load) -
     ]
     jobs = [Job(None, lambda body=body: body, None) for body in bodies]  # type: ignore[misc]  # mypy cannot infer a lambda's default
     before_s = cpu_s(server)
-    run = run_load(lambda: Client(target), jobs, None, Watch(len(jobs)))
+    run = run_load([target], jobs, None, Watch(len(jobs)))
     spent_s = cpu_s(server) - before_s
     failed = [outcome.error for outcome in run.finished if not outcome.is_success]
     if failed:

@@ -1,6 +1,6 @@
 """Customers write to a cluster: a router sends each to a specialist, all of them one embedded model with personas.
 
-    make demo           # boots examples/customer-support.yaml, asks, shows what happened, ends, verifies it
+    make demo           # boots examples/customer-support.yaml, asks, shows what happened, ends, verifies and judges it
     make demo KEEP=1    # stays up afterwards, for curl or any OpenAI client
 
 It is the server that a user starts, spoken to over HTTP. The figures are those of the run that you have just seen.
@@ -9,8 +9,10 @@ It is the server that a user starts, spoken to over HTTP. The figures are those 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -32,6 +34,7 @@ SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "max_tokens": 64}
 KEPT_PORT = "9000"
 READY = re.compile(r"ready on (http://\S+),")
 LOCKSTEP = (sys.executable, "-m", "lockstep")
+CANDIDATE = ("--max-chunk-tokens", "16")
 STOP_S = 20.0
 READ_S = 120.0
 
@@ -39,10 +42,10 @@ Message = dict[str, Any]
 
 
 @contextlib.contextmanager
-def serving(port: str, trace: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def serving(port: str, folder: Path, name: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server of the cluster until the block ends, which records what it decides: its address and its process."""
-    command = [*LOCKSTEP, "serve", "--manifest", str(MANIFEST), "--backend", "pocket"]
-    command += ["--port", port, "--log-level", "error", "--trace", trace]
+    command = [*LOCKSTEP, "serve", "--manifest", str(MANIFEST), "--backend", "pocket", "--port", port, *flags]
+    command += ["--log-level", "error", "--trace", str(folder / name), "--trace-key", str(folder / "key")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield address_of(process), process
@@ -148,23 +151,75 @@ def converse(client: httpx2.Client, console: Console) -> None:
     show_cluster(console, client.get("/v1/cluster").json())
 
 
-def verify(console: Console, trace: str) -> None:
+def verify(console: Console, trace: Path) -> None:
     """Decide again, in another process, all that the server decided."""
     console.print("\n[bold]every step that the server decided, decided again from its recording[/bold]")
     ended = subprocess.run(
-        [*LOCKSTEP, "replay", "--verify", trace], stdout=subprocess.PIPE, text=True, timeout=READ_S, check=False
+        [*LOCKSTEP, "replay", "--verify", str(trace)], stdout=subprocess.PIPE, text=True, timeout=READ_S, check=False
     )
     console.print(ended.stdout.strip(), highlight=False)
     if ended.returncode:
         raise SystemExit(ended.returncode)
 
 
+def judge(console: Console, baseline: Path, candidate: Path) -> None:
+    """The gate's verdict on two recordings, and what another setting would do to users."""
+    command = [*LOCKSTEP, "gate", str(baseline), str(candidate), "--set", "min_pairs=5", "--json"]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=READ_S, check=False)
+    if ended.returncode not in (0, 1, 2):
+        raise SystemExit(ended.returncode)
+    verdict = json.loads(ended.stdout)
+    summary, [engine] = verdict["summary"], verdict["decisions"]["engines"]
+    console.print(f"[bold]{verdict['decision']}[/bold]: {verdict['reason']}", highlight=False)
+    console.print(
+        f"  {summary['same']} of {summary['pairs']} answers are the same; {verdict['evidence']}", highlight=False
+    )
+    for name, (before, after) in engine["settings"].items():
+        console.print(f"  what changed: {name}, from {before} to {after}", highlight=False)
+    if "reasons" in engine["difference"]:
+        reasons = "; ".join(engine["difference"]["reasons"])
+        console.print(f"  the first step that differs (A: served, B: candidate): {reasons}", highlight=False)
+    if engine["settings"] and "figures" in engine["prediction"]:
+        show_prediction(console, engine["prediction"])
+
+
+def show_prediction(console: Console, prediction: dict[str, Any]) -> None:
+    """What the candidate's setting would do to the conversations that were recorded, by a replay of them."""
+    table = Table("figure", "measured", "replayed", "on the candidate", "change", title_justify="left")
+    table.title = "what it would do to users, replayed from the first recording alone"
+    for name, words in (
+        ("ttft_p50_ms", "median first token, ms"),
+        ("ttft_p95_ms", "p95 first token, ms"),
+        ("output_tokens_per_s", "output tokens/s"),
+    ):
+        figure = prediction["figures"][name]
+        values = [f"{figure[each]:.1f}" for each in ("measured", "baseline", "candidate")]
+        table.add_row(words, *values, f"{100 * figure['change']:+.0f} %")
+    console.print(table)
+    console.print(f"[dim]  {prediction['trust']}[/dim]", highlight=False)
+
+
+def judge_both(console: Console, folder: Path) -> None:
+    """Verdicts on what was served: against itself, and against the same conversations under another setting."""
+    console.print("\n[bold]the gate: this server against itself[/bold]")
+    judge(console, folder / "served", folder / "served")
+    console.print(f"\n[bold]the gate: against a candidate with {' '.join(CANDIDATE)}[/bold], asked the same")
+    with (
+        serving("0", folder, "candidate", *CANDIDATE) as (url, _),
+        httpx2.Client(base_url=url, timeout=READ_S) as client,
+    ):
+        converse(client, Console(file=io.StringIO()))
+    judge(console, folder / "served", folder / "candidate")
+
+
 def main(arguments: list[str]) -> None:
     console = Console(width=min(Console().width, 110))
     keeps = "--keep" in arguments
     console.print("[bold]booting a cluster on the embedded model[/bold] (a demo model: small, and often wrong)")
-    with tempfile.TemporaryDirectory(prefix="lockstep-demo-") as trace:
-        with serving(KEPT_PORT if keeps else "0", trace) as (url, process):
+    with tempfile.TemporaryDirectory(prefix="lockstep-demo-") as place:
+        folder = Path(place)
+        (folder / "key").write_text(secrets.token_hex(32))
+        with serving(KEPT_PORT if keeps else "0", folder, "served") as (url, process):
             with httpx2.Client(base_url=url, timeout=READ_S) as client:
                 converse(client, console)
             if keeps:
@@ -173,7 +228,9 @@ def main(arguments: list[str]) -> None:
                 )
                 with contextlib.suppress(KeyboardInterrupt):
                     process.wait()
-        verify(console, trace)
+        verify(console, folder / "served")
+        if not keeps:
+            judge_both(console, folder)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     ├── UsageError                 the command line or a call was wrong before anything started
     ├── RemoteError                a server that we are a client of cannot be reached, or refuses
     ├── TraceError                 a recording or a workload cannot be read
+    ├── EvidenceError              what a release is to be judged by cannot be read
     ├── ConfigError                a limit or policy that cannot work, refused at construction
     │   ├── ManifestError              a manifest has faults (`problems` has all of them)
     │   └── OverBudgetError            its models need more than its budgets (`table` says who needs what)
@@ -63,6 +64,10 @@ class RemoteError(LockstepError):
 
 class TraceError(LockstepError):
     """A recording or a workload cannot be read; the message says where it is wrong."""
+
+
+class EvidenceError(LockstepError):
+    """Observations or a policy that a release is judged by cannot be read; the message says where it is wrong."""
 
 
 class ConfigError(LockstepError):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.bench.client import Client
 from lockstep.bench.protocol import Target
 from lockstep.bench.runner import Job, Watch, arrival_times, progress, run_load
 from tests.bench.conftest import Start
@@ -59,7 +58,7 @@ def test_requests_are_sent_when_they_are_due_and_counted_from_then(standin: Star
     url, behaviour = standin()
     target = Target.parse(url)
     jobs = [job(target, due_s) for due_s in (0.0, 0.1, 0.2)]
-    run = run_load(lambda: Client(target), jobs, None, Watch(len(jobs)))
+    run = run_load([target], jobs, None, Watch(len(jobs)))
     assert [outcome.is_success for outcome in run.finished] == [True, True, True]
     starts = [outcome.start_s - run.finished[0].start_s for outcome in run.finished]
     assert starts == pytest.approx([0.0, 0.1, 0.2]), "latencies count from when a request was due"
@@ -78,7 +77,7 @@ def test_a_run_is_the_same_whether_requests_are_prepared_and_answers_kept_or_not
     url, behaviour = standin()
     target = Target.parse(url)
     watch = Watch(6)
-    run = run_load(lambda: Client(target), [job(target) for _ in range(6)], 2, watch)
+    run = run_load([target], [job(target) for _ in range(6)], 2, watch)
     assert [(outcome.is_success, outcome.output_tokens) for outcome in run.finished] == [(True, 4)] * 6
     assert (watch.num_done, watch.num_failed) == (6, 0)
     assert behaviour.max_open <= 2, "no more are open at once than may be"
@@ -90,7 +89,7 @@ def test_what_fails_is_counted_while_the_run_lasts(standin: Start) -> None:
     target = Target.parse(url)
     seen: list[tuple[int, int]] = []
     watch = Watch(4, on_report=lambda watch: seen.append((watch.num_done, watch.num_failed)))
-    run = run_load(lambda: Client(target), [job(target) for _ in range(4)], 1, watch)
+    run = run_load([target], [job(target) for _ in range(4)], 1, watch)
     assert [outcome.is_success for outcome in run.finished].count(False) == 2
     assert seen[0] == (0, 0)
     assert seen[-1] == (4, 2)

@@ -55,10 +55,10 @@ def faulty(path: Path) -> str:
 
 def test_a_newer_version_is_refused(path: Path) -> None:
     def newer(entries: list[Entry]) -> None:
-        entries[0] = replace(entries[0], schema=5)
+        entries[0] = replace(entries[0], schema=6)
 
     rewrite_entries(path, newer)
-    assert "its schema is 5, and this version reads 4" in faulty(path)
+    assert "its schema is 6, and this version reads 5" in faulty(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x28\xb5\x2f\xfd", b"x" * 100])

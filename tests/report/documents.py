@@ -11,8 +11,12 @@ from lockstep.report.document import (
     Flag,
     Folded,
     Lead,
+    Level,
+    Line,
     Number,
     Paragraph,
+    Plot,
+    Plots,
     Point,
     Remark,
     Scatter,
@@ -86,5 +90,6 @@ def everything(text: str = "words") -> Document:
         Folded(text, Table(text, words(text), [(text,)])),
         Table(text, words("", text), [(Flag(True, text, text), Remark(text))], can_sort=True),
         Scatter([Axis(text, text, text, "less")], [Point(text, {text: 1.0})], text),
+        Plots([Plot(text, text, text, text, [Line(text, "a", [(1.0, 2.0), (2.0, 3.0)])], [Level(text, 2.0)])]),
     )
     return Document(text, [Section(text, blocks)], [Lead(text, text, "A")], text, (text,))

@@ -29,15 +29,19 @@ class Target:
     api_key: str | None = None
 
     @classmethod
-    def parse(cls, base_url: str, api_key: str | None = None) -> Target:
-        """Parse a URL with or without ``/v1`` at its end; UsageError says what a URL would be."""
+    def parse(cls, base_url: str, api_key: str | None = None, flag: str = "--base-url") -> Target:
+        """Parse a URL with or without ``/v1`` at its end; UsageError says what a URL would be.
+
+        Args:
+            flag: that the URL is of.
+        """
         parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         try:
             port = parts.port
         except ValueError:
             port = -1
         if parts.scheme not in _PORTS or not parts.hostname or port == -1:
-            raise UsageError(f"--base-url is {base_url!r}; it must look like http://127.0.0.1:9000")
+            raise UsageError(f"{flag} is {base_url!r}; it must look like http://127.0.0.1:9000")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise UsageError("--api-key holds characters that no HTTP header can carry")
         root = parts.path.rstrip("/").removesuffix("/v1")
@@ -59,7 +63,7 @@ class Target:
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         return {"User-Agent": f"lockstep/{__version__}", **key}
 
-    def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+    def post(self, path: str, body: Mapping[str, Any], more_headers: Mapping[str, str] | None = None) -> bytes:
         """A whole POST request with a JSON body."""
         content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
         headers = {
@@ -68,6 +72,7 @@ class Target:
             "Accept": "text/event-stream",
             "Content-Type": "application/json",
             "Content-Length": str(len(content)),
+            **(more_headers or {}),
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         return f"POST {self.root}{path} HTTP/1.1\r\n{lines}\r\n".encode() + content

@@ -7,12 +7,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from lockstep.bench.client import Client, Exchange, Outcome, read_exchange
+from lockstep.bench.protocol import Target
 
 PREPARED_BYTES = 256 << 20
 """Requests that are written before the run; what is beyond is written just before it is due."""
@@ -30,6 +31,8 @@ class Job:
     write: Callable[[], bytes]
     """Makes the request."""
     prompt_tokens: int | None
+    target: int = 0
+    """Place of its server among those of the run."""
 
 
 @dataclass(slots=True)
@@ -61,8 +64,10 @@ class Watch:
 class Runner:
     """One run. Cancelling `run` ends it early; what was measured stays in `result`."""
 
-    def __init__(self, client: Client, jobs: Sequence[Job], max_concurrency: int | None, watch: Watch) -> None:
-        self._client = client
+    def __init__(
+        self, clients: Sequence[Client], jobs: Sequence[Job], max_concurrency: int | None, watch: Watch
+    ) -> None:
+        self._clients = clients
         self._jobs = jobs
         self._places = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._watch = watch
@@ -103,7 +108,7 @@ class Runner:
         exchange = Exchange()
         async with self._places:
             start_s = time.perf_counter() if job.due_s is None else self._origin_s + job.due_s
-            await self._client.send(request, exchange)
+            await self._clients[job.target].send(request, exchange)
         self._watch.num_done += 1
         self._watch.num_failed += bool(exchange.error) or exchange.status >= 400
         self._exchanges[index] = (exchange, start_s)
@@ -137,18 +142,19 @@ def _prepare(jobs: Sequence[Job]) -> dict[int, bytes]:
     return prepared
 
 
-def run_load(client: Callable[[], Client], jobs: Sequence[Job], max_concurrency: int | None, watch: Watch) -> Run:
+def run_load(targets: Sequence[Target], jobs: Sequence[Job], max_concurrency: int | None, watch: Watch) -> Run:
     """Run to the end, or to Ctrl-C, in an event loop of its own.
 
     Args:
-        client: made inside of the loop.
+        targets: servers, by their places in jobs.
         max_concurrency: requests that are open at once; None: as many as are due.
     """
     runners: list[Runner] = []
 
     async def whole() -> None:
-        async with client() as opened:
-            runners.append(Runner(opened, jobs, max_concurrency, watch))
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(Client(target)) for target in targets]
+            runners.append(Runner(clients, jobs, max_concurrency, watch))
             await runners[0].run()
 
     try:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.bench.client import Client, Outcome
+from lockstep.bench.client import Outcome
+from lockstep.bench.pairs import Pair, pairs_of, request_id
 from lockstep.bench.prompts import Asking, Calibration, calibrate, prompt_of
 from lockstep.bench.protocol import Target
 from lockstep.bench.remote import Remote
@@ -72,6 +73,8 @@ class ServeOptions:
     trace_speed: float = 1.0
     trace_spread: bool = False
     shows_progress: bool = True
+    candidate: Target | None = None
+    """A second server, to which each request is sent as well."""
 
     def __post_init__(self) -> None:
         if not self.request_rate > 0 or not self.burstiness > 0 or not self.trace_speed > 0:
@@ -113,6 +116,8 @@ class ServeResult:
     prompts: str
     """Origin of the prompts' lengths."""
     was_interrupted: bool
+    pairs: tuple[Pair, ...] = ()
+    """With a candidate: each request as both servers answered it."""
 
     def as_json(self, *, detailed: bool) -> dict[str, Any]:
         return self.figures | (per_request(self.outcomes) if detailed else {})
@@ -151,17 +156,23 @@ def run_serve(options: ServeOptions, say: Callable[[str], None]) -> ServeResult:
         asking = Asking(model, options.is_chat, options.temperature, options.ignore_eos, options.extra_body)
         calibration = calibrate(remote, asking, options.endpoint, samples, options.seed)
     jobs = _jobs(options, asking, calibration, samples)
+    targets = [options.target, *([] if options.candidate is None else [options.candidate])]
     if options.num_warmups:
-        warmups = [Job(None, jobs[i % len(jobs)].write, None) for i in range(options.num_warmups)]
+        of_each = options.num_warmups * len(targets)
+        warmups = [replace(jobs[i % len(jobs)], due_s=None, prompt_tokens=None) for i in range(of_each)]
         say(f"{options.num_warmups} warm-up requests")
-        warm = run_load(lambda: Client(options.target), warmups, options.max_concurrency, Watch(len(warmups)))
+        warm = run_load(targets, warmups, options.max_concurrency, Watch(len(warmups)))
         if warm.was_interrupted:
             raise KeyboardInterrupt
     method = calibration.units.method
-    say(f"{len(jobs)} requests to {options.target.url}{options.endpoint}, model {model}, prompts {method}")
+    where = " and ".join(f"{target.url}{options.endpoint}" for target in targets)
+    say(f"{len(samples)} requests to {where}, model {model}, prompts {method}")
     with progress(len(jobs), options.shows_progress) as watch:
-        run = run_load(lambda: Client(options.target), jobs, options.max_concurrency, watch)
-    return _result(options, model, run, method)
+        run = run_load(targets, jobs, options.max_concurrency, watch)
+    result = _result(options, model, jobs, run, method)
+    if options.candidate is None:
+        return result
+    return _with_pairs(options, result, pairs_of(jobs, run.outcomes))
 
 
 def _jobs(options: ServeOptions, asking: Asking, calibration: Calibration, samples: Sequence[Sample]) -> list[Job]:
@@ -170,18 +181,32 @@ def _jobs(options: ServeOptions, asking: Asking, calibration: Calibration, sampl
         due = arrival_times(len(samples), options.request_rate, options.burstiness, options.seed)
         times = due if options.is_timed else [None] * len(samples)
 
-    def writer(sample: Sample) -> Callable[[], bytes]:
+    def writer(index: int, sample: Sample, target: Target) -> Callable[[], bytes]:
         def write() -> bytes:
             prompt = prompt_of(sample, calibration.units, options.seed, calibration.corrections)
-            return options.target.post(options.endpoint, asking.body(prompt, sample.output_tokens))
+            body = asking.body(prompt, sample.output_tokens)
+            return target.post(options.endpoint, body, {"X-Request-Id": request_id(options.seed, index)})
 
         return write
 
-    return [Job(at_s, writer(sample), sample.input_tokens) for at_s, sample in zip(times, samples, strict=True)]
+    targets = list(enumerate([options.target] if options.candidate is None else [options.target, options.candidate]))
+    return [
+        Job(at_s, writer(index, sample, target), sample.input_tokens, place)
+        for index, (at_s, sample) in enumerate(zip(times, samples, strict=True))
+        for place, target in (targets if index % 2 == 0 else reversed(targets))
+    ]
 
 
-def _result(options: ServeOptions, model: str, run: Run, prompts: str) -> ServeResult:
-    outcomes = run.finished
+def _with_pairs(options: ServeOptions, result: ServeResult, pairs: Sequence[Pair]) -> ServeResult:
+    """The result with its pairs, and the candidate's figures beside the baseline's."""
+    done = [pair.candidate for pair in pairs if pair.candidate is not None]
+    duration_s = float(result.figures["duration"])
+    candidate = figures(done, duration_s, options.metrics, options.percentiles, options.goals)
+    return replace(result, figures=result.figures | {"candidate": candidate}, pairs=tuple(pairs))
+
+
+def _result(options: ServeOptions, model: str, jobs: Sequence[Job], run: Run, prompts: str) -> ServeResult:
+    outcomes = [outcome for job, outcome in zip(jobs, run.outcomes, strict=True) if outcome and job.target == 0]
     total_tokens = sum(outcome.output_tokens for outcome in outcomes)
     delays_ms = [outcome.send_delay_s * 1e3 for outcome in outcomes] or [0.0]
     rate = "inf" if math.isinf(options.request_rate) else options.request_rate
@@ -189,14 +214,14 @@ def _result(options: ServeOptions, model: str, run: Run, prompts: str) -> ServeR
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "backend": options.backend,
         "model_id": model,
-        "num_prompts": len(run.outcomes),
+        "num_prompts": sum(job.target == 0 for job in jobs),
         "request_rate": rate,
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
     }
     result |= figures(outcomes, run.duration_s, options.metrics, options.percentiles, options.goals)
     result |= {
-        "interrupted": len(run.outcomes) - len(outcomes),
+        "interrupted": sum(job.target == 0 for job in jobs) - len(outcomes),
         "client_cpu_us_per_token": run.cpu_s * 1e6 / total_tokens if total_tokens else None,
         "p99_send_delay_ms": float(np.percentile(delays_ms, 99)),
     }

@@ -18,10 +18,12 @@ from lockstep.cli import replay_options as shared
 from lockstep.cli.flag_groups import SWITCH, Flag, show_help_without_command, with_flags
 from lockstep.cli.progress import loading_progress
 from lockstep.cli.replay_options import settings_of
+from lockstep.cli.writing import check_places, write_file
 from lockstep.engine.options import LoadOptions
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from lockstep.bench.protocol import Target
     from lockstep.bench.serve import ServeOptions, ServeResult
 
 EXIT_ALL_FAILED = 1
@@ -94,6 +96,12 @@ class ServeFlags:
     """Replay a trace so many times as fast."""
     trace_spread: Annotated[bool, SWITCH] = False
     """Spread requests of one timestamp up to the next, for coarse clocks."""
+    candidate_url: str | None = None
+    """A second server that is sent every request, too; they take turns who is first."""
+    candidate_api_key: str | None = None
+    """The second server's key."""
+    save_pairs: Path | None = None
+    """Write what both answered, a pair a line, for `lockstep gate`."""
 
     def options(self, more_goals: list[str], *, shows_progress: bool) -> ServeOptions:
         """As the bench takes them; UsageError where a value cannot be, or two do not fit."""
@@ -127,7 +135,17 @@ class ServeFlags:
             trace_speed=self.trace_speed,
             trace_spread=self.trace_spread,
             shows_progress=shows_progress,
+            candidate=self._candidate(),
         )
+
+    def _candidate(self) -> Target | None:
+        from lockstep.bench.protocol import Target
+
+        if self.candidate_url is None:
+            if self.save_pairs is not None or self.candidate_api_key is not None:
+                raise UsageError("--save-pairs and --candidate-api-key need a second server: --candidate-url URL")
+            return None
+        return Target.parse(self.candidate_url, self.candidate_api_key, "--candidate-url")
 
 
 @bench_app.command()
@@ -140,13 +158,19 @@ def serve(
     debug: flags.Debug = False,
 ) -> None:
     """Measure any OpenAI-compatible server in an open loop; the result's keys are those of `vllm bench serve`."""
+    from lockstep.bench.pairs import lines_of
     from lockstep.bench.serve import run_serve
 
     options = load.options(more_goals or [], shows_progress=not as_json)
+    check_places(((load.save_pairs, "the pairs"),))
     result = run_serve(options, lambda sentence: print(sentence, file=sys.stderr))
     content = result.as_json(detailed=load.save_detailed)
     if load.save_result or load.save_detailed or load.result_filename is not None:
         _save(content, load.result_filename or _file_name(content))
+    if load.save_pairs is not None:
+        pairs = lines_of(result.pairs, options.seed, result.figures["model_id"])
+        write_file(load.save_pairs, pairs, "the pairs")
+        print(f"{len(result.pairs)} pairs in {load.save_pairs}: lockstep gate {load.save_pairs}", file=sys.stderr)
     _print_result(result, options, as_json)
 
 
@@ -158,6 +182,9 @@ def _print_result(result: ServeResult, options: ServeOptions, as_json: bool) -> 
         print(json.dumps(result.figures))
     else:
         print(text_of(result.figures, options.metrics, options.percentiles))
+        if "candidate" in result.figures:
+            print("\nThe candidate:")
+            print(text_of(result.figures | result.figures["candidate"], options.metrics, options.percentiles))
     reasons = failures(result.outcomes)
     if reasons:
         print(text_of_failures(reasons), file=sys.stderr)

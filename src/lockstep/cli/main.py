@@ -22,6 +22,9 @@ from lockstep.errors import LockstepError, ManifestError, OverBudgetError
 from lockstep.version import __version__
 
 EXIT_ERROR = 2
+EXIT_NO_VERDICT = 3
+"""Of verbs whose other exit codes are verdicts: whatever went wrong, it is none of those."""
+VERDICT_VERBS = ("gate", "mirror", "mirror-gate")
 EXIT_INTERRUPTED = 130
 COMPLETION_VARIABLE = "_LOCKSTEP_COMPLETE"
 """The environment variable by which a shell's script asks the program what comes next."""
@@ -53,6 +56,19 @@ VERBS: Mapping[str, tuple[str, str]] = {
         "lockstep.cli.sweep:sweep",
         "Replay every combination of a grid of limits; exit code 1 if goals are given and none meets them.",
     ),
+    "gate": ("lockstep.cli.gate:gate", "Judge a candidate: exit code 0 promote, 1 rollback, 2 hold, 3 bad input."),
+    "gate serve": (
+        "lockstep.cli.gate_serve:gate_serve",
+        "Follow files that grow and tell the verdict over HTTP: to Argo Rollouts, to Flagger, to anybody.",
+    ),
+    "mirror": (
+        "lockstep.cli.gate:mirror",
+        "Convert what other tools wrote to one file of observations that the gate reads.",
+    ),
+    "mirror-gate": (
+        "lockstep.cli.gate:mirror_gate",
+        "Convert what other tools wrote, and judge it: exit codes as those of gate.",
+    ),
     "chat": ("lockstep.cli.chat:chat", "Chat with a server that speaks OpenAI's language; ours is the default."),
     "pull": (
         "lockstep.cli.models:pull",
@@ -78,6 +94,8 @@ class _LazyGroup(TyperGroup):
     """Commands that stand only with their line of help, until one is chosen and imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # the types are of a module that typer keeps private
+        if " ".join(args[:2]) in VERBS:  # a verb of two words beside one that takes files
+            args = [" ".join(args[:2]), *args[2:]]
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else command_of(name), rest
 
@@ -163,9 +181,9 @@ def invoke(argv: list[str]) -> int:
             _fail(f"{error.name}, {problem}", argv)
         return EXIT_ERROR
     except OverBudgetError as error:
-        _fail(str(error), argv)
+        code = _fail(str(error), argv)
         print(error.table, file=sys.stderr)
-        return EXIT_ERROR
+        return code
     except LockstepError as error:
         return _fail(str(error), argv)
     except (KeyboardInterrupt, typer.Abort):
@@ -207,4 +225,5 @@ def _fail(message: str, argv: list[str]) -> int:
         traceback.print_exc()
     line = " ".join(message.split())
     print(f"lockstep: error: {line}", file=sys.stderr)
-    return EXIT_ERROR
+    verb = next((argument for argument in argv if not argument.startswith("-")), "")
+    return EXIT_NO_VERDICT if verb in VERDICT_VERBS else EXIT_ERROR

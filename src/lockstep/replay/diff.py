@@ -167,11 +167,12 @@ def _reproducer(
     return ReproducerSearch(workload, arrived, pairs, found.divergence).run(tuple(unfinished))
 
 
-def diff_traces(a: Trace, b: Trace, engine: int | None = None) -> tuple[EngineDiff, ...]:
+def diff_traces(a: Trace, b: Trace, engine: int | None = None, max_steps: int | None = None) -> tuple[EngineDiff, ...]:
     """Compare the engines of two recordings that have the same number.
 
     Args:
         engine: only the one of this number; None: all.
+        max_steps: how many equal steps are enough; None: all.
 
     Raises:
         TraceError: one has holes, cannot be read on, is not what this version decides, or neither has the engine.
@@ -184,15 +185,22 @@ def diff_traces(a: Trace, b: Trace, engine: int | None = None) -> tuple[EngineDi
         if engine not in numbers:
             raise TraceError(f"no engine {engine} is in either recording; there are {', '.join(map(str, numbers))}")
         numbers = [engine]
-    return tuple(_diff_engine(number, a, engines_a.get(number), b, engines_b.get(number)) for number in numbers)
+    return tuple(
+        _diff_engine(number, a, engines_a.get(number), b, engines_b.get(number), max_steps) for number in numbers
+    )
 
 
 def _diff_engine(
-    number: int, a: Trace, engine_a: EngineEntry | None, b: Trace, engine_b: EngineEntry | None
+    number: int,
+    a: Trace,
+    engine_a: EngineEntry | None,
+    b: Trace,
+    engine_b: EngineEntry | None,
+    max_steps: int | None,
 ) -> EngineDiff:
     name_a, name_b = ("" if engine is None else engine.name for engine in (engine_a, engine_b))
     fields = () if engine_a is None or engine_b is None else differing_fields(engine_a.config, engine_b.config)
-    found = compare(RecordedSide(a, number), RecordedSide(b, number))
+    found = compare(RecordedSide(a, number), RecordedSide(b, number), max_steps)
     divergence, num_equal = found.divergence, found.num_equal_steps
     diff = Diff(fields, num_equal, divergence)
     if divergence is not None:

@@ -44,21 +44,25 @@ def live_steps(trace: Trace, engine: int | None = None) -> Iterator[LiveStep]:
         TraceError: the recording cannot be read on, or is not what this version decides.
     """
     for event in played(trace):
-        if not isinstance(event, DecidedStep) or engine not in (None, event.engine):
-            continue
-        plan, timing = event.plan, event.timing
-        num_tokens = plan.num_tokens
-        yield LiveStep(
-            event.engine,
-            plan.step,
-            timing.start_us,
-            timing.duration_us,
-            timing.gap_us,
-            timing.is_after_idle,
-            plan.num_prompt_tokens,
-            num_tokens - plan.num_prompt_tokens,
-            sum(plan.starts) + num_tokens,
-        )
+        if isinstance(event, DecidedStep) and engine in (None, event.engine):
+            yield live_step(event)
+
+
+def live_step(event: DecidedStep) -> LiveStep:
+    """A step that was decided again, in figures."""
+    plan, timing = event.plan, event.timing
+    num_tokens = plan.num_tokens
+    return LiveStep(
+        event.engine,
+        plan.step,
+        timing.start_us,
+        timing.duration_us,
+        timing.gap_us,
+        timing.is_after_idle,
+        plan.num_prompt_tokens,
+        num_tokens - plan.num_prompt_tokens,
+        sum(plan.starts) + num_tokens,
+    )
 
 
 class Life(NamedTuple):
@@ -165,14 +169,20 @@ def workload_of(trace: Trace, engine: int = 0) -> Workload:
     for event in played(trace, playback):
         served.extend(life for life in lives.take(event) if life.added.engine == engine)
     served.extend(life for (number, _), life in lives.open.items() if number == engine)
-    served = [life for life in served if life.outcome.num_output_tokens]
+    notes = tuple(map(str, with_losses(trace.findings, playback.losses)))
+    return workload_of_lives(trace.files[0].name, traced, served, notes)
+
+
+def workload_of_lives(name: str, engine: EngineEntry, lives: Iterable[Life], notes: tuple[str, ...] = ()) -> Workload:
+    """Sequences of an engine with the lengths that they had, in picoseconds from the first one's arrival; those that
+    got no token are left out."""
+    served = [life for life in lives if life.outcome.num_output_tokens]
     served.sort(key=lambda life: (life.outcome.arrival_ps, life.added.seq_id))
     first_ps = served[0].outcome.arrival_ps if served else 0
     partial = 1 + max((max(life.added.contents, default=0) for life in served), default=0)
-    requests = tuple(_request(life, first_ps, traced, partial + index) for index, life in enumerate(served))
-    config = {name: getattr(traced.config, name) for name in traced.config.__slots__}
-    notes = tuple(map(str, with_losses(trace.findings, playback.losses)))
-    return Workload(trace.files[0].name, requests, ArrivalUnit.PS, traced.config.block_size, config, notes)
+    requests = tuple(_request(life, first_ps, engine, partial + index) for index, life in enumerate(served))
+    config = {field: getattr(engine.config, field) for field in engine.config.__slots__}
+    return Workload(name, requests, ArrivalUnit.PS, engine.config.block_size, config, notes)
 
 
 def _request(life: Life, first_ps: int, engine: EngineEntry, partial: int) -> WorkloadRequest:

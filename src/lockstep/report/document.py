@@ -257,7 +257,50 @@ class Scatter:
         return self.axes[0], self.axes[min(1, len(self.axes) - 1)]
 
 
-Block = Table | Tables | Tiles | Paragraph | Finding | Folded | Timeline | Scatter
+class Line(NamedTuple):
+    """One line of a plot."""
+
+    label: str
+    color: str
+    """Name of a colour of pages: ``a`` and ``b`` are the sides of a comparison."""
+    points: Sequence[tuple[float, float]]
+    """From left to right."""
+    band: Sequence[tuple[float, float, float]] = ()
+    """A position and the range that is shaded around the line there."""
+
+
+class Level(NamedTuple):
+    """A horizontal line with words at it."""
+
+    label: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Lines over two axes that need no script; only on pages."""
+
+    title: str
+    summary: str
+    """What it shows, for who cannot see it."""
+    x: str
+    """What the axis across counts."""
+    y: str
+    lines: Sequence[Line]
+    levels: Sequence[Level] = ()
+    is_log: bool = False
+    """Whether the axis across is logarithmic; positions are above 0 then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plots:
+    """Plots beside each other."""
+
+    plots: Sequence[Plot]
+    id: str = ""
+
+
+Block = Table | Tables | Tiles | Paragraph | Finding | Folded | Timeline | Scatter | Plots
 
 
 @dataclass(frozen=True, slots=True)

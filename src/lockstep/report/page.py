@@ -26,6 +26,7 @@ from lockstep.report.document import (
     cell_text,
     printable,
 )
+from lockstep.report.plot import to_svg
 from lockstep.vendored import read_vendored
 from lockstep.version import __version__
 
@@ -56,7 +57,12 @@ def to_html(document: Document) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"text": cell_text, "css_class": _css_class, "kind": _kind}
+    environment.filters |= {
+        "drawing": lambda plot: Markup(to_svg(plot)),
+        "text": cell_text,
+        "css_class": _css_class,
+        "kind": _kind,
+    }
     # Only files of this package and escaped JSON are markup.
     return environment.get_template("page.html.jinja").render(
         page=document,

@@ -46,11 +46,10 @@ class Digests:
         self._key = blake2b(secret or secrets.token_bytes(_KEY_BYTES), digest_size=_KEY_BYTES).digest()
         self.key_name = self._digest(b"key", b"").hex()
 
-    def prompt(self, live: LiveRequest) -> bytes:
-        return self._digest(b"prompt", _packed(live.prompt_ids))
+    def prompt(self, prompt_ids: Sequence[int]) -> bytes:
+        return self._digest(b"prompt", _packed(prompt_ids))
 
-    def parameters(self, live: LiveRequest) -> bytes:
-        request = live.request
+    def parameters(self, request: GenerationRequest) -> bytes:
         params = replace(request.params, seed=None, n=1, logprobs=None)
         plain = msgspec.to_builtins((params, request.pooling), str_keys=True, order="sorted")
         return self._digest(b"parameters", msgspec.msgpack.encode(plain))

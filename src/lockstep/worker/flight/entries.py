@@ -32,7 +32,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import SeatRow
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4
@@ -93,6 +93,8 @@ class EngineEntry(_Entry, frozen=True, tag=2):
     environment: dict[str, str]
     """What the bits of its answers depend on."""
     bytes_per_block: int
+    deterministic: bool | None = None
+    """Whether the probe at load found a sequence's bits to be the same in any company; None: it was not run."""
 
 
 class Checkpoint(_Entry, frozen=True, tag=3):
@@ -192,6 +194,8 @@ class RequestDigest(_Entry, frozen=True, tag=20):
     """The caller's name for it; one HTTP request may be several here."""
     segment: str
     """The caller's label for the part of the traffic that it belongs to; empty: none."""
+    draws: bool = True
+    """Whether its seed decides anything; a greedy request draws nothing."""
 
 
 class OutputDigest(_Entry, frozen=True, tag=21):

@@ -348,6 +348,7 @@ class EngineRecorder:
             self._config,
             dict(executor.environment),
             executor.geometry.bytes_per_block,
+            None if self._model.probe is None else self._model.probe.deterministic,
         )
         self._recorder.chunk.put(entry)
 
@@ -419,8 +420,9 @@ class EngineRecorder:
         if generation.index:
             return
         digests = self._recorder.digests
-        prompt, parameters = digests.prompt(live), digests.parameters(live)
-        self._put(RequestDigest(self.number, seq_id, prompt, parameters, request.external_id, request.segment))
+        prompt, parameters = digests.prompt(live.prompt_ids), digests.parameters(request)
+        draws = not live.sampling.is_greedy
+        self._put(RequestDigest(self.number, seq_id, prompt, parameters, request.external_id, request.segment, draws))
         if self._recorder.has_content:
             self._put(RequestEntry(self.number, seq_id, encode_request(live, self._recorder.tenants.of)))
 

@@ -1,0 +1,475 @@
+"""Error rates of the sequential gate by simulation, beside those of what others do on the same streams.
+
+    python -m benchmarks.gate_error_rates --output docs/gate-error-rates.md
+    python -m benchmarks.gate_error_rates --canaries 500 --only latency
+
+A *canary* is a stream of pairs with a known truth, judged by the gate's own series and decisions at 200 looks. It
+counts as rolled back, or promoted, if the gate says so at any of them. Without an effect each rollback is a wrong one;
+at an effect of exactly the bound each rollback and each promotion is. Rates come with Clopper and Pearson's bounds
+(97.5 %). The same seed gives the same figures, whatever the number of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gate_rivals import RIVALS
+from benchmarks.gate_streams import LATENCIES, Bools, Draw, Floats, exceedances, excess_failures, independent
+from lockstep.release.evidence import METRICS, Pairs
+from lockstep.release.policy import Policy
+from lockstep.release.sequential import Findings, follow
+from lockstep.release.series import Series, series_of
+from lockstep.release.statistics import MIN_PAIRS, Looks
+
+POLICY = Policy(mode="sequential", outputs="ignore", min_pairs=1)
+MARGIN = math.log1p(POLICY.margin)
+CHUNK = 50
+"""Canaries that are drawn at one time, each chunk with a seed of its own."""
+NUM_METRICS, NUM_SEGMENTS = 20, 10
+Counts = Mapping[str, float]
+Job = Callable[[np.random.Generator, int, "Size"], Counts]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Length of canaries."""
+
+    pairs: int
+    looks: int
+
+    @property
+    def at(self) -> Looks:
+        """Pairs at each look, evenly."""
+        return np.unique(np.linspace(MIN_PAIRS, self.pairs, self.looks).astype(np.int64))
+
+
+# -- jobs: a chunk of canaries, and what was said of them -------------------------------------------------------------
+
+
+def latency(draw: Draw, rng: np.random.Generator, count: int, size: Size) -> Counts:
+    """One series of latency ratios, without an effect and at the margin."""
+    baseline, candidate = draw(rng, count, size.pairs)
+    none, margin = (_followed([_ratio(candidate - baseline + effect)], size) for effect in (0.0, MARGIN))
+    return {**_said(none, "none"), **_said(margin, "margin"), "judged": float(_is_judged(margin).sum())}
+
+
+def rivals(draw: Draw, rng: np.random.Generator, count: int, size: Size) -> Counts:
+    """What others say of the same streams."""
+    baseline, candidate = draw(rng, count, size.pairs)
+    return {name: float(rival(baseline, candidate, size.at).any(axis=1).sum()) for name, rival in RIVALS.items()}
+
+
+def events(
+    draw_none: Callable[[np.random.Generator, int, int], Floats],
+    draw_margin: Callable[[np.random.Generator, int, int], Floats],
+    bound: float,
+    rng: np.random.Generator,
+    count: int,
+    size: Size,
+) -> Counts:
+    """One series of events, candidate's less baseline's, without an effect and at the bound."""
+    series = [[_event(draw(rng, count, size.pairs), bound)] for draw in (draw_none, draw_margin)]
+    none, margin = (_followed(each, size) for each in series)
+    return {**_said(none, "none"), **_said(margin, "margin"), "judged": float(_is_judged(margin).sum())}
+
+
+def missing(
+    lose: Callable[[np.random.Generator, Floats, Floats], tuple[Bools, Bools]],
+    rng: np.random.Generator,
+    count: int,
+    size: Size,
+) -> Counts:
+    """Whole decisions on pairs of which one side or the other is lost: latency, its tail, errors, missing pairs."""
+    found: dict[str, float] = {"judged": 0.0}
+    for effect, name in ((0.0, "none"), (MARGIN, "margin")):
+        baseline, candidate = independent(rng, count, size.pairs)
+        lost = lose(rng, baseline, candidate + effect)
+        for canary in range(count):
+            pairs = pairs_of(baseline[canary], candidate[canary] + effect, lost[0][canary], lost[1][canary])
+            looks = np.minimum(size.at, len(pairs))
+            for key, value in _said(follow(POLICY, series_of(POLICY, pairs), len(pairs), looks), name).items():
+                found[key] = found.get(key, 0.0) + value
+            found["judged"] += name == "margin"
+    return found
+
+
+def family(draw: Draw, effects: str, rng: np.random.Generator, count: int, size: Size) -> Counts:
+    """20 metrics of 10 segments; metrics of a request have half of their noise in common.
+
+    Args:
+        effects: none, margin (all at the margin), one (one of them, the others far below) or half (half of them 15 %).
+    """
+    each = size.pairs // NUM_SEGMENTS
+    others = {"none": 0.0, "margin": MARGIN, "one": math.log(0.8), "half": MARGIN}[effects]
+    true = np.full(NUM_METRICS * NUM_SEGMENTS, others)
+    if effects == "one":
+        true[0] = MARGIN
+    if effects == "half":
+        true[::2] = math.log(1.15)
+    shared = _noise(draw, rng, count * NUM_SEGMENTS, each).reshape(count, NUM_SEGMENTS, 1, each)
+    own = _noise(draw, rng, count * len(true), each).reshape(count, NUM_SEGMENTS, NUM_METRICS, each)
+    values = ((shared + own) / math.sqrt(2)).reshape(count, len(true), each) + true[:, None]
+    series = [_ratio(values[:, at], f"segment-{at // NUM_METRICS}", stride=NUM_SEGMENTS) for at in range(len(true))]
+    found = _followed(series, size)
+    said = dict(_said(found, "any"))
+    if effects == "half":
+        at_first = found.is_rolled_back.argmax(axis=-1)
+        rejected = np.take_along_axis(found.rejected, at_first[:, None, None], axis=2)[..., 0]
+        for name, named in (("first", rejected), ("last", found.rejected[..., -1])):
+            number = np.maximum(named.sum(axis=1), 1)
+            said[f"false discoveries, {name}"] = float((named[:, 1::2].sum(axis=1) / number).sum())
+            said[f"discoveries, {name}"] = float((named[:, ::2].mean(axis=1)).sum())
+    return said
+
+
+def power(correlation: float, rng: np.random.Generator, count: int, size: Size) -> Counts:
+    """One series of latency ratios that are a tenth above, and the same stream to others."""
+    baseline, candidate = independent(rng, count, size.pairs, correlation)
+    candidate = candidate + math.log(1.1)
+    found = _followed([_ratio(candidate - baseline)], size)
+    others = {name: float(rival(baseline, candidate, size.at).any(axis=1).sum()) for name, rival in RIVALS.items()}
+    return {**_said(found, "caught"), "pairs": _median_pairs(found, size) * count, **others}
+
+
+def _median_pairs(findings: Findings, size: Size) -> float:
+    """Pairs after which half of the canaries are rolled back."""
+    is_ever, first = findings.is_rolled_back.any(axis=-1), findings.is_rolled_back.argmax(axis=-1)
+    return float(np.median(np.where(is_ever, size.at[first], size.pairs)))
+
+
+def family_power(correlation: float, rng: np.random.Generator, count: int, size: Size) -> Counts:
+    """20 metrics, each over all pairs and over 10 segments, all of them a tenth above."""
+    draw = partial(independent, correlation=correlation)
+    shared = _noise(draw, rng, count, size.pairs)[:, None]
+    own = _noise(draw, rng, count * NUM_METRICS, size.pairs).reshape(count, NUM_METRICS, size.pairs)
+    values = (shared + own) / math.sqrt(2) + math.log(1.1)
+    series = [_ratio(values[:, metric]) for metric in range(NUM_METRICS)]
+    for segment in range(NUM_SEGMENTS):
+        part = values[:, :, segment::NUM_SEGMENTS]
+        series += [_ratio(part[:, at], f"{segment}", stride=NUM_SEGMENTS, start=segment) for at in range(NUM_METRICS)]
+    found = _followed(series, size)
+    return {**_said(found, "caught"), "pairs": _median_pairs(found, size) * count}
+
+
+def promotion(rng: np.random.Generator, count: int, size: Size) -> Counts:
+    """An equal candidate: after how many pairs latency alone passes, and after how many the whole decision promotes."""
+    found = {"latency": 0.0, "whole": 0.0, "latency pairs": 0.0, "whole pairs": 0.0}
+    for _ in range(count):
+        baseline, candidate = independent(rng, 1, size.pairs)
+        nobody = np.zeros(size.pairs, np.bool_)
+        whole = series_of(POLICY, pairs_of(baseline[0], candidate[0], nobody, nobody))
+        for name, series in (("latency", [_ratio(candidate - baseline)]), ("whole", whole)):
+            is_promoted = follow(POLICY, series, size.pairs, size.at).is_promoted.reshape(-1)
+            found[name] += bool(is_promoted.any())
+            found[f"{name} pairs"] += float(size.at[is_promoted.argmax()] if is_promoted.any() else size.pairs)
+    return found
+
+
+def _noise(draw: Draw, rng: np.random.Generator, count: int, pairs: int) -> Floats:
+    baseline, candidate = draw(rng, count, pairs)
+    return candidate - baseline
+
+
+def _ratio(values: Floats, segment: str = "all", stride: int = 1, start: int = 0) -> Series:
+    places = start + stride * np.arange(values.shape[-1])
+    return Series("latency", segment, "ratio", values, places, MARGIN)
+
+
+def _event(values: Floats, bound: float) -> Series:
+    return Series("errors", "all", "points", values, np.arange(values.shape[-1]), bound, is_event=True)
+
+
+def _followed(series: Sequence[Series], size: Size) -> Findings:
+    return follow(POLICY, series, size.pairs, size.at)
+
+
+def _said(findings: Findings, name: str) -> Counts:
+    rolled_back, promoted = (each.any(axis=-1) for each in (findings.is_rolled_back, findings.is_promoted))
+    return {f"rollback at {name}": float(rolled_back.sum()), f"promotion at {name}": float(promoted.sum())}
+
+
+def _is_judged(findings: Findings) -> Floats:
+    return np.isfinite(findings.tracks[0].upper[..., -1]).astype(np.float64)
+
+
+def pairs_of(baseline: Floats, candidate: Floats, lost_baseline: Bools, lost_candidate: Bools) -> Pairs:
+    """Columns of pairs of latencies, of which some records are lost.
+
+    Args:
+        baseline, candidate: logarithms of latency of all requests.
+        lost_baseline, lost_candidate: which records are not there.
+    """
+    there = ~(lost_baseline | lost_candidate)
+    num = int(there.sum())
+    nothing = np.full(num, math.nan)
+    one_sided = np.flatnonzero(lost_baseline ^ lost_candidate)
+    metrics = dict.fromkeys(METRICS, (nothing, nothing))
+    metrics["latency_ms"] = (np.exp(baseline[there]), np.exp(candidate[there]))
+    everywhere = np.ones(num, np.bool_)
+    return Pairs(
+        ts=np.flatnonzero(there).astype(np.float64),
+        is_timed=True,
+        ok=(everywhere, everywhere),
+        metrics=metrics,
+        output=np.zeros(num, np.int8),
+        segment=np.zeros(num, np.int32),
+        segments=(),
+        routed=(everywhere, everywhere),
+        streamed=(everywhere, everywhere),
+        missing_at=np.cumsum(there, dtype=np.int64)[one_sided],
+        missing=np.where(lost_candidate[one_sided], 1.0, -1.0),
+    )
+
+
+def _lose_at_random(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Bools, Bools]:
+    return rng.random(baseline.shape) < 0.05, rng.random(baseline.shape) < 0.05
+
+
+def _lose_slow_candidates(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Bools, Bools]:
+    """The slowest 5 % of the candidate's answers time out, and none of the baseline's."""
+    limit: Floats = np.quantile(candidate, 0.95, axis=1, keepdims=True)
+    return np.zeros(baseline.shape, np.bool_), candidate > limit
+
+
+def _lose_slow_answers(rng: np.random.Generator, baseline: Floats, candidate: Floats) -> tuple[Bools, Bools]:
+    """One time-out for both sides, which 5 % of the candidate's answers exceed."""
+    limit: Floats = np.quantile(candidate, 0.95, axis=1, keepdims=True)
+    return baseline > limit, candidate > limit
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A line of a table."""
+
+    table: str
+    name: str
+    job: Job
+    size: Size
+    chunk: int = CHUNK
+    share: float = 1.0
+    """Part of the canaries that it is worth."""
+
+
+def scenarios(looks: int = 200) -> Iterator[Scenario]:
+    """All of them, in the order of the tables."""
+    long, short = Size(20_000, looks), Size(10_000, looks)
+    for name, draw in LATENCIES.items():
+        yield Scenario("latency", name, partial(latency, draw), long)
+    for name, draw in LATENCIES.items():
+        yield Scenario("rivals", name, partial(rivals, draw), long, share=0.05)
+    for length in (1, POLICY.burst_pairs, 20, 100):
+        for base in (0.0, 0.01):
+            draws = [partial(excess_failures, (base, base + more), length) for more in (0.0, 0.01)]
+            name = f"failures{f' in bursts of {length}' if length > 1 else ', independent'}, baseline {100 * base:g} %"
+            yield Scenario("events", name, partial(events, draws[0], draws[1], POLICY.error_margin / 100), long)
+    for phi in (0.0, 0.9, 0.98):
+        tails = [partial(exceedances, phi, (0.05, share)) for share in (0.05, 0.05 + POLICY.tail_margin / 100)]
+        name = f"answers beyond p95, {f'AR(1), {phi:g}' if phi else 'independent'}"
+        yield Scenario("events", name, partial(events, tails[0], tails[1], POLICY.tail_margin / 100), long)
+    for name, lose in LOSSES.items():
+        yield Scenario("missing", name, partial(missing, lose), short)
+    for name, several in FAMILIES.items():
+        for effects in several:
+            job = partial(family, LATENCIES[name], effects)
+            yield Scenario("family", f"{name}, {EFFECTS[effects]}", job, short, chunk=25)
+    for correlation, pairs in ((0.8, 1_000), (0.95, 300)):
+        name = f"correlation {correlation:g}, within {pairs:,} pairs"
+        yield Scenario("power", name, partial(power, correlation), Size(pairs, looks), share=0.2)
+        name = f"20 metrics x 10 segments, {name}"
+        yield Scenario("power", name, partial(family_power, correlation), Size(pairs, looks), share=0.1)
+    yield Scenario("promotion", "an equal candidate", promotion, short, share=0.1)
+
+
+LOSSES = {
+    "5 % on each side at random": _lose_at_random,
+    "the candidate's slowest 5 %": _lose_slow_candidates,
+    "what is slower than the candidate's p95, on both sides": _lose_slow_answers,
+}
+FAMILIES = {
+    "independent": ("none", "margin", "one", "half"),
+    "AR(1), 0.5": ("margin", "one"),
+    "Pareto tails, index 1.2": ("margin",),
+}
+EFFECTS = {
+    "none": "no effect",
+    "margin": "all at the margin",
+    "one": "one at the margin, the others 20 % faster",
+    "half": "half at the margin, half 15 % slower",
+}
+
+
+def run(scenario: Scenario, canaries: int, seed: int, pool: ProcessPoolExecutor | None = None) -> Mapping[str, float]:
+    """Sums of a scenario over its canaries; ``canaries`` among them."""
+    canaries = max(1, round(canaries * scenario.share))
+    starts = range(0, canaries, scenario.chunk)
+    chunks = [(scenario, min(scenario.chunk, canaries - start), seed, at) for at, start in enumerate(starts)]
+    found: dict[str, float] = {"canaries": float(canaries)}
+    for counts in map(_chunk, chunks) if pool is None else pool.map(_chunk, chunks):
+        for name, value in counts.items():
+            found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def _chunk(task: tuple[Scenario, int, int, int]) -> Counts:
+    scenario, count, seed, at = task
+    words = [seed, at, *f"{scenario.table}, {scenario.name}".encode()]
+    return scenario.job(np.random.default_rng(words), count, scenario.size)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def upper_bound(events: float, count: float) -> float:
+    """Clopper and Pearson's upper bound of a rate at 97.5 %, by bisection of the binomial tail."""
+    if events >= count:
+        return 1.0
+    low, high = events / count, 1.0
+    for _ in range(60):
+        rate = 0.5 * (low + high)
+        low, high = (rate, high) if _log_tail(int(events), int(count), rate) > math.log(0.025) else (low, rate)
+    return high
+
+
+def _log_tail(events: int, count: int, rate: float) -> float:
+    """Logarithm of the chance of so many events or fewer."""
+    k = np.arange(events + 1)
+    ways = np.array([math.lgamma(count + 1) - math.lgamma(each + 1) - math.lgamma(count - each + 1) for each in k])
+    terms = ways + k * math.log(rate) + (count - k) * math.log1p(-rate)
+    return float(np.logaddexp.reduce(terms))
+
+
+def rate_of(found: Mapping[str, float], name: str) -> str:
+    """A rate with its upper bound; a dash for what was not asked."""
+    if name not in found:
+        return "-"
+    count = found["canaries"]
+    return f"{100 * found[name] / count:.2f} % (<= {100 * upper_bound(found[name], count):.2f} %)"
+
+
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "latency": {
+        "rollback, no effect": "rollback at none",
+        "rollback at the margin": "rollback at margin",
+        "promotion at the margin": "promotion at margin",
+        "promotion, no effect": "promotion at none",
+    },
+    "rivals": {name: name for name in RIVALS},
+    "events": {
+        "rollback, no effect": "rollback at none",
+        "rollback at the bound": "rollback at margin",
+        "promotion at the bound": "promotion at margin",
+        "promotion, no effect": "promotion at none",
+    },
+    "missing": {
+        "rollback, no effect": "rollback at none",
+        "rollback at the margin": "rollback at margin",
+        "promotion at the margin": "promotion at margin",
+        "promotion, no effect": "promotion at none",
+    },
+    "family": {
+        "rollback": "rollback at any",
+        "promotion": "promotion at any",
+        "false discoveries, first look": "false discoveries, first",
+        "false discoveries, last look": "false discoveries, last",
+        "true discoveries, first look": "discoveries, first",
+        "true discoveries, last look": "discoveries, last",
+    },
+    "power": {"rolled back": "rollback at caught", "median pairs": "pairs", **{name: name for name in RIVALS}},
+    "promotion": {
+        "latency alone promotes": "latency",
+        "mean pairs": "latency pairs",
+        "the whole decision promotes": "whole",
+        "mean pairs, whole": "whole pairs",
+    },
+}
+"""Columns of each table and the sums that they show."""
+
+
+NUMBERS = frozenset(["pairs", "latency pairs", "whole pairs"])
+"""Sums of pairs, not of canaries."""
+WANTED = frozenset(["rollback at caught", "promotion at none", "latency", "whole", *RIVALS])
+"""Decisions that are right: their rates have lower bounds."""
+
+
+def cell(found: Mapping[str, float], name: str, *, is_wanted: bool) -> str:
+    """A rate with its bound, or a mean; a dash for what was not asked."""
+    if name not in found:
+        return "-"
+    count = found["canaries"]
+    mean = found[name] / count
+    if name in NUMBERS:
+        return f"{mean:,.0f}"
+    if "discoveries" in name:
+        return f"{100 * mean:.2f} %"
+    if is_wanted:
+        return f"{100 * mean:.1f} % (>= {100 * (1 - upper_bound(count - found[name], count)):.1f} %)"
+    return f"{100 * mean:.2f} % (<= {100 * upper_bound(found[name], count):.2f} %)"
+
+
+def table(name: str, lines: Sequence[tuple[Scenario, Mapping[str, float]]]) -> str:
+    """A table in Markdown."""
+    columns = {title: key for title, key in TABLES[name].items() if any(key in found for _, found in lines)}
+    rows = [["", *columns, "canaries"], ["---", *("---:" for _ in columns), "---:"]]
+    for scenario, found in lines:
+        is_power = name == "power"
+        cells = [
+            cell(found, key, is_wanted=key in WANTED and (is_power or key not in RIVALS)) for key in columns.values()
+        ]
+        rows.append([scenario.name, *cells, f"{found['canaries']:,.0f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def with_tables(text: str, tables: Mapping[str, str]) -> str:
+    """A page with its tables, between their marks, replaced."""
+    for name, found in tables.items():
+        before, begin, rest = text.partition(f"<!-- table: {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not (begin and end):
+            raise SystemExit(f"the page has no place for the table {name}")
+        text = f"{before}{begin}{found}\n{end}{after}"
+    return text
+
+
+def main() -> None:
+    """Run the scenarios and print, or write, the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--canaries", type=int, default=10_000, help="of most scenarios; slow ones have a part of them")
+    parser.add_argument("--looks", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--only", choices=TABLES, action="append", help="these tables only")
+    parser.add_argument("--output", type=Path, help="page whose tables are replaced")
+    args = parser.parse_args()
+    lines: dict[str, list[tuple[Scenario, Mapping[str, float]]]] = {}
+    with ProcessPoolExecutor(args.processes) as pool:
+        for scenario in scenarios(args.looks):
+            if args.only and scenario.table not in args.only:
+                continue
+            begun = time.perf_counter()
+            found = run(scenario, args.canaries, args.seed, pool)
+            lines.setdefault(scenario.table, []).append((scenario, found))
+            print(
+                f"{scenario.table}: {scenario.name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True
+            )
+    tables = {name: table(name, each) for name, each in lines.items()}
+    if args.output is not None:
+        args.output.write_text(with_tables(args.output.read_text(), tables))
+    else:
+        print("\n\n".join(f"{name}\n{text}" for name, text in tables.items()))
+
+
+if __name__ == "__main__":
+    main()

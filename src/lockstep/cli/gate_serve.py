@@ -1,0 +1,58 @@
+"""`lockstep gate serve`: a verdict over HTTP on files that grow."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import gate as judging
+from lockstep.cli import options as flags
+from lockstep.cli.flag_groups import with_flags
+
+DEFAULT_PORT = 9005
+_DEFAULT_POLICY = judging.PolicyFlags()
+KEY_VARIABLE = "LOCKSTEP_GATE_API_KEY"
+
+Host = Annotated[str, typer.Option(help="Where to listen; beyond this machine only with a key.")]
+Port = Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)]
+ApiKey = Annotated[
+    list[str] | None, typer.Option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Asked of every caller.")
+]
+
+
+@with_flags
+def gate_serve(
+    files: judging.Files = None,
+    *,
+    policy: judging.PolicyFlags = _DEFAULT_POLICY,
+    host: Host = "127.0.0.1",
+    port: Port = DEFAULT_PORT,
+    api_key: ApiKey = None,
+    debug: flags.Debug = False,
+) -> None:
+    """Follow files that grow and tell the verdict over HTTP: to Argo Rollouts, to Flagger, to anybody."""
+    import uvicorn
+
+    from lockstep.release.live import Follower, LiveGate, app_of
+    from lockstep.release.verdict import Verdict
+    from lockstep.server.options import ServerOptions
+    from lockstep.server.run import bind, listen, url_of
+
+    paths = judging.paths_of(files, None)
+    judging.policy_from(policy)  # faults of the policy come before the first line of evidence
+    keys = tuple(api_key or ())
+    options = ServerOptions(host=host, port=port, api_keys=keys)
+
+    def judge(copies: list[Path]) -> Verdict:
+        return judging.judge_files(copies, policy).verdict
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-gate-") as folder:
+        followers = [Follower(path, Path(folder) / f"{number}-{path.name}") for number, path in enumerate(paths)]
+        listener = bind(options)
+        listen(listener, options)
+        print(f"gate: {url_of(listener)}/v1/verdict follows {', '.join(map(str, paths))}", flush=True)
+        config = uvicorn.Config(app_of(LiveGate(followers, judge), host, keys), log_level="warning", lifespan="on")
+        uvicorn.Server(config).run(sockets=[listener])

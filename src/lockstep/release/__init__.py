@@ -1,0 +1,1 @@
+"""The release gate: mirrored evidence in, a verdict out."""

@@ -1,0 +1,475 @@
+"""Causes: what a signal most likely comes from, told from all figures together, and which of several signals leads.
+
+A late answer is a symptom. It waited for its first token or for the others; it waited in a queue or for its prefill; it
+was longer; or the pool was smaller. Of unlike answers the tokens say whether they were cut off, thinned out, doubled,
+asked for by another prompt, or sampled otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.release.evidence import Bools, Evidence, Floats, p95
+from lockstep.release.observation import Reason
+from lockstep.release.outputs import Output
+from lockstep.release.places import ALL, Cut, Place, cuts_of, place_of_events, place_of_regression
+from lockstep.release.statistics import nearest_rank
+from lockstep.release.verdict import Decision, Signal
+
+MAX_ANSWERS = 200
+"""Differing pairs whose tokens are looked at, the first in order."""
+MOST = 0.5
+"""Part of these that have to differ in one way, for it to be the cause."""
+LONGER = 1.1
+"""From this ratio on, answers are longer."""
+SMALLER = 0.98
+"""Below this ratio, a pool is smaller."""
+BUFFERED = 0.9
+"""From this part of the whole time on, a first token came with the others."""
+BURST = 0.25
+"""Failures within this part of all pairs are a burst, where there are at least `MIN_BURST`."""
+MIN_BURST = 3
+FULL = 0.9
+"""From this part of a pool in use on, requests wait for it."""
+QUEUED = 0.5
+"""Requests that waited on average beyond the baseline's: from so many on, there is a queue."""
+MIN_IDLE = 5
+"""Pairs that found an idle candidate, for their first tokens to say what a prefill takes."""
+IDLE = 0.1
+"""Part of these that are taken at their word: requests that come at one moment do not find each other in any figure."""
+_METRICS = {
+    "latency": "latency_ms",
+    "latency-tail": "latency_ms",
+    "ttft": "ttft_ms",
+    "decode": "decode_ms",
+    "kv-pressure": "kv_pressure",
+}
+
+
+class Cause(NamedTuple):
+    """What a signal comes from."""
+
+    name: str
+    """Empty: nothing tells."""
+    words: str
+    action: str = ""
+    """Instead of the signal's."""
+
+
+class Finding(NamedTuple):
+    """A signal with its place and its cause."""
+
+    signal: Signal
+    place: str
+    cause: Cause
+
+
+UNKNOWN = Cause("", "")
+
+
+def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
+    """Signals with their places and causes, in the order in which a person looks at them.
+
+    Rollback comes first, then causes before their consequences. What a segment says after all pairs is said once.
+    """
+    cuts = cuts_of(evidence) if signals else ()
+    found: dict[tuple[str, str], Finding] = {}
+    for signal in signals:
+        mask = _mask_of(signal, evidence)
+        place = _place_of(signal, evidence, mask, cuts)
+        if (signal.name, place.name) not in found:
+            cause = _cause_of(signal, evidence, mask & place.mask)
+            found[signal.name, place.name] = Finding(signal, place.name, cause)
+    leading = {
+        response: _leading([each for each in found.values() if each.signal.response is response])
+        for response in Decision
+    }
+    order = {signal: place for place, signal in enumerate(signals)}
+    return tuple(
+        sorted(found.values(), key=lambda each: _rank(each, leading[each.signal.response], order[each.signal]))
+    )
+
+
+def _mask_of(signal: Signal, evidence: Evidence) -> Bools:
+    """Pairs of the signal's segment."""
+    pairs = evidence.pairs
+    for number, segment in enumerate(pairs.segments):
+        if signal.segment == segment.name:
+            mask: Bools = pairs.segment == number
+            return mask
+    return np.ones(len(pairs), np.bool_)
+
+
+def _place_of(signal: Signal, evidence: Evidence, mask: Bools, cuts: Sequence[Cut]) -> Place:
+    pairs = evidence.pairs
+    place = Place(ALL, mask)
+    if signal.name in _METRICS:
+        baseline, candidate = pairs.metrics[_METRICS[signal.name]]
+        usable = mask & pairs.healthy & ~np.isnan(baseline) & ~np.isnan(candidate)
+        place = place_of_regression(cuts, usable, baseline, candidate)
+    elif (events := _events_of(signal, evidence)) is not None:
+        population, affected = events
+        place = place_of_events(cuts, population & mask, affected)
+    if place.name == ALL or signal.segment in (ALL, place.name):
+        return place._replace(name=signal.segment if place.name == ALL else place.name)
+    return place._replace(name=f"{signal.segment}, {place.name}")
+
+
+def _events_of(signal: Signal, evidence: Evidence) -> tuple[Bools, Bools] | None:
+    """Pairs that could show a signal, and those that do."""
+    pairs = evidence.pairs
+    everything = np.ones(len(pairs), np.bool_)
+    match signal.name:
+        case "errors":
+            return everything, pairs.ok[0] & ~pairs.ok[1]
+        case "output-mismatch" | "agreement":
+            return pairs.healthy, pairs.output == Output.DIFFERS
+        case "numeric-drift":
+            return pairs.healthy, pairs.output == Output.DRIFTED
+        case "missing-provenance":
+            return pairs.ok[1], pairs.ok[1] & ~pairs.routed[1]
+        case "missing-streaming":
+            return pairs.ok[1], pairs.ok[1] & ~pairs.streamed[1]
+        case "missing-comparable":
+            return pairs.healthy, np.isin(pairs.output, (Output.INCOMPARABLE, Output.NO_MATERIAL))
+    return None
+
+
+# -- which one leads --------------------------------------------------------------------------------------------------
+
+_EVIDENCE_FIRST = ("outputs-policy", "unsound-baseline", "missing-pairs", "missing-join")
+"""Signals without whose mending no other one can be trusted."""
+_SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")
+
+
+def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Signals of time and pressure, causes first: a pool, then the part of the time that grew more, then the whole."""
+    causes = {each.signal.name: each.cause.name for each in findings}
+    order: list[str] = []
+    if causes.get("kv-pressure") == "smaller-pool":
+        order.append("kv-pressure")
+    whole = causes.get("latency") or causes.get("latency-tail")
+    if whole == "longer-answers":
+        order += ["latency", "latency-tail"]
+    # A queue is what slower steps lead to, so steps go before it; a slow prefill holds up decoding, so it goes before.
+    if "decode" in causes and "ttft" in causes and causes["ttft"] == "prefill" and whole == "prefill":
+        order.append("ttft")
+    elif "decode" in causes:
+        order.append("decode")
+    order += ["ttft", "decode", "latency", "latency-tail", "kv-pressure"]
+    return tuple(dict.fromkeys(order))
+
+
+def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[int, int, int, bool, int]:
+    name = finding.signal.name
+    severity = (Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(finding.signal.response)
+    is_all = finding.signal.segment == ALL
+    if name in _EVIDENCE_FIRST:
+        return severity, 0, _EVIDENCE_FIRST.index(name), not is_all, place
+    if name in _SYMPTOMS:
+        return severity, 1, leading.index(name), not is_all, place
+    return severity, 2 if not name.startswith(("too-", "no-", "undecided")) else 3, 0, not is_all, place
+
+
+# -- causes by signal -------------------------------------------------------------------------------------------------
+
+
+def _cause_of(signal: Signal, evidence: Evidence, mask: Bools) -> Cause:
+    find_cause = _CAUSES.get(signal.name)
+    return find_cause(evidence, mask) if find_cause is not None else UNKNOWN
+
+
+def _of_mismatch(evidence: Evidence, mask: Bools) -> Cause:
+    """The way in which most of the differing answers differ."""
+    places = np.flatnonzero(mask & (evidence.pairs.output == Output.DIFFERS))[:MAX_ANSWERS]
+    if not len(places):
+        return UNKNOWN
+    wanted = ", ".join(str(int(place)) for place in places)
+    rows = evidence.store.rows(
+        "SELECT x.tokens, y.tokens, x.text, y.text, x.prompt_tokens, y.prompt_tokens FROM ordered o"
+        " JOIN observed_baseline x ON o.b = x.row JOIN observed_candidate y ON o.c = y.row"
+        f" WHERE place IN ({wanted}) ORDER BY place"
+    )
+    kinds = Counter(
+        "unlike-prompts" if None not in prompts and prompts[0] != prompts[1] else _kind_of_answers(*answers)
+        for *answers, prompts in ((*row[:4], row[4:]) for row in rows)
+    )
+    kind, count = min(kinds.items(), key=lambda each: (-each[1], each[0]))
+    if count <= MOST * len(rows) or not kind:
+        kind, count = ("diverging", len(rows)) if any(kinds) else ("", 0)
+    if not kind:
+        return UNKNOWN
+    words, action = _MISMATCHES[kind]
+    return Cause(kind, f"{count:,} of {len(rows):,} looked at {words}", action)
+
+
+_MISMATCHES: Mapping[str, tuple[str, str]] = {
+    "unlike-prompts": (
+        "have prompts of unlike lengths",
+        "compare the chat templates, system prompts and tokenizers of both sides",
+    ),
+    "truncated": (
+        "are beginnings of the baseline's",
+        "compare max_tokens, stop sequences, time limits and context lengths of both sides",
+    ),
+    "longer-answers": (
+        "go on where the baseline's end",
+        "compare max_tokens, stop sequences and end tokens of both sides",
+    ),
+    "doubled-tokens": (
+        "are the baseline's with tokens said twice",
+        "look for a gateway or client that sends events of a stream again",
+    ),
+    "dropped-tokens": (
+        "are the baseline's with tokens left out",
+        "look for a gateway, client or detokenizer that loses events of a stream",
+    ),
+    "diverging": (
+        "part from the baseline's and go on otherwise",
+        "run the example requests on both sides alone; compare weights, precision, sampling parameters and seeds",
+    ),
+}
+
+
+def _kind_of_answers(
+    b_tokens: Sequence[int] | None, c_tokens: Sequence[int] | None, b_text: str | None, c_text: str | None
+) -> str:
+    if b_tokens is not None and c_tokens is not None:
+        return kind_of_difference(b_tokens, c_tokens)
+    if b_text is not None and c_text is not None:
+        return kind_of_difference(b_text, c_text)
+    return ""
+
+
+def kind_of_difference(baseline: Sequence[Any], candidate: Sequence[Any]) -> str:
+    """How an answer became another: cut off, going on, with parts doubled or left out, or otherwise."""
+    pairs = zip(baseline, candidate, strict=False)
+    common = next((at for at, (b, c) in enumerate(pairs) if b != c), min(len(baseline), len(candidate)))
+    if common == len(candidate):
+        return "truncated"
+    if common == len(baseline):
+        return "longer-answers"
+    if len(candidate) >= len(baseline) and _is_doubled(baseline, candidate):
+        return "doubled-tokens"
+    rest = iter(baseline)
+    if all(token in rest for token in candidate):
+        return "dropped-tokens"
+    return "diverging"
+
+
+def _is_doubled(baseline: Sequence[Any], candidate: Sequence[Any]) -> bool:
+    """Whether it is the baseline's, or a beginning of it, once what stands twice in a row is said as often as there."""
+    at = 0
+    for place, token in enumerate(candidate):
+        if at < len(baseline) and token == baseline[at]:
+            at += 1
+        elif not place or token != candidate[place - 1]:
+            return False
+    return True
+
+
+def _of_errors(evidence: Evidence, mask: Bools) -> Cause:
+    pairs = evidence.pairs
+    failed = np.flatnonzero(mask & pairs.ok[0] & ~pairs.ok[1])
+    if not len(failed):
+        return UNKNOWN
+    wanted = ", ".join(str(int(place)) for place in failed[:MAX_ANSWERS])
+    texts = evidence.store.rows(
+        "SELECT c.error, count(*) FROM ordered o JOIN candidate c ON o.c = c.row WHERE place IN"
+        f" ({wanted}) AND c.error <> '' GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
+    )
+    said = f'; most say "{texts[0][0][:80]}"' if texts else ""
+    span = int(failed[-1] - failed[0]) + 1
+    if len(failed) >= MIN_BURST and span <= BURST * len(pairs):
+        words = f"all within {span:,} of {len(pairs):,} pairs in a row, from the {int(failed[0]) + 1:,}. on{said}"
+        return Cause("burst", words, "read the candidate's log of the time from the first of them to the last")
+    if len(failed) < MIN_BURST:
+        return Cause("", said.removeprefix("; "))
+    return Cause("spread", f"spread over {span:,} of {len(pairs):,} pairs{said}")
+
+
+def _of_join(evidence: Evidence, _: Bools) -> Cause:
+    joining = evidence.joining
+    lost = {side: Counter[Reason]() for side in ("baseline", "candidate")}
+    for each in joining.unjoined:
+        lost[each.side][each.reason] += each.count
+    baseline, candidate = lost["baseline"], lost["candidate"]
+    total = baseline + candidate
+    alone = baseline[Reason.NO_PARTNER], candidate[Reason.NO_PARTNER]
+    if total[Reason.DUPLICATE] and 2 * total[Reason.DUPLICATE] >= total[Reason.DUPLICATE] + abs(alone[0] - alone[1]):
+        words = f"{total[Reason.DUPLICATE]:,} records have an id that another one has"
+        return Cause(
+            "duplicate-id", words, "let the gateway give each request an id of its own, and keep it on retries"
+        )
+    if total[Reason.NO_ID] > sum(alone):
+        return Cause("no-id", f"{total[Reason.NO_ID]:,} records have no id")
+    if alone[0] > 2 * alone[1]:
+        words = f"the candidate lacks {alone[0]:,} requests that the baseline has, the baseline {alone[1]:,}"
+        return Cause("candidate-lost", words, "find out why the candidate lost requests: slow answers time out")
+    if alone[1] > 2 * alone[0]:
+        words = f"the baseline lacks {alone[1]:,} requests that the candidate has, the candidate {alone[0]:,}"
+        return Cause("baseline-lost", words, "find out why the baseline lost requests")
+    if not sum(alone):
+        return UNKNOWN
+    words = f"{alone[0]:,} and {alone[1]:,} records have ids that the other side does not know"
+    return Cause("unlike-ids", words, "compare the ids of both sides: a gateway may write its own over x-request-id")
+
+
+def _of_provenance(evidence: Evidence, mask: Bools) -> Cause:
+    fields = {"route": "route_id", "scheduler": "scheduler"}
+    lacking = [name for name, field in fields.items() if not evidence.names[field][1]]
+    if not lacking:
+        num = int((mask & evidence.pairs.ok[1] & ~evidence.pairs.routed[1]).sum())
+        return Cause("some", f"{num:,} answers lack route or scheduler, others have both")
+    return Cause("no-" + "-no-".join(lacking), f"no answer names its {' or '.join(lacking)}")
+
+
+def _of_streaming(evidence: Evidence, _: Bools) -> Cause:
+    faults = {reason: count for side, reason, count in evidence.faults if side == "candidate"}
+    missing = int((evidence.pairs.ok[1] & ~evidence.pairs.streamed[1]).sum())
+    for reason, count in faults.items():
+        if 2 * count >= missing:
+            action = "stamp events by one clock that never steps back, and give each its own index"
+            return Cause(reason.value, f"{count:,} records of the candidate have {reason.value}", action)
+    return Cause("not-streamed", f"{missing:,} answers have no times of tokens")
+
+
+def _of_comparable(evidence: Evidence, mask: Bools) -> Cause:
+    nothing = int((mask & (evidence.pairs.output == Output.NO_MATERIAL)).sum())
+    reasons = dict(evidence.incomparable)
+    reason = min(reasons, key=lambda each: (-reasons[each], each), default="")
+    if reason and reasons[reason] >= nothing:
+        words, action = f"{reasons[reason]:,} pairs: {reason}", f"send the same to both sides: {reason}"
+        return Cause(reason.replace(" ", "-"), words, action)
+    return Cause("no-material", f"{nothing:,} pairs hold nothing of either answer") if nothing else UNKNOWN
+
+
+# -- causes of late answers -------------------------------------------------------------------------------------------
+
+
+def _of_pressure(evidence: Evidence, mask: Bools) -> Cause:
+    baseline, candidate = _both(evidence, "kv_total", mask)
+    used = evidence.pairs.metrics["kv_pressure"][1]
+    is_full = p95(used[mask]) >= FULL
+    if len(baseline) and np.median(candidate) < SMALLER * np.median(baseline):
+        words = f"the candidate's KV pool is {np.median(candidate) / np.median(baseline):.3g} times the baseline's"
+        room = "is full at times" if is_full else "has room at all times"
+        action = "compare the sizes of the KV pools: memory for them, block sizes and precisions"
+        return Cause("smaller-pool" if is_full else "smaller-pool-with-room", f"{words} and {room}", action)
+    if len(baseline):
+        return Cause("more-in-use", "the pools are equal, so more of the candidate's is in use")
+    return UNKNOWN
+
+
+def _of_first_token(evidence: Evidence, mask: Bools) -> Cause:
+    pairs = evidence.pairs
+    first, whole = pairs.metrics["ttft_ms"], pairs.metrics["latency_ms"]
+    usable = mask & pairs.healthy & _known(*first)
+    if not usable.any():
+        return UNKNOWN
+    late = first[1][usable] - first[0][usable]
+    with_whole = usable & _known(*whole)
+    if with_whole.any():
+        parts = [
+            float(np.median(first[side][with_whole] / np.maximum(whole[side][with_whole], 1e-9))) for side in (0, 1)
+        ]
+        longer = float(np.mean(whole[1][with_whole] - whole[0][with_whole]))
+        if parts[1] >= BUFFERED > parts[0] and longer < 0.5 * float(np.mean(late)):
+            words = f"the first token comes after {100 * parts[1]:.3g} % of the whole time, the baseline's after "
+            return Cause("buffering", f"{words}{100 * parts[0]:.3g} %", "look for a gateway that buffers event streams")
+    queue = pairs.metrics["queue_depth"]
+    queued = usable & _known(*queue)
+    has_grown = queued.any() and float(np.mean(queue[1][queued] - queue[0][queued])) >= QUEUED
+    if has_grown:
+        idle = queued & (queue[1] == 0) & ~(pairs.metrics["kv_pressure"][1] > 0)
+        alone = nearest_rank(first[1][idle] - first[0][idle], IDLE) if idle.sum() >= MIN_IDLE else 0.0
+        if alone < 0.5 * float(np.median(late)):
+            words = f"{np.mean(queue[0][queued]):.3g} requests waited before it on the baseline, "
+            words += f"{np.mean(queue[1][queued]):.3g} on the candidate"
+            return Cause("queueing", words, "compare limits of sequences and tokens a step, step times and replicas")
+    action = "compare prefix-cache hits, prefill budget, chunking and kernels"
+    if not queued.any():
+        return Cause("", "nothing is known of queues", action)
+    words = "it is late where no request was before it, too" if has_grown else "no more requests waited before it"
+    return Cause("prefill", words, action)
+
+
+def _of_decode(_: Evidence, __: Bools) -> Cause:
+    return Cause("decode", "")
+
+
+def _of_latency(evidence: Evidence, mask: Bools) -> Cause:
+    """The part of the time that grew more; longer answers, where each token takes no longer."""
+    pairs = evidence.pairs
+    first, whole = pairs.metrics["ttft_ms"], pairs.metrics["latency_ms"]
+    tokens = _both(evidence, "output_tokens", mask & pairs.healthy)
+    ratio = float(np.sum(tokens[1]) / max(np.sum(tokens[0]), 1.0)) if len(tokens[0]) else 1.0
+    usable = mask & pairs.healthy & _known(*first) & _known(*whole)
+    if not usable.any():
+        return Cause("longer-answers", _longer(ratio), _LONGER_ACTION) if ratio >= LONGER else UNKNOWN
+    sums = [(float(np.sum(first[side][usable])), float(np.sum(whole[side][usable]))) for side in (0, 1)]
+    late_first = sums[1][0] - sums[0][0]
+    rest = [total - begin for begin, total in sums]
+    late_rest = rest[1] - rest[0]
+    if ratio >= LONGER and late_rest > late_first and rest[1] / ratio <= rest[0] + 0.5 * late_rest:
+        return Cause("longer-answers", _longer(ratio), _LONGER_ACTION)
+    count = int(usable.sum())
+    words = f"{late_first / count:+.4g} ms to the first token, {late_rest / count:+.4g} ms after it"
+    if late_rest >= late_first:
+        return Cause("decode", words, "compare step times at equal batch sizes")
+    cause = _of_first_token(evidence, mask)
+    return Cause(cause.name, words, cause.action)
+
+
+_LONGER_ACTION = "compare max_tokens, stop sequences and end tokens of both sides"
+
+
+def _longer(ratio: float) -> str:
+    return f"answers are {ratio:.3g} times as long"
+
+
+def _known(baseline: Floats, candidate: Floats) -> Bools:
+    return ~np.isnan(baseline) & ~np.isnan(candidate)
+
+
+def _both(evidence: Evidence, field: str, mask: Bools) -> tuple[Floats, Floats]:
+    """Numbers of both sides that are no metric, of the pairs that have both."""
+    text = "coalesce({0}.output_tokens, len({0}.token_ids), len({0}.stream_events))"
+    text = text if field == "output_tokens" else f"{{0}}.{field}"
+    columns = evidence.store.connection.execute(
+        f"SELECT {text.format('b')} AS b, {text.format('c')} AS c FROM ordered o JOIN baseline b ON o.b = b.row"
+        " JOIN candidate c ON o.c = c.row ORDER BY place"
+    ).fetchnumpy()
+    baseline, candidate = (np.ma.filled(np.ma.asarray(columns[side]).astype(np.float64), math.nan) for side in "bc")
+    known = mask & _known(baseline, candidate)
+    return baseline[known], candidate[known]
+
+
+def _of_drift(evidence: Evidence, _: Bools) -> Cause:
+    largest = evidence.max_drift
+    return Cause("drift", "" if math.isnan(largest) else f"numbers differ by {largest:.3g} at most")
+
+
+_CAUSES: Mapping[str, Callable[[Evidence, Bools], Cause]] = {
+    "output-mismatch": _of_mismatch,
+    "agreement": _of_mismatch,
+    "numeric-drift": _of_drift,
+    "errors": _of_errors,
+    "missing-join": _of_join,
+    "missing-pairs": _of_join,
+    "too-few-pairs": _of_join,
+    "missing-provenance": _of_provenance,
+    "missing-streaming": _of_streaming,
+    "missing-comparable": _of_comparable,
+    "no-output-evidence": _of_comparable,
+    "kv-pressure": _of_pressure,
+    "decode": _of_decode,
+    "ttft": _of_first_token,
+    "latency": _of_latency,
+    "latency-tail": _of_latency,
+}

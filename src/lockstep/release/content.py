@@ -1,0 +1,251 @@
+"""Content of an input file, told from its bytes and never from its name: lines, a document, CSV or Parquet.
+
+What is compressed is unpacked, and checked to its end. Pickles are never opened.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+import zstandard
+
+from lockstep.errors import EvidenceError
+from lockstep.release.store import sentence_of
+
+Members = Mapping[str, Any]
+"""Of a JSON object; those of a document are `msgspec.Raw`."""
+
+MAX_LINE_BYTES = 16 << 20
+MAX_DOCUMENT_BYTES = 256 << 20
+"""Of a file that is one JSON document, unpacked."""
+MAX_UNPACKED_BYTES = 64 << 30
+"""Of a compressed file."""
+MAX_LOOKED_AT = 1000
+"""Lines in which the first record is looked for: logs begin with other lines."""
+_CHUNK_BYTES = 1 << 20
+_ZSTD_CHUNK_BYTES = 4 << 10
+"""A few bytes may unpack to 30,000 times as many, and all of them are in memory."""
+_BOM = b"\xef\xbb\xbf"
+_PARQUET, _GZIP, _ZSTD, _ZIP = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
+_PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a file turned out to be."""
+
+    given: Path
+    """Its name in messages."""
+    path: Path
+    """A name without anything that DuckDB takes for a pattern; what was compressed is unpacked there."""
+    kind: Literal["lines", "document", "list", "csv", "parquet"]
+    records: tuple[Members, ...]
+    """The first records of lines, the first one of a list, the members of a document, or types by column."""
+    fault: str = ""
+    """Why its first line is no record: it may be a log."""
+
+
+def content_of(path: Path, plain: Path) -> Content:
+    """Look into a file.
+
+    Args:
+        plain: a name that is free, for the file or for what is unpacked of it.
+
+    Raises:
+        EvidenceError: it cannot be read, is not whole, or nothing that the gate reads.
+    """
+    magic = _magic(path, path)
+    if magic.startswith((_GZIP, _ZSTD, _BOM)):
+        _unpack(path, plain, magic)
+        magic = _magic(plain, path)
+    else:
+        plain.symlink_to(path.absolute())
+    if magic.startswith(_PICKLES):
+        raise EvidenceError(f"{path}: a pickle, which can run code when it is opened and never is; export JSON lines")
+    if magic.startswith(_ZIP):
+        raise EvidenceError(f"{path}: a zip archive; unpack it, gz and zst are read as they are")
+    if magic.startswith(_PARQUET):
+        return Content(path, plain, "parquet", (_parquet_columns(plain, path),))
+    try:
+        with plain.open("rb") as file:
+            return _content_of_text(file, path, plain)
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _magic(path: Path, given: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(8)
+    except OSError as error:
+        raise EvidenceError(f"{given}: cannot be read: {error.strerror}") from None
+    if not magic:
+        raise EvidenceError(f"{given}: the file is empty")
+    return magic
+
+
+def _unpack(path: Path, plain: Path, magic: bytes) -> None:
+    num_bytes = 0
+    try:
+        with path.open("rb") as source, plain.open("wb") as target:
+            for chunk in _unpacked(source, magic):
+                num_bytes += len(chunk)
+                if num_bytes > MAX_UNPACKED_BYTES:
+                    raise EvidenceError(f"{path}: more than {MAX_UNPACKED_BYTES >> 30} GiB when it is unpacked")
+                target.write(chunk)
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        raise EvidenceError(f"{path}: not whole, or damaged: {error}") from None
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be unpacked: {error.strerror}") from None
+
+
+def _unpacked(source: IO[bytes], magic: bytes) -> Iterator[bytes]:
+    if magic.startswith(_GZIP):
+        with gzip.GzipFile(fileobj=source) as file:
+            yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
+    elif magic.startswith(_ZSTD):
+        yield from _zstd_chunks(source)
+    else:
+        source.seek(len(_BOM))
+        yield from iter(lambda: source.read(_CHUNK_BYTES), b"")
+
+
+def _zstd_chunks(source: IO[bytes]) -> Iterator[bytes]:
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    for chunk in iter(lambda: source.read(_ZSTD_CHUNK_BYTES), b""):
+        rest = chunk
+        while rest:
+            if frame.eof:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(rest)
+            rest = frame.unused_data
+    if not frame.eof:
+        raise EOFError("its last frame has no end")
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def _content_of_text(file: IO[bytes], path: Path, plain: Path) -> Content:
+    lines = list(itertools.islice(_lines(file), MAX_LOOKED_AT))
+    if not lines:
+        raise EvidenceError(f"{path}: nothing but blanks")
+    first, *others = lines
+    begins_as_json = first.lstrip()[:1] in (b"{", b"[")
+    fault = "its first line is no JSON"
+    if begins_as_json:
+        if others and isinstance(_decoded(first), dict):
+            return Content(path, plain, "lines", _objects(lines))
+        file.seek(0)
+        found, fault = _document(file.read(MAX_DOCUMENT_BYTES + 1))
+        if isinstance(found, dict):
+            return Content(path, plain, "document", (found,))
+        if found:
+            return Content(path, plain, "list", (msgspec.json.decode(found[0]),))
+    records = _objects(line for line in others if line.startswith(b"{"))
+    if records:
+        return Content(path, plain, "lines", records, fault)
+    if begins_as_json:
+        raise EvidenceError(f"{path}: {fault}")
+    return Content(path, plain, "csv", (_csv_columns(first, path),))
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines that are not blank; of one that is too long its beginning."""
+    return (line for line in iter(lambda: file.readline(MAX_LINE_BYTES), b"") if line.strip())
+
+
+def _objects(lines: Iterable[bytes]) -> tuple[dict[str, Any], ...]:
+    return tuple(found for found in map(_decoded, lines) if isinstance(found, dict))
+
+
+def _decoded(text: bytes) -> Any:
+    """The JSON value; None where it is none."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def _document(text: bytes) -> tuple[dict[str, msgspec.Raw] | list[msgspec.Raw] | None, str]:
+    """The members of a document, or a list of objects; or else what is wrong."""
+    if len(text) > MAX_DOCUMENT_BYTES:
+        return None, (
+            f"one JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB; write an observation a line (JSONL), or "
+            "Parquet, which have no limit"
+        )
+    try:
+        found = msgspec.json.decode(text, type=dict[str, msgspec.Raw] | list[msgspec.Raw])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None, _fault_of(text)
+    if isinstance(found, dict) or (found and isinstance(_decoded(found[0]), dict)):
+        return found, ""
+    return None, _NO_OBJECTS
+
+
+_NO_OBJECTS = "JSON, but neither an object nor a list of them"
+
+
+def _fault_of(text: bytes) -> str:
+    """Why a text is no JSON that can be read."""
+    try:
+        value = json.loads(text, parse_constant=_Constant)
+    except RecursionError:
+        return "JSON that is nested too deeply"
+    except ValueError as error:
+        return f"not JSON, or not whole: {error}"
+    if place := _place_of_constant(value):
+        return f"{place}, which is no number of JSON; leave the field out"
+    return _NO_OBJECTS
+
+
+class _Constant(str):
+    """NaN or an infinity, as Python's JSON writes them and JSON does not know them."""
+
+    __slots__ = ()
+
+
+def _place_of_constant(value: Any) -> str:
+    """Names of the members that lead to the first constant, and what it is; empty: there is none."""
+    if isinstance(value, Mapping):
+        children: Iterable[tuple[str, Any]] = value.items()
+    elif isinstance(value, list):
+        children = ((str(place), each) for place, each in enumerate(value))
+    else:
+        children = ()
+    for name, each in children:
+        if isinstance(each, _Constant):
+            return f"{name} is {each}"
+        if found := _place_of_constant(each):
+            return f"{name}.{found}"
+    return ""
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _parquet_columns(plain: Path, path: Path) -> dict[str, str]:
+    import duckdb
+
+    try:
+        described = duckdb.execute("DESCRIBE SELECT * FROM read_parquet(?)", [str(plain)]).fetchall()
+    except duckdb.Error as error:
+        raise EvidenceError(f"{path}: not whole, or damaged: {sentence_of(error, {plain: path})}") from None
+    return {name: kind for name, kind, *_ in described}
+
+
+def _csv_columns(line: bytes, path: Path) -> dict[str, str]:
+    try:
+        names = next(csv.reader([line.decode("utf-8").rstrip("\r\n")], strict=True))
+    except (UnicodeDecodeError, csv.Error, StopIteration):
+        raise EvidenceError(f"{path}: neither JSON, CSV nor Parquet, also not gz or zst of one of them") from None
+    return dict.fromkeys(names, "VARCHAR")

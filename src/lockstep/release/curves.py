@@ -1,0 +1,71 @@
+"""Curves of a verdict's page: how both sides' figures are distributed, and how the evidence grew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lockstep.release.evidence import Evidence, Floats, Pairs
+from lockstep.release.policy import Policy
+from lockstep.release.verdict import SeriesSummary
+from lockstep.report.document import Level, Line, Plot, Plots
+
+NUM_QUANTILES = 200
+"""Points of a distribution's line."""
+DISTRIBUTIONS: Mapping[str, str] = {
+    "latency_ms": "Latency",
+    "ttft_ms": "Time to the first token",
+    "decode_ms": "Mean gap between tokens",
+}
+
+
+def plots_of(policy: Policy, evidence: Evidence, series: Sequence[SeriesSummary]) -> tuple[Plots, ...]:
+    """Plots of distributions, and of the evidence of ratios as it grew.
+
+    Args:
+        series: as the sequential gate followed them; none in threshold mode.
+    """
+    growths = [_growth(policy, each) for each in series if each.unit == "ratio"]
+    found = [
+        Plots(tuple(_distributions(evidence.pairs)), id="distributions"),
+        Plots(tuple(each for each in growths if each is not None), id="evidence-over-time"),
+    ]
+    return tuple(each for each in found if each.plots)
+
+
+def _distributions(pairs: Pairs) -> Iterator[Plot]:
+    for metric, title in DISTRIBUTIONS.items():
+        lines = []
+        for side, color, values in zip(("baseline", "candidate"), "ab", pairs.metrics[metric], strict=True):
+            known = values[pairs.healthy & (values > 0)]
+            if len(known) > 1:
+                lines.append(Line(side, color, _quantiles(known)))
+        if len(lines) == 2:
+            summary = f"Cumulative distribution of {title.lower()} for baseline and candidate."
+            yield Plot(title, summary, "ms, logarithmic", "% of pairs up to it", lines, is_log=True)
+
+
+def _quantiles(values: Floats) -> list[tuple[float, float]]:
+    """Percentages against the values that they are at."""
+    shares = np.linspace(0.0, 1.0, min(NUM_QUANTILES, len(values)))
+    return list(zip(np.quantile(values, shares).tolist(), (100.0 * shares).tolist(), strict=True))
+
+
+def _growth(policy: Policy, series: SeriesSummary) -> Plot | None:
+    """A ratio over the pairs with its confidence sequence, in percent, against margin and tolerance."""
+    middle, band = [], []
+    for point in series.curve:
+        if point.effect is not None and point.lower is not None and point.upper is not None:
+            middle.append((float(point.pairs), 100 * (point.effect - 1)))
+            band.append((float(point.pairs), 100 * (point.lower - 1), 100 * (point.upper - 1)))
+    if not middle:
+        return None
+    levels = (
+        Level(f"margin {100 * policy.margin:g} %", 100 * policy.margin),
+        Level(f"tolerance {100 * policy.tolerance:g} %", 100 * policy.tolerance),
+    )
+    title = f"Evidence on {series.signal}"
+    summary = f"Mean change of {series.signal} by the number of pairs, at last {middle[-1][1]:.3g} percent."
+    line = Line("mean change, and its confidence sequence", "b", middle, band)
+    return Plot(title, summary, "pairs, logarithmic", "change, %", (line,), levels, is_log=True)

@@ -1,0 +1,240 @@
+"""Decisions of two recordings: the first step that differs, and the baseline's load on the candidate's settings.
+
+Steps are priced by a fit to the baseline's recording (`lockstep.replay.calibrate`). The same load is replayed on the
+baseline's own settings too: how far that is from what was measured is how far the prediction can be trusted. It is
+evidence before any traffic was mirrored; it informs, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.errors import LockstepError, TraceError
+from lockstep.release.verdict import Decision, Triage, Verdict
+from lockstep.replay.calibrate import calibrate
+from lockstep.replay.cost import Extrapolation
+from lockstep.replay.cost_file import CostFile, MadeOn
+from lockstep.replay.diff import diff_traces
+from lockstep.replay.latencies import distribution
+from lockstep.replay.live import Life, Lives, LiveStep, live_step, workload_of_lives
+from lockstep.replay.playback import played
+from lockstep.replay.render.difference import engine_facts
+from lockstep.replay.rerun import DecidedStep
+from lockstep.replay.simulator import Simulation
+from lockstep.replay.timeline import RequestOutcome
+from lockstep.replay.trace import Trace
+from lockstep.replay.workload import PS_PER_MS, Workload
+from lockstep.worker.flight.entries import EngineEntry
+
+SIGNAL = "decisions"
+MAX_ENGINES = 32
+"""Engines of one device that are compared; what a device holds is fewer."""
+MAX_STEPS = 50_000
+"""Of one engine, the first ones, that are compared and replayed: minutes of a busy server."""
+ARRIVALS = "requests arrive as they did at the baseline, also where clients that wait for answers would send later"
+FIGURES: Mapping[str, str] = {
+    "ttft_p50_ms": "median first token",
+    "ttft_p95_ms": "p95 first token",
+    "latency_p50_ms": "median latency",
+    "latency_p95_ms": "p95 latency",
+    "output_tokens_per_s": "output tokens/s",
+}
+"""Predicted figures, and words for them."""
+_MORE_IS_BETTER = ("output_tokens_per_s",)
+
+
+def decisions_of(baseline: Trace, candidate: Trace) -> dict[str, Any]:
+    """The differences of two recordings, engine by engine, and the predicted effect of the candidate's settings.
+
+    Engines are those of the same number on both sides.
+
+    Raises:
+        TraceError: a recording is damaged.
+    """
+    engines_a = {each.number: each for each in baseline.engines}
+    engines_b = {each.number: each for each in candidate.engines}
+    numbers = sorted(engines_a.keys() & engines_b.keys())[:MAX_ENGINES]
+    found = []
+    for number in numbers:
+        a, b = engines_a[number], engines_b[number]
+        settings = {
+            each.name: [getattr(a.config, each.name), getattr(b.config, each.name)]
+            for each in fields(SchedulerConfig)
+            if getattr(a.config, each.name) != getattr(b.config, each.name)
+        }
+        found.append(
+            {
+                "engine": number,
+                "model": a.name,
+                "settings": settings,
+                "difference": _difference(baseline, candidate, number),
+                "prediction": _prediction(baseline, a, b, is_alone=len(engines_a) == 1),
+            }
+        )
+    only = sorted(engines_a.keys() ^ engines_b.keys())
+    notes = [f"engine {number} is in one recording only" for number in only]
+    return {"engines": found, "notes": notes}
+
+
+def _difference(baseline: Trace, candidate: Trace, number: int) -> dict[str, Any]:
+    """The first step that is decided differently; a sentence where that cannot be told."""
+    try:
+        [found] = diff_traces(baseline, candidate, number, MAX_STEPS)
+    except TraceError as error:
+        return {"unknown": str(error)}
+    facts = engine_facts(found)
+    kept = ("identical", "equal_steps", "change", "reasons", "input")
+    cut = {"reasons": [f"compared are the first {MAX_STEPS:,} steps"]} if facts["equal_steps"] >= MAX_STEPS else {}
+    return cut | {name: facts[name] for name in kept if name in facts}
+
+
+# -- prediction -------------------------------------------------------------------------------------------------------
+
+
+def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is_alone: bool) -> dict[str, Any]:
+    """Figures of the baseline's load, measured, and replayed on both settings; a sentence where there are none."""
+    try:
+        steps, lives, notes = _course(trace, engine.number)
+        workload = workload_of_lives(engine.name, engine, lives)
+        if not workload.requests:
+            return {"unknown": "no request of the baseline got a token, so there is no load to replay"}
+        cost = calibrate(steps, _made_on(trace, engine))
+        measured = figures_of([life.outcome for life in lives if life.outcome.num_output_tokens])
+        own, caveats = _replayed(workload, engine.config, cost)
+        predicted = own
+        if candidate.config != engine.config:
+            predicted, caveats = _replayed(workload, candidate.config, cost)
+    except LockstepError as error:
+        return {"unknown": str(error)}
+    notes += [ARRIVALS, *caveats, *cost.notes]
+    if not is_alone:
+        notes.append("turns of the device's other engines are not part of the replay")
+    if candidate.fingerprint != engine.fingerprint or candidate.environment != engine.environment:
+        notes.append("steps are priced as on the baseline; the candidate's weights or machine are others")
+    figures = {
+        name: _figure(measured.get(name), own[name], predicted[name])
+        for name in FIGURES
+        if name in own and name in predicted
+    }
+    return {
+        "requests": len(tuple(workload.requests)),
+        "figures": figures,
+        "trust": _trust(figures, cost),
+        "notes": notes,
+    }
+
+
+def _course(trace: Trace, number: int) -> tuple[list[LiveStep], list[Life], list[str]]:
+    """Steps of an engine, the sequences that ended with them, and what is left out; in one pass."""
+    steps: list[LiveStep] = []
+    served: list[Life] = []
+    lives = Lives()
+    for event in played(trace):
+        served += [life for life in lives.take(event) if life.added.engine == number and life.outcome.is_completed]
+        if isinstance(event, DecidedStep) and event.engine == number:
+            steps.append(live_step(event))
+            if len(steps) == MAX_STEPS:
+                return steps, served, [f"replayed are the requests that ended in its first {MAX_STEPS:,} steps"]
+    return steps, served, []
+
+
+def _made_on(trace: Trace, engine: EngineEntry) -> MadeOn:
+    header = trace.header
+    return MadeOn(header.lockstep, header.machine, engine.name, engine.fingerprint, {}, dict(engine.environment))
+
+
+def _replayed(workload: Workload, config: SchedulerConfig, cost: CostFile) -> tuple[dict[str, float], list[str]]:
+    """Figures of a replay, and its caveats."""
+    extrapolation = Extrapolation(cost.ranges)
+    replay = Simulation(workload, config, cost.model(), watchers=[extrapolation]).run()
+    notes = [*replay.notes, *filter(None, [extrapolation.note()])]
+    num_refused = sum(bool(each.refusal) for each in replay.outcomes)
+    if num_refused:
+        notes.append(f"{num_refused:,} requests of the baseline would be refused on the candidate's settings")
+    return figures_of([each for each in replay.outcomes if each.is_completed]), notes
+
+
+def figures_of(outcomes: Sequence[RequestOutcome]) -> dict[str, float]:
+    """Figures of requests, by the names of `FIGURES`; those that nobody has are left out."""
+    if not outcomes:
+        return {}
+    found: dict[str, float] = {}
+    firsts = [each.in_ps.ttft for each in outcomes if each.first_token_ps >= 0]
+    for stem, values in (("ttft", firsts), ("latency", [each.in_ps.e2e for each in outcomes])):
+        spread = distribution(values, PS_PER_MS)
+        if spread is not None:
+            found |= {f"{stem}_p50_ms": spread.p50, f"{stem}_p95_ms": spread.p95}
+    span_ps = max(each.finished_ps for each in outcomes) - min(each.arrival_ps for each in outcomes)
+    if span_ps > 0:
+        found["output_tokens_per_s"] = sum(each.num_output_tokens for each in outcomes) * 1000 * PS_PER_MS / span_ps
+    return found
+
+
+def _figure(measured: float | None, own: float, predicted: float) -> dict[str, float | None]:
+    """One figure: measured, replayed on both settings, the change that this predicts and the error of the replay."""
+    return {
+        "measured": measured,
+        "baseline": own,
+        "candidate": predicted,
+        "change": predicted / own - 1 if own else None,
+        "error": own / measured - 1 if measured else None,
+    }
+
+
+def _trust(figures: Mapping[str, Mapping[str, float | None]], cost: CostFile) -> str:
+    errors = {name: abs(each["error"]) for name, each in figures.items() if each["error"] is not None}
+    if not errors:
+        return "nothing was measured that a replay could be compared with"
+    worst = max(errors, key=lambda name: errors[name])
+    return (
+        f"a replay of the baseline on its own settings is off by {100 * errors[worst]:.3g} % at most"
+        f" ({FIGURES[worst]}), and the prices of its steps by {100 * abs(cost.held_out.total_error):.3g} % in all:"
+        " a smaller change says nothing"
+    )
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def with_decisions(verdict: Verdict, decisions: dict[str, Any] | None, notes: Iterable[str] = ()) -> Verdict:
+    """The verdict with what two recordings decide, as an item of triage where users would feel it."""
+    items = () if decisions is None else tuple(_items(decisions, float(verdict.policy["margin"])))
+    return msgspec.structs.replace(
+        verdict, decisions=decisions, triage=verdict.triage + items, notes=(*verdict.notes, *notes)
+    )
+
+
+def _items(decisions: Mapping[str, Any], margin: float) -> Iterator[Triage]:
+    """One item for each engine for which a replay predicts a loss that counts."""
+    for engine in decisions["engines"]:
+        figures = engine["prediction"].get("figures", {})
+        worse = {name: each for name, each in figures.items() if is_worse(name, each, margin)}
+        if not worse:
+            continue
+        changes = "; ".join(
+            f"{FIGURES[name]} {each['baseline']:.4g} -> {each['candidate']:.4g} ({100 * each['change']:+.3g} %)"
+            for name, each in worse.items()
+        )
+        yield Triage(
+            signal=SIGNAL,
+            severity="info",
+            segment=engine["model"],
+            evidence=f"the baseline's load, replayed on the candidate's settings: {changes}",
+            response=Decision.PROMOTE.value,
+            owner="scheduling",
+            action=f"look at {', '.join(engine['settings']) or 'the settings'}; lockstep diff says which step decides",
+        )
+
+
+def is_worse(name: str, figure: Mapping[str, float | None], margin: float) -> bool:
+    """True if a figure is predicted to worsen by more than the margin, and by more than the replay itself is off."""
+    change = figure["change"]
+    if change is None:
+        return False
+    loss = -change if name in _MORE_IS_BETTER else change
+    return loss > max(margin, abs(figure["error"] or 0.0))

@@ -1,0 +1,88 @@
+"""Documents as lines: a file that is one JSON value, cut into a record a line, which DuckDB reads in bounded memory.
+
+Records are copied as they stand; only what holds them together is understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from lockstep.errors import EvidenceError
+from lockstep.release.formats import Format
+
+Raw = msgspec.Raw
+OUTCOMES = ("successful", "errored", "incomplete")
+"""Lists of requests in a benchmark of guidellm."""
+
+
+def write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Write records, a line each."""
+    with path.open("wb") as file:
+        file.writelines(line + b"\n" for line in lines)
+
+
+def items_of(value: Raw | bytes, name: str) -> list[Raw]:
+    """The entries of a list.
+
+    Raises:
+        EvidenceError: it is none.
+    """
+    try:
+        return msgspec.json.decode(value, type=list[Raw])
+    except msgspec.MsgspecError:
+        raise EvidenceError(f"{name} is no list") from None
+
+
+def one_line(value: Raw | bytes) -> bytes:
+    """A JSON value without line ends, which it can only have between its parts."""
+    return bytes(value).replace(b"\r", b" ").replace(b"\n", b" ")
+
+
+def lines_of(document: Mapping[str, Raw], found: Format) -> Iterator[bytes]:
+    """The records of a format's document.
+
+    Raises:
+        EvidenceError: its arrays are not aligned, or no arrays.
+    """
+    if found.layout == "arrays":
+        return _lines_of_arrays(document, found)
+    if found.layout == "benchmarks":
+        return _lines_of_benchmarks(document)
+    return iter((one_line(msgspec.json.encode(document)),))
+
+
+def _lines_of_arrays(document: Mapping[str, Raw], found: Format) -> Iterator[bytes]:
+    arrays = {column: items_of(document[name], name) for column, name in found.arrays.items() if name in document}
+    lengths = {found.arrays[column]: len(array) for column, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise EvidenceError(f"its arrays differ in length: {told}")
+    shared = {name: document[name] for name in found.columns if name in document and name not in arrays}
+    head = b"".join(b'"%s":%s,' % (name.encode(), one_line(value)) for name, value in shared.items())
+    for place, values in enumerate(zip(*arrays.values(), strict=True)):
+        row = b"".join(
+            b',"%s":%s' % (name.encode(), one_line(value)) for name, value in zip(arrays, values, strict=True)
+        )
+        yield b'{%s"place":%d%s}' % (head, place, row)
+
+
+def _lines_of_benchmarks(document: Mapping[str, Raw]) -> Iterator[bytes]:
+    for run, benchmark in enumerate(items_of(document["benchmarks"], "benchmarks")):
+        requests = _member(benchmark, "requests", f"benchmarks[{run}]")
+        for outcome in OUTCOMES:
+            name = f"benchmarks[{run}].requests.{outcome}"
+            found = _member(requests, outcome, f"benchmarks[{run}].requests")
+            if bytes(found) == b"null":
+                continue
+            for request in items_of(found, name):
+                yield b'{"run":%d,"outcome":"%s","request":%s}' % (run, outcome.encode(), one_line(request))
+
+
+def _member(value: Raw, name: str, of: str) -> Raw:
+    try:
+        return msgspec.json.decode(value, type=dict[str, Raw])[name]
+    except (msgspec.MsgspecError, KeyError):
+        raise EvidenceError(f"{of} has no {name}") from None

@@ -1,0 +1,253 @@
+"""Evidence of a release: what pairs of answers show, as columns of numbers in the order of time.
+
+Facts of each observation are computed by DuckDB, a scalar per request, however long its answer is; the columns of pairs
+are NumPy's. Order, sums and percentiles depend on times and keys alone, never on the order of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.release.agreement import compare_field
+from lockstep.release.facts import compute_facts, digest_of, event_faults, is_deterministic, names_of
+from lockstep.release.gaps import P95, pooled_p95
+from lockstep.release.joining import Joining, join
+from lockstep.release.observation import SIDES, Reason, Side
+from lockstep.release.outputs import BOTH_SIDES, COMPARISON, IN_SEGMENT, TRACE, Tolerance, resolve
+from lockstep.release.statistics import nearest_rank
+from lockstep.release.store import Store
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+SEGMENT_FIELDS: Mapping[str, str] = {
+    "model": "coalesce(c.model, b.model)",
+    "baseline_backend": "b.backend",
+    "candidate_backend": "c.backend",
+    "accelerator": "coalesce(c.accelerator, b.accelerator)",
+    "label": "coalesce(b.segment, c.segment)",
+}
+"""What cuts traffic into segments, and how a pair has it."""
+MAX_SEGMENTS = 200
+"""Those with the most pairs have figures of their own."""
+METRICS = ("latency_ms", "ttft_ms", "decode_ms", "kv_pressure", "queue_depth")
+"""Numbers of one answer; ``decode_ms`` is the mean gap between its tokens."""
+
+
+class Segment(NamedTuple):
+    """Traffic of one kind."""
+
+    model: str | None
+    baseline_backend: str | None
+    candidate_backend: str | None
+    accelerator: str | None
+    label: str | None
+
+    @property
+    def name(self) -> str:
+        """Words for it: model, backends, accelerator, label."""
+        backends = f"{self.baseline_backend or '?'} -> {self.candidate_backend or '?'}"
+        parts = (self.model, backends if self.baseline_backend or self.candidate_backend else None)
+        return ", ".join(part for part in (*parts, self.accelerator, self.label) if part) or "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Columns of all pairs, ordered by time, then key. NaN: a side does not say."""
+
+    ts: Floats
+    is_timed: bool
+    """Whether all of them have a time."""
+    ok: tuple[Bools, Bools]
+    metrics: Mapping[str, tuple[Floats, Floats]]
+    """Of `METRICS`, of both sides."""
+    output: NDArray[np.int8]
+    """Of `Output`."""
+    segment: NDArray[np.int32]
+    """Places in ``segments``; -1: one of the many that have no figures of their own."""
+    segments: tuple[Segment, ...]
+    routed: tuple[Bools, Bools]
+    """Whether route and scheduler are known."""
+    streamed: tuple[Bools, Bools]
+    """Whether times of tokens are known."""
+    missing_at: NDArray[np.int64]
+    """For each record without a partner, in the order of time: pairs before it."""
+    missing: Floats
+    """1: the candidate lacks it; -1: the baseline does."""
+
+    def __len__(self) -> int:
+        return len(self.ts)
+
+    @property
+    def healthy(self) -> Bools:
+        """Both sides answered."""
+        return self.ok[0] & self.ok[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that a gate judges by."""
+
+    joining: Joining
+    pairs: Pairs
+    decode_p95: Mapping[int, tuple[float, float]]
+    """Of all gaps between tokens of both sides, by segment; -1: of all of them."""
+    names: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+    """Values of `NAMED` of both sides' pairs, sorted."""
+    is_deterministic: tuple[bool, bool]
+    """Whether each side's engine promises equal answers in any company."""
+    faults: tuple[tuple[Side, Reason, int], ...]
+    """Parts of records that were left out."""
+    digests: tuple[str, str]
+    """Of each side's records, in whatever order they stand."""
+    incomparable: Mapping[str, int]
+    """Pairs whose answers were not compared, by reason."""
+    max_drift: float
+    """Largest difference of two numbers of a pair of vectors; NaN: there are none under a rule."""
+    store: Store
+    traces: tuple[int, int] = (0, 0)
+    """Pairs with traces of tokens on both sides: those whose are equal, and those whose are not."""
+
+    def keys(self, where: NDArray[np.intp]) -> list[str]:
+        """Ids of pairs, by their places."""
+        if not len(where):
+            return []
+        wanted = ", ".join(str(int(place)) for place in where)
+        return [key for (key,) in self.store.rows(f"SELECT key FROM ordered WHERE place IN ({wanted}) ORDER BY place")]
+
+
+NAMED = ("model", "model_version", "route_id", "replica_id", "scheduler", "backend", "accelerator", "artifact")
+MAX_NAMES = 100
+
+
+def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") -> Evidence:
+    """Pair the observations of a store and compare the answers.
+
+    Args:
+        field: the one that answers have to agree in; empty: they are compared as a whole.
+
+    Raises:
+        EvidenceError: a number is none, or less than nothing.
+    """
+    for side in SIDES:
+        compute_facts(store, side)
+    joining = join(store)
+    store.run(_ORDERED)
+    segments = _segments(store)
+    columns = _in_order(store.columns(_COLUMNS))
+    if field:
+        max_drift = math.nan
+        output, incomparable = compare_field(store, field)
+    else:
+        output, incomparable, max_drift = resolve(store, columns["output"].astype(np.int8), tolerances)
+    ts = _floats(columns["ts"])
+    missing_at, missing = _missing(store, ts)
+    pairs = Pairs(
+        ts=ts,
+        is_timed=not np.isnan(ts).any(),
+        ok=(_bools(columns["b_ok"]), _bools(columns["c_ok"])),
+        metrics={name: (_floats(columns[f"b_{name}"]), _floats(columns[f"c_{name}"])) for name in METRICS},
+        output=output,
+        segment=columns["segment"].astype(np.int32),
+        segments=segments,
+        routed=(_bools(columns["b_routed"]), _bools(columns["c_routed"])),
+        streamed=(_bools(columns["b_streamed"]), _bools(columns["c_streamed"])),
+        missing_at=missing_at,
+        missing=missing,
+    )
+    baseline, candidate = SIDES
+    return Evidence(
+        joining=joining,
+        pairs=pairs,
+        decode_p95=pooled_p95(store),
+        names={
+            each: (names_of(store, baseline, each, MAX_NAMES), names_of(store, candidate, each, MAX_NAMES))
+            for each in NAMED
+        },
+        is_deterministic=(is_deterministic(store, baseline), is_deterministic(store, candidate)),
+        faults=tuple(fault for side in SIDES for fault in event_faults(store, side)),
+        digests=(digest_of(store, baseline), digest_of(store, candidate)),
+        incomparable=incomparable,
+        max_drift=max_drift,
+        store=store,
+        traces=_traces(store),
+    )
+
+
+def _in_order(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns in the order of ``place``."""
+    order = np.argsort(columns["place"])
+    return {name: column[order] for name, column in columns.items() if name != "place"}
+
+
+_ORDERED = """
+CREATE TABLE ordered AS
+  SELECT row_number() OVER (ORDER BY coalesce(b.ts, c.ts) NULLS LAST, key, key_name, b.digest, c.digest) - 1 AS place,
+    p.b, p.c, key_name, coalesce(key, printf('unnamed %016x', xor(b.digest, c.digest))) AS key
+  FROM pairs p JOIN facts_baseline b ON p.b = b.row JOIN facts_candidate c ON p.c = c.row
+"""
+_SIDE_COLUMNS = ", ".join(
+    f"{side}.{name} AS {side}_{name}" for side in "bc" for name in ("ok", "routed", "streamed", *METRICS)
+)
+_COLUMNS = f"""
+SELECT place, coalesce(b.ts, c.ts) AS ts, {_SIDE_COLUMNS}, {COMPARISON} AS output, segment
+FROM {BOTH_SIDES} {IN_SEGMENT}
+"""
+
+
+def _segments(store: Store) -> tuple[Segment, ...]:
+    """Number the segments, in the order of their names; leaves a table ``in_segment``."""
+    values = ", ".join(f"{text} AS {name}" for name, text in SEGMENT_FIELDS.items())
+    names = ", ".join(SEGMENT_FIELDS)
+    same = " AND ".join(f"kinds.{name} IS NOT DISTINCT FROM segments.{name}" for name in SEGMENT_FIELDS)
+    store.run(
+        "CREATE TABLE kinds AS SELECT baseline, candidate, num_pairs, " + values + " FROM"
+        f" (SELECT b.label AS baseline, c.label AS candidate, count(*) AS num_pairs FROM {BOTH_SIDES} GROUP BY ALL)"
+        " JOIN labels_baseline b ON baseline = b.label JOIN labels_candidate c ON candidate = c.label;"
+        f"CREATE TABLE segments AS SELECT row_number() OVER (ORDER BY {names}) - 1 AS segment, {names} FROM"
+        f" (SELECT {names} FROM kinds GROUP BY ALL ORDER BY sum(num_pairs) DESC, {names} LIMIT {MAX_SEGMENTS});"
+        "CREATE TABLE in_segment AS SELECT baseline, candidate, coalesce(segment, -1)::INTEGER AS segment"
+        f" FROM kinds LEFT JOIN segments ON {same}"
+    )
+    return tuple(Segment(*row) for row in store.rows(f"SELECT {names} FROM segments ORDER BY segment"))
+
+
+def _traces(store: Store) -> tuple[int, int]:
+    """Pairs whose traces of tokens are equal, and those whose are not."""
+    equal = f"count(*) FILTER ({TRACE})"
+    [(same, differing)] = store.rows(f"SELECT {equal}, count(*) FILTER (NOT ({TRACE})) FROM {BOTH_SIDES}")
+    return int(same), int(differing)
+
+
+def _missing(store: Store, ts: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Records without a partner between the pairs, in the order of time."""
+    found = store.columns(
+        "SELECT ts, sign FROM (SELECT ts, 1 AS sign FROM keys_baseline UNION ALL SELECT ts, -1 AS sign FROM"
+        " keys_candidate) WHERE ts IS NOT NULL ORDER BY ts, sign"
+    )
+    return np.searchsorted(ts, found["ts"]).astype(np.int64), found["sign"].astype(np.float64)
+
+
+def _floats(column: Any) -> Floats:
+    """A column of numbers, NaN where there is none."""
+    return np.ma.filled(np.ma.asarray(column).astype(np.float64), math.nan)
+
+
+def _bools(column: Any) -> Bools:
+    return np.ma.filled(np.ma.asarray(column).astype(np.bool_), False)
+
+
+def p95(values: Floats) -> float:
+    """95th percentile by nearest rank of the numbers that there are."""
+    return nearest_rank(values[~np.isnan(values)], P95)
+
+
+def summary_names() -> Mapping[str, str]:
+    """Metrics with the unit of each."""
+    return {name: "ms" if name.endswith("_ms") else "" for name in METRICS}

@@ -1,0 +1,144 @@
+"""Facts of observations: a few scalars each, however long its answer is, computed by DuckDB in one pass over a side.
+
+Lists are looked at once: what is asked of them later is their number, their mean and their hash. Facts lie in a file,
+column by column; labels, which many observations share, in a table of their own.
+"""
+
+from __future__ import annotations
+
+from lockstep.errors import EvidenceError
+from lockstep.release.joining import NAME, OK
+from lockstep.release.observation import Reason, Side
+from lockstep.release.store import Store, quoted
+
+LABELS = (
+    "model",
+    "model_version",
+    "artifact",
+    "backend",
+    "accelerator",
+    "route_id",
+    "replica_id",
+    "scheduler",
+    "segment",
+    "deterministic",
+)
+"""Fields of the table ``labels_`` of a side, whose key is ``label``."""
+_FINITE = "has to be a finite number, 0 or above"
+_RULES: tuple[tuple[str, str, str], ...] = (
+    *((name, f"{name} < 0 OR NOT isfinite({name})", _FINITE) for name in ("latency_ms", "queue_depth")),
+    *((name, f"{name} < 0 OR NOT isfinite({name})", _FINITE) for name in ("ttft_ms", "kv_used", "kv_total")),
+    ("ts", "NOT isfinite(ts)", "has to be a finite number"),
+    (
+        "token_latencies_ms",
+        "list_min(token_latencies_ms) < 0 OR NOT isfinite(list_avg(token_latencies_ms))",
+        "has to be finite numbers, 0 or above",
+    ),
+    (
+        "stream_events",
+        "len(list_filter(stream_events, lambda e: e.elapsed_ms < 0 OR NOT isfinite(e.elapsed_ms))) > 0",
+        "has an elapsed_ms that is below 0 or no finite number",
+    ),
+    ("vector", "NOT (isfinite(list_max(vector)) AND isfinite(list_min(vector)))", "has to be finite numbers"),
+    ("logprobs", "NOT (isfinite(list_max(logprobs)) AND isfinite(list_min(logprobs)))", "has to be finite numbers"),
+    ("health", "health NOT IN ('ready', 'degraded', 'down')", "is ready, degraded or down"),
+    ("kv_total", "kv_used > kv_total", "is less than kv_used; both have to be of one unit"),
+    ("ttft_ms", f"ttft_ms > {10} * latency_ms", "is more than ten times its latency_ms; both are milliseconds"),
+)
+"""Fields, conditions that no observation meets, and what is right."""
+_FAULTS = " + ".join(
+    f"CASE WHEN {condition} THEN {1 << place} ELSE 0 END" for place, (_, condition, _) in enumerate(_RULES)
+)
+_EVENTS = "list_sort(stream_events)"
+_ANY_TOKENS = "output_tokens IS DISTINCT FROM 0"
+
+
+def _hash(*fields: str, as_: str = "") -> str:
+    """SQL of a hash of fields; of a single one that is NULL it is NULL."""
+    if len(fields) > 1:
+        return f"hash({', '.join(fields)})"
+    [name] = fields
+    return f"CASE WHEN {name} IS NOT NULL THEN hash({name}) END AS {as_ or name}"
+
+
+_VIEWS = f"""
+CREATE VIEW timed_{{side}} AS
+  SELECT *, {_EVENTS} AS events,
+    coalesce(len(list_distinct(list_transform(stream_events, lambda e: e.index))) < len(stream_events), false)
+      AS doubled,
+    coalesce(len(list_filter(range(2, len(stream_events) + 1), lambda i:
+      ({_EVENTS})[i].elapsed_ms < ({_EVENTS})[i - 1].elapsed_ms)) > 0, false) AS falling
+  FROM {{side}};
+CREATE VIEW observed_{{side}} AS
+  SELECT * EXCLUDE (events),
+    coalesce(token_ids, CASE
+      WHEN NOT doubled AND list_bool_and(list_transform(events, lambda e: e.token_id IS NOT NULL))
+      THEN list_transform(events, lambda e: e.token_id) END) AS tokens,
+    coalesce(token_latencies_ms, CASE WHEN NOT (doubled OR falling) THEN
+      list_transform(range(2, len(events) + 1), lambda i: events[i].elapsed_ms - events[i - 1].elapsed_ms) END) AS gaps,
+    coalesce(ttft_ms, CASE WHEN NOT (doubled OR falling) THEN events[1].elapsed_ms END) AS first_ms
+  FROM timed_{{side}};
+CREATE TABLE labels_{{side}} AS SELECT DISTINCT {_hash(*LABELS)} AS label, {", ".join(LABELS)} FROM {{side}}
+"""
+_COLUMNS = f"""
+row, ts, {OK} AS ok, {_hash(*LABELS)} AS label, seed,
+{_hash("prompt_digest")}, {_hash("params_digest")}, {_hash("environment")},
+latency_ms, first_ms AS ttft_ms, list_avg(gaps) AS decode_ms, kv_used / nullif(kv_total, 0) AS kv_pressure, queue_depth,
+coalesce(len(gaps), 0) AS num_gaps, hash(gaps) AS gaps_hash,
+coalesce(len(gaps) > 0 OR len(stream_events) = 1 AND NOT doubled, false) AS streamed,
+route_id IS NOT NULL AND scheduler IS NOT NULL AS routed,
+{_hash("tokens", as_="tokens_hash")}, len(tokens) = 0 AND {_ANY_TOKENS} AS is_blank_tokens,
+{_hash("vector", as_="vector_hash")}, len(vector) = 0 AS is_blank_vector,
+{_hash("text", as_="text_hash")}, text = '' AND {_ANY_TOKENS} AS is_blank_text,
+fingerprint, token_trace_fingerprint, doubled, falling, {_FAULTS} AS faults,
+hash(request_id, traceparent, engine_id, conversation_id, turn, "index", nullif(error, ''), prompt_tokens,
+  output_tokens) AS names
+"""
+_DIGESTED = (
+    "ts, ok, label, seed, prompt_digest, params_digest, environment, latency_ms, ttft_ms, gaps_hash, kv_pressure,"
+    " queue_depth, tokens_hash, vector_hash, text_hash, fingerprint, token_trace_fingerprint, doubled, falling, names"
+)
+
+
+def compute_facts(store: Store, side: Side) -> None:
+    """Make the view ``facts_`` of a side, its table ``labels_`` and its view ``observed_`` with what events mean.
+
+    Raises:
+        EvidenceError: a number is none, less than nothing, or of another unit than its neighbours.
+    """
+    store.run(_VIEWS.format(side=side))
+    place = quoted(str(store.folder / f"facts-{side}.parquet"))
+    rows = f"SELECT {_COLUMNS} FROM observed_{side}"
+    store.run(f"COPY (SELECT * EXCLUDE (gaps_hash, names), hash({_DIGESTED}) AS digest FROM ({rows})) TO {place}")
+    store.run(f"CREATE VIEW facts_{side} AS SELECT * FROM read_parquet({place})")
+    faults = store.number(f"SELECT coalesce(bit_or(faults), 0) FROM facts_{side}")
+    for bit, (name, condition, right) in enumerate(_RULES):
+        if faults >> bit & 1:
+            [[request]] = store.rows(f"SELECT min({NAME}) FROM {side} WHERE {condition}")
+            of = f" of request {request}" if request else ""
+            raise EvidenceError(f"{store.paths.get(side, side)}: the {side}'s {name}{of} {right}")
+
+
+def digest_of(store: Store, side: Side) -> str:
+    """A sum over the observations, so that their order does not count."""
+    [[total]] = store.rows(f"SELECT sum(digest::HUGEINT) FROM facts_{side}")
+    return f"{int(total or 0) % (1 << 64):016x}"
+
+
+def names_of(store: Store, side: Side, label: str, most: int) -> tuple[str, ...]:
+    """The values of one of `LABELS`, sorted."""
+    rows = store.rows(f"SELECT DISTINCT {label} FROM labels_{side} WHERE {label} IS NOT NULL ORDER BY 1 LIMIT {most}")
+    return tuple(value for (value,) in rows)
+
+
+def is_deterministic(store: Store, side: Side) -> bool:
+    """Whether all observations are of engines that promise equal answers in any company."""
+    [[found]] = store.rows(f"SELECT coalesce(bool_and(coalesce(deterministic, false)), false) FROM labels_{side}")
+    return bool(found)
+
+
+def event_faults(store: Store, side: Side) -> list[tuple[Side, Reason, int]]:
+    """How often stream events were left out, by reason."""
+    columns = (("doubled", Reason.DOUBLED_INDEX), ("falling", Reason.FALLING_STAMPS))
+    counts = [(reason, store.number(f"SELECT count(*) FROM facts_{side} WHERE {name}")) for name, reason in columns]
+    return [(side, reason, count) for reason, count in counts if count]

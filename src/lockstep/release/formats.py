@@ -1,0 +1,375 @@
+"""Formats of other tools, and of our own logs, as rows: the members that tell each, and the observation it means.
+
+DuckDB reads lines, of which each is a record: ``columns`` are its members with their types, ``table`` cuts or numbers
+records where one is not one request, and ``fields`` says what a field of an observation is, as SQL over them. Names and
+units are those of each tool's documentation and of files that it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.release.observation import FIELDS
+
+FILE = "file"
+"""Name under which ``table`` sees the file's records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One format of one tool."""
+
+    name: str
+    tool: str
+    """Words for messages: who writes it, and how."""
+    tells: tuple[str, ...]
+    """Members that all its versions have, and no other format."""
+    needs: tuple[str, ...] = ()
+    """Members of a record, with dots within them, without which it is a version that nobody here knows."""
+    hint: str = ""
+    """Advice where one of those is missing."""
+    layout: Literal["lines", "log", "arrays", "benchmarks"] = "lines"
+    """A record a line; one among other lines; aligned arrays in a document, an entry a request; lists in a document."""
+    arrays: Mapping[str, str] = field(default_factory=dict)
+    """Aligned arrays by the column that they become."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    table: str = FILE
+    where: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+OWN = Format(
+    name="observations",
+    tool="observations, a line or a row each",
+    tells=(),
+    columns={each.name: each.type for each in FIELDS},
+    fields={each.name: f'"{each.name}"' for each in FIELDS},
+)
+"""Our own, with the fields of an observation."""
+
+LOCKSTEP_LOG = Format(
+    name="lockstep-requests",
+    tool="the request log of lockstep serve --log-format json",
+    tells=("logger", "endpoint"),
+    needs=("id", "status", "total_ms"),
+    layout="log",
+    columns={
+        "logger": "VARCHAR",
+        "time": "TIMESTAMPTZ",
+        "id": "VARCHAR",
+        "status": "BIGINT",
+        "model": "VARCHAR",
+        "total_ms": "DOUBLE",
+        "ttft_ms": "DOUBLE",
+        "prompt_tokens": "BIGINT",
+        "output_tokens": "BIGINT",
+        "error": "VARCHAR",
+    },
+    where="logger = 'lockstep.request' AND model IS NOT NULL",
+    fields={
+        "request_id": "id",
+        "ts": "epoch(time) - total_ms / 1e3",
+        "model": "model",
+        "backend": "'lockstep'",
+        "ok": "status < 400 AND error IS NULL",
+        "error": "coalesce(error, CASE WHEN status >= 400 THEN 'status ' || status END)",
+        "latency_ms": "total_ms",
+        "ttft_ms": "ttft_ms",
+        "prompt_tokens": "prompt_tokens",
+        "output_tokens": "output_tokens",
+    },
+)
+
+# -- benches of vLLM and SGLang: aligned arrays, seconds, no ids ------------------------------------------------------
+
+_BENCH_ARRAYS = {
+    "input_len": "input_lens",
+    "output_len": "output_lens",
+    "ttft": "ttfts",
+    "itl": "itls",
+    "generated": "generated_texts",
+    "error": "errors",
+}
+_BENCH_COLUMNS = {
+    "place": "BIGINT",
+    "input_len": "BIGINT",
+    "output_len": "BIGINT",
+    "ttft": "DOUBLE",
+    "itl": "DOUBLE[]",
+    "latency": "DOUBLE",
+    "start_time": "DOUBLE",
+    "generated": "VARCHAR",
+    "error": "VARCHAR",
+}
+_BENCH_OK = "(coalesce(error, '') = '' AND NOT (output_len = 0 AND coalesce(ttft, 0) = 0))"
+"""A connection that breaks without a word leaves an empty error, and zeros."""
+_BENCH_FIELDS = {
+    "index": "place",
+    "ok": _BENCH_OK,
+    "error": f"CASE WHEN NOT {_BENCH_OK} THEN coalesce(nullif(error, ''), 'no answer') END",
+    "latency_ms": f"CASE WHEN {_BENCH_OK} THEN coalesce(latency, ttft + coalesce(list_sum(itl), 0)) * 1e3 END",
+    "ttft_ms": f"CASE WHEN {_BENCH_OK} THEN nullif(ttft, 0) * 1e3 END",
+    "token_latencies_ms": "list_transform(itl, lambda s: s * 1e3)",
+    "text": f"CASE WHEN {_BENCH_OK} THEN generated END",
+    "prompt_tokens": "input_len",
+    "output_tokens": "output_len",
+}
+
+VLLM_BENCH = Format(
+    name="vllm-bench",
+    tool="vllm bench serve --save-result --save-detailed (lockstep bench serve writes the same)",
+    tells=("date", "backend", "model_id", "num_prompts"),
+    needs=tuple(_BENCH_ARRAYS.values()),
+    hint="write it with --save-detailed",
+    layout="arrays",
+    arrays={**_BENCH_ARRAYS, "latency": "latencies", "start_time": "start_times"},
+    columns={"model_id": "VARCHAR", **_BENCH_COLUMNS},
+    fields={**_BENCH_FIELDS, "model": "model_id", "ts": "start_time"},
+)
+
+SGLANG_BENCH = Format(
+    name="sglang-bench",
+    tool="sglang.bench_serving --output-details",
+    tells=("backend", "dataset_name", "completed", "total_output_tokens"),
+    needs=tuple(_BENCH_ARRAYS.values()),
+    hint="write it with --output-details",
+    layout="arrays",
+    arrays=_BENCH_ARRAYS,
+    columns={"backend": "VARCHAR", **_BENCH_COLUMNS},
+    fields={**_BENCH_FIELDS, "backend": "regexp_replace(backend, '-(oai|oai-chat|chat|native)$', '')"},
+)
+
+# -- SGLang's own files -----------------------------------------------------------------------------------------------
+
+
+def _sglang_fields(request: str, meta: str) -> dict[str, str]:
+    """Fields of what SGLang says of a request, which stands in two objects."""
+    reason = f"{meta}->>'$.finish_reason.type'"
+    return {
+        "engine_id": f"{meta}->>'$.id'",
+        "model_version": f"{meta}->>'$.weight_version'",
+        "backend": "'sglang'",
+        "ok": f"coalesce({reason}, '') <> 'abort'",
+        "error": f"CASE {reason} WHEN 'abort' THEN coalesce({meta}->>'$.finish_reason.message', 'abort') END",
+        "latency_ms": f"({meta}->>'$.e2e_latency')::DOUBLE * 1e3",
+        "prompt_tokens": f"({meta}->>'$.prompt_tokens')::BIGINT",
+        "output_tokens": f"({meta}->>'$.completion_tokens')::BIGINT",
+        "prompt_digest": f"md5(coalesce({request}->>'$.text', {request}->>'$.input_ids'))",
+        "params_digest": f"md5({request}->>'$.sampling_params')",
+    }
+
+
+SGLANG_METRICS = Format(
+    name="sglang-metrics",
+    tool="SGLang --export-metrics-to-file",
+    tells=("request_parameters", "id"),
+    needs=("e2e_latency", "finish_reason"),
+    columns={"request_parameters": "VARCHAR", "request_received_ts": "DOUBLE", "num_waiting_reqs": "DOUBLE"}
+    | dict.fromkeys(
+        ("id", "finish_reason", "prompt_tokens", "completion_tokens", "e2e_latency", "weight_version"), "JSON"
+    ),
+    table=(
+        "(SELECT *, request_parameters::JSON AS request, json_object('id', id, 'finish_reason', finish_reason,"
+        " 'prompt_tokens', prompt_tokens, 'completion_tokens', completion_tokens, 'e2e_latency', e2e_latency,"
+        f" 'weight_version', weight_version) AS meta FROM {FILE})"
+    ),
+    fields={
+        **_sglang_fields("request", "meta"),
+        "request_id": "request->>'$.rid'",
+        "ts": "request_received_ts",
+        "queue_depth": "num_waiting_reqs",
+    },
+)
+
+_HALF = 1024
+"""Characters that are left at each end of a text that SGLang cuts at log level 2."""
+_OUT_TEXT = "out->>'$.text'"
+
+SGLANG_REQUESTS = Format(
+    name="sglang-requests",
+    tool="SGLang --log-requests --log-requests-format json",
+    tells=("timestamp", "event", "rid"),
+    needs=("obj",),
+    layout="log",
+    columns={"timestamp": "VARCHAR", "event": "VARCHAR", "rid": "VARCHAR", "obj": "JSON", "out": "JSON"},
+    where="event = 'request.finished'",
+    fields={
+        **_sglang_fields("obj", "out->'$.meta_info'"),
+        "request_id": "rid",
+        "ts": (
+            "coalesce((out->>'$.meta_info.request_received_ts')::DOUBLE, epoch(timestamp::TIMESTAMP)"
+            " - coalesce((out->>'$.meta_info.e2e_latency')::DOUBLE, 0))"
+        ),
+        "token_ids": (
+            "CASE WHEN NOT list_contains((out->'$.output_ids')::VARCHAR[], '...')"
+            " THEN (out->'$.output_ids')::BIGINT[] END"
+        ),
+        "text": (
+            f"CASE WHEN NOT (length({_OUT_TEXT}) = {2 * _HALF + 3} AND substr({_OUT_TEXT}, {_HALF + 1}, 3) = '...')"
+            f" THEN {_OUT_TEXT} END"
+        ),
+    },
+)
+
+# -- OpenTelemetry ----------------------------------------------------------------------------------------------------
+
+_VALUE = "STRUCT(stringValue VARCHAR, intValue VARCHAR, doubleValue DOUBLE, boolValue BOOLEAN)"
+_ATTRIBUTES = f"STRUCT(key VARCHAR, value {_VALUE})[]"
+_SPAN = (
+    f"STRUCT(traceId VARCHAR, spanId VARCHAR, name VARCHAR, startTimeUnixNano VARCHAR, endTimeUnixNano VARCHAR,"
+    f" attributes {_ATTRIBUTES}, status STRUCT(code VARCHAR, message VARCHAR))"
+)
+
+
+def _attribute(*names: str) -> str:
+    """The value of the first of some attributes that a span has, as text."""
+
+    def value(name: str) -> str:
+        found = f"list_filter(span.attributes, lambda a: a.key = '{name}')[1].value"
+        return f"{found}.stringValue, {found}.intValue, {found}.doubleValue::VARCHAR"
+
+    return f"coalesce({', '.join(map(value, names))})"
+
+
+_SPAN_MS = "(span.endTimeUnixNano::DOUBLE - span.startTimeUnixNano::DOUBLE) / 1e6"
+_ERROR_TYPE = _attribute("error.type")
+_FAILED = f"({_ERROR_TYPE} IS NOT NULL OR coalesce(span.status.code, '') IN ('2', 'STATUS_CODE_ERROR'))"
+
+OTLP = Format(
+    name="otlp",
+    tool="OpenTelemetry spans as OTLP-JSON",
+    tells=("resourceSpans",),
+    needs=("resourceSpans.scopeSpans.spans",),
+    columns={"resourceSpans": f"STRUCT(scopeSpans STRUCT(spans {_SPAN}[])[])[]"},
+    table=(
+        "(SELECT unnest(scope.spans) AS span FROM (SELECT unnest(resource_span.scopeSpans) AS scope FROM"
+        f" (SELECT unnest(resourceSpans) AS resource_span FROM {FILE})))"
+    ),
+    where=(  # a span of a model's answer: as vLLM and SGLang write it, or as the conventions do; not of tools or agents
+        f"({_attribute('gen_ai.latency.e2e', 'gen_ai.request.id')} IS NOT NULL OR {_attribute('gen_ai.operation.name')}"
+        " IN ('chat', 'text_completion', 'generate_content', 'embeddings'))"
+    ),
+    fields={
+        "traceparent": "span.traceId",
+        "request_id": _attribute("lockstep.request_id"),
+        "engine_id": _attribute("gen_ai.request.id", "gen_ai.response.id"),
+        "conversation_id": _attribute("gen_ai.conversation.id"),
+        "ts": "span.startTimeUnixNano::DOUBLE / 1e9",
+        "model": _attribute("gen_ai.response.model", "gen_ai.request.model"),
+        "backend": _attribute("gen_ai.provider.name"),
+        "ok": f"NOT {_FAILED}",
+        "error": f"CASE WHEN {_FAILED} THEN coalesce({_ERROR_TYPE}, nullif(span.status.message, ''), 'error') END",
+        "latency_ms": f"coalesce({_attribute('gen_ai.latency.e2e')}::DOUBLE * 1e3, {_SPAN_MS})",
+        "ttft_ms": (
+            _attribute("gen_ai.latency.time_to_first_token", "gen_ai.response.time_to_first_chunk") + "::DOUBLE * 1e3"
+        ),
+        "prompt_tokens": _attribute("gen_ai.usage.prompt_tokens", "gen_ai.usage.input_tokens") + "::BIGINT",
+        "output_tokens": _attribute("gen_ai.usage.completion_tokens", "gen_ai.usage.output_tokens") + "::BIGINT",
+        "seed": f"{_attribute('gen_ai.request.seed')}::BIGINT",
+    },
+)
+
+# -- load generators --------------------------------------------------------------------------------------------------
+
+
+def _measured_ms(name: str, value: str) -> str:
+    """An AIPerf metric in milliseconds, by its unit; an unknown unit is an error that names it."""
+    unit = f"metrics->>'$.{name}.unit'"
+    factor = (
+        f"CASE {unit} WHEN 'ms' THEN 1 WHEN 's' THEN 1e3 WHEN 'sec' THEN 1e3 WHEN 'us' THEN 1e-3 WHEN 'ns' THEN 1e-6"
+        f" ELSE error('{name} has the unit ' || coalesce({unit}, '?') || '; known are ms, s, us and ns') END"
+    )
+    return f"CASE WHEN (metrics->'$.{name}') IS NOT NULL THEN {value.format(factor=factor)} END"
+
+
+def _aiperf_ms(name: str) -> str:
+    return _measured_ms(name, f"(metrics->>'$.{name}.value')::DOUBLE * {{factor}}")
+
+
+_CANCELLED = "coalesce((metadata->>'$.was_cancelled')::BOOLEAN, false)"
+_AIPERF_ERROR = "coalesce(json_type(error), 'NULL') <> 'NULL'"
+
+AIPERF = Format(
+    name="aiperf",
+    tool="AIPerf's profile_export.jsonl",
+    tells=("metadata", "metrics"),
+    needs=("metadata.x_request_id", "metadata.request_start_ns", "metadata.request_end_ns"),
+    columns={"metadata": "JSON", "metrics": "JSON", "error": "JSON"},
+    table=(  # a data set that is shorter than the run is used again: the same conversation comes several times
+        "(SELECT *, row_number() OVER (PARTITION BY metadata->>'$.conversation_id', metadata->>'$.turn_index'"
+        " ORDER BY (metadata->>'$.request_start_ns')::BIGINT, metadata->>'$.x_request_id') AS nth"
+        f" FROM {FILE} WHERE coalesce(metadata->>'$.benchmark_phase', 'profiling') = 'profiling')"
+    ),
+    fields={
+        "request_id": "metadata->>'$.x_request_id'",
+        "conversation_id": "(metadata->>'$.conversation_id') || CASE WHEN nth > 1 THEN '#' || nth ELSE '' END",
+        "turn": "(metadata->>'$.turn_index')::BIGINT",
+        "ts": "(metadata->>'$.request_start_ns')::DOUBLE / 1e9",
+        "ok": f"NOT ({_AIPERF_ERROR} OR {_CANCELLED})",
+        "error": (
+            f"CASE WHEN {_AIPERF_ERROR} THEN coalesce(error->>'$.type', error->>'$.message', 'error')"
+            f" WHEN {_CANCELLED} THEN 'cancelled' END"
+        ),
+        "latency_ms": _aiperf_ms("request_latency"),
+        "ttft_ms": _aiperf_ms("time_to_first_token"),
+        "token_latencies_ms": _measured_ms(
+            "inter_chunk_latency",
+            "list_transform((metrics->'$.inter_chunk_latency.value')::DOUBLE[], lambda v: v * {factor})",
+        ),
+        "prompt_tokens": "(metrics->>'$.input_sequence_length.value')::DOUBLE::BIGINT",
+        "output_tokens": "(metrics->>'$.output_sequence_length.value')::DOUBLE::BIGINT",
+    },
+)
+
+_BODY = "CASE WHEN json_valid(request->>'$.request_args') THEN (request->>'$.request_args')::JSON->'$.body' END"
+_PROMPT = "coalesce(body->>'$.messages', body->>'$.prompt', request->>'$.prompt', request->>'$.request_args')"
+_PARAMETERS = (
+    "CASE WHEN body IS NOT NULL THEN"
+    """ json_merge_patch(body, '{"messages": null, "prompt": null, "model": null}') END"""
+)
+_QUEUED = "coalesce(request->>'$.info.timings.queued', request->>'$.scheduler_info.queued_time')::DOUBLE"
+_GUIDELLM_START = "coalesce(request->>'$.info.timings.request_start', request->>'$.start_time')::DOUBLE"
+
+GUIDELLM = Format(
+    name="guidellm",
+    tool="guidellm's benchmarks.json",
+    tells=("benchmarks",),
+    needs=("request.request_id", "request.request_latency", "request.time_to_first_token_ms"),
+    layout="benchmarks",
+    columns={"run": "BIGINT", "outcome": "VARCHAR", "request": "JSON"},
+    table=(  # ids are drawn anew for each run, and requests start in any order; they are queued in that of the data set
+        f"(SELECT *, {_BODY} AS body, row_number() OVER (ORDER BY run, {_QUEUED}, request->>'$.request_id') - 1"
+        f" AS place FROM {FILE})"
+    ),
+    where="outcome IN ('successful', 'errored')",
+    fields={
+        "index": "place",
+        "prompt_digest": f"md5({_PROMPT})",
+        "params_digest": f"md5({_PARAMETERS})",
+        "ts": _GUIDELLM_START,
+        "model": "body->>'$.model'",
+        "ok": "outcome = 'successful'",
+        "error": (
+            "CASE outcome WHEN 'errored' THEN coalesce(request->>'$.info.error', request->>'$.error', 'error') END"
+        ),
+        "latency_ms": "(request->>'$.request_latency')::DOUBLE * 1e3",
+        "ttft_ms": "(request->>'$.time_to_first_token_ms')::DOUBLE",
+        "text": "request->>'$.output'",
+        "prompt_tokens": "(request->>'$.prompt_tokens')::BIGINT",
+        "output_tokens": "(request->>'$.output_tokens')::BIGINT",
+    },
+)
+
+FORMATS: tuple[Format, ...] = (
+    LOCKSTEP_LOG,
+    VLLM_BENCH,
+    SGLANG_BENCH,
+    SGLANG_METRICS,
+    SGLANG_REQUESTS,
+    OTLP,
+    AIPERF,
+    GUIDELLM,
+)
+"""Formats of tools, ours among them, in the order in which they are tried."""

@@ -1,0 +1,336 @@
+"""Gate: a policy and evidence in, a verdict out. Closed: no clock, no file, no randomness.
+
+Rollback goes before hold, and hold before promote; every signal that is outside policy is listed, not the deciding one
+alone. Signals of the same response are in the order in which to look (`lockstep.release.triage.HINTS`): a slower step
+of decoding makes answers late as well, and is named first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.release import sequential, signals
+from lockstep.release.agreement import divergence, excess_mismatches, logprob_gaps
+from lockstep.release.causes import find
+from lockstep.release.evidence import METRICS, Bools, Evidence, p95
+from lockstep.release.observation import SIDES
+from lockstep.release.outputs import COMPARED, DIFFERENT, Output, first_difference
+from lockstep.release.policy import Policy, digest_of
+from lockstep.release.reading import Source
+from lockstep.release.series import ALL, Answers, series_of
+from lockstep.release.statistics import bet_upper
+from lockstep.release.triage import rank_of, triage_of
+from lockstep.release.verdict import (
+    Agreement,
+    Decision,
+    Figures,
+    SegmentSummary,
+    SeriesSummary,
+    Signal,
+    Verdict,
+)
+from lockstep.version import __version__
+
+THRESHOLD_GUARANTEE = "none beyond the thresholds: figures of all pairs are compared with bounds"
+
+
+class SecondBaseline(NamedTuple):
+    """The baseline beside a second one, an A/A leg: what differs there is noise."""
+
+    evidence: Evidence
+    """Its candidate is the second baseline."""
+    source: Source
+
+
+def judge(
+    policy: Policy, evidence: Evidence, sources: tuple[Source, ...] = (), beside: SecondBaseline | None = None
+) -> Verdict:
+    """Judge a candidate.
+
+    Args:
+        sources: files that the evidence is from, for the verdict's account.
+        beside: of the same baseline.
+    """
+    second = beside.evidence if beside is not None else None
+    pairs = evidence.pairs
+    everything = np.ones(len(pairs), np.bool_)
+    summary = summarise(evidence, everything, ALL, -1)
+    segments = tuple(
+        summarise(evidence, pairs.segment == number, segment.name, number)
+        for number, segment in enumerate(pairs.segments)
+    )
+    coverage = _coverage(evidence)
+    found = [*signals.unsaid(policy, evidence), *signals.lacking(policy, evidence, summary, coverage)]
+    notes = [*evidence.joining.notes, *_notes(policy, evidence, summary)]
+    answers = _answers(policy, evidence, second)
+    found += _outside(policy, evidence, answers, summary, everything)
+    if policy.mode == "threshold" and policy.segments == "enforce" and len(segments) > 1:
+        for number, segment in enumerate(segments):
+            if segment.pairs >= policy.min_pairs:
+                found += _outside(policy, evidence, answers, segment, pairs.segment == number)
+    series: tuple[SeriesSummary, ...] = ()
+    guarantee = THRESHOLD_GUARANTEE
+    if policy.mode == "sequential":
+        series, more, remarks = _follow(policy, evidence, answers)
+        found += more
+        notes += remarks
+        guarantee = sequential.guarantee_of(policy)
+    if second is not None:
+        found += _unsound(policy, second)
+    ordered = tuple(sorted(found, key=_order))
+    findings = find(ordered, evidence)
+    return Verdict(
+        decision=ordered[0].response if ordered else Decision.PROMOTE,
+        guarantee=guarantee,
+        reason=findings[0].signal.sentence if findings else "everything is within policy",
+        evidence=_kind_of_evidence(policy, evidence),
+        signals=ordered,
+        notes=tuple(notes),
+        summary=summary,
+        segments=segments,
+        series=series,
+        coverage=coverage,
+        agreement=_agreement(policy, evidence, answers),
+        first_mismatch=_first_mismatch(evidence),
+        transitions=_transitions(evidence),
+        sides={
+            side: {name: values[number] for name, values in evidence.names.items() if values[number]}
+            for number, side in enumerate(SIDES)
+        },
+        joining=_account(evidence),
+        triage=triage_of(findings, policy),
+        policy=asdict(policy),
+        inputs=tuple(_account_of(each, each.side) for each in sources)
+        + (() if beside is None else (_account_of(beside.source, "second baseline"),)),
+        digests={**dict(zip(SIDES, evidence.digests, strict=True)), "policy": digest_of(policy)},
+        tool=f"lockstep {__version__}",
+    )
+
+
+def _outside(
+    policy: Policy, evidence: Evidence, answers: Answers, summary: SegmentSummary, mask: Bools
+) -> Iterator[Signal]:
+    """Everything of some pairs that is beyond a bound and needs no statistics."""
+    is_said = not any(signals.unsaid(policy, evidence))
+    if is_said and (policy.mode == "threshold" or summary.name == ALL):
+        yield from signals.mismatches(policy, evidence, answers, summary.name, mask)
+    if policy.mode == "threshold":
+        yield from signals.errors(policy, evidence, summary, mask)
+        yield from signals.logprob_gap(policy, evidence, answers, summary.name, mask)
+    yield from signals.regressions(policy, summary)
+
+
+def _follow(
+    policy: Policy, evidence: Evidence, answers: Answers
+) -> tuple[tuple[SeriesSummary, ...], list[Signal], list[str]]:
+    """Series of the pairs, and what they say."""
+    early = sequential.too_early(len(evidence.pairs), evidence.pairs.is_timed)
+    if early is not None:
+        return (), [early], []
+    findings = sequential.follow(policy, series_of(policy, evidence.pairs, answers), len(evidence.pairs))
+    summaries = sequential.summaries_of(policy, findings)
+    return summaries, [*sequential.signals_of(summaries)], [*sequential.notes_of(policy, summaries)]
+
+
+def _unsound(policy: Policy, second: Evidence) -> Iterator[Signal]:
+    """A second baseline that is itself outside policy: what makes it so may make the candidate so."""
+    everything = np.ones(len(second.pairs), np.bool_)
+    summary = summarise(second, everything, ALL, -1)
+    found = [*signals.errors(policy, second, summary, everything)] if policy.mode == "threshold" else []
+    found += signals.regressions(policy, summary)
+    if policy.mode == "sequential":
+        found += [
+            each for each in _follow(policy, second, Answers())[1] if each.name not in ("undecided", "no-evidence-yet")
+        ]
+    for each in found:
+        yield Signal(
+            name="unsound-baseline",
+            response=Decision.HOLD,
+            segment=ALL,
+            sentence=f"a second baseline is not like the first: {each.sentence}",
+            value=each.value,
+            bound=each.bound,
+            examples=each.examples,
+        )
+
+
+def _order(signal: Signal) -> tuple[int, bool, int, str]:
+    return (
+        (Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(signal.response),
+        signal.segment != ALL,
+        rank_of(signal),
+        signal.segment,
+    )
+
+
+def summarise(evidence: Evidence, mask: Bools, name: str, number: int) -> SegmentSummary:
+    """Figures of some of the pairs.
+
+    Args:
+        number: of the segment; -1: all of them.
+    """
+    pairs = evidence.pairs
+    healthy = mask & pairs.healthy
+    output = pairs.output[healthy]
+    count = int(mask.sum())
+    figures = {}
+    errors = [100.0 * float((mask & ~ok).sum()) / count if count else math.nan for ok in pairs.ok]
+    figures["error_rate"] = _figures(errors[0], errors[1], count)
+    for metric in METRICS:
+        if metric == "decode_ms":
+            values = evidence.decode_p95.get(number, (math.nan, math.nan))
+        else:
+            both = pairs.metrics[metric]
+            values = (p95(both[0][healthy]), p95(both[1][healthy]))
+        stem = metric.removesuffix("_ms")
+        figures[f"{stem}_p95{'_ms' if stem != metric else ''}"] = _figures(*values, int(healthy.sum()))
+    return SegmentSummary(
+        name=name,
+        pairs=count,
+        healthy=int(healthy.sum()),
+        same=int((output == Output.SAME).sum()),
+        differing=int(np.isin(output, DIFFERENT).sum()),
+        tolerated=int((output == Output.TOLERATED).sum()),
+        incomparable=int((output == Output.INCOMPARABLE).sum()),
+        figures=figures,
+    )
+
+
+def _figures(baseline: float, candidate: float, pairs: int) -> Figures:
+    known = [None if math.isnan(each) else each for each in (baseline, candidate)]
+    if known[0] is None or known[1] is None:
+        return Figures(baseline=known[0], candidate=known[1], pairs=pairs)
+    ratio = known[1] / known[0] if known[0] > 0 else (1.0 if known[1] == 0 else math.inf)
+    return Figures(baseline=known[0], candidate=known[1], difference=known[1] - known[0], ratio=ratio, pairs=pairs)
+
+
+# -- accounts ---------------------------------------------------------------------------------------------------------
+
+
+def _coverage(evidence: Evidence) -> dict[str, float | None]:
+    pairs = evidence.pairs
+
+    def rate(number: float, of: float) -> float | None:
+        return float(number) / of if of else None
+
+    healthy = int(pairs.healthy.sum())
+    compared = int(np.isin(pairs.output, COMPARED).sum())
+    most = max(evidence.joining.num_records)
+    found: dict[str, float | None] = {
+        "join_rate": rate(evidence.joining.num_pairs, most),
+        "comparable_rate": rate(compared, healthy),
+    }
+    for number, side in enumerate(SIDES):
+        answered = pairs.ok[number]  # a failure has no tokens to give times of, and is counted as what it is
+        num = int(answered.sum())
+        found[f"{side}_routing_provenance_rate"] = rate(int((pairs.routed[number] & answered).sum()), num)
+        found[f"{side}_streaming_trace_rate"] = rate(int((pairs.streamed[number] & answered).sum()), num)
+    return dict(sorted(found.items()))
+
+
+def _notes(policy: Policy, evidence: Evidence, summary: SegmentSummary) -> Iterator[str]:
+    no_material = int((evidence.pairs.output == Output.NO_MATERIAL).sum())
+    if no_material:
+        yield f"{no_material:,} pairs hold nothing of either answer: they are evidence of latency only"
+    for reason, count in evidence.incomparable.items():
+        yield f"{count:,} pairs were not compared: {reason}"
+    for side, fault, count in evidence.faults:
+        yield f"{count:,} records of the {side} have {fault.value}; their stream events were left out"
+    if summary.tolerated:
+        most = f"by {evidence.max_drift:.4g} at most"
+        yield f"{summary.tolerated:,} pairs of vectors differ within their tolerance, {most}"
+    if policy.outputs == "ignore":
+        yield "outputs were not compared: the policy says ignore"
+
+
+def _transitions(evidence: Evidence) -> tuple[str, ...]:
+    baseline, candidate = (", ".join(values) for values in evidence.names["model_version"])
+    return (f"{baseline} -> {candidate}",) if baseline and candidate and baseline != candidate else ()
+
+
+def _first_mismatch(evidence: Evidence) -> dict[str, Any] | None:
+    places = np.flatnonzero(np.isin(evidence.pairs.output, DIFFERENT))
+    if not len(places):
+        return None
+    request = evidence.keys(places[:1])[0]
+    return {"request": request, **(first_difference(evidence.store, int(places[0])) or {})}
+
+
+def _account_of(source: Source, side: str | None) -> dict[str, Any]:
+    return {"format": source.format, "side": side, "records": source.num_rows}
+
+
+def _account(evidence: Evidence) -> dict[str, Any]:
+    joining = evidence.joining
+    return {
+        "records": dict(zip(SIDES, joining.num_records, strict=True)),
+        "pairs": joining.num_pairs,
+        "by_key": dict(joining.pairs_by_key),
+        "unjoined": [
+            {"side": each.side, "reason": each.reason.value, "count": each.count, "examples": list(each.examples)}
+            for each in joining.unjoined
+        ],
+    }
+
+
+def _answers(policy: Policy, evidence: Evidence, second: Evidence | None) -> Answers:
+    """Numbers that sameness of answers is judged by.
+
+    A rate of mismatches is estimated where some are borne and engines promise equal answers; others need a second
+    baseline.
+    """
+    output, is_promised = evidence.pairs.output, all(evidence.is_deterministic)
+    is_equality = signals.is_equality(policy, evidence)
+    excess = None
+    if second is not None and not is_promised:
+        excess = excess_mismatches(evidence.store, output, second.store, second.pairs.output)
+    return Answers(
+        is_estimated=is_promised and policy.max_mismatch_rate > 0 and not is_equality,
+        excess=excess,
+        logprob_gap=logprob_gaps(evidence.store, output),
+    )
+
+
+def _agreement(policy: Policy, evidence: Evidence, answers: Answers) -> Agreement | None:
+    output = evidence.pairs.output
+    places = np.flatnonzero(np.isin(output, COMPARED))
+    if not len(places):
+        return None
+    differs = np.isin(output[places], DIFFERENT)
+    gaps = np.zeros(0) if answers.logprob_gap is None else answers.logprob_gap
+    known = gaps[~np.isnan(gaps)]
+    parts = divergence(evidence.store)
+    block = sequential.BLOCKS_PER_BURST * policy.burst_pairs
+    return Agreement(
+        field=policy.agreement_field,
+        compared=len(places),
+        agreed=int((~differs).sum()),
+        rate=float(1 - differs.mean()),
+        lower=1 - bet_upper(differs.astype(float), policy.alpha, block),
+        diverging=parts.num_pairs,
+        median_token=parts.median,
+        earliest_token=parts.earliest,
+        logprob_gap=float(known.mean()) if len(known) else None,
+    )
+
+
+def _kind_of_evidence(policy: Policy, evidence: Evidence) -> str:
+    """Strongest kind of evidence that there is, and which side promised what."""
+    has_outputs = bool(np.isin(evidence.pairs.output, COMPARED).any()) and policy.outputs != "ignore"
+    if not has_outputs:
+        return "latency, errors and pressure of pairs; outputs were not compared"
+    if policy.agreement_field:
+        return f"agreement of answers in {policy.agreement_field}, then latency, errors and pressure of pairs"
+    if signals.is_equality(policy, evidence):
+        return (
+            "equality: the weights are the same, and baseline and candidate both promise equal answers in any company, "
+            "so one differing token is proof"
+        )
+    promising = [side for side, promises in zip(SIDES, evidence.is_deterministic, strict=True) if promises]
+    promise = f"; only the {promising[0]} promises equal answers in any company" if len(promising) == 1 else ""
+    return f"agreement of outputs, then latency, errors and pressure of pairs{promise}"

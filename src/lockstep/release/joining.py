@@ -1,0 +1,204 @@
+"""Pairs: which observation of the candidate answers the same request as which one of the baseline.
+
+Keys are tried from the best to the weakest; a key that several records of one side share pairs none of them. Each
+record that is in no pair has a reason. Nothing here depends on the order of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep.release.observation import SIDES, Reason, Side
+from lockstep.release.store import Store
+
+MAX_EXAMPLES = 5
+WINDOW_S = 1.0
+"""Requests of equal prompts pair only if their arrivals, each counted from its side's first, are this near."""
+OK = "coalesce(ok, health <> 'down', coalesce(error, '') = '')"
+"""Whether a record is of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One way of telling that two records are of the same request."""
+
+    name: str
+    value: str
+    """SQL over one record; NULL: it has none."""
+    is_id: bool = True
+    """Whether it names the request, so that no two requests have the same."""
+    is_weak: bool = False
+
+
+_TRACE_ID = "coalesce(nullif(regexp_extract(traceparent, '^[0-9a-f]{2}-([0-9a-f]{32})-', 1), ''), traceparent)"
+_STRIPPED = "regexp_replace(regexp_replace({0}, '^cmpl-(.*)-0$', '\\1'), '^(chatcmpl|cmpl)-', '')"
+KEYS: tuple[Key, ...] = (
+    Key("traceparent", _TRACE_ID, is_id=False),  # an agent's trace has several requests
+    Key("request_id", "request_id"),
+    Key("engine_id", f"coalesce({_STRIPPED.format('engine_id')}, {_STRIPPED.format('request_id')})"),
+    Key("conversation", "conversation_id || '/' || turn"),
+    Key("index", '"index"::VARCHAR', is_id=False),
+    Key("pair", "pair", is_id=False),
+    Key("prompt", "prompt_digest", is_id=False, is_weak=True),
+)
+"""From the best to the weakest."""
+NAME = "coalesce(request_id, engine_id, conversation_id || '/' || turn, traceparent, \"index\"::VARCHAR)"
+"""SQL of what a record is called in reports, if anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unjoined:
+    """Records of one side that are in no pair, for one reason."""
+
+    side: Side
+    reason: Reason
+    count: int
+    examples: tuple[str, ...]
+    """Their ids, the first in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """Account of all records: each is in a pair, or is unjoined for a reason."""
+
+    num_records: tuple[int, int]
+    num_pairs: int
+    pairs_by_key: tuple[tuple[str, int], ...]
+    unjoined: tuple[Unjoined, ...]
+    notes: tuple[str, ...] = ()
+
+    def num_unjoined(self, side: Side) -> int:
+        """Records of a side without a partner."""
+        return sum(each.count for each in self.unjoined if each.side == side)
+
+
+def join(store: Store) -> Joining:
+    """Pair the tables of the sides; leaves a table ``pairs`` of their row ids, the key's name and the pair's.
+
+    Returns:
+        What became of every record.
+    """
+    store.run("CREATE TABLE pairs (b BIGINT, c BIGINT, key_name VARCHAR, key VARCHAR)")
+    for side in SIDES:
+        _make_keys(store, side)
+    notes = []
+    by_key = []
+    index_fault = _index_fault(store)
+    if index_fault:
+        notes.append(index_fault)
+    for key in KEYS:
+        if key.name == "index" and index_fault:
+            continue
+        before = store.number("SELECT count(*) FROM pairs")
+        if key.name == "prompt":
+            _match_prompts(store)
+        else:
+            _match(store, key)
+        num_new = store.number("SELECT count(*) FROM pairs") - before
+        if num_new:
+            by_key.append((key.name, num_new))
+            if key.is_weak:
+                notes.append(
+                    "some pairs are joined by prompt and time of arrival only, which is weak; give requests ids"
+                )
+            store.run("DELETE FROM keys_baseline WHERE row IN (SELECT b FROM pairs)")
+            store.run("DELETE FROM keys_candidate WHERE row IN (SELECT c FROM pairs)")
+    unjoined = tuple(each for side in SIDES for each in _unjoined(store, side, bool(index_fault)))
+    records = [store.number(f"SELECT count(*) FROM {side}") for side in SIDES]
+    num_pairs = sum(count for _, count in by_key)
+    return Joining((records[0], records[1]), num_pairs, tuple(by_key), unjoined, tuple(notes))
+
+
+def _make_keys(store: Store, side: Side) -> None:
+    """Compute the keys of a side's records, and set aside the failed ones that a later try of the same request follows.
+
+    Leaves the tables ``keys_`` and ``retried_`` of the side.
+    """
+    values = ", ".join(f"{key.value} AS key_{key.name}" for key in KEYS)
+    store.run(
+        f"CREATE TABLE keys_{side} AS SELECT row, ts, ts - first AS since, {OK} AS ok, {NAME} AS name, {values}"
+        f" FROM {side}, (SELECT min(ts) AS first FROM {side})"
+    )
+    store.run(f"CREATE TABLE retried_{side} (row BIGINT, name VARCHAR)")
+    for key in (f"key_{key.name}" for key in KEYS if key.is_id):
+        failed = f"(SELECT row, name, ts, {key} FROM keys_{side} WHERE NOT ok AND {key} IS NOT NULL)"
+        latest = (
+            f"(SELECT {key}, max(ts) AS latest FROM keys_{side} WHERE {key} IN (SELECT {key} FROM {failed}) GROUP BY 1)"
+        )
+        store.run(
+            f"INSERT INTO retried_{side} SELECT row, name FROM {failed} JOIN {latest} USING ({key}) WHERE ts < latest"
+        )
+        store.run(f"DELETE FROM keys_{side} WHERE row IN (SELECT row FROM retried_{side})")
+    doubled = f"(SELECT key_request_id FROM keys_{side} GROUP BY 1 HAVING count(*) > 1)"
+    store.run(f"UPDATE keys_{side} SET key_pair = NULL WHERE key_request_id IN {doubled}")
+
+
+def _match(store: Store, key: Key) -> None:
+    """Pair what is left by one key, where it is of one record on each side."""
+    alone = (
+        "(SELECT key_{0} AS key, min(row) AS row, min(name) AS name FROM keys_{1} WHERE key_{0} IS NOT NULL GROUP BY 1"
+        " HAVING count(*) = 1)"
+    )
+    name = "key" if key.is_id else "coalesce(b.name, c.name)"
+    store.run(
+        f"INSERT INTO pairs SELECT b.row, c.row, '{key.name}', {name} FROM {alone.format(key.name, 'baseline')} b"
+        f" JOIN {alone.format(key.name, 'candidate')} c USING (key)"
+    )
+
+
+def _match_prompts(store: Store) -> None:
+    """Pair equal prompts that came at about the same time, where no equal one came near on either side."""
+    for side in SIDES:
+        store.run(
+            f"CREATE TABLE prompts_{side} AS SELECT row, name, key_prompt AS key, since,"
+            f" floor(since / {WINDOW_S}) AS bin FROM keys_{side} WHERE key_prompt IS NOT NULL AND since IS NOT NULL"
+            " WINDOW near AS (PARTITION BY key_prompt ORDER BY since)"
+            f" QUALIFY coalesce(since - lag(since) OVER near > {2 * WINDOW_S}, true)"
+            f" AND coalesce(lead(since) OVER near - since > {2 * WINDOW_S}, true)"
+        )
+    for shift in (-1, 0, 1):
+        store.run(
+            "INSERT INTO pairs SELECT b.row, c.row, 'prompt', coalesce(b.name, c.name) FROM prompts_baseline b"
+            f" JOIN prompts_candidate c ON b.key = c.key AND b.bin + {shift} = c.bin"
+            f" WHERE abs(b.since - c.since) <= {WINDOW_S}"
+        )
+
+
+def _index_fault(store: Store) -> str:
+    """Why places in a data set do not pair; empty: they do, or there are none."""
+    counts = [store.rows(f'SELECT count("index"), count(DISTINCT "index") FROM {side}')[0] for side in SIDES]
+    nums = [num for num, _ in counts]
+    if not all(nums):
+        return ""
+    if nums[0] != nums[1]:
+        return f"not joined by index: {nums[0]:,} and {nums[1]:,} requests were not sent from one data set"
+    if any(num != num_distinct for num, num_distinct in counts):
+        return "not joined by index: some requests of a side have the same one"
+    # of a request that failed the client may have counted tokens that the server of the other side counted otherwise
+    answered = f'(SELECT "index", prompt_tokens, prompt_digest FROM {{}} WHERE {OK})'
+    unlike = store.number(
+        f'SELECT count(*) FROM {answered.format("baseline")} b JOIN {answered.format("candidate")} c USING ("index")'
+        " WHERE b.prompt_tokens <> c.prompt_tokens OR b.prompt_digest <> c.prompt_digest"
+    )
+    return (
+        f"not joined by index: {unlike:,} prompts are unlike, so the data sets or their seeds differ" if unlike else ""
+    )
+
+
+def _unjoined(store: Store, side: Side, is_unlike_data: bool) -> Iterator[Unjoined]:
+    """The records that are left, by reason."""
+    keys = [f"key_{key.name}" for key in KEYS if key.name != "pair"]
+    ids = [f"key_{key.name}" for key in KEYS if key.is_id]
+    has_key = f"coalesce({', '.join(f'{key}::VARCHAR' for key in keys)}) IS NOT NULL"
+    again = " OR ".join(f"({key} IS NOT NULL AND count(*) OVER (PARTITION BY {key}) > 1)" for key in ids)
+    by_index_only = f"{str(is_unlike_data).lower()} AND key_index IS NOT NULL AND coalesce({', '.join(ids)}) IS NULL"
+    rows = store.rows(
+        f"SELECT reason, count(*), list_sort(min(coalesce(name, '?'), {MAX_EXAMPLES})) FROM ("
+        f"SELECT name, CASE WHEN NOT ({has_key}) THEN '{Reason.NO_ID.value}'"
+        f" WHEN {again} THEN '{Reason.DUPLICATE.value}' WHEN {by_index_only} THEN '{Reason.UNLIKE_DATA_SETS.value}'"
+        f" ELSE '{Reason.NO_PARTNER.value}' END AS reason FROM keys_{side}"
+        f" UNION ALL SELECT name, '{Reason.RETRIED.value}' FROM retried_{side}) GROUP BY 1 ORDER BY 1"
+    )
+    for reason, count, examples in rows:
+        yield Unjoined(side, Reason(reason), count, tuple(examples))

@@ -1,0 +1,67 @@
+"""Gate inputs: paired observations written to one file, whatever files they came from, for the same verdict.
+
+A pair is written together only where reading finds it again by the same key; what is joined by nothing but its prompt,
+or by nothing at all, is written alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.errors import EvidenceError
+from lockstep.release.content import MAX_DOCUMENT_BYTES
+from lockstep.release.observation import NAMES, SIDES
+from lockstep.release.store import Store
+
+CHUNK = 1024
+"""Lines in memory at one time."""
+LINES_SUFFIX = ".jsonl"
+
+
+def write_gate_input(store: Store, path: Path, policy: Mapping[str, Any] | None = None) -> None:
+    """Write the pairs of a store, and what is in none: a line each where the name ends in .jsonl, else one document.
+
+    Raises:
+        EvidenceError: it would be too large to be read as a document.
+    """
+    is_lines = path.suffix == LINES_SUFFIX
+    head = [] if policy is None else [b'"policy": ' + msgspec.json.encode(policy)]
+    begin, between, end = (b"", b"\n", b"\n") if is_lines else (b"", b",\n", b"\n]}\n")
+    if is_lines:
+        begin = b"".join(b"{%s}\n" % each for each in head)
+    else:
+        begin = b"{" + b"".join(each + b",\n " for each in head) + b'"pairs": [\n'
+    num_bytes = 0
+    with path.open("wb") as file:
+        for number, line in enumerate(_lines(store)):
+            num_bytes += file.write((between if number else begin) + line.encode())
+            if not is_lines and num_bytes > MAX_DOCUMENT_BYTES - len(end):
+                raise EvidenceError(
+                    f"{path}: more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too large for one document; "
+                    f"give it a name that ends in {LINES_SUFFIX}"
+                )
+        file.write(end)
+
+
+def _lines(store: Store) -> Iterator[str]:
+    """Pairs in their order, then observations of the baseline, then of the candidate."""
+    for pairs in store.chunks(
+        f"SELECT x.text, y.text FROM ordered o JOIN {_texts('baseline')} x ON o.b = x.row"
+        f" JOIN {_texts('candidate')} y ON o.c = y.row WHERE key_name <> 'prompt' ORDER BY place",
+        CHUNK,
+    ):
+        yield from (f'{{"baseline": {baseline}, "candidate": {candidate}}}' for baseline, candidate in pairs)
+    for side in SIDES:
+        alone = f"row NOT IN (SELECT {side[0]} FROM pairs WHERE key_name <> 'prompt')"
+        for rows in store.chunks(f"SELECT text FROM {_texts(side)} WHERE {alone} ORDER BY text", CHUNK):
+            yield from (f'{{"{side}": {text}}}' for (text,) in rows)
+
+
+def _texts(side: str) -> str:
+    """SQL of observations as JSON, without the fields that they do not have."""
+    fields = ", ".join(f"'{name}', \"{name}\"" for name in NAMES if name != "side")
+    return f"(SELECT row, json_merge_patch('{{}}', json_object({fields}))::VARCHAR AS text FROM {side})"

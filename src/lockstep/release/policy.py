@@ -1,0 +1,194 @@
+"""Policy of a gate: which differences between baseline and candidate are borne, and what follows from others.
+
+"Outside" means strictly beyond a bound. Bounds that are None do not count. A policy is read from the input, from a YAML
+or JSON file, and from ``--set``, later ones over earlier ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from lockstep.errors import EvidenceError
+from lockstep.release.outputs import Tolerance
+from lockstep.spelling import did_you_mean, listed
+
+AGREEMENT = "agreement("
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """All fields, with their defaults."""
+
+    mode: Literal["threshold", "sequential"] = "threshold"
+    """threshold compares figures of all pairs with bounds; sequential keeps its error rates however often one looks."""
+    outputs: str | None = None
+    """Sameness of answers: exact, numeric, agreement(FIELD) or ignore. Default exact; it has to be said where the
+    weights of the sides are known and differ."""
+    min_pairs: int = 20
+    """Matched pairs that a verdict needs; with fewer: hold. Segments with fewer do not decide."""
+    segments: Literal["report", "enforce"] = "report"
+    """Whether segments decide, too, or are reported only."""
+    max_mismatch_rate: float = 0.0
+    """Part of the compared answers that may differ, 0 to 1; beyond: rollback."""
+    min_agreement: float = 0.99
+    """With outputs agreement(FIELD): part of the compared answers that has to agree; below: rollback."""
+    max_logprob_gap: float | None = None
+    """Mean difference, in nats, of the log-probabilities that both sides give to the same tokens; beyond: rollback."""
+    max_error_rate_increase: float = 0.0
+    """In threshold mode: candidate's error rate less the baseline's, in percentage points; beyond: rollback."""
+    max_latency_p95_ratio: float | None = 1.10
+    """In threshold mode: candidate's 95th percentile of latency over the baseline's; beyond: hold."""
+    max_latency_p95_increase_ms: float | None = None
+    """In threshold mode: candidate's 95th percentile of latency less the baseline's, in ms; beyond: hold."""
+    max_ttft_p95_ratio: float | None = 1.10
+    """In threshold mode: candidate's 95th percentile of the time to the first token over the baseline's; beyond:
+    hold."""
+    max_ttft_p95_increase_ms: float | None = None
+    """In threshold mode: candidate's 95th percentile of the time to the first token less the baseline's, in ms; beyond:
+    hold."""
+    max_decode_p95_ratio: float | None = 1.10
+    """In threshold mode: candidate's 95th percentile of all gaps between tokens over the baseline's; beyond: hold."""
+    max_decode_p95_increase_ms: float | None = None
+    """In threshold mode: candidate's 95th percentile of all gaps between tokens less the baseline's, in ms; beyond:
+    hold."""
+    max_kv_pressure_p95_increase: float | None = 0.10
+    """Candidate's 95th percentile of kv_used / kv_total less the baseline's; beyond: hold."""
+    min_candidate_routing_provenance_rate: float = 0.0
+    """Part of the candidate's answers whose route and scheduler have to be known; below: hold."""
+    min_candidate_streaming_trace_rate: float = 0.0
+    """Part of the candidate's answers whose token times have to be known; below: hold."""
+    min_join_rate: float = 0.0
+    """Part of the records of the larger side that has to be in pairs; below: hold."""
+    min_comparable_rate: float = 0.0
+    """Part of the healthy pairs whose answers have to be comparable; below: hold."""
+    numeric_tolerances: tuple[Tolerance, ...] = ()
+    """Rules for vectors: absolute, relative, and the model, backend and accelerator that they hold for."""
+    alpha: float = 0.05
+    """In sequential mode: chance of a wrong rollback, and of a wrong promotion."""
+    tolerance: float = 0.02
+    """In sequential mode: regression of latency, as a part, from which drift is reported."""
+    margin: float = 0.05
+    """In sequential mode: regression of the mean latency, time to the first token or gap between tokens, as a part,
+    from which there is a rollback; what is certainly below is promoted."""
+    tail_margin: float = 5.0
+    """In sequential mode: increase, in percentage points, of the answers beyond the baseline's 95th percentile of
+    latency (of which the baseline has 5 %), from which there is a rollback."""
+    error_margin: float = 1.0
+    """In sequential mode: increase of the error rate, in percentage points, from which there is a rollback."""
+    missing_margin: float = 1.0
+    """In sequential mode: records that the candidate lacks less those that the baseline lacks, in percentage points;
+    what is not certainly below is not promoted."""
+    mismatch_margin: float = 1.0
+    """In sequential mode, of engines that do not promise equal answers: mismatches beyond those of a second baseline,
+    in percentage points, from which there is a rollback."""
+    burst_pairs: int = 5
+    """In sequential mode: failures may come in bursts of so many pairs, of which none may have been seen yet."""
+    owners: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Who looks after a signal, by patterns of its name or of name/segment; the last one that fits counts."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise EvidenceError(f"policy: {name} is {value}; it has to be from {low:g} to {high:g}")
+        if self.tolerance > self.margin:
+            raise EvidenceError(f"policy: tolerance {self.tolerance:g} is above margin {self.margin:g}")
+        if self.outputs is not None and self.outputs not in ("exact", "numeric", "ignore") and not self.agreement_field:
+            raise EvidenceError(
+                f"policy: outputs is {self.outputs!r}; it is exact, numeric, agreement(FIELD) or ignore"
+            )
+
+    @property
+    def agreement_field(self) -> str:
+        """The field that answers have to agree in; empty: another sameness counts."""
+        text = self.outputs or ""
+        return text[len(AGREEMENT) : -1].strip() if text.startswith(AGREEMENT) and text.endswith(")") else ""
+
+
+def digest_of(policy: Policy) -> str:
+    """Digest of all fields, 16 hex digits."""
+    return hashlib.sha256(msgspec.json.encode(policy, order="sorted")).hexdigest()[:16]
+
+
+_MOST = 1e9
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "min_pairs": (1, _MOST),
+    "max_mismatch_rate": (0, 1),
+    "min_agreement": (0, 1),
+    "max_logprob_gap": (0, _MOST),
+    "max_error_rate_increase": (0, 100),
+    "max_latency_p95_ratio": (0, _MOST),
+    "max_latency_p95_increase_ms": (0, _MOST),
+    "max_ttft_p95_ratio": (0, _MOST),
+    "max_ttft_p95_increase_ms": (0, _MOST),
+    "max_decode_p95_ratio": (0, _MOST),
+    "max_decode_p95_increase_ms": (0, _MOST),
+    "max_kv_pressure_p95_increase": (0, 1),
+    "min_candidate_routing_provenance_rate": (0, 1),
+    "min_candidate_streaming_trace_rate": (0, 1),
+    "min_join_rate": (0, 1),
+    "min_comparable_rate": (0, 1),
+    "alpha": (1e-6, 0.5),
+    "tolerance": (0, 10),
+    "margin": (1e-6, 0.99),
+    "tail_margin": (0.01, 90),
+    "error_margin": (0.01, 50),
+    "missing_margin": (0.01, 50),
+    "mismatch_margin": (0.01, 50),
+    "burst_pairs": (1, 10_000),
+}
+FIELD_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Policy))
+
+
+def policy_of(*layers: tuple[str, Mapping[str, Any] | None]) -> Policy:
+    """A policy from what its sources say, later ones over earlier ones.
+
+    Args:
+        layers: what each is called in messages, and its fields.
+
+    Raises:
+        EvidenceError: a name or a value that no policy has.
+    """
+    values: dict[str, Any] = {}
+    for place, layer in layers:
+        if layer is None:
+            continue
+        if not isinstance(layer, Mapping):
+            raise EvidenceError(f"{place}: the policy is no object of fields")
+        for name in layer:
+            if name not in FIELD_NAMES:
+                question = did_you_mean(str(name), FIELD_NAMES) or f"there are {listed(FIELD_NAMES)}"
+                raise EvidenceError(f"{place}: the policy has no field {name!r}; {question}")
+        values |= layer
+    try:
+        return msgspec.convert(values, Policy)
+    except msgspec.ValidationError as error:
+        raise EvidenceError(f"{layers[-1][0] if layers else 'policy'}: the policy's {_plain(str(error))}") from None
+
+
+def _plain(message: str) -> str:
+    """msgspec's sentence with the field's name in front."""
+    text, _, path = message.partition(" - at `$.")
+    return f"{path.rstrip('`')}: {text}" if path else message
+
+
+def with_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """``FIELD=VALUE`` texts as fields; values are read as YAML."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise EvidenceError(f"--set {text!r}: write FIELD=VALUE")
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise EvidenceError(f"--set {text!r}: {value!r} is no value; quote it as in YAML") from None
+    return found

@@ -1,0 +1,412 @@
+"""Flight recordings as observations: each sequence that `lockstep serve --trace` recorded is one request of its side.
+
+A recording is decided again while it is read, so that its figures are those of steps that this version stands for.
+Answers of two recordings compare by their keyed digests if both have a key of one name, and by their tokens if both
+hold contents; otherwise they are evidence of latency only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.core.request import FinishReason
+from lockstep.errors import EvidenceError, LockstepError, TraceError
+from lockstep.executors.base import environment_digest
+from lockstep.release.decisions import decisions_of
+from lockstep.release.observation import SIDES, Side
+from lockstep.release.reading import Source, read
+from lockstep.release.store import Store
+from lockstep.replay.live import Lives
+from lockstep.replay.playback import Event, Playback
+from lockstep.replay.readers import reading as workloads
+from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError
+from lockstep.replay.timeline import RequestOutcome
+from lockstep.replay.trace import Cut, Trace, open_trace
+from lockstep.replay.workload import PS_PER_MS
+from lockstep.worker.flight.content import Digests, decode_request
+from lockstep.worker.flight.entries import (
+    Added,
+    Arrival,
+    EngineEntry,
+    Entry,
+    Header,
+    OutputDigest,
+    RequestDigest,
+    RequestEntry,
+    Tokens,
+)
+
+FORMAT = "lockstep recording"
+BACKEND = "lockstep"
+_WEIGHTS = ("artifact", "model")
+"""Entries of an environment that name the weights: those are compared by themselves."""
+_OF_SERVER = re.compile(r"req-[0-9a-f]{32}")
+"""Ids that a server gave because the caller gave none: no other server has them."""
+_CONTENT_KEY = b"lockstep gate"
+"""For digests of contents that are recorded anyway."""
+_PS_PER_S = 1000 * PS_PER_MS
+_FAILURES = (FinishReason.ERROR, FinishReason.DEADLINE)
+
+
+class Sameness(Enum):
+    """Means by which the answers of two recordings compare."""
+
+    DIGESTS = "digests"
+    """Both have digests under a key of one name."""
+    CONTENT = "content"
+    """Both hold prompts and answers."""
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Recordings:
+    """Sides that are recordings, by side, and what is to be said of them."""
+
+    traces: Mapping[Side, Trace]
+    sources: tuple[Source, ...]
+    notes: tuple[str, ...]
+
+    def decisions(self) -> dict[str, Any] | None:
+        """The differences of what both sides decided; None: only one is a recording."""
+        if len(self.traces) < len(SIDES):
+            return None
+        return decisions_of(*(self.traces[side] for side in SIDES))
+
+
+def is_recording(path: Path) -> bool:
+    """True for a folder, or a file that begins as recordings do."""
+    try:
+        return workloads.is_recording(path)
+    except LockstepError:
+        return False
+
+
+def read_recordings(store: Store, paths: Sequence[Path]) -> Recordings:
+    """Read both sides, one of which is a recording at least, as the views of a store.
+
+    Args:
+        paths: of baseline and candidate.
+
+    Raises:
+        EvidenceError: a recording is damaged, of several runs or empty, or the other file cannot be read.
+    """
+    traces = {side: _opened(path) for side, path in zip(SIDES, paths, strict=True) if is_recording(path)}
+    sameness, notes = sameness_of(traces)
+    has_tokens = len(traces) < len(SIDES) or all(trace.header.has_content for trace in traces.values())
+    sources = []
+    for side, path in zip(SIDES, paths, strict=True):
+        trace = traces.get(side)
+        if trace is None:
+            sources.append(read(store, path, side)[0])
+            continue
+        sequences = _Sequences(trace, sameness, has_tokens and trace.header.has_content)
+        rows = store.folder / f"recording-{side}.jsonl"
+        try:
+            num_rows = _write(rows, sequences.observations())
+        except TraceError as error:
+            raise EvidenceError(f"{path}: {error}") from error
+        if not num_rows:
+            raise EvidenceError(f"{path}: no sequence came and ended in this recording")
+        sources.append(replace(read(store, rows, side)[0], path=path, format=FORMAT))
+        notes += [f"the {side}: {each}" for each in (*map(str, trace.findings), *sequences.notes())]
+    return Recordings(traces, tuple(sources), tuple(notes))
+
+
+def sameness_of(traces: Mapping[Side, Trace]) -> tuple[Sameness, list[str]]:
+    """Means by which the answers compare, and what has to be said of it."""
+    headers = [trace.header for trace in traces.values()]
+    names = [header.key_name for header in headers]
+    if len(headers) == len(SIDES) and names[0] and names[0] == names[1]:
+        return Sameness.DIGESTS, []
+    if all(header.has_content for header in headers):
+        return Sameness.CONTENT, []
+    if len(headers) < len(SIDES):
+        return Sameness.NONE, ["answers were not compared: only one side is a recording, and it holds no contents"]
+    if not all(names):
+        return Sameness.NONE, ["answers were not compared: a recording without digests, such as a replay's, has none"]
+    return Sameness.NONE, [
+        "answers were not compared: the recordings' digests have unlike keys; give both servers the same --trace-key"
+    ]
+
+
+def _opened(path: Path) -> Trace:
+    try:
+        trace = open_trace(path)
+    except TraceError as error:
+        raise EvidenceError(str(error)) from error
+    if trace.num_runs > 1:
+        raise EvidenceError(
+            f"{path}: {trace.num_runs} runs were recorded there; name the files of one, or a folder of it"
+        )
+    return trace
+
+
+def _write(place: Path, rows: Iterator[dict[str, Any]]) -> int:
+    """Write observations, one a line, and count them."""
+    encode, num_rows = msgspec.json.Encoder().encode, 0
+    with place.open("wb") as file:
+        for row in rows:
+            file.write(encode(row) + b"\n")
+            num_rows += 1
+    return num_rows
+
+
+@dataclass(slots=True)
+class _Origin:
+    """What a recording says of a sequence beside its steps."""
+
+    sibling_of: int | None
+    num_prompt_tokens: int | None = None
+    request_id: str | None = None
+    seed: int | None = None
+    """None: it draws nothing, or it is not known."""
+    prompt: bytes = b""
+    parameters: bytes = b""
+    segment: str = ""
+    num_siblings: int = 0
+
+
+@dataclass(slots=True)
+class _Course:
+    """Times, tokens and gauges of one sequence."""
+
+    num_waiting: int = 0
+    """Others that waited when it came."""
+    num_held_blocks: int | None = None
+    """By all, after the step of its first token; likewise the next."""
+    num_blocks: int | None = None
+    last_us: int | None = None
+    """End of the step of its last token."""
+    gaps_ms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+class _Sequences:
+    """The sequences of one recording, while it is played."""
+
+    def __init__(self, trace: Trace, sameness: Sameness, has_tokens: bool) -> None:
+        self._trace = trace
+        self._sameness = sameness
+        self._has_tokens = has_tokens
+        self._content_digests = Digests(_CONTENT_KEY)
+        self._entries = self._tapped()
+        self._playback = Playback(self._entries)
+        self._diverged: DivergedError | None = None
+        self._num_untimed = 0
+        self._lives = Lives()
+        self._engines: dict[int, EngineEntry] = {}
+        self._origins: dict[tuple[int, int], _Origin] = {}
+        """By engine and sequence; likewise the next two."""
+        self._courses: dict[tuple[int, int], _Course] = {}
+        self._ends: dict[tuple[int, int], OutputDigest] = {}
+        self._tokens: dict[int, deque[tuple[tuple[int, ...], ...]]] = {}
+        """Of steps that are not decided again yet, by engine."""
+        self._times_asked: Counter[str] = Counter()
+
+    def observations(self) -> Iterator[dict[str, Any]]:
+        """One for each sequence that came and ended.
+
+        Raises:
+            TraceError: the recording cannot be read on.
+        """
+        try:
+            for event in self._playback.play():
+                self._take(event)
+                for life in self._lives.take(event):
+                    yield self._observation((life.added.engine, life.added.seq_id), life.outcome)
+        except DivergedError as diverged:
+            self._diverged = diverged
+            yield from self._without_times()
+
+    def _without_times(self) -> Iterator[dict[str, Any]]:
+        """Sequences that ended where this version decides otherwise: their answers are evidence all the same."""
+        for key in [key for key in self._ends if key in self._origins]:
+            yield self._observation(key, None)
+        for entry in self._entries:
+            if isinstance(entry, OutputDigest) and (entry.engine, entry.seq_id) in self._origins:
+                yield self._observation((entry.engine, entry.seq_id), None)
+
+    def notes(self) -> Iterator[str]:
+        """Remarks on what is not among the observations, once they are read."""
+        if self._diverged is not None:
+            yield (
+                f"this version decides otherwise than was recorded from step {self._diverged.step} of engine "
+                f"{self._diverged.engine} on ({self._diverged.what}); {self._num_untimed:,} answers are without times"
+            )
+        elif self._lives.open:
+            yield f"{len(self._lives.open):,} sequences were under way when the recording ended, and are left out"
+
+    def _tapped(self) -> Iterator[Entry | Cut]:
+        """The recording's entries; what decides nothing, and so is no event of a playback, is kept here."""
+        for entry in self._trace.entries():
+            match entry:
+                case Header() | Cut():
+                    self._tokens.clear()
+                case EngineEntry():
+                    self._engines[entry.number] = entry
+                case Added():
+                    self._origins[entry.engine, entry.seq_id] = _Origin(
+                        entry.request.sibling_of, entry.request.num_prompt_tokens
+                    )
+                case Arrival():
+                    self._arrive(entry)
+                case RequestDigest():
+                    self._name(entry)
+                case RequestEntry() if self._sameness is Sameness.CONTENT:
+                    self._digest(entry)
+                case OutputDigest():
+                    self._ends[entry.engine, entry.seq_id] = entry
+                case Tokens() if self._has_tokens:
+                    self._tokens.setdefault(entry.engine, deque()).append(entry.tokens)
+            yield entry
+
+    def _arrive(self, entry: Arrival) -> None:
+        origin = self._origins[entry.engine, entry.seq_id]
+        origin.seed = entry.seed
+        if origin.sibling_of is None:
+            return
+        first = self._origins.get((entry.engine, origin.sibling_of))
+        if first is None:
+            return
+        first.num_siblings += 1
+        origin.seed = None if first.seed is None else first.seed + first.num_siblings
+        origin.prompt, origin.parameters, origin.segment = first.prompt, first.parameters, first.segment
+        origin.request_id = None if first.request_id is None else f"{first.request_id}.{first.num_siblings}"
+
+    def _name(self, entry: RequestDigest) -> None:
+        origin = self._origins[entry.engine, entry.seq_id]
+        origin.segment = entry.segment
+        origin.seed = origin.seed if entry.draws else None
+        origin.request_id = entry.external_id
+        if self._sameness is Sameness.DIGESTS:
+            origin.prompt, origin.parameters = entry.prompt, entry.parameters
+        if self._sameness is not Sameness.CONTENT:
+            self._number(origin)
+
+    def _digest(self, entry: RequestEntry) -> None:
+        request = decode_request(entry.request)
+        assert isinstance(request.prompt, tuple), "a recorded prompt is token ids"
+        origin = self._origins[entry.engine, entry.seq_id]
+        origin.prompt = self._content_digests.prompt(request.prompt)
+        origin.parameters = self._content_digests.parameters(request)
+        self._number(origin)
+
+    def _number(self, origin: _Origin) -> None:
+        """Give a request the caller's id, or one of what it asks; a number where it is not the first of that."""
+        name = origin.request_id or ""
+        if origin.prompt and (not name or _OF_SERVER.fullmatch(name)):
+            name = f"{origin.prompt.hex()}{origin.parameters.hex()}"
+        self._times_asked[name] += 1
+        number = self._times_asked[name]
+        origin.request_id = (name if number == 1 else f"{name}#{number}") if name else None
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case AppliedCommand(engine, Added() as added, _):
+                stats = self._playback.engines[engine].scheduler.stats()
+                waiting = stats.num_queued + stats.num_preempted - 1
+                self._courses[engine, added.seq_id] = _Course(waiting)
+            case DecidedStep():
+                self._step(event)
+
+    def _step(self, step: DecidedStep) -> None:
+        if step.events is None:
+            return
+        queued = self._tokens.get(step.engine)
+        rows = queued.popleft() if queued else ()
+        end_us = step.timing.start_us + step.timing.duration_us
+        sampling = compress(step.plan.seq_ids, step.plan.samples)
+        for at, (seq_id, num_tokens) in enumerate(zip(sampling, step.events.num_tokens, strict=False)):
+            course = self._courses.get((step.engine, seq_id))
+            if course is None or not num_tokens:
+                continue
+            if course.last_us is None:
+                stats = self._playback.engines[step.engine].scheduler.stats()
+                course.num_held_blocks, course.num_blocks = stats.num_held_blocks, stats.num_blocks
+            else:
+                course.gaps_ms.append((end_us - course.last_us) / 1e3)
+            course.gaps_ms += [0.0] * (num_tokens - 1)
+            course.last_us = end_us
+            if at < len(rows):
+                course.tokens += rows[at]
+
+    def _observation(self, key: tuple[int, int], outcome: RequestOutcome | None) -> dict[str, Any]:
+        """The observation of a sequence that has ended.
+
+        Args:
+            outcome: None: its times are not known.
+        """
+        engine, origin = self._engines[key[0]], self._origins.pop(key, _Origin(None))
+        course, end = self._courses.pop(key, _Course()), self._ends.pop(key, None)
+        failure = end.reason.value if end is not None and end.reason in _FAILURES else None
+        row: dict[str, Any] = {
+            "request_id": origin.request_id,
+            "index": key[1] if self._trace.header.is_simulated else None,
+            "model": engine.name,
+            "artifact": engine.fingerprint or None,
+            "deterministic": engine.deterministic,
+            "environment": _environment_of(engine),
+            "backend": BACKEND,
+            "accelerator": engine.environment.get("device"),
+            "replica_id": engine.key,
+            "scheduler": engine.config.order,
+            "segment": origin.segment or None,
+            "prompt_digest": origin.prompt.hex() or None,
+            "params_digest": origin.parameters.hex() or None,
+            "seed": None if origin.seed is None else _signed(origin.seed),
+            "prompt_tokens": origin.num_prompt_tokens,
+            "output_tokens": None if end is None else end.num_tokens,
+            "ok": failure is None,
+            "error": failure,
+        }
+        is_whole = end is None or end.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if end is not None and is_whole:
+            row |= self._material(course, end)
+        if outcome is None:
+            self._num_untimed += 1
+            return row
+        row |= {
+            "output_tokens": outcome.num_output_tokens,
+            "ts": outcome.arrival_ps / _PS_PER_S,
+            "queue_depth": course.num_waiting,
+            "kv_used": course.num_held_blocks,
+            "kv_total": course.num_blocks,
+        }
+        return row | (_times(outcome, course) if is_whole else {})
+
+    def _material(self, course: _Course, end: OutputDigest) -> dict[str, Any]:
+        """What is known of an answer that nobody cut short."""
+        found: dict[str, Any] = {}
+        if self._sameness is Sameness.DIGESTS:
+            found["fingerprint"] = end.output.hex()
+        if self._has_tokens and 0 < end.num_tokens == len(course.tokens):
+            found["token_ids"] = course.tokens
+        return found
+
+
+def _times(outcome: RequestOutcome, course: _Course) -> dict[str, Any]:
+    """Times of an answer that nobody cut short."""
+    times = outcome.in_ps
+    found: dict[str, Any] = {"latency_ms": times.e2e / PS_PER_MS}
+    if outcome.first_token_ps >= 0:
+        found |= {"ttft_ms": times.ttft / PS_PER_MS, "token_latencies_ms": course.gaps_ms}
+    return found
+
+
+def _environment_of(engine: EngineEntry) -> str:
+    """Digest of what the bits of an answer depend on beside the weights."""
+    return environment_digest({name: value for name, value in engine.environment.items() if name not in _WEIGHTS})
+
+
+def _signed(seed: int) -> int:
+    """The seed as 64 bits with a sign, which is how a column holds it."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,241 @@
+"""Verdicts as the one report document, for terminal, Markdown and page, and as JUnit for continuous integration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+from lockstep.release.decisions import FIGURES
+from lockstep.release.observation import SIDES
+from lockstep.release.sequential import amount
+from lockstep.release.verdict import Decision, Figures, SegmentSummary, Verdict
+from lockstep.report.document import (
+    ABSENT,
+    Block,
+    Cell,
+    Document,
+    Finding,
+    Number,
+    Paragraph,
+    Plots,
+    Section,
+    Style,
+    Table,
+    Tile,
+    Tiles,
+    changes,
+    numbers,
+    words,
+)
+
+FIGURE_WORDS = {
+    "error_rate": ("error rate", "%"),
+    "latency_p95_ms": ("p95 latency", "ms"),
+    "ttft_p95_ms": ("p95 first token", "ms"),
+    "decode_p95_ms": ("p95 gap between tokens", "ms"),
+    "kv_pressure_p95": ("p95 KV pressure", ""),
+    "queue_depth_p95": ("p95 queue depth", ""),
+}
+MAX_SEGMENT_ROWS = 50
+SERIES_STATES = ("outside", "undecided", "no-evidence", "within")
+
+
+def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
+    """A verdict as a report.
+
+    Args:
+        plots: for a page, between figures and records.
+    """
+    sections = [Section("Verdict", (_tiles(verdict), _finding(verdict), _figures(verdict.summary)))]
+    if verdict.series:
+        sections.append(Section("Series", (_series(verdict),), id="evidence-by-series"))
+    if verdict.triage:
+        sections.append(Section("Triage", (_triage(verdict),), id="triage"))
+    if verdict.decisions is not None:
+        sections.append(Section("Decisions", tuple(_decisions(verdict.decisions)), id="decisions"))
+    if len(verdict.segments) > 1:
+        sections.append(Section("Segments", (_segments(verdict),), id="segments"))
+    if plots:
+        sections.append(Section("Distributions and evidence over time", tuple(plots), id="plots"))
+    sections.append(Section("Records", (_joining(verdict), _sides(verdict)), id="records-and-sides"))
+    return Document(
+        title=f"{verdict.decision.value}: {verdict.reason}",
+        sections=sections,
+        notes=verdict.notes,
+    )
+
+
+def _finding(verdict: Verdict) -> Finding:
+    reasons = tuple(f"{each.response.value}: {each.sentence}{_where(each.segment)}" for each in verdict.signals)
+    states = (f"evidence: {verdict.evidence}", f"guarantee: {verdict.guarantee}")
+    return Finding(
+        "everything is within policy" if not reasons else "outside policy:", reasons, states, rest=tuple(_rest(verdict))
+    )
+
+
+def _where(segment: str) -> str:
+    return "" if segment == "all" else f" (in {segment})"
+
+
+def _rest(verdict: Verdict) -> Iterator[str]:
+    first = verdict.first_mismatch
+    if first is not None:
+        where = ""
+        if "token_index" in first:
+            tokens = [ABSENT if first[name] is None else first[name] for name in ("baseline_token", "candidate_token")]
+            where = f", at token {first['token_index']}: {tokens[0]} and {tokens[1]}"
+        yield f"first differing answer: request {first['request']}{where}"
+    for transition in verdict.transitions:
+        yield f"model version: {transition}"
+
+
+def _tiles(verdict: Verdict) -> Tiles:
+    summary = verdict.summary
+    return Tiles(
+        (
+            Tile("decision", verdict.decision.value),
+            Tile("pairs", f"{summary.pairs:,}", f"{summary.healthy:,} healthy"),
+            Tile("same answers", f"{summary.same:,}", f"{summary.differing:,} differ"),
+            Tile("segments", f"{len(verdict.segments):,}"),
+        )
+    )
+
+
+def _figures(summary: SegmentSummary) -> Table:
+    columns = (*words("figure"), *numbers("baseline", "candidate"), *changes("change"))
+    table = Table("Figures", columns, id="figures")
+    for name, (label, unit) in FIGURE_WORDS.items():
+        figure = summary.figures[name]
+        if figure.baseline is None and figure.candidate is None:
+            continue
+        figures = _number(figure.baseline), _number(figure.candidate)
+        table.rows.append((f"{label}, {unit}" if unit else label, *figures, _change(name, figure)))
+    return table
+
+
+def _series(verdict: Verdict) -> Table:
+    """Series of the sequential gate, those that are not within first."""
+    columns = (*words("series", "segment", "state"), *changes("mean", "at least", "at most", "bound"))
+    table = Table("Evidence at the last look", columns, id="series")
+    ranked = sorted(verdict.series, key=lambda each: SERIES_STATES.index(each.state))
+    for each in ranked[:MAX_SEGMENT_ROWS]:
+        means = [amount(each.unit, value) for value in (each.effect, each.lower, each.upper, each.bound)]
+        table.rows.append((each.signal, each.segment, each.state, *means))
+    return table
+
+
+def _number(value: float | None) -> Cell:
+    return ABSENT if value is None or value != value or abs(value) == float("inf") else Number(value, Style.SHORT)
+
+
+def _change(name: str, figure: Figures) -> str:
+    if figure.difference is None:
+        return ABSENT
+    if name == "error_rate":
+        return f"{figure.difference:+.4g} points"
+    return f"{100 * (figure.ratio - 1):+.3g} %" if figure.ratio is not None else f"{figure.difference:+.4g}"
+
+
+def _segments(verdict: Verdict) -> Table:
+    columns = (*words("segment"), *numbers("pairs", "differ"), *changes("p95 latency", "p95 first token", "errors"))
+    table = Table("Segments", columns, id="segment-figures", can_sort=True)
+    for each in verdict.segments[:MAX_SEGMENT_ROWS]:
+        cells = [_change(name, each.figures[name]) for name in ("latency_p95_ms", "ttft_p95_ms", "error_rate")]
+        table.rows.append((each.name, Number(each.pairs), Number(each.differing), *cells))
+    return table
+
+
+def _triage(verdict: Verdict) -> Table:
+    table = Table("Triage", words("signal", "segment", "evidence", "owner", "next"), id="triage-items")
+    for each in verdict.triage:
+        examples = f" (e.g. {', '.join(each.examples)})" if each.examples else ""
+        table.rows.append((each.signal, each.segment, each.evidence + examples, each.owner, each.action))
+    return table
+
+
+def _decisions(decisions: Mapping[str, Any]) -> Iterator[Block]:
+    """Differing settings, the first differing step, and the predicted figures of each engine of two recordings."""
+    for engine in decisions["engines"]:
+        settings = [f"{name}: {a} -> {b}" for name, (a, b) in engine["settings"].items()]
+        difference, prediction = engine["difference"], engine["prediction"]
+        if difference.get("identical"):
+            head = f"all {difference['equal_steps']:,} steps are decided the same"
+        elif "unknown" in difference:
+            head = f"steps were not compared: {difference['unknown']}"
+        else:
+            change = difference.get("change", "engine")
+            head = f"equal for {difference['equal_steps']:,} steps; then another {change} (A: baseline, B: candidate):"
+        reasons = tuple(filter(None, (*difference.get("reasons", ()), difference.get("input"))))
+        states = (f"settings: {'; '.join(settings) or 'the same on both sides'}",)
+        told = [prediction[name] for name in ("trust",) if name in prediction]
+        told += [f"no prediction: {prediction['unknown']}"] if "unknown" in prediction else []
+        rest = (*told, *prediction.get("notes", ()))
+        yield Finding(f"engine {engine['engine']} ({engine['model']}): {head}", reasons, states, rest=rest)
+        if "figures" in prediction:
+            yield _prediction(engine["engine"], prediction)
+    if decisions["notes"]:
+        yield Paragraph("; ".join(decisions["notes"]))
+
+
+def _prediction(engine: int, prediction: Mapping[str, Any]) -> Table:
+    columns = (
+        *words("figure"),
+        *numbers("measured", "replayed", "on the candidate's settings"),
+        *changes("predicted change", "error of the replay"),
+    )
+    title = f"The baseline's load, {prediction['requests']:,} requests"
+    table = Table(title, columns, id=f"prediction-{engine}")
+    for name, figure in prediction["figures"].items():
+        shares = [ABSENT if figure[each] is None else f"{100 * figure[each]:+.3g} %" for each in ("change", "error")]
+        values = [_number(figure[each]) for each in ("measured", "baseline", "candidate")]
+        unit = ", ms" if name.endswith("_ms") else ""
+        table.rows.append((f"{FIGURES[name]}{unit}", *values, *shares))
+    return table
+
+
+def _joining(verdict: Verdict) -> Table:
+    joining = verdict.joining
+    table = Table("Records", (*words("side", "what became of them"), *numbers("records")), id="records")
+    for side in SIDES:
+        keys = ", ".join(joining["by_key"]) or "nothing"
+        table.rows.append((side, f"in pairs, by {keys}", Number(joining["pairs"])))
+        for each in joining["unjoined"]:
+            if each["side"] == side:
+                what = f"{each['reason']}: {', '.join(each['examples'])}"
+                table.rows.append((side, what, Number(each["count"])))
+    return table
+
+
+def _sides(verdict: Verdict) -> Table | Paragraph:
+    names = sorted({name for side in verdict.sides.values() for name in side})
+    if not names:
+        return Paragraph("Neither side says which model, route or scheduler answered.")
+    table = Table("Sides", words("", *SIDES), id="sides")
+    for name in names:
+        values = [", ".join(verdict.sides[side].get(name, ())) or ABSENT for side in SIDES]
+        table.rows.append((name.replace("_", " "), *values))
+    return table
+
+
+def to_junit(verdict: Verdict) -> bytes:
+    """A test suite with a case per signal that is outside policy, and one for the decision."""
+    failures = [each for each in verdict.signals if each.response is not Decision.PROMOTE]
+    suite = ElementTree.Element("testsuite", name="lockstep gate", tests=str(len(failures) + 1))
+    suite.set("failures", str(len(failures) + (verdict.decision is not Decision.PROMOTE)))
+    case = ElementTree.SubElement(suite, "testcase", classname="gate", name="decision")
+    if verdict.decision is not Decision.PROMOTE:
+        ElementTree.SubElement(case, "failure", type=verdict.decision.value, message=_plain(verdict.reason))
+    for each in failures:
+        name = f"{each.name}{_where(each.segment)}"
+        case = ElementTree.SubElement(suite, "testcase", classname="gate.signals", name=_plain(name))
+        failure = ElementTree.SubElement(case, "failure", type=each.response.value, message=_plain(each.sentence))
+        failure.text = _plain(", ".join(each.examples))
+    ElementTree.indent(suite)
+    text = ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+    return f"{text}\n".encode()
+
+
+def _plain(text: str) -> str:
+    """Text that XML can hold."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)

@@ -1,0 +1,122 @@
+"""Series that the sequential gate follows: a number per pair, of one metric in one segment, and the mean that it may
+have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.release.evidence import Bools, Floats, Pairs
+from lockstep.release.outputs import COMPARED, DIFFERENT
+from lockstep.release.policy import Policy
+from lockstep.release.statistics import MIN_PAIRS, nearest_rank
+from lockstep.release.verdict import Decision
+
+ALL = "all"
+RATIOS = {"latency": "latency_ms", "ttft": "ttft_ms", "decode": "decode_ms"}
+"""Signals whose series is the logarithm of the candidate's number over the baseline's, by signal, with the metric."""
+Unit = Literal["ratio", "points", "nats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric of one segment over its pairs."""
+
+    signal: str
+    segment: str
+    unit: Unit
+    values: Floats
+    """Shape (..., pairs): logarithms of ratios, parts of one, or nats."""
+    places: NDArray[np.intp]
+    """Places of its pairs among all, ascending."""
+    bound: float
+    """The mean that a candidate may not have; in the unit of its values."""
+    is_event: bool = False
+    """Whether its values are -1, 0 and 1."""
+    response: Decision = Decision.ROLLBACK
+    """What follows from a mean that is certainly above the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Numbers per pair that sameness of answers is judged by; None: such a series is not followed."""
+
+    is_estimated: bool = False
+    """Whether mismatches are borne up to a rate, on engines that promise equal answers."""
+    excess: Floats | None = None
+    """Mismatches less those of a second baseline; NaN: not all three answers could be compared."""
+    logprob_gap: Floats | None = None
+    """Mean difference of log-probabilities; NaN: unknown."""
+
+
+def series_of(policy: Policy, pairs: Pairs, answers: Answers | None = None) -> list[Series]:
+    """Series of all pairs and, where segments are enforced, of each that has enough of them."""
+    masks: list[tuple[str, Bools]] = [(ALL, np.ones(len(pairs), np.bool_))]
+    if policy.segments == "enforce" and len(pairs.segments) > 1:
+        masks += [
+            (segment.name, mask)
+            for number, segment in enumerate(pairs.segments)
+            if (mask := pairs.segment == number).sum() >= policy.min_pairs
+        ]
+    found = []
+    for name, mask in masks:
+        found += [*_ratios(policy, pairs, mask), *_tail(policy, pairs, mask), _errors(policy, pairs, mask)]
+        found += _outputs(policy, pairs, answers or Answers(), mask)
+        found = [replace(each, segment=each.segment or name) for each in found]
+    return [*found, missing_pairs(policy, pairs)]
+
+
+def missing_pairs(policy: Policy, pairs: Pairs) -> Series:
+    """Records of one side alone, among the pairs: slow candidates time out, and what is left of them looks fast."""
+    values = np.insert(np.zeros(len(pairs)), pairs.missing_at, pairs.missing)
+    places = np.insert(np.arange(len(pairs)), pairs.missing_at, pairs.missing_at)
+    return Series("missing-pairs", ALL, "points", values, places, policy.missing_margin / 100, True, Decision.HOLD)
+
+
+def _ratios(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
+    for signal, metric in RATIOS.items():
+        baseline, candidate = pairs.metrics[metric]
+        usable = mask & pairs.healthy & (baseline > 0) & (candidate > 0)
+        if usable.any():
+            values = np.log(candidate[usable] / baseline[usable])
+            yield Series(signal, "", "ratio", values, np.flatnonzero(usable), math.log1p(policy.margin))
+
+
+def _tail(policy: Policy, pairs: Pairs, mask: Bools) -> Iterator[Series]:
+    """Latencies beyond the 95th percentile of the baseline's first pairs, which are no evidence themselves."""
+    baseline, candidate = pairs.metrics["latency_ms"]
+    places = np.flatnonzero(mask & pairs.healthy & ~np.isnan(baseline) & ~np.isnan(candidate))
+    first, rest = places[:MIN_PAIRS], places[MIN_PAIRS:]
+    if len(rest):
+        threshold = nearest_rank(baseline[first], 0.95)
+        values = (candidate[rest] > threshold).astype(float) - (baseline[rest] > threshold).astype(float)
+        yield Series("latency-tail", "", "points", values, rest, policy.tail_margin / 100, True)
+
+
+def _errors(policy: Policy, pairs: Pairs, mask: Bools) -> Series:
+    failures = (~pairs.ok[1][mask]).astype(float) - (~pairs.ok[0][mask]).astype(float)
+    return Series("errors", "", "points", failures, np.flatnonzero(mask), policy.error_margin / 100, True)
+
+
+def _outputs(policy: Policy, pairs: Pairs, answers: Answers, mask: Bools) -> Iterator[Series]:
+    """Disagreements, mismatches, gaps of log-probabilities."""
+    differs = np.where(np.isin(pairs.output, COMPARED), np.isin(pairs.output, DIFFERENT), math.nan)
+    found: list[tuple[str, Unit, Floats | None, float]] = []
+    if policy.agreement_field:
+        if policy.min_agreement < 1:
+            found.append(("agreement", "points", differs, 1 - policy.min_agreement))
+    elif policy.outputs != "ignore" and answers.is_estimated:
+        found.append(("output-mismatch", "points", differs, policy.max_mismatch_rate))
+    elif policy.outputs != "ignore":
+        found.append(("output-mismatch", "points", answers.excess, policy.mismatch_margin / 100))
+    if policy.max_logprob_gap is not None:
+        found.append(("logprob-gap", "nats", answers.logprob_gap, policy.max_logprob_gap))
+    for signal, unit, values, bound in found:
+        known = mask & ~np.isnan(values) if values is not None else mask & False
+        if values is not None and known.any():
+            yield Series(signal, "", unit, values[known], np.flatnonzero(known), bound, is_event=unit == "points")

@@ -1,0 +1,130 @@
+"""Store of observations: a DuckDB in memory, and a folder for what is larger than it.
+
+Extensions of DuckDB are never fetched. Whatever it cannot do with what it was given becomes one sentence that names the
+files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import EvidenceError
+from lockstep.release.observation import Side
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+MEMORY_LIMIT = "500MB"
+"""Of DuckDB; what needs more goes to its folder."""
+MAX_MESSAGE_CHARS = 400
+_ADVICE = ("LINE ", "Try ", "Possible ", "Column ", "See ", "This type", "*")
+"""Beginnings of the lines that DuckDB has below its message."""
+
+
+@dataclass(slots=True)
+class Store:
+    """A DuckDB, and the folder in which it keeps what is too large for memory.
+
+    Once both sides are read, it has the views ``baseline`` and ``candidate``: the fields of observations, ``row``,
+    their number, and ``pair``, equal on both sides where the file says which two belong together.
+    """
+
+    connection: DuckDBPyConnection
+    folder: Path
+    paths: dict[Side, Path] = field(default_factory=dict)
+    """Files that the sides were read from, as messages name them."""
+
+    def run(self, query: str) -> None:
+        """Run a query, or several."""
+        with self._telling():
+            self.connection.execute(query)
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """All rows of a query."""
+        with self._telling():
+            return self.connection.execute(query).fetchall()
+
+    def number(self, query: str) -> int:
+        """The whole number that a query gives."""
+        return int(self.rows(query)[0][0])
+
+    def columns(self, query: str) -> Mapping[str, Any]:
+        """The columns of a query, NumPy's, masked where there are nulls."""
+        with self._telling():
+            return self.connection.execute(query).fetchnumpy()
+
+    def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Append a few rows to a table."""
+        if not rows:
+            return
+        marks = ", ".join("?" * len(rows[0]))
+        with self._telling():
+            self.connection.executemany(f"INSERT INTO {table} VALUES ({marks})", [list(row) for row in rows])
+
+    def chunks(self, query: str, size: int) -> Iterator[list[tuple[Any, ...]]]:
+        """The rows of a query, so many at a time; no other query may run meanwhile."""
+        with self._telling():
+            result = self.connection.execute(query)
+            while chunk := result.fetchmany(size):
+                yield chunk
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        import duckdb
+
+        try:
+            yield
+        except duckdb.Error as error:
+            names = " and ".join(dict.fromkeys(str(path) for path in self.paths.values()))
+            raise EvidenceError(f"{names or 'input'}: {sentence_of(error)}") from None
+
+
+def sentence_of(error: Exception, names: Mapping[Path, Path] | None = None) -> str:
+    """DuckDB's message in one line, without its kind, its advice about DuckDB and the query.
+
+    Args:
+        names: paths that it shall name instead of those that it read.
+    """
+    lines = itertools.takewhile(lambda line: not line.startswith(_ADVICE), str(error).splitlines())
+    first, *others = [line.strip() for line in lines if line.strip()] or [""]
+    told = f"{first}; {others[-1]}" if others else first  # between them a line of the file may stand
+    told = re.sub(r"^([A-Z][A-Za-z-]* ){1,3}Error: ", "", told)
+    for path, name in (names or {}).items():
+        told = told.replace(str(path), str(name))
+    return told[:MAX_MESSAGE_CHARS]
+
+
+@contextmanager
+def open_store() -> Iterator[Store]:
+    """An empty store; what it keeps on disk goes with it."""
+    import duckdb
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-gate-") as folder:
+        connection = duckdb.connect(
+            config={
+                "autoinstall_known_extensions": "false",
+                "autoload_known_extensions": "false",
+                "memory_limit": MEMORY_LIMIT,
+                "temp_directory": folder,
+                "preserve_insertion_order": "false",
+                "threads": str(os.cpu_count() or 1),
+            }
+        )
+        try:
+            connection.execute("SET TimeZone = 'UTC'")
+            yield Store(connection, Path(folder))
+        finally:
+            connection.close()
+
+
+def quoted(text: str) -> str:
+    """A text as SQL writes it."""
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,248 @@
+"""Verdict of a gate as values: a decision, the signals behind it, figures, accounts and triage; JSON with stable
+bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+SCHEMA = "lockstep-verdict-1"
+DIGITS = 6
+"""Significant digits of figures: more would be those of the machine's mathematics library."""
+
+
+class Decision(StrEnum):
+    """What to do with the candidate."""
+
+    PROMOTE = "promote"
+    HOLD = "hold"
+    ROLLBACK = "rollback"
+
+    @property
+    def exit_code(self) -> int:
+        """Of the commands that judge."""
+        return {Decision.PROMOTE: 0, Decision.ROLLBACK: 1, Decision.HOLD: 2}[self]
+
+
+EXIT_BAD_INPUT = 3
+"""Of the gate's commands when there is no verdict, whatever went wrong."""
+
+
+class Signal(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is outside policy, or that evidence is lacking of."""
+
+    name: str
+    """Kind of signal; docs/gate.md lists them."""
+    response: Decision
+    """What follows from it: rollback or hold."""
+    segment: str
+    """Segment that shows it; ``all``: all pairs together."""
+    sentence: str
+    """The evidence, for a person."""
+    value: float | None = None
+    """Figure that is outside, in the unit of its bound."""
+    bound: float | None = None
+    """Bound of the policy that it is beyond."""
+    examples: tuple[str, ...] = ()
+    """Ids of requests that show it, the first in order."""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One number of both sides."""
+
+    baseline: float | None
+    """The baseline's; null: it does not say."""
+    candidate: float | None
+    """The candidate's; null: it does not say."""
+    difference: float | None = None
+    """Candidate's less baseline's."""
+    ratio: float | None = None
+    """Candidate's over baseline's; null where the baseline's is 0 and the candidate's is not."""
+    pairs: int = 0
+    """Pairs that it is of."""
+
+
+class SegmentSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one segment, or of all pairs."""
+
+    name: str
+    """Model, backends, accelerator and label of the segment; ``all``: all pairs."""
+    pairs: int
+    """Matched pairs."""
+    healthy: int
+    """Pairs that both sides answered."""
+    same: int
+    """Pairs of the same answer."""
+    differing: int
+    """Pairs of answers that differ, or of vectors beyond their tolerance."""
+    tolerated: int
+    """Pairs of vectors that differ within their tolerance."""
+    incomparable: int
+    """Pairs of unlike material, prompt, parameters, seed or environment."""
+    figures: dict[str, Figures]
+    """By name: error_rate (percent), latency_p95_ms, ttft_p95_ms, decode_p95_ms, kv_pressure_p95, queue_depth_p95."""
+
+
+class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A series at one look."""
+
+    pairs: int
+    """Pairs so far, of all series together."""
+    effect: float | None
+    """Mean so far."""
+    lower: float | None
+    """Lower confidence bound; null: none yet."""
+    upper: float | None
+    """Upper confidence bound; null: none yet."""
+
+
+class SeriesSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric of one segment as the sequential gate followed it."""
+
+    signal: str
+    """Signal that it gives where it is outside."""
+    segment: str
+    """Segment that it is of; ``all``: all pairs."""
+    unit: str
+    """ratio: candidate's over baseline's, a geometric mean; points: percentage points; nats: log-probability."""
+    pairs: int
+    """Pairs that it has a number of."""
+    effect: float | None
+    """Mean of all of them."""
+    lower: float | None
+    """Lower confidence bound of the mean at the last look, one-sided at alpha; null: none yet."""
+    upper: float | None
+    """Upper confidence bound of the mean at the last look, one-sided at alpha; null: none yet."""
+    bound: float | None
+    """Bound of the policy that the mean may not be above."""
+    state: str
+    """outside: certainly above the bound; within: certainly below; undecided; no-evidence: too short or too
+    correlated."""
+    response: Decision
+    """What follows from being outside."""
+    outside_after: int | None = None
+    """Pairs, of all together, after which it was outside first."""
+    more_pairs: int | None = None
+    """Further pairs, of all together, after which it would be within if it went on so; null: it would not, or it is."""
+    curve: tuple[CurvePoint, ...] = ()
+    """Its looks, 64 at most; of series of all pairs only."""
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers that are the same in the sense of the policy."""
+
+    field: str
+    """Field that answers were compared in; empty: whole answers."""
+    compared: int
+    """Pairs that could be compared."""
+    agreed: int
+    """Pairs that agree."""
+    rate: float
+    """Part of the compared pairs that agree."""
+    lower: float
+    """Lower confidence bound of the rate at alpha, valid at any look, for bursts of at most the policy's length."""
+    diverging: int
+    """Pairs whose tokens differ, of those that were looked at for it."""
+    median_token: int | None
+    """Median place of the first differing token of these pairs."""
+    earliest_token: int | None
+    """Earliest place of the first differing token of these pairs."""
+    logprob_gap: float | None = None
+    """Mean difference of log-probabilities of the same tokens, in nats; null: not both sides give any."""
+
+
+class Triage(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to look after."""
+
+    signal: str
+    """Kind of signal."""
+    severity: str
+    """critical: rollback; warning: hold."""
+    segment: str
+    """Place that it comes from: a segment, version, replica or route; ``all``: all pairs."""
+    evidence: str
+    """The signal's sentence, and what tells its cause."""
+    response: str
+    """What follows from it: rollback or hold."""
+    owner: str
+    """Who looks after it, by the file of owners, the policy, or the built-in hint."""
+    action: str
+    """What to look at next."""
+    cause: str = ""
+    """Most likely cause in a word; empty: nothing tells."""
+    examples: tuple[str, ...] = ()
+    """Ids of requests that show it."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a gate says. The same evidence and policy give the same bytes."""
+
+    decision: Decision
+    """promote, hold or rollback."""
+    guarantee: str
+    """Error rates that hold; none in threshold mode."""
+    reason: str
+    """The signal to look at first, in a sentence."""
+    evidence: str
+    """Strongest kind of evidence that there was: equality, decisions, agreement or latency."""
+    signals: tuple[Signal, ...]
+    """Everything outside policy, rollback first."""
+    notes: tuple[str, ...]
+    """Sentences that decide nothing."""
+    summary: SegmentSummary
+    """Figures of all pairs."""
+    segments: tuple[SegmentSummary, ...]
+    """Figures of each segment, those with the most pairs."""
+    series: tuple[SeriesSummary, ...] = ()
+    """In sequential mode: every series, in the order in which they are followed."""
+    coverage: dict[str, float | None]
+    """Parts, 0 to 1: records that were joined, pairs that were comparable, and of each side the answers with known
+    route and scheduler and with known times of tokens."""
+    agreement: Agreement | None = None
+    """Sameness of answers; null: none could be compared."""
+    first_mismatch: dict[str, Any] | None
+    """The first pair that differs, in the order of time: its request, and where tokens are known the first that
+    differs."""
+    transitions: tuple[str, ...]
+    """Model versions of both sides, where they differ."""
+    sides: dict[str, dict[str, tuple[str, ...]]]
+    """Models, versions, routes, replicas, schedulers, backends, accelerators and artifacts of each side."""
+    joining: dict[str, Any]
+    """Records of both sides: how many are in pairs, by which key, and why the others are not."""
+    triage: tuple[Triage, ...]
+    """An item for each signal, in the order in which to look."""
+    policy: dict[str, Any]
+    """All fields of the policy as they held."""
+    inputs: tuple[dict[str, Any], ...]
+    """Format, side and number of records of each file."""
+    digests: dict[str, str]
+    """Digests of each side's records, in whatever order they stood, and of the policy."""
+    decisions: dict[str, Any] | None = None
+    """Of two recordings: where they decide differently, and what the candidate's settings would do."""
+    tool: str = ""
+    """Name and version of what judged."""
+    schema: str = SCHEMA
+    """Version of this format."""
+
+
+def to_json(verdict: Verdict) -> bytes:
+    """The verdict as a file: the same evidence gives the same bytes."""
+    plain = msgspec.to_builtins(verdict)
+    return msgspec.json.format(msgspec.json.encode(rounded(plain), order="sorted"), indent=2) + b"\n"
+
+
+def rounded(value: Any) -> Any:
+    """A value whose numbers have `DIGITS` digits; what is no number is None."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {str(key): rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    return value

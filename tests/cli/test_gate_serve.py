@@ -1,0 +1,52 @@
+"""`lockstep gate serve` as a process: a file that grows, and who may ask."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from lockstep.cli.main import invoke
+from tests.processes import Piped
+from tests.waiting import until
+
+
+def line(index: int) -> str:
+    side = {"ts": float(index), "latency_ms": 10.0, "token_ids": [index]}
+    return json.dumps({"request_id": f"r{index}", "baseline": side, "candidate": side}) + "\n"
+
+
+def test_a_verdict_follows_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(line(0))
+    with Piped("gate", "serve", str(path), "--port", "0", "--set", "min_pairs=3") as program:
+        found = re.search(r"http://[\d.:]+", program.stdout.readline())
+        assert found is not None
+        with httpx2.Client(base_url=found.group()) as client:
+            until(lambda: client.get("/argo").json()["pairs"] == 1)
+            assert client.get("/argo").json()["decision"] == "hold"
+            with path.open("a") as file:
+                file.write(line(1) + line(2) + '{"request_id": "half')
+            until(lambda: client.get("/argo").json()["pairs"] == 3)
+            assert client.get("/argo").json()["decision"] == "promote"
+        program.program.send_signal(signal.SIGINT)
+        assert program.program.wait() in (0, 130)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--host", "0.0.0.0"), "there is no key"),
+        (("--set", "min_pears=3"), "did you mean 'min_pairs'"),
+        (("second.jsonl", "third.jsonl"), "BASELINE CANDIDATE"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_followed(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["gate", "serve", str(tmp_path / "pairs.jsonl"), "--port", "0", *arguments]) in (2, 3)
+    assert words in capsys.readouterr().err

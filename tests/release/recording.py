@@ -1,0 +1,100 @@
+"""Recordings of real servers and devices for tests: requests under settings and in company of a test's choice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.engine.options import EngineOptions, LoadOptions
+from lockstep.engine.request import GenerationRequest
+from lockstep.release.decisions import with_decisions
+from lockstep.release.evidence import gather
+from lockstep.release.gate import judge
+from lockstep.release.policy import policy_of
+from lockstep.release.recordings import read_recordings
+from lockstep.release.store import open_store
+from lockstep.release.verdict import Verdict
+from lockstep.worker.flight.options import TraceOptions
+from lockstep.worker.messages import Submit
+from tests.replay.live import WORDS
+from tests.server.process import IN_THREAD, plain_async_client, serve
+from tests.worker.support import running
+
+ONLY_OUTPUTS: dict[str, Any] = {
+    "min_pairs": 1,
+    "max_latency_p95_ratio": None,
+    "max_ttft_p95_ratio": None,
+    "max_decode_p95_ratio": None,
+    "max_kv_pressure_p95_increase": None,
+}
+"""A policy that does not look at times: a machine that tests run on has other things to do as well."""
+
+
+def load(num_requests: int, seed: int, max_tokens: Sequence[int] = (8, 24)) -> list[tuple[str, dict[str, Any]]]:
+    """Requests by their callers' ids, every second one greedy; equal seeds give equal requests."""
+    draw = random.Random(seed)
+    return [
+        (
+            f"{seed}.{number:03}",
+            {
+                "model": "m",
+                "prompt": " ".join(draw.choices(WORDS, k=draw.randrange(4, 40))),
+                "max_tokens": draw.choice(max_tokens),
+                "temperature": 0.9 * (number % 2),
+                "seed": number,
+                "ignore_eos": True,
+            },
+        )
+        for number in range(num_requests)
+    ]
+
+
+def recorded(
+    folder: Path, source: str, *flags: str, requests: Sequence[tuple[str, dict[str, Any]]], at_once: int = 8
+) -> Path:
+    """A recording of a server that was asked those requests, so many of them at a time."""
+    told = ("--served-model-name", "m", "--log-level", "error", "--trace", str(folder))
+    with serve(source, *IN_THREAD, *told, *flags) as server:
+        asyncio.run(_ask(server.base_url, requests, at_once))
+        assert server.stop() == 0
+    return folder
+
+
+async def _ask(base_url: str, requests: Sequence[tuple[str, dict[str, Any]]], at_once: int) -> None:
+    async with plain_async_client(base_url) as client:
+        for first in range(0, len(requests), at_once):
+            some = requests[first : first + at_once]
+            asked = [client.post("/v1/completions", json=body, headers={"X-Request-Id": id_}) for id_, body in some]
+            for response in await asyncio.gather(*asked):
+                assert response.status_code == 200, response.text
+
+
+def recorded_in_process(
+    folder: Path,
+    requests: Iterable[GenerationRequest],
+    *,
+    key_file: str = "",
+    has_content: bool = False,
+    source: str = "stub://alpha",
+    probe: bool = True,
+) -> Path:
+    """A recording of a device that answers requests one after the other."""
+    options = TraceOptions(str(folder), has_content=has_content, key_file=key_file)
+    with running(trace=options) as bench:
+        bench.ready("a", source, LoadOptions(EngineOptions(num_blocks=64), probe=probe))
+        for number, request in enumerate(requests):
+            bench.tell(Submit(number, "a", request))
+            bench.answer(number)
+    return folder
+
+
+def judged(baseline: Path, candidate: Path, **policy: Any) -> Verdict:
+    """The verdict on two recordings, under a policy of outputs alone but for what is given."""
+    with open_store() as store:
+        found = read_recordings(store, [baseline, candidate])
+        rules = policy_of(("test", {**ONLY_OUTPUTS, **policy}))
+        verdict = judge(rules, gather(store, rules.numeric_tolerances), found.sources)
+    return with_decisions(verdict, found.decisions(), found.notes)

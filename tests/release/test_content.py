@@ -1,0 +1,134 @@
+"""A file is what its bytes say, whatever its name; what is not whole, or can run code, is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import duckdb
+import pytest
+import zstandard
+
+from lockstep.errors import EvidenceError
+from lockstep.release import content
+from lockstep.release.content import Content, content_of
+
+LINES = b'{"request_id": "a", "latency_ms": 1}\n{"request_id": "b", "latency_ms": 2}\n'
+
+
+def looked_at(tmp_path: Path, data: bytes, name: str = "input") -> Content:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return content_of(path, tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (LINES, "lines"),
+        (b"\n\n" + LINES, "lines"),
+        (LINES.splitlines()[0], "document"),
+        (b'{"policy": {},\n "baseline": []}', "document"),
+        (b'[{"request_id": "a"},\n {"request_id": "b"}]', "list"),
+        (b"request_id,latency_ms\na,1\n", "csv"),
+    ],
+)
+def test_text_is_told_by_how_it_begins(tmp_path: Path, data: bytes, kind: str) -> None:
+    assert looked_at(tmp_path, data, "names.do.not.count.parquet").kind == kind
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress, lambda data: b"\xef\xbb\xbf" + data])
+def test_packed_lines_and_byte_order_marks_are_unpacked(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    found = looked_at(tmp_path, pack(LINES))
+    assert found.kind == "lines"
+    assert found.path.read_bytes() == LINES
+
+
+def test_several_frames_of_zstd_are_one_file(tmp_path: Path) -> None:
+    found = looked_at(tmp_path, b"".join(zstandard.compress(line) for line in LINES.splitlines(keepends=True)))
+    assert found.path.read_bytes() == LINES
+
+
+def test_parquet_is_told_by_its_magic_also_when_packed(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    duckdb.execute(f"COPY (SELECT 'a' AS request_id, 1.5::DOUBLE AS latency_ms) TO '{path}'")
+    found = looked_at(tmp_path, gzip.compress(path.read_bytes()))
+    assert (found.kind, found.records) == ("parquet", ({"request_id": "VARCHAR", "latency_ms": "DOUBLE"},))
+
+
+def big_lines() -> bytes:
+    return b"".join(b'{"request_id": "%d", "latency_ms": %d.5}\n' % (i, i) for i in range(5000))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("part", [0.3, 0.9, 0.999])
+def test_what_was_cut_off_while_packed_is_refused(tmp_path: Path, pack: Callable[[bytes], bytes], part: float) -> None:
+    data = pack(big_lines())
+    with pytest.raises(EvidenceError, match=r"input: not whole, or damaged"):
+        looked_at(tmp_path, data[: int(len(data) * part)])
+
+
+def test_a_packed_file_whose_checksum_is_wrong_is_refused(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress(big_lines()))
+    data[-6] ^= 0xFF
+    with pytest.raises(EvidenceError, match=r"input: not whole, or damaged: CRC"):
+        looked_at(tmp_path, bytes(data))
+
+
+def test_a_file_that_unpacks_to_more_than_there_is_room_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "MAX_UNPACKED_BYTES", 1 << 20)
+    with pytest.raises(EvidenceError, match=r"input: more than .* when it is unpacked"):
+        looked_at(tmp_path, zstandard.compress(bytes((1 << 20) + 1)))
+
+
+def test_a_document_that_is_too_large_is_refused_with_what_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "MAX_DOCUMENT_BYTES", 1 << 20)
+    document = json.dumps({"baseline": [{"request_id": str(i)} for i in range(60_000)]}, indent=1).encode()
+    with pytest.raises(EvidenceError, match=r"one JSON document of more than 1 MiB; write an observation a line"):
+        looked_at(tmp_path, document)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_are_called_by_their_name(tmp_path: Path, protocol: int) -> None:
+    with pytest.raises(EvidenceError, match="a pickle, which can run code when it is opened and never is"):
+        looked_at(tmp_path, pickle.dumps([{"rid": "a"}], protocol=protocol))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the file is empty"),
+        (b" \n\n", "nothing but blanks"),
+        (b"PK\x03\x04zip", "a zip archive; unpack it"),
+        (b"\x00\x01\x02\xff", "neither JSON, CSV nor Parquet"),
+        (b"[1, 2]", "neither an object nor a list of them"),
+        (b"[]", "neither an object nor a list of them"),
+        (b"[[", "not JSON, or not whole: Expecting value: line 1 column 3"),
+        (b'{"request_id": "a", "latency_ms": NaN}', "latency_ms is NaN, which is no number of JSON"),
+        (b'{"baseline": [{"latency_ms": 1}, {"ttft_ms": -Infinity}]}', r"baseline\.1\.ttft_ms is -Infinity"),
+        (b'{"request_id": "a", "latency_ms": 1', "not JSON, or not whole"),
+        (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "JSON that is nested too deeply"),
+        (b"PAR1 and no more", "not whole, or damaged"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_a_reason(tmp_path: Path, data: bytes, message: str) -> None:
+    with pytest.raises(EvidenceError, match=f"input: .*{message}"):
+        looked_at(tmp_path, data)
+
+
+def test_what_is_not_there_or_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EvidenceError, match="nothing: cannot be read: No such file"):
+        content_of(tmp_path / "nothing", tmp_path / "plain")
+    with pytest.raises(EvidenceError, match="cannot be read: Is a directory"):
+        content_of(tmp_path, tmp_path / "plain")
+
+
+def test_names_with_the_letters_of_patterns_are_names(tmp_path: Path) -> None:
+    assert looked_at(tmp_path, LINES, "what [is] this*?.jsonl").kind == "lines"

@@ -1,0 +1,100 @@
+"""A policy is fields with names, ranges and sentences, later sources over earlier ones; all else is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from lockstep.cli.flag_groups import field_docs
+from lockstep.errors import EvidenceError
+from lockstep.release.policy import _RANGES, FIELD_NAMES, Policy, digest_of, policy_of, with_settings
+
+
+def test_every_field_has_a_sentence_that_stands_alone() -> None:
+    docs = field_docs(Policy)
+    assert set(docs) == set(FIELD_NAMES)
+    for name, sentence in docs.items():
+        assert len(sentence) > 30, name
+        assert not re.match(r"The same|Likewise|As above", sentence), name
+
+
+def test_every_number_has_a_range_that_holds_its_default() -> None:
+    for field in dataclasses.fields(Policy):
+        default = getattr(Policy(), field.name)
+        if isinstance(default, int | float):
+            low, high = _RANGES[field.name]
+            assert low <= default <= high, field.name
+    assert set(_RANGES) <= set(FIELD_NAMES)
+    assert {name for name in FIELD_NAMES if name.startswith(("max_", "min_"))} <= set(_RANGES)
+
+
+def test_later_sources_go_over_earlier_ones() -> None:
+    policy = policy_of(("a", {"min_pairs": 5, "alpha": 0.1}), ("b", None), ("c", {"min_pairs": 7}))
+    assert (policy.min_pairs, policy.alpha, policy.margin) == (7, 0.1, Policy().margin)
+
+
+def test_rules_for_vectors_are_read() -> None:
+    policy = policy_of(("a", {"numeric_tolerances": [{"absolute": 0.1, "backend": "vllm"}]}))
+    assert (policy.numeric_tolerances[0].absolute, policy.numeric_tolerances[0].backend) == (0.1, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_pair": 5}, "there: the policy has no field 'min_pair'; did you mean 'min_pairs'?"),
+        ({"zzz": 5}, "there: the policy has no field 'zzz'; there are mode, outputs"),
+        ({"min_pairs": "many"}, "there: the policy's min_pairs: Expected `int`, got `str`"),
+        ({"mode": "both"}, "there: the policy's mode: Invalid enum value 'both'"),
+        ({"alpha": 0.7}, "policy: alpha is 0.7; it has to be from 1e-06 to 0.5"),
+        ({"alpha": float("nan")}, "policy: alpha is nan"),
+        ({"margin": 0.01}, "policy: tolerance 0.02 is above margin 0.01"),
+        ({"outputs": "same"}, "policy: outputs is 'same'; it is exact, numeric, agreement(FIELD) or ignore"),
+        ({"outputs": "agreement()"}, "policy: outputs is 'agreement()'"),
+        ({"max_latency_p95_ratio": -1}, "policy: max_latency_p95_ratio is -1"),
+        (
+            {"numeric_tolerances": [{"absolute": -1}]},
+            "there: the policy's numeric_tolerances[0]: absolute and relative",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvidenceError, match=re.escape(message)):
+        policy_of(("there", fields))
+
+
+def test_a_policy_that_is_no_object_is_refused() -> None:
+    fields: Any = [1]
+    with pytest.raises(EvidenceError, match="no object of fields"):
+        policy_of(("there", fields))
+
+
+def test_settings_are_read_as_yaml() -> None:
+    found = with_settings(["min_pairs=5", "outputs = agreement(a.b)", "max_ttft_p95_ratio=null", "owners={errors: me}"])
+    assert found == {
+        "min_pairs": 5,
+        "outputs": "agreement(a.b)",
+        "max_ttft_p95_ratio": None,
+        "owners": {"errors": "me"},
+    }
+    assert policy_of(("--set", found)).agreement_field == "a.b"
+
+
+@pytest.mark.parametrize("text", ["min_pairs", "owners=[1"])
+def test_settings_that_are_none_are_refused_as_they_were_given(text: str) -> None:
+    with pytest.raises(EvidenceError, match=re.escape(repr(text))):
+        with_settings([text])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "field"), [(None, ""), ("exact", ""), ("agreement(x)", "x"), ("agreement( a.b )", "a.b")]
+)
+def test_the_field_of_an_agreement_is_between_its_brackets(outputs: str | None, field: str) -> None:
+    assert Policy(outputs=outputs).agreement_field == field
+
+
+def test_a_digest_is_of_all_fields() -> None:
+    assert digest_of(Policy()) == digest_of(Policy())
+    assert digest_of(Policy()) != digest_of(Policy(owners={"errors": "me"})) != digest_of(Policy(alpha=0.04))

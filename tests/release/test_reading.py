@@ -1,0 +1,272 @@
+"""The same observations in every layout are the same table; nothing that is wrong is read over."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+import zstandard
+
+from lockstep.errors import EvidenceError
+from lockstep.release.observation import NAMES
+from lockstep.release.reading import read
+from lockstep.release.store import open_store
+from tests.release.inputs import observations, write_json, write_lines
+
+FULL: dict[str, Any] = {
+    "request_id": "r-0",
+    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    "engine_id": "chatcmpl-1",
+    "conversation_id": "c",
+    "turn": 3,
+    "index": 5,
+    "prompt_digest": "p",
+    "params_digest": "q",
+    "seed": 2**62 + 1,
+    "environment": "e",
+    "prompt_tokens": 4,
+    "output_tokens": 2,
+    "ts": 1.25,
+    "model": "m",
+    "model_version": "v",
+    "artifact": "f",
+    "deterministic": True,
+    "backend": "vllm",
+    "accelerator": "cpu",
+    "route_id": "r",
+    "replica_id": "s",
+    "scheduler": "t",
+    "segment": "u",
+    "ok": True,
+    "health": "ready",
+    "error": "none",
+    "latency_ms": 12.5,
+    "ttft_ms": 2.5,
+    "token_latencies_ms": [1.5, 2.5],
+    "stream_events": [{"index": 0, "token_id": 7, "elapsed_ms": 2.5}],
+    "queue_depth": 1.0,
+    "kv_used": 3.0,
+    "kv_total": 4.0,
+    "token_trace_fingerprint": "w",
+    "token_ids": [7, 8],
+    "vector": [0.5, -1.0],
+    "text": 'quoted "text", with a comma\nand a second line',
+    "fingerprint": "0123456789abcdef",
+    "logprobs": [-0.5],
+}
+SPARSE = {"request_id": "r-1", "ts": 2.0, "latency_ms": 3.0}
+
+
+def to_csv(path: Path, records: list[dict[str, Any]]) -> Path:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for record in records for name in record)))
+    writer.writeheader()
+    for record in records:
+        writer.writerow(
+            {name: value if isinstance(value, str) else json.dumps(value) for name, value in record.items()}
+        )
+    path.write_text(text.getvalue())
+    return path
+
+
+def to_parquet(path: Path, records: list[dict[str, Any]]) -> Path:
+    lines = write_lines(path.with_suffix(".lines"), records)
+    duckdb.execute(
+        f"COPY (SELECT * FROM read_json('{lines}', format = 'newline_delimited')) TO '{path}' (FORMAT parquet)"
+    )
+    return path
+
+
+def to_list(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps(records, indent=2))
+    return path
+
+
+WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
+    "lines": write_lines,
+    "list": to_list,
+    "csv": to_csv,
+    "parquet": to_parquet,
+}
+
+
+def test_the_full_observation_has_every_field() -> None:
+    assert FULL.keys() | {"side"} == set(NAMES)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_field_is_read_from_every_layout(tmp_path: Path, writer: str) -> None:
+    assert observations(WRITERS[writer](tmp_path / "input", [FULL, SPARSE])) == [FULL, SPARSE]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_packed_files_are_read_as_they_are(tmp_path: Path, writer: str, pack: Callable[[bytes], bytes]) -> None:
+    plain = WRITERS[writer](tmp_path / "input", [FULL, SPARSE])
+    packed = tmp_path / "packed"
+    packed.write_bytes(pack(plain.read_bytes()))
+    assert observations(packed) == [FULL, SPARSE]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_one_file_holds_both_sides_where_each_observation_has_one(tmp_path: Path, writer: str) -> None:
+    both = [{**FULL, "side": "baseline"}, {**SPARSE, "side": "candidate"}]
+    path = WRITERS[writer](tmp_path / "input", both)
+    assert observations(path, None, of="baseline") == [{**FULL, "side": "baseline"}]
+    assert observations(path, None, of="candidate") == [{**SPARSE, "side": "candidate"}]
+
+
+def test_a_document_of_two_lists_and_its_policy(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "input", {"policy": {"min_pairs": 3}, "baseline": [FULL], "candidate": [SPARSE]})
+    with open_store() as store:
+        source, policy = read(store, path, None)
+    assert (source.format, source.num_rows, policy) == ("gate", 2, {"min_pairs": 3})
+    assert observations(path, None, of="candidate") == [SPARSE]
+
+
+PAIR = {"model": "shared", "baseline": FULL, "candidate": SPARSE}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"pairs": [PAIR, {"baseline": SPARSE}]}, indent=1),
+        json.dumps([PAIR, {"baseline": SPARSE, "candidate": None}]),
+        json.dumps(PAIR) + "\n" + json.dumps({"baseline": SPARSE}),
+        json.dumps({"policy": {"min_pairs": 3}}) + "\n" + json.dumps({"baseline": SPARSE}) + "\n" + json.dumps(PAIR),
+    ],
+    ids=["document", "list", "lines", "lines with a policy"],
+)
+def test_pairs_share_what_stands_beside_their_sides(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "input"
+    path.write_text(text)
+    assert observations(path, None, of="baseline") == [FULL, SPARSE]
+    assert observations(path, None, of="candidate") == [{**SPARSE, "model": "shared"}]
+
+
+def test_a_single_pair_on_a_line_is_a_pair(tmp_path: Path) -> None:
+    assert observations(write_json(tmp_path / "input", PAIR), None, of="candidate") == [{**SPARSE, "model": "shared"}]
+
+
+def test_the_policy_of_lines_stands_in_a_line_of_its_own(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "input", [{"policy": {"min_pairs": 3}}, PAIR])
+    with open_store() as store:
+        assert read(store, path, None)[1] == {"min_pairs": 3}
+
+
+def test_other_members_are_told_and_not_read(tmp_path: Path) -> None:
+    with open_store() as store:
+        source, _ = read(store, write_lines(tmp_path / "input", [{**SPARSE, "weather": 1}, SPARSE]), "baseline")
+    assert source.unread == ("weather",)
+
+
+def test_one_side_alone_is_no_fault_of_the_file(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "input", {"baseline": [SPARSE]})
+    assert observations(path, None, of="baseline") == [SPARSE]
+    assert observations(path, None, of="candidate") == []
+
+
+def refused(path: Path, message: str, side: Any = "baseline") -> None:
+    with open_store() as store, pytest.raises(EvidenceError, match=message) as caught:
+        read(store, path, side)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("latency_ms", "120 ms", "latency_ms .*(has to be a number|DOUBLE)"),
+        ("turn", "third", "turn .*(has to be a whole number|BIGINT)"),
+        ("ok", "perhaps", "ok .*(has to be a truth value|BOOLEAN)"),
+        ("token_ids", "seven", r"token_ids .*(has to be a list of whole numbers|BIGINT\[\])"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_the_name_of_its_field(
+    tmp_path: Path, writer: str, field: str, value: Any, message: str
+) -> None:
+    records = [SPARSE, {**SPARSE, "request_id": "r-2", field: value}]
+    if writer == "parquet":
+        records = [{**each, field: value} for each in records]
+    refused(WRITERS[writer](tmp_path / "input", records), message)
+
+
+def test_a_wrong_value_in_a_pair_is_refused_by_its_side_and_field(tmp_path: Path) -> None:
+    wrong = {"baseline": SPARSE, "candidate": {**SPARSE, "ttft_ms": [3]}}
+    refused(write_lines(tmp_path / "input", [PAIR, wrong]), "the candidate's ttft_ms has to be a number", None)
+
+
+@pytest.mark.parametrize(
+    ("records", "side", "message"),
+    [
+        ([{**SPARSE, "side": "candidate"}], "baseline", "1 observations say of their side 'candidate'; it is given as"),
+        ([{**SPARSE, "side": "canary"}], None, "1 observations say of their side 'canary'; baseline or candidate"),
+        ([{**SPARSE, "side": "baseline"}, SPARSE], None, "1 observations have no side"),
+        (
+            [{**SPARSE, "latency": 5}],
+            "baseline",
+            "has the field 'latency', which is unknown; did you mean 'latency_ms'",
+        ),
+        ([PAIR], "baseline", "holds both sides; give it alone"),
+        ([{"policy": 3}, PAIR], None, "its policy is no object"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, records: list[Any], side: Any, message: str) -> None:
+    refused(write_lines(tmp_path / "input", records), message, side)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("request_id,latency_ms\na,1\nb\n", "Expected Number of Columns: 2"),
+        ('request_id,latency_ms\na,"1\n', "not whole|unterminated|quote"),
+        ("name,size\na,1\n", r"none of its columns \(name and size\) is a field of an observation"),
+        ("request_id,latency_ms\n", "no observation in it"),
+        ('{"baseline": [], "candidate": []}', "no observation in it"),
+        ('{"pairs": []}', "no observation in it"),
+        ('{"pairs": 5}', "pairs is no list"),
+        ('{"baseline": [5]}', "Expected OBJECT"),
+        ('{"request_id": "a"}\n{"request_id": "b"', "not JSON, or not whole"),
+        ('{"request_id": "a"}\nplain text\n', "not JSON, or not whole"),
+        ('{"request_id": "a", x}\n{"request_id": "b"}\n', "not JSON, or not whole"),
+        ('{"request_id": "a"}\n5\n', "Expected OBJECT"),
+    ],
+)
+def test_text_that_is_not_whole_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "input"
+    path.write_text(text)
+    refused(path, message, None if "{" in text and "request_id" not in text else "baseline")
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9, 0.99])
+def test_a_cut_parquet_file_is_refused(tmp_path: Path, part: float) -> None:
+    data = to_parquet(tmp_path / "whole", [FULL, SPARSE]).read_bytes()
+    path = tmp_path / "input"
+    path.write_bytes(data[: int(len(data) * part)])
+    refused(path, "not whole, or damaged")
+
+
+class Trap:
+    """Something whose pickle runs code when it is opened."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, ("opened",)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "requests.pkl"
+    path.write_bytes(pickle.dumps(Trap(), protocol=protocol))
+    refused(path, "a pickle|CSV|neither JSON")
+    assert not Path("opened").exists()

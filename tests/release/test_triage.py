@@ -1,0 +1,68 @@
+"""Each kind of signal has an owner and a next step, and a file of owners says who it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import EvidenceError
+from lockstep.release import sequential, signals
+from lockstep.release.triage import HINTS, owner_of, rank_of, read_owners
+from lockstep.release.verdict import Decision, Signal
+from tests.release.judging import judged, with_tokens
+
+GATE = Path(signals.__file__).parent
+
+
+def signal(name: str) -> Signal:
+    return Signal(name=name, response=Decision.HOLD, segment="all", sentence="")
+
+
+def test_every_signal_that_can_be_given_has_a_hint_and_no_other() -> None:
+    """Names stand in calls of Signal, in rules, in series and in words for series."""
+    text = "".join((GATE / f"{name}.py").read_text() for name in ("signals", "sequential", "series", "gate"))
+    found = set(re.findall(r'name="([a-z-]+)"', text)) | {rule.signal for rule in signals.RULES} | set(sequential.WORDS)
+    found |= {f"missing-{name}" for name in ("provenance", "streaming", "join", "comparable")} | {"numeric-drift"}
+    assert found == set(HINTS)
+
+
+def test_causes_are_ranked_before_what_follows_from_them() -> None:
+    ranks = [rank_of(signal(name)) for name in ("output-mismatch", "errors", "decode", "ttft", "latency", "undecided")]
+    assert ranks == sorted(ranks)
+
+
+def test_the_last_pattern_that_fits_says_who_looks() -> None:
+    owners = {"*": "all", "latency*": "speed", "latency/billing*": "billing", "errors": "nobody"}
+    assert owner_of("latency", "billing, vllm -> vllm", owners) == "billing"
+    assert owner_of("latency-tail", "all", owners) == "speed"
+    assert owner_of("ttft", "all", owners) == "all"
+    assert owner_of("ttft", "all", {"decode": "x", "TTFT": "y"}) == HINTS["ttft"].owner
+
+
+def test_a_file_of_owners_is_read_as_code_owners_are(tmp_path: Path) -> None:
+    path = tmp_path / "OWNERS"
+    path.write_text("# who looks\n* @everyone\n\nerrors @a @b # on call\n* @all\nlatency/*  speed@example.org\n")
+    assert list(read_owners(path).items()) == [("errors", "@a @b"), ("*", "@all"), ("latency/*", "speed@example.org")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a b\nerrors\n", "line 2: 'errors' has no owner"), (None, "cannot be read")]
+)
+def test_a_file_that_is_none_of_owners_is_refused_by_its_line(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "OWNERS"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(EvidenceError, match=re.escape(message)):
+        read_owners(path)
+
+
+def test_an_item_has_what_a_person_needs_to_begin(tmp_path: Path) -> None:
+    candidate = with_tokens(20, ok=lambda number: number != 3)
+    verdict = judged(tmp_path, with_tokens(20), candidate, owners={"errors": "the night shift"})
+    [item] = verdict.triage
+    assert (item.signal, item.severity, item.response) == ("errors", "critical", "rollback")
+    assert (item.owner, item.examples) == ("the night shift", ("r3",))
+    assert item.evidence.startswith("the candidate's error rate is 5 points above")
+    assert item.action

@@ -1,0 +1,91 @@
+"""Tables of docs/gate.md from the code that they describe.
+
+    python -m tools.gate_reference          write them
+    python -m tools.gate_reference --check  exit code 1 if they are not what is written
+
+A table stands behind a line ``<!-- NAME -->`` and ends at the next empty line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.cli.flag_groups import field_docs
+from lockstep.release.formats import FORMATS
+from lockstep.release.observation import FIELDS
+from lockstep.release.policy import Policy
+from lockstep.release.triage import HINTS
+from lockstep.release.verdict import Verdict
+
+PAGE = Path("docs/gate.md")
+
+
+def _fields() -> Iterator[str]:
+    yield from ("| field | type | |", "|---|---|---|")
+    for field in FIELDS:
+        yield f"| `{field.name}` | {field.type.lower()} | {field.meaning} |"
+
+
+def _formats() -> Iterator[str]:
+    yield from ("| format | written by | told by its members |", "|---|---|---|")
+    for each in FORMATS:
+        yield f"| {each.name} | {each.tool} | {', '.join(f'`{name}`' for name in each.tells)} |"
+
+
+def _policy() -> Iterator[str]:
+    sentences = field_docs(Policy)
+    yield from ("| field | default | |", "|---|---|---|")
+    for field in dataclasses.fields(Policy):
+        default = field.default if field.default is not dataclasses.MISSING else {}
+        shown = "null" if default is None else "none" if default in ((), {}) else default
+        yield f"| `{field.name}` | {shown} | {sentences[field.name]} |"
+
+
+def _signals() -> Iterator[str]:
+    yield from ("| signal | owner by default | next |", "|---|---|---|")
+    for name, hint in HINTS.items():
+        yield f"| `{name}` | {hint.owner} | {hint.action} |"
+
+
+def _verdict() -> Iterator[str]:
+    sentences = field_docs(Verdict)
+    yield from ("| member | |", "|---|---|")
+    for name in Verdict.__struct_fields__:
+        yield f"| `{name}` | {sentences.get(name, '')} |"
+
+
+TABLES = {"fields": _fields, "formats": _formats, "policy": _policy, "signals": _signals, "verdict": _verdict}
+
+
+def with_tables(text: str) -> str:
+    """The page with its tables as they are now."""
+    lines = text.split("\n")
+    done: list[str] = []
+    while lines:
+        line = lines.pop(0)
+        done.append(line)
+        name = line.removeprefix("<!-- ").removesuffix(" -->")
+        if line.startswith("<!-- ") and name in TABLES:
+            while lines and lines[0].startswith("|"):
+                lines.pop(0)
+            done += TABLES[name]()
+    return "\n".join(done)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    text = PAGE.read_text()
+    wanted = with_tables(text)
+    if args.check:
+        sys.exit(text != wanted)
+    PAGE.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()
