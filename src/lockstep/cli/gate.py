@@ -81,7 +81,7 @@ Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", callback=ex
 
 @dataclass(frozen=True, slots=True)
 class PolicyFlags:
-    """Where the policy comes from, beside the input."""
+    """Sources of the policy, beside the input."""
 
     policy: PolicyFile = None
     settings: Set = None
@@ -90,7 +90,7 @@ class PolicyFlags:
 
 @dataclass(frozen=True, slots=True)
 class ReportFlags:
-    """Where the verdict goes, beside the terminal."""
+    """Places of the verdict, beside the terminal."""
 
     output: Output = None
     markdown: Markdown = None

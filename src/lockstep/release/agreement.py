@@ -172,7 +172,7 @@ class Divergence(NamedTuple):
 
 
 def divergence(store: Store) -> Divergence:
-    """Where answers part that do, of the first `MAX_DIVERGING` in the order of time."""
+    """First differing places of differing answers, of the first `MAX_DIVERGING` in the order of time."""
     differing = (
         f"SELECT o.place FROM {_FACTS} WHERE b.ok AND c.ok AND b.tokens_hash <> c.tokens_hash"
         f" AND NOT ({_OTHER_REQUEST}) ORDER BY o.place LIMIT {MAX_DIVERGING}"

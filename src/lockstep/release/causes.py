@@ -52,7 +52,7 @@ _METRICS = {
 
 
 class Cause(NamedTuple):
-    """What a signal comes from."""
+    """Cause of a signal."""
 
     name: str
     """Empty: nothing tells."""
@@ -247,7 +247,7 @@ def _kind_of_answers(
 
 
 def kind_of_difference(baseline: Sequence[Any], candidate: Sequence[Any]) -> str:
-    """How an answer became another: cut off, going on, with parts doubled or left out, or otherwise."""
+    """Kind of change from one answer to another: cut off, going on, with parts doubled or left out, or otherwise."""
     pairs = zip(baseline, candidate, strict=False)
     common = next((at for at, (b, c) in enumerate(pairs) if b != c), min(len(baseline), len(candidate)))
     if common == len(candidate):
@@ -263,7 +263,7 @@ def kind_of_difference(baseline: Sequence[Any], candidate: Sequence[Any]) -> str
 
 
 def _is_doubled(baseline: Sequence[Any], candidate: Sequence[Any]) -> bool:
-    """Whether it is the baseline's, or a beginning of it, once what stands twice in a row is said as often as there."""
+    """True if it is the baseline's, or a beginning of it, once what stands twice in a row is said as often as there."""
     at = 0
     for place, token in enumerate(candidate):
         if at < len(baseline) and token == baseline[at]:

@@ -41,7 +41,7 @@ _PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a file turned out to be."""
+    """Kind, packing and first bytes of a file, as found in it."""
 
     given: Path
     """Its name in messages."""
@@ -196,7 +196,7 @@ _NO_OBJECTS = "JSON, but neither an object nor a list of them"
 
 
 def _fault_of(text: bytes) -> str:
-    """Why a text is no JSON that can be read."""
+    """The fault of a text that is no JSON."""
     try:
         value = json.loads(text, parse_constant=_Constant)
     except RecursionError:

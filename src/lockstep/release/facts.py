@@ -132,13 +132,13 @@ def names_of(store: Store, side: Side, label: str, most: int) -> tuple[str, ...]
 
 
 def is_deterministic(store: Store, side: Side) -> bool:
-    """Whether all observations are of engines that promise equal answers in any company."""
+    """True if all observations are of engines that promise equal answers in any company."""
     [[found]] = store.rows(f"SELECT coalesce(bool_and(coalesce(deterministic, false)), false) FROM labels_{side}")
     return bool(found)
 
 
 def event_faults(store: Store, side: Side) -> list[tuple[Side, Reason, int]]:
-    """How often stream events were left out, by reason."""
+    """Counts of observations whose stream events were left out, by reason."""
     columns = (("doubled", Reason.DOUBLED_INDEX), ("falling", Reason.FALLING_STAMPS))
     counts = [(reason, store.number(f"SELECT count(*) FROM facts_{side} WHERE {name}")) for name, reason in columns]
     return [(side, reason, count) for reason, count in counts if count]

@@ -166,7 +166,7 @@ def _match_prompts(store: Store) -> None:
 
 
 def _index_fault(store: Store) -> str:
-    """Why places in a data set do not pair; empty: they do, or there are none."""
+    """The reason for which places in a data set do not pair; empty: they do, or there are none."""
     counts = [store.rows(f'SELECT count("index"), count(DISTINCT "index") FROM {side}')[0] for side in SIDES]
     nums = [num for num, _ in counts]
     if not all(nums):

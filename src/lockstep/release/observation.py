@@ -71,7 +71,7 @@ NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)
 
 
 class Reason(Enum):
-    """Why a record is no part of a pair, or a part of its evidence is left out."""
+    """Reasons for which a record is in no pair, or a part of its evidence is left out."""
 
     NO_ID = "no-id"
     """It has none of the keys that requests are joined by."""

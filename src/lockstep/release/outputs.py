@@ -21,7 +21,7 @@ CHUNK = 1024
 
 
 class Output(IntEnum):
-    """How the two answers of a pair compare."""
+    """Result of comparing the two answers of a pair."""
 
     FAILED = 0
     """One side failed, or both did."""
@@ -101,7 +101,7 @@ TRACE = f"""CASE
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far two vectors may differ: either bound suffices, number by number. What is not named holds for all."""
+    """Bounds on the difference of two vectors: either suffices, number by number. What is not named holds for all."""
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -116,13 +116,13 @@ class Tolerance:
             raise ValueError("absolute and relative are finite and not below 0")
 
     def covers(self, model: str | None, backend: str | None, accelerator: str | None) -> bool:
-        """Whether it is about such answers."""
+        """True if the rule is about such answers."""
         named = ((self.model, model), (self.backend, backend), (self.accelerator, accelerator))
         return all(rule is None or rule == value for rule, value in named)
 
     @property
     def num_named(self) -> int:
-        """How specific it is."""
+        """Number of named conditions: the more, the more specific the rule."""
         return sum(each is not None for each in (self.model, self.backend, self.accelerator))
 
 
@@ -243,7 +243,7 @@ def _incomparable(store: Store) -> dict[str, int]:
 
 
 def first_difference(store: Store, place: int) -> dict[str, object] | None:
-    """Where the answers of a pair first differ: index and both tokens, or the character of their texts, or None.
+    """First difference of the answers of a pair: index and both tokens, or the character of their texts, or None.
 
     Args:
         place: of the pair in the order of time.

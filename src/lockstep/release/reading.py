@@ -271,7 +271,7 @@ def _first_record(content: Content, record: Members, found: Format) -> Any:
 
 
 def _has(record: Any, name: str) -> bool:
-    """Whether a record has a member, looked for in the first entry of lists."""
+    """True if a record has a member, looked for in the first entry of lists."""
     if isinstance(record, msgspec.Raw):
         record = msgspec.json.decode(record)
     first, _, rest = name.partition(".")

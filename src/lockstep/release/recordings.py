@@ -162,7 +162,7 @@ def _write(place: Path, rows: Iterator[dict[str, Any]]) -> int:
 
 @dataclass(slots=True)
 class _Origin:
-    """What a recording says of a sequence beside its steps."""
+    """Facts of a recorded sequence beside its steps."""
 
     sibling_of: int | None
     num_prompt_tokens: int | None = None
@@ -384,7 +384,7 @@ class _Sequences:
         return row | (_times(outcome, course) if is_whole else {})
 
     def _material(self, course: _Course, end: OutputDigest) -> dict[str, Any]:
-        """What is known of an answer that nobody cut short."""
+        """Output material of an answer that nobody cut short."""
         found: dict[str, Any] = {}
         if self._sameness is Sameness.DIGESTS:
             found["fingerprint"] = end.output.hex()

@@ -62,7 +62,7 @@ MOST_PAIRS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What following series gave, at each look (the last axis of all arrays)."""
+    """Results of following series, at each look (the last axis of all arrays)."""
 
     num_pairs: int
     looks: Looks

@@ -78,7 +78,7 @@ def triage_of(findings: Sequence[Finding], policy: Policy) -> tuple[Triage, ...]
 
 
 def owner_of(signal: str, place: str, owners: Mapping[str, str]) -> str:
-    """Who looks after a signal: the last pattern that fits ``signal`` or ``signal/place``, else the built-in hint."""
+    """Owner of a signal: the last pattern that fits ``signal`` or ``signal/place``, else the built-in hint."""
     fitting = [
         owner
         for pattern, owner in owners.items()

@@ -16,7 +16,7 @@ DIGITS = 6
 
 
 class Decision(StrEnum):
-    """What to do with the candidate."""
+    """Advice on the candidate."""
 
     PROMOTE = "promote"
     HOLD = "hold"
@@ -24,7 +24,7 @@ class Decision(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """Of the commands that judge."""
+        """Exit code of the commands that judge."""
         return {Decision.PROMOTE: 0, Decision.ROLLBACK: 1, Decision.HOLD: 2}[self]
 
 
