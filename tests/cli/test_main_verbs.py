@@ -71,4 +71,5 @@ def test_a_verbs_page_imports_only_its_own(name: str) -> None:
     assert rooms <= OPTIONS | MORE.get(name, set())
     assert not modules & HEAVY
     others = {home.partition(":")[0] for home, _ in VERBS.values()} - {VERBS[name][0].partition(":")[0]}
-    assert not modules & (others - {"lockstep.cli.main", "lockstep.cli.manifests"}), "no other verb's"
+    shared = {"lockstep.cli.main", "lockstep.cli.manifests", "lockstep.cli.gate"}  # `gate serve` judges as `gate` does
+    assert not modules & (others - shared), "no other verb's"
