@@ -6,12 +6,14 @@
 A *canary* is a stream of pairs with a known truth, judged by the gate's own series and decisions at 200 looks. It
 counts as rolled back, or promoted, if the gate says so at any of them. Without an effect each rollback is a wrong one;
 at an effect of exactly the bound each rollback and each promotion is. Rates come with Clopper and Pearson's bounds
-(97.5 %). The same seed gives the same figures, whatever the number of processes.
+(97.5 %). The same seed gives the same figures, whatever the number of processes. With ``--sums FILE`` it can be
+stopped, and goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -25,6 +27,7 @@ import numpy as np
 
 from benchmarks.gate_rivals import RIVALS
 from benchmarks.gate_streams import LATENCIES, Bools, Draw, Floats, exceedances, excess_failures, independent
+from benchmarks.gate_tables import TABLES, table, with_tables
 from lockstep.release.evidence import METRICS, Pairs
 from lockstep.release.policy import Policy
 from lockstep.release.sequential import Findings, follow
@@ -35,6 +38,8 @@ POLICY = Policy(mode="sequential", outputs="ignore", min_pairs=1)
 MARGIN = math.log1p(POLICY.margin)
 CHUNK = 50
 """Canaries that are drawn at one time, each chunk with a seed of its own."""
+BATCH = 8
+"""Chunks after which it is seen whether time is up."""
 NUM_METRICS, NUM_SEGMENTS = 20, 10
 Counts = Mapping[str, float]
 Job = Callable[[np.random.Generator, int, "Size"], Counts]
@@ -284,7 +289,8 @@ def scenarios(looks: int = 200) -> Iterator[Scenario]:
     for name, several in FAMILIES.items():
         for effects in several:
             job = partial(family, LATENCIES[name], effects)
-            yield Scenario("family", f"{name}, {EFFECTS[effects]}", job, short, chunk=25)
+            share = 0.1 if effects == "half" else 1.0
+            yield Scenario("family", f"{name}, {EFFECTS[effects]}", job, Size(5_000, looks), chunk=25, share=share)
     for correlation, pairs in ((0.8, 1_000), (0.95, 300)):
         name = f"correlation {correlation:g}, within {pairs:,} pairs"
         yield Scenario("power", name, partial(power, correlation), Size(pairs, looks), share=0.2)
@@ -311,136 +317,41 @@ EFFECTS = {
 }
 
 
-def run(scenario: Scenario, canaries: int, seed: int, pool: ProcessPoolExecutor | None = None) -> Mapping[str, float]:
-    """Sums of a scenario over its canaries; ``canaries`` among them."""
-    canaries = max(1, round(canaries * scenario.share))
-    starts = range(0, canaries, scenario.chunk)
-    chunks = [(scenario, min(scenario.chunk, canaries - start), seed, at) for at, start in enumerate(starts)]
-    found: dict[str, float] = {"canaries": float(canaries)}
-    for counts in map(_chunk, chunks) if pool is None else pool.map(_chunk, chunks):
-        for name, value in counts.items():
-            found[name] = found.get(name, 0.0) + value
-    return found
+def run(
+    scenario: Scenario,
+    canaries: int,
+    seed: int,
+    pool: ProcessPoolExecutor | None = None,
+    found: Mapping[str, float] | None = None,
+    until: float = math.inf,
+) -> Mapping[str, float]:
+    """Sums of a scenario over its canaries; ``canaries`` among them, which are fewer if time is up.
+
+    Args:
+        found: sums of the first canaries, of an earlier run.
+        until: time of `time.monotonic` at which to stop.
+    """
+    wanted = max(1, round(canaries * scenario.share))
+    sums = dict(found or {"canaries": 0.0})
+    starts = range(int(sums["canaries"]), wanted, scenario.chunk)
+    batch = 1 if pool is None else BATCH
+    for first in range(0, len(starts), batch):
+        tasks = [
+            (scenario, min(scenario.chunk, wanted - start), seed, start // scenario.chunk)
+            for start in starts[first : first + batch]
+        ]
+        for task, counts in zip(tasks, map(_chunk, tasks) if pool is None else pool.map(_chunk, tasks), strict=True):
+            for name, value in {"canaries": float(task[1]), **counts}.items():
+                sums[name] = sums.get(name, 0.0) + value
+        if time.monotonic() > until:
+            break
+    return sums
 
 
 def _chunk(task: tuple[Scenario, int, int, int]) -> Counts:
     scenario, count, seed, at = task
     words = [seed, at, *f"{scenario.table}, {scenario.name}".encode()]
     return scenario.job(np.random.default_rng(words), count, scenario.size)
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def upper_bound(events: float, count: float) -> float:
-    """Clopper and Pearson's upper bound of a rate at 97.5 %, by bisection of the binomial tail."""
-    if events >= count:
-        return 1.0
-    low, high = events / count, 1.0
-    for _ in range(60):
-        rate = 0.5 * (low + high)
-        low, high = (rate, high) if _log_tail(int(events), int(count), rate) > math.log(0.025) else (low, rate)
-    return high
-
-
-def _log_tail(events: int, count: int, rate: float) -> float:
-    """Logarithm of the chance of so many events or fewer."""
-    k = np.arange(events + 1)
-    ways = np.array([math.lgamma(count + 1) - math.lgamma(each + 1) - math.lgamma(count - each + 1) for each in k])
-    terms = ways + k * math.log(rate) + (count - k) * math.log1p(-rate)
-    return float(np.logaddexp.reduce(terms))
-
-
-def rate_of(found: Mapping[str, float], name: str) -> str:
-    """A rate with its upper bound; a dash for what was not asked."""
-    if name not in found:
-        return "-"
-    count = found["canaries"]
-    return f"{100 * found[name] / count:.2f} % (<= {100 * upper_bound(found[name], count):.2f} %)"
-
-
-TABLES: Mapping[str, Mapping[str, str]] = {
-    "latency": {
-        "rollback, no effect": "rollback at none",
-        "rollback at the margin": "rollback at margin",
-        "promotion at the margin": "promotion at margin",
-        "promotion, no effect": "promotion at none",
-    },
-    "rivals": {name: name for name in RIVALS},
-    "events": {
-        "rollback, no effect": "rollback at none",
-        "rollback at the bound": "rollback at margin",
-        "promotion at the bound": "promotion at margin",
-        "promotion, no effect": "promotion at none",
-    },
-    "missing": {
-        "rollback, no effect": "rollback at none",
-        "rollback at the margin": "rollback at margin",
-        "promotion at the margin": "promotion at margin",
-        "promotion, no effect": "promotion at none",
-    },
-    "family": {
-        "rollback": "rollback at any",
-        "promotion": "promotion at any",
-        "false discoveries, first look": "false discoveries, first",
-        "false discoveries, last look": "false discoveries, last",
-        "true discoveries, first look": "discoveries, first",
-        "true discoveries, last look": "discoveries, last",
-    },
-    "power": {"rolled back": "rollback at caught", "median pairs": "pairs", **{name: name for name in RIVALS}},
-    "promotion": {
-        "latency alone promotes": "latency",
-        "mean pairs": "latency pairs",
-        "the whole decision promotes": "whole",
-        "mean pairs, whole": "whole pairs",
-    },
-}
-"""Columns of each table and the sums that they show."""
-
-
-NUMBERS = frozenset(["pairs", "latency pairs", "whole pairs"])
-"""Sums of pairs, not of canaries."""
-WANTED = frozenset(["rollback at caught", "promotion at none", "latency", "whole", *RIVALS])
-"""Decisions that are right: their rates have lower bounds."""
-
-
-def cell(found: Mapping[str, float], name: str, *, is_wanted: bool) -> str:
-    """A rate with its bound, or a mean; a dash for what was not asked."""
-    if name not in found:
-        return "-"
-    count = found["canaries"]
-    mean = found[name] / count
-    if name in NUMBERS:
-        return f"{mean:,.0f}"
-    if "discoveries" in name:
-        return f"{100 * mean:.2f} %"
-    if is_wanted:
-        return f"{100 * mean:.1f} % (>= {100 * (1 - upper_bound(count - found[name], count)):.1f} %)"
-    return f"{100 * mean:.2f} % (<= {100 * upper_bound(found[name], count):.2f} %)"
-
-
-def table(name: str, lines: Sequence[tuple[Scenario, Mapping[str, float]]]) -> str:
-    """A table in Markdown."""
-    columns = {title: key for title, key in TABLES[name].items() if any(key in found for _, found in lines)}
-    rows = [["", *columns, "canaries"], ["---", *("---:" for _ in columns), "---:"]]
-    for scenario, found in lines:
-        is_power = name == "power"
-        cells = [
-            cell(found, key, is_wanted=key in WANTED and (is_power or key not in RIVALS)) for key in columns.values()
-        ]
-        rows.append([scenario.name, *cells, f"{found['canaries']:,.0f}"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def with_tables(text: str, tables: Mapping[str, str]) -> str:
-    """A page with its tables, between their marks, replaced."""
-    for name, found in tables.items():
-        before, begin, rest = text.partition(f"<!-- table: {name} -->\n")
-        _, end, after = rest.partition("<!-- end -->")
-        if not (begin and end):
-            raise SystemExit(f"the page has no place for the table {name}")
-        text = f"{before}{begin}{found}\n{end}{after}"
-    return text
 
 
 def main() -> None:
@@ -452,19 +363,33 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only", choices=TABLES, action="append", help="these tables only")
     parser.add_argument("--output", type=Path, help="page whose tables are replaced")
+    parser.add_argument("--sums", type=Path, help="file of what was found so far, to go on from")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after so long; exit code 1: not all is done"
+    )
     args = parser.parse_args()
-    lines: dict[str, list[tuple[Scenario, Mapping[str, float]]]] = {}
+    until = time.monotonic() + args.seconds
+    key = f"canaries {args.canaries}, looks {args.looks}, seed {args.seed}"
+    known = json.loads(args.sums.read_text()) if args.sums is not None and args.sums.exists() else {}
+    sums = known.setdefault(key, {})
+    lines: dict[str, list[tuple[str, Mapping[str, float]]]] = {}
+    is_done = True
     with ProcessPoolExecutor(args.processes) as pool:
         for scenario in scenarios(args.looks):
             if args.only and scenario.table not in args.only:
                 continue
-            begun = time.perf_counter()
-            found = run(scenario, args.canaries, args.seed, pool)
-            lines.setdefault(scenario.table, []).append((scenario, found))
-            print(
-                f"{scenario.table}: {scenario.name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True
-            )
+            name = f"{scenario.table}: {scenario.name}"
+            sums[name] = run(scenario, args.canaries, args.seed, pool, sums.get(name), until)
+            lines.setdefault(scenario.table, []).append((scenario.name, sums[name]))
+            print(f"{name}: {sums[name]['canaries']:,.0f} canaries", file=sys.stderr, flush=True)
+            if args.sums is not None:
+                args.sums.write_text(json.dumps(known))
+            if time.monotonic() > until:
+                is_done = False
+                break
     tables = {name: table(name, each) for name, each in lines.items()}
+    if not is_done:
+        sys.exit(1)
     if args.output is not None:
         args.output.write_text(with_tables(args.output.read_text(), tables))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gate_error_rates import Scenario, Size, run, scenarios, upper_bound
+from benchmarks.gate_error_rates import Scenario, Size, run, scenarios
+from benchmarks.gate_tables import TABLES, table, upper_bound, with_tables
 from lockstep.release.policy import Policy
 from lockstep.release.sequential import (
     MAX_CURVE,
@@ -270,3 +272,36 @@ def test_a_candidate_that_is_a_tenth_slower_is_caught() -> None:
         if scenario.table == "power":
             found = run(Scenario(scenario.table, scenario.name, scenario.job, scenario.size), 20, seed=3)
             assert found["rollback at caught"] >= 0.9 * found["canaries"], scenario.name
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been() -> None:
+    scenario = next(each for each in scenarios(10) if each.table == "rivals")
+    short = Scenario(scenario.table, scenario.name, scenario.job, Size(400, 10), chunk=10)
+    stopped = run(short, 40, 1, until=-math.inf)
+    assert stopped["canaries"] == 10
+    whole = run(short, 40, 1)
+    assert run(short, 40, 1, found=stopped) == whole
+    assert run(short, 40, 2) != whole
+
+
+@given(st.integers(1, 400), st.data())
+def test_the_bound_of_a_rate_is_the_one_at_which_so_few_are_seen_in_a_fortieth_of_cases(
+    count: int, data: st.DataObject
+) -> None:
+    events = data.draw(st.integers(0, count - 1))
+    rate = upper_bound(events, count)
+    assert events / count < rate < 1
+    chance = sum(math.comb(count, k) * rate**k * (1 - rate) ** (count - k) for k in range(events + 1))
+    assert chance == pytest.approx(0.025, rel=1e-6)
+
+
+def test_the_page_of_error_rates_has_a_place_for_every_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gate-error-rates.md").read_text()
+    tables = {}
+    for name, columns in TABLES.items():
+        tables[name] = table(name, [("a stream", {"canaries": 200.0, **dict.fromkeys(columns.values(), 3.0)})])
+    found = with_tables(page, tables)
+    for text in tables.values():
+        assert text in found
+    assert with_tables(found, tables) == found
+    assert "| a stream | 1.50 % (<= 4.32 %) |" in tables["latency"]

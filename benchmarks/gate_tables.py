@@ -1,0 +1,125 @@
+"""Tables of simulated error rates: rates with Clopper and Pearson's bounds, in a page of Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from benchmarks.gate_rivals import RIVALS
+
+
+def upper_bound(events: float, count: float) -> float:
+    """Clopper and Pearson's upper bound of a rate at 97.5 %, by bisection of the binomial tail."""
+    if events >= count:
+        return 1.0
+    low, high = events / count, 1.0
+    for _ in range(60):
+        rate = 0.5 * (low + high)
+        low, high = (rate, high) if _log_tail(int(events), int(count), rate) > math.log(0.025) else (low, rate)
+    return high
+
+
+def _log_tail(events: int, count: int, rate: float) -> float:
+    """Logarithm of the chance of so many events or fewer."""
+    k = np.arange(events + 1)
+    ways = np.array([math.lgamma(count + 1) - math.lgamma(each + 1) - math.lgamma(count - each + 1) for each in k])
+    terms = ways + k * math.log(rate) + (count - k) * math.log1p(-rate)
+    return float(np.logaddexp.reduce(terms))
+
+
+def rate_of(found: Mapping[str, float], name: str) -> str:
+    """A rate with its upper bound; a dash for what was not asked."""
+    if name not in found:
+        return "-"
+    count = found["canaries"]
+    return f"{100 * found[name] / count:.2f} % (<= {100 * upper_bound(found[name], count):.2f} %)"
+
+
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "latency": {
+        "rollback, no effect": "rollback at none",
+        "rollback at the margin": "rollback at margin",
+        "promotion at the margin": "promotion at margin",
+        "promotion, no effect": "promotion at none",
+    },
+    "rivals": {name: name for name in RIVALS},
+    "events": {
+        "rollback, no effect": "rollback at none",
+        "rollback at the bound": "rollback at margin",
+        "promotion at the bound": "promotion at margin",
+        "promotion, no effect": "promotion at none",
+    },
+    "missing": {
+        "rollback, no effect": "rollback at none",
+        "rollback at the margin": "rollback at margin",
+        "promotion at the margin": "promotion at margin",
+        "promotion, no effect": "promotion at none",
+    },
+    "family": {
+        "rollback": "rollback at any",
+        "promotion": "promotion at any",
+        "false discoveries, first look": "false discoveries, first",
+        "false discoveries, last look": "false discoveries, last",
+        "true discoveries, first look": "discoveries, first",
+        "true discoveries, last look": "discoveries, last",
+    },
+    "power": {"rolled back": "rollback at caught", "median pairs": "pairs", **{name: name for name in RIVALS}},
+    "promotion": {
+        "latency alone promotes": "latency",
+        "mean pairs": "latency pairs",
+        "the whole decision promotes": "whole",
+        "mean pairs, whole": "whole pairs",
+    },
+}
+"""Columns of each table and the sums that they show."""
+
+
+NUMBERS = frozenset(["pairs", "latency pairs", "whole pairs"])
+"""Sums of pairs, not of canaries."""
+WANTED = frozenset(["rollback at caught", "promotion at none", "latency", "whole", *RIVALS])
+"""Decisions that are right: their rates have lower bounds."""
+
+
+def cell(found: Mapping[str, float], name: str, *, is_wanted: bool) -> str:
+    """A rate with its bound, or a mean; a dash for what was not asked."""
+    if name not in found:
+        return "-"
+    count = found["canaries"]
+    mean = found[name] / count
+    if name in NUMBERS:
+        return f"{mean:,.0f}"
+    if "discoveries" in name:
+        return f"{100 * mean:.2f} %"
+    if is_wanted:
+        return f"{100 * mean:.1f} % (>= {100 * (1 - upper_bound(count - found[name], count)):.1f} %)"
+    return f"{100 * mean:.2f} % (<= {100 * upper_bound(found[name], count):.2f} %)"
+
+
+def table(name: str, lines: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """A table in Markdown.
+
+    Args:
+        lines: names of scenarios, and the sums over their canaries.
+    """
+    columns = {title: key for title, key in TABLES[name].items() if any(key in found for _, found in lines)}
+    rows = [["", *columns, "canaries"], ["---", *("---:" for _ in columns), "---:"]]
+    for scenario, found in lines:
+        is_power = name == "power"
+        cells = [
+            cell(found, key, is_wanted=key in WANTED and (is_power or key not in RIVALS)) for key in columns.values()
+        ]
+        rows.append([scenario, *cells, f"{found['canaries']:,.0f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def with_tables(text: str, tables: Mapping[str, str]) -> str:
+    """A page with its tables, between their marks, replaced."""
+    for name, found in tables.items():
+        before, begin, rest = text.partition(f"<!-- table: {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not (begin and end):
+            raise SystemExit(f"the page has no place for the table {name}")
+        text = f"{before}{begin}{found}\n{end}{after}"
+    return text
