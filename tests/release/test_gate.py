@@ -389,6 +389,14 @@ def test_a_rate_of_mismatches_that_is_borne_is_estimated_on_engines_that_promise
         assert ("output-mismatch" in named(verdict)) == (state == "outside")
 
 
+def test_what_sameness_is_has_to_be_said_before_mismatches_are_estimated(tmp_path: Path) -> None:
+    baseline = with_tokens(300, artifact="a", deterministic=True)
+    candidate = with_tokens(300, artifact="b", deterministic=True, token_ids=other_tokens(*range(0, 300, 2)))
+    verdict = judged(tmp_path, baseline, candidate, policy=SEQUENTIAL, max_mismatch_rate=0.1)
+    assert named(verdict) == {"outputs-policy": "hold", "undecided": "hold"}
+    assert "output-mismatch" not in states(verdict)
+
+
 def test_a_second_baseline_lets_mismatches_be_judged_at_any_look(tmp_path: Path) -> None:
     def side(every: int, start: int) -> Any:
         return with_tokens(4_000, token_ids=other_tokens(*range(start, 4_000, every)))

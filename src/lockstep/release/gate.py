@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.release import sequential, signals
-from lockstep.release.agreement import divergence, excess_mismatches, logprob_gaps
+from lockstep.release.agreement import Divergence, divergence, excess_mismatches, logprob_gaps
 from lockstep.release.causes import find
 from lockstep.release.evidence import METRICS, Bools, Evidence, p95
 from lockstep.release.observation import SIDES
@@ -287,7 +287,9 @@ def _answers(policy: Policy, evidence: Evidence, second: Evidence | None) -> Ans
     output, is_promised = evidence.pairs.output, all(evidence.is_deterministic)
     is_equality = signals.is_equality(policy, evidence)
     excess = None
-    if second is not None and not is_promised:
+    if any(signals.unsaid(policy, evidence)):
+        is_promised = is_equality = False
+    elif second is not None and not is_promised:
         excess = excess_mismatches(evidence.store, output, second.store, second.pairs.output)
     return Answers(
         is_estimated=is_promised and policy.max_mismatch_rate > 0 and not is_equality,
@@ -304,7 +306,8 @@ def _agreement(policy: Policy, evidence: Evidence, answers: Answers) -> Agreemen
     differs = np.isin(output[places], DIFFERENT)
     gaps = np.zeros(0) if answers.logprob_gap is None else answers.logprob_gap
     known = gaps[~np.isnan(gaps)]
-    parts = divergence(evidence.store)
+    is_diverging = differs.any() or policy.agreement_field
+    parts = divergence(evidence.store) if is_diverging else Divergence(0, None, None)
     block = sequential.BLOCKS_PER_BURST * policy.burst_pairs
     return Agreement(
         field=policy.agreement_field,
