@@ -77,7 +77,7 @@ def test_a_finding_is_told_in_its_order() -> None:
     out = io.StringIO()
     show_block(finding, out)
     lines = out.getvalue().splitlines()
-    assert lines[:5] == ["found", "  because", "  and so", "state", ""]
+    assert lines[:7] == ["found", "", "- because", "- and so", "", "state", ""]
     assert lines[-2:] == ["", "rest"]
     assert "only on pages" not in out.getvalue()
     out = io.StringIO()

@@ -8,6 +8,7 @@ import numpy as np
 
 from lockstep.release.evidence import Evidence, Floats, Pairs
 from lockstep.release.policy import Policy
+from lockstep.release.sequential import WORDS, amount
 from lockstep.release.verdict import SeriesSummary
 from lockstep.report.document import Level, Line, Plot, Plots
 
@@ -21,12 +22,12 @@ DISTRIBUTIONS: Mapping[str, str] = {
 
 
 def plots_of(policy: Policy, evidence: Evidence, series: Sequence[SeriesSummary]) -> tuple[Plots, ...]:
-    """Plots of distributions, and of the evidence of ratios as it grew.
+    """Plots of distributions, and of the evidence as it grew.
 
     Args:
         series: as the sequential gate followed them; none in threshold mode.
     """
-    growths = [_growth(policy, each) for each in series if each.unit == "ratio"]
+    growths = [_growth(policy, each) for each in series]
     found = [
         Plots(tuple(_distributions(evidence.pairs)), id="distributions"),
         Plots(tuple(each for each in growths if each is not None), id="evidence-over-time"),
@@ -43,7 +44,7 @@ def _distributions(pairs: Pairs) -> Iterator[Plot]:
                 lines.append(Line(side, color, _quantiles(known)))
         if len(lines) == 2:
             summary = f"Cumulative distribution of {title.lower()} for baseline and candidate."
-            yield Plot(title, summary, "ms, logarithmic", "% of pairs up to it", lines, is_log=True)
+            yield Plot(title, summary, "ms (logarithmic)", "% of answers up to it", lines, is_log=True)
 
 
 def _quantiles(values: Floats) -> list[tuple[float, float]]:
@@ -53,19 +54,25 @@ def _quantiles(values: Floats) -> list[tuple[float, float]]:
 
 
 def _growth(policy: Policy, series: SeriesSummary) -> Plot | None:
-    """A ratio over the pairs with its confidence sequence, in percent, against margin and tolerance."""
+    """A mean over the pairs with its confidence sequence, against its bound."""
+    is_ratio = series.unit == "ratio"
+
+    def shown(value: float) -> float:
+        return 100 * (value - 1) if is_ratio else value
+
     middle, band = [], []
     for point in series.curve:
         if point.effect is not None and point.lower is not None and point.upper is not None:
-            middle.append((float(point.pairs), 100 * (point.effect - 1)))
-            band.append((float(point.pairs), 100 * (point.lower - 1), 100 * (point.upper - 1)))
+            middle.append((float(point.pairs), shown(point.effect)))
+            band.append((float(point.pairs), shown(point.lower), shown(point.upper)))
     if not middle:
         return None
-    levels = (
-        Level(f"margin {100 * policy.margin:g} %", 100 * policy.margin),
-        Level(f"tolerance {100 * policy.tolerance:g} %", 100 * policy.tolerance),
-    )
-    title = f"Evidence on {series.signal}"
-    summary = f"Mean change of {series.signal} by the number of pairs, at last {middle[-1][1]:.3g} percent."
-    line = Line("mean change, and its confidence sequence", "b", middle, band)
-    return Plot(title, summary, "pairs, logarithmic", "change, %", (line,), levels, is_log=True)
+    levels = [] if series.bound is None else [Level(f"bound {amount(series.unit, series.bound)}", shown(series.bound))]
+    if is_ratio:
+        levels.append(Level(f"tolerance {100 * policy.tolerance:+g} %", 100 * policy.tolerance))
+    name = WORDS[series.signal]
+    at_last = f"at last {amount(series.unit, series.effect)}"
+    summary = f"Mean change of {name} by the number of pairs, {at_last}: {series.state}."
+    line = Line("mean, and its confidence sequence", "running", middle, band)
+    change = "change, %" if is_ratio else f"candidate less baseline, {series.unit}"
+    return Plot(f"Evidence on {name}", summary, "pairs (logarithmic)", change, (line,), levels, is_log=True)

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from lockstep.release.decisions import FIGURES
 from lockstep.release.observation import SIDES
 from lockstep.release.sequential import amount
-from lockstep.release.verdict import Decision, Figures, SegmentSummary, Verdict
+from lockstep.release.verdict import Decision, Figures, SegmentSummary, Triage, Verdict
 from lockstep.report.document import (
     ABSENT,
     Block,
@@ -47,11 +47,12 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
     Args:
         plots: for a page, between figures and records.
     """
-    sections = [Section("Verdict", (_tiles(verdict), _finding(verdict), _figures(verdict.summary)))]
+    sections = [
+        Section("Verdict", (_tiles(verdict), *map(_item, verdict.triage)), id="triage"),
+        Section("Figures", (_basis(verdict), _figures(verdict.summary))),
+    ]
     if verdict.series:
         sections.append(Section("Series", (_series(verdict),), id="evidence-by-series"))
-    if verdict.triage:
-        sections.append(Section("Triage", (_triage(verdict),), id="triage"))
     if verdict.decisions is not None:
         sections.append(Section("Decisions", tuple(_decisions(verdict.decisions)), id="decisions"))
     if len(verdict.segments) > 1:
@@ -66,28 +67,40 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
     )
 
 
-def _finding(verdict: Verdict) -> Finding:
-    reasons = tuple(f"{each.response.value}: {each.sentence}{_where(each.segment)}" for each in verdict.signals)
-    states = (f"evidence: {verdict.evidence}", f"guarantee: {verdict.guarantee}")
-    return Finding(
-        "everything is within policy" if not reasons else "outside policy:", reasons, states, rest=tuple(_rest(verdict))
-    )
+def _item(item: Triage) -> Finding:
+    """One thing to look after: its evidence, who shall do what, and where it can be seen."""
+    response = "prediction" if item.response == Decision.PROMOTE else item.response
+    reasons = [f"for {item.owner}: {item.action}"]
+    if item.examples:
+        reasons.append(f"requests: {', '.join(item.examples)}")
+    return Finding(f"{response}: {item.evidence}{_where(item.segment)}", tuple(reasons))
 
 
 def _where(segment: str) -> str:
     return "" if segment == "all" else f" (in {segment})"
 
 
-def _rest(verdict: Verdict) -> Iterator[str]:
+def _basis(verdict: Verdict) -> Finding:
+    """What the verdict rests on."""
+    summary = verdict.summary
+    answers = {
+        "the same": summary.same,
+        "within tolerance": summary.tolerated,
+        "different": summary.differing,
+        "not comparable": summary.incomparable,
+    }
+    found = ", ".join(f"{count:,} {name}" for name, count in answers.items() if count) or "none compared"
+    counts = f"{summary.pairs:,} pairs, {summary.healthy:,} of them answered by both sides; answers: {found}"
+    states = [f"evidence: {verdict.evidence}", f"guarantee: {verdict.guarantee}"]
     first = verdict.first_mismatch
     if first is not None:
         where = ""
         if "token_index" in first:
             tokens = [ABSENT if first[name] is None else first[name] for name in ("baseline_token", "candidate_token")]
             where = f", at token {first['token_index']}: {tokens[0]} and {tokens[1]}"
-        yield f"first differing answer: request {first['request']}{where}"
-    for transition in verdict.transitions:
-        yield f"model version: {transition}"
+        states.append(f"first differing answer: request {first['request']}{where}")
+    states += [f"model version: {transition}" for transition in verdict.transitions]
+    return Finding(counts, states=tuple(states))
 
 
 def _tiles(verdict: Verdict) -> Tiles:
@@ -143,14 +156,6 @@ def _segments(verdict: Verdict) -> Table:
     for each in verdict.segments[:MAX_SEGMENT_ROWS]:
         cells = [_change(name, each.figures[name]) for name in ("latency_p95_ms", "ttft_p95_ms", "error_rate")]
         table.rows.append((each.name, Number(each.pairs), Number(each.differing), *cells))
-    return table
-
-
-def _triage(verdict: Verdict) -> Table:
-    table = Table("Triage", words("signal", "segment", "evidence", "owner", "next"), id="triage-items")
-    for each in verdict.triage:
-        examples = f" (e.g. {', '.join(each.examples)})" if each.examples else ""
-        table.rows.append((each.signal, each.segment, each.evidence + examples, each.owner, each.action))
     return table
 
 

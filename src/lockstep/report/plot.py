@@ -8,10 +8,12 @@ from xml.sax.saxutils import escape
 
 from lockstep.report.document import Level, Line, Plot, printable
 
-WIDTH, HEIGHT = 560, 260
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 40
+WIDTH, HEIGHT = 400, 250
+"""About as wide as it is shown, on a telephone too, so that its words keep their size."""
+LEFT, RIGHT, TOP, BOTTOM = 54, 20, 12, 42
 """Margins for the axes' words."""
 _NUM_TICKS = 5
+_FEW_DECADES = 2.3
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
 Scale = Callable[[float], float]
 
@@ -28,8 +30,8 @@ def to_svg(plot: Plot) -> str:
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(plot.summary)}">',
         *_axes(plot, across, up, (left, right), (bottom, top)),
-        *(_level(level, up) for level in plot.levels if bottom <= level.value <= top),
         *(piece for line in plot.lines for piece in _line(line, across, up)),
+        *(_level(level, up) for level in plot.levels if bottom <= level.value <= top),
         "</svg>",
     ]
     return "".join(parts)
@@ -47,7 +49,7 @@ def ticks(low: float, high: float, count: int = _NUM_TICKS) -> list[float]:
 def decades(low: float, high: float) -> list[float]:
     """Powers of ten from low to high, with their halves and fifths where there are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    between = (1.0, 2.0, 5.0) if len(powers) <= 3 else (1.0,)
+    between = (1.0, 2.0, 5.0) if high < low * 10.0**_FEW_DECADES else (1.0,)
     return [each * 10.0**power for power in powers for each in between if low <= each * 10.0**power <= high]
 
 
@@ -81,7 +83,9 @@ def _axes(plot: Plot, across: Scale, up: Scale, xs: tuple[float, float], ys: tup
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,g}</text>'
     for value in decades(*xs) if plot.is_log else ticks(*xs):
-        yield f'<text x="{across(value):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:,g}</text>'
+        x = across(value)
+        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        yield f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:,g}</text>'
     yield f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{_text(plot.x)}</text>'
     middle = (TOP + HEIGHT - BOTTOM) / 2
     yield f'<text transform="translate(12 {middle:.0f}) rotate(-90)" text-anchor="middle">{_text(plot.y)}</text>'

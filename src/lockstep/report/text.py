@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
@@ -117,6 +118,14 @@ def _finding_lines(finding: Finding) -> tuple[list[str], list[str]]:
     return [printable(line) for line in above], [printable(line) for line in finding.rest]
 
 
+def _finding_markdown(finding: Finding) -> str:
+    """Lines that stay lines where Markdown is drawn, too: a list of reasons, and paragraphs."""
+    reasons = "\n".join(f"- {_escaped(reason)}" for reason in finding.reasons)
+    table = "" if finding.table is None else _table_markdown(finding.table)
+    parts = [_escaped(finding.verdict), reasons, *map(_escaped, finding.states), table, *map(_escaped, finding.rest)]
+    return "\n\n".join(filter(None, parts))
+
+
 def _scatter_text(block: Scatter) -> str:
     """Plot with an empty line on either side; nothing where there are no two points to compare."""
     if not block.axes:
@@ -194,9 +203,7 @@ def _markdown(block: Block) -> str:
         case Tables():
             return "\n\n".join(map(_table_markdown, block.tables))
         case Finding():
-            above, below = _finding_lines(block)
-            table = [] if block.table is None else ["", _table_markdown(block.table), ""]
-            return "\n".join([*above, *table, *below])
+            return _finding_markdown(block)
         case Scatter():
             return _scatter_text(block)
         case Paragraph():
@@ -228,7 +235,8 @@ def _aligned(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[i
 
 
 def _escaped(text: str) -> str:
-    return printable(text).replace("\\", "\\\\").replace("|", "\\|")
+    """Text that Markdown takes for nothing else: no end of a cell, no element of HTML."""
+    return re.sub(r"[\\|<]", r"\\\g<0>", printable(text))
 
 
 def _without_pictures(table: Table) -> tuple[list[Column], list[list[str]]]:
