@@ -78,7 +78,7 @@ def test_what_is_outside_is_said_with_its_place_its_owner_and_what_to_do(
     assert lines[0].startswith("hold: p95 ")
     item = next(number for number, line in enumerate(lines[1:], 1) if line.startswith("hold: p95 latency is "))
     assert lines[item + 2].startswith("- for @anna: ")
-    assert f"{PAIRS} pairs, {PAIRS} of them answered by both sides; answers: {PAIRS} the same" in lines
+    assert f"{PAIRS} pairs, {PAIRS} of them answered by both sides; answers: {PAIRS} same" in lines
 
 
 def test_ids_of_requests_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

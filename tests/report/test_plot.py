@@ -50,6 +50,21 @@ def test_every_point_is_within_the_frame(points: list[tuple[float, float]], is_l
         assert 0 <= float(y) <= HEIGHT
 
 
+def test_words_at_a_level_stand_over_the_lines() -> None:
+    line = Line("a side", "a", [(1.0, 2.0), (2.0, 3.0)], [(1.0, 1.0, 4.0), (2.0, 1.0, 4.0)])
+    root = ElementTree.fromstring(to_svg(plot_of(line, levels=(Level("limit", 2.5), Level("far away", 99.0)))))
+    drawn = [each.get("class") for each in root if each.tag != "text" or each.get("class")]
+    assert drawn[-6:] == ["band-a", "line-a", "level", "level-name", "level", "level-name"]
+
+
+def test_an_axis_has_a_line_of_the_grid_at_each_number() -> None:
+    root = ElementTree.fromstring(to_svg(plot_of(Line("a side", "a", [(1.0, 2.0), (100.0, 3.0)]), is_log=True)))
+    words = [each.text for each in root if each.get("text-anchor") == "middle"][:-2]
+    across = [each for each in root if each.get("class") == "grid" and each.get("x1") == each.get("x2")]
+    assert words == ["1", "2", "5", "10", "20", "50", "100"]
+    assert len(across) == len(words)
+
+
 def test_words_of_a_plot_are_text() -> None:
     line = Line(HOSTILE, "a", [(1.0, 2.0), (2.0, 3.0)])
     root = ElementTree.fromstring(to_svg(plot_of(line, levels=(Level(HOSTILE, 2.5),), words=HOSTILE)))

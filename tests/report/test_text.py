@@ -85,6 +85,15 @@ def test_a_finding_is_told_in_its_order() -> None:
     assert out.getvalue() == "nothing\n"
 
 
+def test_words_are_no_markup_and_no_element() -> None:
+    text = to_markdown(document_of(Finding("<b> | c", ("<i>",), ("a\\b",)), Table("", words("<u>"), [("x|y",)])))
+    assert "\\<b> \\| c" in text
+    assert "- \\<i>" in text
+    assert "a\\\\b" in text
+    assert cells_of(text.splitlines()[-3]) == ["\\<u>"]
+    assert "x\\|y" in text.splitlines()[-1]
+
+
 def test_a_terminal_gets_the_same_words_drawn() -> None:
     figures = Table("Figures", (*words("figures"), *numbers("value")), [("speed", Number(12.5, unit="ms"))])
     wide = Table("Wide", (*words("wide"), *numbers("A"), *changes("B - A")), [(MARKUP, Number(1), "+1")])

@@ -22,8 +22,6 @@ from lockstep.report.document import (
     Section,
     Style,
     Table,
-    Tile,
-    Tiles,
     changes,
     numbers,
     words,
@@ -37,6 +35,7 @@ FIGURE_WORDS = {
     "kv_pressure_p95": ("p95 KV pressure", ""),
     "queue_depth_p95": ("p95 queue depth", ""),
 }
+ANSWERS = ("same", "tolerated", "differing", "incomparable")
 MAX_SEGMENT_ROWS = 50
 SERIES_STATES = ("outside", "undecided", "no-evidence", "within")
 
@@ -48,7 +47,7 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
         plots: for a page, between figures and records.
     """
     sections = [
-        Section("Verdict", (_tiles(verdict), *map(_item, verdict.triage)), id="triage"),
+        Section("Triage", tuple(map(_item, verdict.triage)), id="triage"),
         Section("Figures", (_basis(verdict), _figures(verdict.summary))),
     ]
     if verdict.series:
@@ -70,10 +69,9 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
 def _item(item: Triage) -> Finding:
     """One thing to look after: its evidence, who shall do what, and where it can be seen."""
     response = "prediction" if item.response == Decision.PROMOTE else item.response
-    reasons = [f"for {item.owner}: {item.action}"]
-    if item.examples:
-        reasons.append(f"requests: {', '.join(item.examples)}")
-    return Finding(f"{response}: {item.evidence}{_where(item.segment)}", tuple(reasons))
+    examples = (f"requests: {', '.join(item.examples)}",) if item.examples else ()
+    reasons = (f"for {item.owner}: {item.action}", *examples)
+    return Finding(f"{response}: {item.evidence}{_where(item.segment)}", reasons)
 
 
 def _where(segment: str) -> str:
@@ -81,16 +79,10 @@ def _where(segment: str) -> str:
 
 
 def _basis(verdict: Verdict) -> Finding:
-    """What the verdict rests on."""
+    """Counts of pairs and answers, with the kind of evidence and its guarantee."""
     summary = verdict.summary
-    answers = {
-        "the same": summary.same,
-        "within tolerance": summary.tolerated,
-        "different": summary.differing,
-        "not comparable": summary.incomparable,
-    }
-    found = ", ".join(f"{count:,} {name}" for name, count in answers.items() if count) or "none compared"
-    counts = f"{summary.pairs:,} pairs, {summary.healthy:,} of them answered by both sides; answers: {found}"
+    found = ", ".join(f"{getattr(summary, kind):,} {kind}" for kind in ANSWERS if getattr(summary, kind))
+    counts = f"{summary.pairs:,} pairs, {summary.healthy:,} of them answered by both sides; answers: {found or 'none'}"
     states = [f"evidence: {verdict.evidence}", f"guarantee: {verdict.guarantee}"]
     first = verdict.first_mismatch
     if first is not None:
@@ -101,18 +93,6 @@ def _basis(verdict: Verdict) -> Finding:
         states.append(f"first differing answer: request {first['request']}{where}")
     states += [f"model version: {transition}" for transition in verdict.transitions]
     return Finding(counts, states=tuple(states))
-
-
-def _tiles(verdict: Verdict) -> Tiles:
-    summary = verdict.summary
-    return Tiles(
-        (
-            Tile("decision", verdict.decision.value),
-            Tile("pairs", f"{summary.pairs:,}", f"{summary.healthy:,} healthy"),
-            Tile("same answers", f"{summary.same:,}", f"{summary.differing:,} differ"),
-            Tile("segments", f"{len(verdict.segments):,}"),
-        )
-    )
 
 
 def _figures(summary: SegmentSummary) -> Table:
@@ -139,7 +119,7 @@ def _series(verdict: Verdict) -> Table:
 
 
 def _number(value: float | None) -> Cell:
-    return ABSENT if value is None or value != value or abs(value) == float("inf") else Number(value, Style.SHORT)
+    return ABSENT if value is None else Number(value, Style.SHORT)
 
 
 def _change(name: str, figure: Figures) -> str:

@@ -13,7 +13,6 @@ WIDTH, HEIGHT = 400, 250
 LEFT, RIGHT, TOP, BOTTOM = 54, 20, 12, 42
 """Margins for the axes' words."""
 _NUM_TICKS = 5
-_FEW_DECADES = 2.3
 _ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
 Scale = Callable[[float], float]
 
@@ -49,7 +48,7 @@ def ticks(low: float, high: float, count: int = _NUM_TICKS) -> list[float]:
 def decades(low: float, high: float) -> list[float]:
     """Powers of ten from low to high, with their halves and fifths where there are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    between = (1.0, 2.0, 5.0) if high < low * 10.0**_FEW_DECADES else (1.0,)
+    between = (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)
     return [each * 10.0**power for power in powers for each in between if low <= each * 10.0**power <= high]
 
 

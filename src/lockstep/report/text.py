@@ -112,12 +112,6 @@ def _blocks(document: Document) -> Iterator[Block]:
     return (block for section in document.sections for block in section.blocks)
 
 
-def _finding_lines(finding: Finding) -> tuple[list[str], list[str]]:
-    """Lines above and below its table."""
-    above = [finding.verdict, *(f"  {reason}" for reason in finding.reasons), *finding.states]
-    return [printable(line) for line in above], [printable(line) for line in finding.rest]
-
-
 def _finding_markdown(finding: Finding) -> str:
     """Lines that stay lines where Markdown is drawn, too: a list of reasons, and paragraphs."""
     reasons = "\n".join(f"- {_escaped(reason)}" for reason in finding.reasons)
@@ -158,14 +152,12 @@ def _draw(block: Block, console: Console) -> None:
                 if len(table.columns) != 2:
                     console.print(_drawn(table))
         case Finding():
-            above, below = _finding_lines(block)
-            console.print(Text("\n".join(above)), soft_wrap=True)
-            if block.table is not None:
-                console.print()
-                console.print(_drawn(block.table))
-                console.print()
-            if below:
-                console.print(Text("\n".join(below)), soft_wrap=True)
+            above = [block.verdict, *(f"  {reason}" for reason in block.reasons), *block.states]
+            for part in ("\n".join(map(printable, above)), block.table, "\n".join(map(printable, block.rest))):
+                if isinstance(part, Table):
+                    console.print("", _drawn(part), sep="\n", end="\n\n")
+                elif part:
+                    console.print(Text(part), soft_wrap=True)
         case Scatter():
             console.print(Text(_scatter_text(block)), soft_wrap=True)
         case Paragraph():
@@ -217,10 +209,8 @@ def _table_markdown(table: Table) -> str:
     columns, rows = _without_pictures(table)
     lines = [[_escaped(cell) for cell in row] for row in ([column.name for column in columns], *rows)]
     widths = [max(3, *map(len, cells)) for cells in zip(*lines, strict=True)]
-    rules = [
-        "-" * (width + 2) if column.is_word else "-" * (width + 1) + ":"
-        for column, width in zip(columns, widths, strict=True)
-    ]
+    ends = ["-" if column.is_word else ":" for column in columns]
+    rules = ["-" * (width + 1) + end for width, end in zip(widths, ends, strict=True)]
     head, *body = (_line(line, columns, widths) for line in lines)
     return "\n".join([head, f"|{'|'.join(rules)}|", *body])
 
