@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.gate import PolicyFlags, judge_files
+from lockstep.release.evidence import Evidence, gather
+from lockstep.release.gate import SecondBaseline, judge
+from lockstep.release.observation import SIDES
+from lockstep.release.policy import Policy, policy_of
+from lockstep.release.reading import Source, read
+from lockstep.release.store import open_store
 from lockstep.release.verdict import Signal, Verdict
 
 Row = Mapping[str, Any]
@@ -37,6 +44,35 @@ def written(path: Path, observations: Iterable[Row]) -> Path:
     return path
 
 
+class _Last:
+    """Evidence that was gathered last: many tests judge one by several policies, and gathering is what takes long."""
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._stores = ExitStack()
+        self._legs: list[tuple[Evidence, tuple[Source, ...]]] = []
+        atexit.register(self._stores.close)
+
+    def legs(self, folder: Path, sides: Sequence[Sequence[Row]], policy: Policy) -> list[tuple[Evidence, Any]]:
+        """Evidence on the first side beside each of the others."""
+        key = json.dumps([sides, policy.agreement_field, repr(policy.numeric_tolerances)])
+        if key != self._key:
+            self._stores.close()
+            self._legs = [self._gathered(folder, (sides[0], other), policy) for other in sides[1:]]
+            self._key = key
+        return self._legs
+
+    def _gathered(self, folder: Path, sides: Sequence[Sequence[Row]], policy: Policy) -> tuple[Evidence, Any]:
+        store = self._stores.enter_context(open_store())
+        sources = []
+        for side, observations in zip(SIDES, sides, strict=True):
+            sources.append(read(store, written(folder / f"{side}.jsonl", observations), side)[0])
+        return gather(store, policy.numeric_tolerances, policy.agreement_field), tuple(sources)
+
+
+_LAST = _Last()
+
+
 def judged(
     folder: Path,
     baseline: Sequence[Row],
@@ -47,11 +83,10 @@ def judged(
     **fields: Any,
 ) -> Verdict:
     """The verdict on both sides, by a policy of these fields."""
-    paths = [written(folder / f"{name}.jsonl", each) for name, each in (("b", baseline), ("c", candidate))]
-    rules = folder / "policy.json"
-    rules.write_text(json.dumps({**(policy or {}), **fields}))
-    beside = written(folder / "a.jsonl", second) if second is not None else None
-    return judge_files(paths, PolicyFlags(rules), beside).verdict
+    rules = policy_of(("test", {**(policy or {}), **fields}))
+    (evidence, sources), *beside = _LAST.legs(folder, [baseline, candidate, *([second] if second else [])], rules)
+    leg = SecondBaseline(beside[0][0], beside[0][1][1]) if beside else None
+    return judge(rules, evidence, sources, leg)
 
 
 def named(verdict: Verdict) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
+from lockstep.executors.sampling_params import SamplingParams
 from lockstep.release.decisions import with_decisions
 from lockstep.release.evidence import gather
 from lockstep.release.gate import judge
@@ -23,6 +24,7 @@ from tests.replay.live import WORDS
 from tests.server.process import IN_THREAD, plain_async_client, serve
 from tests.worker.support import running
 
+SMALL = LoadOptions(EngineOptions(num_blocks=64))
 ONLY_OUTPUTS: dict[str, Any] = {
     "min_pairs": 1,
     "max_latency_p95_ratio": None,
@@ -49,6 +51,15 @@ def load(num_requests: int, seed: int, max_tokens: Sequence[int] = (8, 24)) -> l
             },
         )
         for number in range(num_requests)
+    ]
+
+
+def generation_requests(requests: Iterable[tuple[str, dict[str, Any]]]) -> list[GenerationRequest]:
+    """The same requests for a device."""
+    fields = ("max_tokens", "temperature", "seed", "ignore_eos")
+    return [
+        GenerationRequest(body["prompt"], SamplingParams(**{name: body[name] for name in fields}), external_id=name)
+        for name, body in requests
     ]
 
 
@@ -79,12 +90,11 @@ def recorded_in_process(
     key_file: str = "",
     has_content: bool = False,
     source: str = "stub://alpha",
-    probe: bool = True,
+    options: LoadOptions = SMALL,
 ) -> Path:
     """A recording of a device that answers requests one after the other."""
-    options = TraceOptions(str(folder), has_content=has_content, key_file=key_file)
-    with running(trace=options) as bench:
-        bench.ready("a", source, LoadOptions(EngineOptions(num_blocks=64), probe=probe))
+    with running(trace=TraceOptions(str(folder), has_content=has_content, key_file=key_file)) as bench:
+        bench.ready("a", source, options)
         for number, request in enumerate(requests):
             bench.tell(Submit(number, "a", request))
             bench.answer(number)

@@ -59,10 +59,13 @@ def test_vectors_within_their_rule_are_tolerated_and_beyond_it_roll_back(tmp_pat
     assert signal(verdict, "numeric-drift").examples == ("r5",)
 
 
-def test_other_weights_need_a_policy_that_says_what_sameness_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["artifact", "precision"])
+def test_other_weights_need_a_policy_that_says_what_sameness_is(tmp_path: Path, field: str) -> None:
     """Whether answers are equal is then not the question, so those that differ do not roll back."""
-    sides: Any = with_tokens(20, artifact="a"), with_tokens(20, artifact="b", token_ids=other_tokens(3))
-    assert named(judged(tmp_path, *sides)) == {"outputs-policy": "hold"}
+    sides: Any = with_tokens(20, **{field: "a"}), with_tokens(20, **{field: "b"}, token_ids=other_tokens(3))
+    unsaid = judged(tmp_path, *sides)
+    assert named(unsaid) == {"outputs-policy": "hold"}
+    assert ("(a -> b)" in unsaid.reason) == (field == "precision")
     assert named(judged(tmp_path, *sides, outputs="exact")) == {"output-mismatch": "rollback"}
     assert judged(tmp_path, *sides, outputs="ignore").decision is Decision.PROMOTE
 
@@ -125,6 +128,8 @@ def test_equality_says_which_side_promised_it(tmp_path: Path) -> None:
     promise: Any = {"artifact": "a", "deterministic": True}
     both = judged(tmp_path, with_tokens(20, **promise), with_tokens(20, **promise))
     assert both.evidence.startswith("equality")
+    other = judged(tmp_path, with_tokens(20, **promise), with_tokens(20, **promise, precision="int8"), outputs="exact")
+    assert not other.evidence.startswith("equality"), "of the same weights in another precision answers differ"
     one = judged(tmp_path, with_tokens(20, **promise), with_tokens(20, artifact="a"))
     assert one.evidence.endswith("only the baseline promises equal answers in any company")
 

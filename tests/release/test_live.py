@@ -41,10 +41,24 @@ def gate_on(path: Path, folder: Path) -> LiveGate:
     return LiveGate([Follower(path, folder / "copy.jsonl")], judged)
 
 
-@settings(max_examples=12, deadline=None)
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.lists(st.integers(1, 400), max_size=6))
+DIFFERS = st.lists(st.booleans(), min_size=1, max_size=12)
+
+
+@settings(max_examples=4)
+@given(DIFFERS, st.lists(st.integers(1, 400), max_size=2))
 def test_after_any_growth_it_says_what_the_gate_says_of_the_whole_lines(differs: list[bool], cuts: list[int]) -> None:
-    """Wherever the file is cut, also in mid-line."""
+    check_growth(differs, cuts)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(DIFFERS, st.lists(st.integers(1, 400), max_size=6))
+def test_after_any_growth_it_says_what_the_gate_says_of_all_that_is_whole(differs: list[bool], cuts: list[int]) -> None:
+    check_growth(differs, cuts)
+
+
+def check_growth(differs: list[bool], cuts: list[int]) -> None:
+    """Follow a file wherever it is cut, also in mid-line."""
     text = "".join(line(index, differs=each) for index, each in enumerate(differs))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

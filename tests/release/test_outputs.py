@@ -275,7 +275,7 @@ def test_a_tolerance_is_finite_and_not_below_0(bound: float) -> None:
 PAIRS_OF_NUMBERS = st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=20)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3)
 @given(st.lists(PAIRS_OF_NUMBERS, min_size=10, max_size=50))
 def test_vectors_compare_as_numpy_compares_them(
     tmp_path_factory: pytest.TempPathFactory, many: list[list[tuple[float, float]]]

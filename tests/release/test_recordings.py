@@ -21,6 +21,7 @@ from lockstep.cli.main import invoke
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import EvidenceError
+from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.sampling_params import SamplingParams
 from lockstep.release.observation import SIDES
 from lockstep.release.recordings import is_recording, read_recordings
@@ -31,7 +32,15 @@ from lockstep.replay.trace import open_trace
 from lockstep.worker.flight.entries import SUFFIX, EngineEntry, Entry, OutputDigest, RequestDigest
 from lockstep.worker.flight.options import TraceOptions
 from lockstep.worker.messages import Abort, Submit
-from tests.release.recording import ONLY_OUTPUTS, judged, load, recorded, recorded_in_process
+from tests.release.recording import (
+    ONLY_OUTPUTS,
+    SMALL,
+    generation_requests,
+    judged,
+    load,
+    recorded,
+    recorded_in_process,
+)
 from tests.replay.recordings import rewrite_entries
 from tests.worker.support import ENDLESS, running
 from tools.random_models import write_gguf
@@ -52,8 +61,8 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> str:
 def settings(tmp_path_factory: pytest.TempPathFactory, key: str) -> tuple[Path, Path]:
     """The same requests on the embedded model: under default settings, and under tight ones in other company."""
     folder = tmp_path_factory.mktemp("settings")
-    requests, others = load(32, seed=1), load(16, seed=2)
-    mixed = [each for pair in zip(requests[:16], others, strict=True) for each in pair] + requests[16:]
+    requests, others = load(24, seed=1), load(8, seed=2)
+    mixed = [each for pair in zip(requests[:8], others, strict=True) for each in pair] + requests[8:]
     baseline = recorded(folder / "a", "pocket://", "--trace-key", key, requests=requests)
     tight = ("--max-num-seqs", "3", "--max-chunk-tokens", "16", "--no-enable-prefix-caching")
     candidate = recorded(folder / "b", "pocket://", "--trace-key", key, *tight, requests=mixed, at_once=11)
@@ -61,16 +70,26 @@ def settings(tmp_path_factory: pytest.TempPathFactory, key: str) -> tuple[Path, 
 
 
 @pytest.fixture(scope="module")
-def flipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same requests on a model of random weights, and on the same with one bit of one weight changed."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights, and the same with one bit of one weight changed."""
     folder = tmp_path_factory.mktemp("flipped")
     whole = write_gguf(folder / "whole.gguf", "tiny-llama", "F32", seed=5)
     other = folder / "other.gguf"
     other.write_bytes(whole.read_bytes())
     flip_sign(other, "output_norm.weight", 7)
-    requests = load(12, seed=1)
-    sides = [recorded(folder / path.stem, str(path), "--trace-content", requests=requests) for path in (whole, other)]
-    return sides[0], sides[1]
+    return folder
+
+
+def answered(model: Path, name: str, options: LoadOptions) -> Path:
+    """A recording with contents of a model that is asked the same as all others."""
+    requests = generation_requests(load(12, seed=1))
+    return recorded_in_process(model.parent / name, requests, has_content=True, source=str(model), options=options)
+
+
+@pytest.fixture(scope="module")
+def flipped(folder: Path) -> tuple[Path, Path]:
+    """The same requests on both models."""
+    return answered(folder / "whole.gguf", "whole", SMALL), answered(folder / "other.gguf", "other", SMALL)
 
 
 def flip_sign(path: Path, tensor: str, index: int) -> None:
@@ -95,10 +114,10 @@ def test_the_same_weights_answer_the_same_under_other_settings_and_in_other_comp
 ) -> None:
     verdict = judged(*settings)
     assert verdict.decision is Decision.PROMOTE, verdict.reason
-    assert (verdict.summary.pairs, verdict.summary.same, verdict.summary.differing) == (32, 32, 0)
+    assert (verdict.summary.pairs, verdict.summary.same, verdict.summary.differing) == (24, 24, 0)
     assert verdict.evidence.startswith("equality: the weights are the same, and baseline and candidate both promise")
     [lonely] = verdict.joining["unjoined"]
-    assert (lonely["side"], lonely["reason"], lonely["count"]) == ("candidate", "no-partner", 16)
+    assert (lonely["side"], lonely["reason"], lonely["count"]) == ("candidate", "no-partner", 8)
 
 
 def test_a_flipped_bit_of_a_weight_is_rolled_back_with_the_first_differing_request_and_token(
@@ -122,6 +141,22 @@ def test_a_flipped_bit_of_a_weight_is_rolled_back_with_the_first_differing_reque
     arrivals = dict(observations(*flipped, "ts")[0])
     earlier = [name for name in arrivals if arrivals[name] < arrivals[first["request"]]]
     assert [tokens[0][name] for name in earlier] == [tokens[1][name] for name in earlier]
+
+
+def test_another_precision_is_as_other_weights_and_no_other_environment(
+    folder: Path, flipped: tuple[Path, Path]
+) -> None:
+    rounded = answered(
+        folder / "whole.gguf", "rounded", dataclasses.replace(SMALL, openvino=OpenVINOOptions(quantize="int8"))
+    )
+    unsaid, exact = judged(flipped[0], rounded), judged(flipped[0], rounded, outputs="exact")
+    assert {each.name for each in unsaid.signals} == {"outputs-policy"}
+    assert "quantize none" in unsaid.reason
+    assert "quantize int8" in unsaid.reason
+    for verdict in (unsaid, exact):
+        assert (verdict.summary.pairs, verdict.summary.incomparable) == (12, 0)
+        assert not verdict.evidence.startswith("equality")
+    assert exact.decision is (Decision.ROLLBACK if exact.summary.differing else Decision.PROMOTE)
 
 
 def test_other_weights_need_a_word_on_what_sameness_means(flipped: tuple[Path, Path]) -> None:
@@ -282,7 +317,7 @@ def test_a_request_that_only_its_server_has_named_is_told_by_what_it_asks(tmp_pa
 def test_times_of_a_recording_are_those_of_its_steps(settings: tuple[Path, Path]) -> None:
     rows = observations(*settings, "ttft_ms, latency_ms, token_latencies_ms, output_tokens, kv_used, kv_total")[0]
     lives = {str(each.seq_id): each for each in live_requests(open_trace(settings[0]))}
-    assert len(rows) == len(lives) == 32
+    assert len(rows) == len(lives) == 24
     latencies = sorted(each.in_ps.e2e / 1e9 for each in lives.values())
     assert sorted(latency for _, _, latency, *_ in rows) == pytest.approx(latencies)
     for _, ttft, latency, gaps, num_tokens, used, total in rows:
@@ -313,9 +348,9 @@ def test_answers_that_this_version_would_decide_otherwise_are_compared_without_t
                 entries[at] = replace(entry, config=dataclasses.replace(entry.config, max_chunk_tokens=16))
 
     verdict = judged(settings[1], changed(settings[0], tmp_path, change))
-    assert (verdict.decision, verdict.summary.same, verdict.summary.differing) == (Decision.PROMOTE, 32, 0)
+    assert (verdict.decision, verdict.summary.same, verdict.summary.differing) == (Decision.PROMOTE, 24, 0)
     assert verdict.summary.figures["latency_p95_ms"].candidate is None
-    assert any("decides otherwise" in note and "32 answers are without times" in note for note in verdict.notes)
+    assert any("decides otherwise" in note and "24 answers are without times" in note for note in verdict.notes)
     assert verdict.decisions is not None
     assert "unknown" in verdict.decisions["engines"][0]["difference"]
 
@@ -355,10 +390,10 @@ def test_only_folders_and_recordings_are_recordings(settings: tuple[Path, Path],
 
 
 def test_a_recording_is_judged_against_another_file_by_its_times(settings: tuple[Path, Path], tmp_path: Path) -> None:
-    rows = [{"request_id": name, "latency_ms": 1.0, "token_ids": [1, 2]} for name, _ in load(32, seed=1)]
+    rows = [{"request_id": name, "latency_ms": 1.0, "token_ids": [1, 2]} for name, _ in load(24, seed=1)]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
     verdict = judged(settings[0], tmp_path / "rows.jsonl")
-    assert verdict.summary.pairs == 32
+    assert verdict.summary.pairs == 24
     assert verdict.summary.differing == 0
     assert verdict.decisions is None
     assert any("only one side is a recording" in note for note in verdict.notes)

@@ -122,7 +122,17 @@ class Evidence:
         return [key for (key,) in self.store.rows(f"SELECT key FROM ordered WHERE place IN ({wanted}) ORDER BY place")]
 
 
-NAMED = ("model", "model_version", "route_id", "replica_id", "scheduler", "backend", "accelerator", "artifact")
+NAMED = (
+    "model",
+    "model_version",
+    "route_id",
+    "replica_id",
+    "scheduler",
+    "backend",
+    "accelerator",
+    "artifact",
+    "precision",
+)
 MAX_NAMES = 100
 
 

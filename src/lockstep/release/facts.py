@@ -15,6 +15,7 @@ LABELS = (
     "model",
     "model_version",
     "artifact",
+    "precision",
     "backend",
     "accelerator",
     "route_id",

@@ -80,22 +80,19 @@ def join(store: Store) -> Joining:
         What became of every record.
     """
     store.run("CREATE TABLE pairs (b BIGINT, c BIGINT, key_name VARCHAR, key VARCHAR)")
-    for side in SIDES:
-        _make_keys(store, side)
+    found = [_make_keys(store, side) for side in SIDES]
+    num_left = min(store.number(f"SELECT count(*) FROM keys_{side}") for side in SIDES)
     notes = []
     by_key = []
-    index_fault = _index_fault(store)
+    index_fault = _index_fault(store) if all("index" in names for names in found) else ""
     if index_fault:
         notes.append(index_fault)
     for key in KEYS:
-        if key.name == "index" and index_fault:
+        is_of_both = all(key.name in names for names in found)
+        if not num_left or not is_of_both or (key.name == "index" and index_fault):
             continue
-        before = store.number("SELECT count(*) FROM pairs")
-        if key.name == "prompt":
-            _match_prompts(store)
-        else:
-            _match(store, key)
-        num_new = store.number("SELECT count(*) FROM pairs") - before
+        num_new = _match_prompts(store) if key.name == "prompt" else _match(store, key)
+        num_left -= num_new
         if num_new:
             by_key.append((key.name, num_new))
             if key.is_weak:
@@ -110,10 +107,13 @@ def join(store: Store) -> Joining:
     return Joining((records[0], records[1]), num_pairs, tuple(by_key), unjoined, tuple(notes))
 
 
-def _make_keys(store: Store, side: Side) -> None:
+def _make_keys(store: Store, side: Side) -> set[str]:
     """Compute the keys of a side's records, and set aside the failed ones that a later try of the same request follows.
 
     Leaves the tables ``keys_`` and ``retried_`` of the side.
+
+    Returns:
+        Names of the keys that any record has.
     """
     values = ", ".join(f"{key.value} AS key_{key.name}" for key in KEYS)
     store.run(
@@ -121,7 +121,10 @@ def _make_keys(store: Store, side: Side) -> None:
         f" FROM {side}, (SELECT min(ts) AS first FROM {side})"
     )
     store.run(f"CREATE TABLE retried_{side} (row BIGINT, name VARCHAR)")
-    for key in (f"key_{key.name}" for key in KEYS if key.is_id):
+    counted = ", ".join(f"count(key_{key.name}), count(key_{key.name}) FILTER (NOT ok)" for key in KEYS)
+    [counts] = store.rows(f"SELECT {counted} FROM keys_{side}")
+    of_failed = dict(zip(KEYS, counts[1::2], strict=True))
+    for key in (f"key_{key.name}" for key in KEYS if key.is_id and of_failed[key]):
         failed = f"(SELECT row, name, ts, {key} FROM keys_{side} WHERE NOT ok AND {key} IS NOT NULL)"
         latest = (
             f"(SELECT {key}, max(ts) AS latest FROM keys_{side} WHERE {key} IN (SELECT {key} FROM {failed}) GROUP BY 1)"
@@ -130,25 +133,28 @@ def _make_keys(store: Store, side: Side) -> None:
             f"INSERT INTO retried_{side} SELECT row, name FROM {failed} JOIN {latest} USING ({key}) WHERE ts < latest"
         )
         store.run(f"DELETE FROM keys_{side} WHERE row IN (SELECT row FROM retried_{side})")
-    doubled = f"(SELECT key_request_id FROM keys_{side} GROUP BY 1 HAVING count(*) > 1)"
-    store.run(f"UPDATE keys_{side} SET key_pair = NULL WHERE key_request_id IN {doubled}")
+    names = {key.name for key, count in zip(KEYS, counts[::2], strict=True) if count}
+    if "pair" in names:
+        doubled = f"(SELECT key_request_id FROM keys_{side} GROUP BY 1 HAVING count(*) > 1)"
+        store.run(f"UPDATE keys_{side} SET key_pair = NULL WHERE key_request_id IN {doubled}")
+    return names
 
 
-def _match(store: Store, key: Key) -> None:
-    """Pair what is left by one key, where it is of one record on each side."""
+def _match(store: Store, key: Key) -> int:
+    """Pair what is left by one key, where it is of one record on each side; returns how many pairs that makes."""
     alone = (
         "(SELECT key_{0} AS key, min(row) AS row, min(name) AS name FROM keys_{1} WHERE key_{0} IS NOT NULL GROUP BY 1"
         " HAVING count(*) = 1)"
     )
     name = "key" if key.is_id else "coalesce(b.name, c.name)"
-    store.run(
+    return store.number(
         f"INSERT INTO pairs SELECT b.row, c.row, '{key.name}', {name} FROM {alone.format(key.name, 'baseline')} b"
         f" JOIN {alone.format(key.name, 'candidate')} c USING (key)"
     )
 
 
-def _match_prompts(store: Store) -> None:
-    """Pair equal prompts that came at about the same time, where no equal one came near on either side."""
+def _match_prompts(store: Store) -> int:
+    """Pair equal prompts that came at about the same time, where no equal one came near on either side; as `_match`."""
     for side in SIDES:
         store.run(
             f"CREATE TABLE prompts_{side} AS SELECT row, name, key_prompt AS key, since,"
@@ -157,12 +163,14 @@ def _match_prompts(store: Store) -> None:
             f" QUALIFY coalesce(since - lag(since) OVER near > {2 * WINDOW_S}, true)"
             f" AND coalesce(lead(since) OVER near - since > {2 * WINDOW_S}, true)"
         )
-    for shift in (-1, 0, 1):
-        store.run(
+    return sum(
+        store.number(
             "INSERT INTO pairs SELECT b.row, c.row, 'prompt', coalesce(b.name, c.name) FROM prompts_baseline b"
             f" JOIN prompts_candidate c ON b.key = c.key AND b.bin + {shift} = c.bin"
             f" WHERE abs(b.since - c.since) <= {WINDOW_S}"
         )
+        for shift in (-1, 0, 1)
+    )
 
 
 def _index_fault(store: Store) -> str:

@@ -41,6 +41,9 @@ FIELDS: tuple[Field, ...] = (
     Field("model", "VARCHAR", "Name of the model."),
     Field("model_version", "VARCHAR", "Version or revision of the model."),
     Field("artifact", "VARCHAR", "Fingerprint of the weights."),
+    Field(
+        "precision", "VARCHAR", "Precision that weights and KV cache are computed in; unlike ones are other weights."
+    ),
     Field("deterministic", "BOOLEAN", "Whether the engine promises the same tokens in any company."),
     Field("backend", "VARCHAR", "Engine: vllm, sglang, lockstep, ..."),
     Field("accelerator", "VARCHAR", "Device that computed the answer."),

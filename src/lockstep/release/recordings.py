@@ -49,6 +49,8 @@ FORMAT = "lockstep recording"
 BACKEND = "lockstep"
 _WEIGHTS = ("artifact", "model")
 """Entries of an environment that name the weights: those are compared by themselves."""
+_PRECISION = ("quantize", "inference_precision", "kv_cache_precision", "dynamic_quantization_group_size")
+"""Entries of an environment that say what is computed with the weights: chosen, as the weights are, and not found."""
 _OF_SERVER = re.compile(r"req-[0-9a-f]{32}")
 """Ids that a server gave because the caller gave none: no other server has them."""
 _CONTENT_KEY = b"lockstep gate"
@@ -354,6 +356,7 @@ class _Sequences:
             "model": engine.name,
             "artifact": engine.fingerprint or None,
             "deterministic": engine.deterministic,
+            "precision": _precision_of(engine),
             "environment": _environment_of(engine),
             "backend": BACKEND,
             "accelerator": engine.environment.get("device"),
@@ -403,8 +406,16 @@ def _times(outcome: RequestOutcome, course: _Course) -> dict[str, Any]:
 
 
 def _environment_of(engine: EngineEntry) -> str:
-    """Digest of what the bits of an answer depend on beside the weights."""
-    return environment_digest({name: value for name, value in engine.environment.items() if name not in _WEIGHTS})
+    """Digest of the machine and the software that the bits of an answer depend on."""
+    return environment_digest(
+        {name: value for name, value in engine.environment.items() if name not in (*_WEIGHTS, *_PRECISION)}
+    )
+
+
+def _precision_of(engine: EngineEntry) -> str | None:
+    """The precision that was chosen, in words; None: the engine has none."""
+    chosen = {name: engine.environment[name] for name in _PRECISION if name in engine.environment}
+    return ", ".join(f"{name} {value}" for name, value in chosen.items()) or None
 
 
 def _signed(seed: int) -> int:

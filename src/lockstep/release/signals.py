@@ -139,8 +139,9 @@ def mismatches(policy: Policy, evidence: Evidence, answers: Answers, segment: st
 
 def is_equality(policy: Policy, evidence: Evidence) -> bool:
     """True if any differing answer is proof: the same weights, on engines that both promise equal answers."""
-    weights = evidence.names["artifact"]
-    return all(evidence.is_deterministic) and weights[0] == weights[1] != () and policy.outputs in (None, "exact")
+    weights, precision = evidence.names["artifact"], evidence.names["precision"]
+    is_same = weights[0] == weights[1] != () and precision[0] == precision[1]
+    return all(evidence.is_deterministic) and is_same and policy.outputs in (None, "exact")
 
 
 def _unlike(
@@ -204,14 +205,18 @@ def _examples(evidence: Evidence, places: NDArray[np.intp]) -> tuple[str, ...]:
 
 def unsaid(policy: Policy, evidence: Evidence) -> Iterator[Signal]:
     """A policy that does not say what sameness is where it has to."""
-    baseline, candidate = evidence.names["artifact"]
-    if policy.outputs is None and baseline and candidate and baseline != candidate:
+    unlike = []
+    for name, words in (("artifact", "the weights"), ("precision", "the precisions")):
+        baseline, candidate = evidence.names[name]
+        if baseline and candidate and baseline != candidate:
+            unlike.append(words if name == "artifact" else f"{words} ({', '.join(baseline)} -> {', '.join(candidate)})")
+    if policy.outputs is None and unlike:
         yield Signal(
             name="outputs-policy",
             response=Decision.HOLD,
             segment=ALL,
-            sentence="the weights of the sides differ, so the policy has to say what sameness of outputs means: "
-            "exact, numeric, agreement(FIELD) or ignore",
+            sentence=f"{' and '.join(unlike)} of the sides differ, so the policy has to say what sameness of outputs "
+            "means: exact, numeric, agreement(FIELD) or ignore",
         )
 
 
