@@ -39,6 +39,7 @@ FULL: dict[str, Any] = {
     "model": "m",
     "model_version": "v",
     "artifact": "f",
+    "precision": "quantize int8",
     "deterministic": True,
     "backend": "vllm",
     "accelerator": "cpu",
