@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import EvidenceError
 from lockstep.release import sequential, signals
-from lockstep.release.triage import HINTS, owner_of, rank_of, read_owners
+from lockstep.release.triage import HINTS, RANKS, owner_of, read_owners
 from lockstep.release.verdict import Decision, Signal
 from tests.release.judging import judged, with_tokens
 
@@ -29,7 +29,7 @@ def test_every_signal_that_can_be_given_has_a_hint_and_no_other() -> None:
 
 
 def test_causes_are_ranked_before_what_follows_from_them() -> None:
-    ranks = [rank_of(signal(name)) for name in ("output-mismatch", "errors", "decode", "ttft", "latency", "undecided")]
+    ranks = [RANKS[name] for name in ("output-mismatch", "errors", "decode", "ttft", "latency", "undecided")]
     assert ranks == sorted(ranks)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.release.observation import SIDES
-from lockstep.release.outputs import COMPARED, DIFFERENT, Output
+from lockstep.release.outputs import BOTH_ANSWERS, BOTH_SIDES, COMPARED, DIFFERENT, UNLIKE, Output
 from lockstep.release.store import Store
 
 TOOL_CALL = "tool_call"
@@ -114,13 +114,7 @@ def _plain(value: Any) -> Any:
 
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
-_FACTS = "ordered o JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
-_RECORDS = "ordered o JOIN observed_baseline x ON o.b = x.row JOIN observed_candidate y ON o.c = y.row"
-_UNLIKE_REQUESTS = {
-    "prompt": "b.prompt_digest <> c.prompt_digest",
-    "parameters": "b.params_digest <> c.params_digest",
-    "seed": "b.seed <> c.seed",
-}
+_UNLIKE_REQUESTS = {name: text for name, text in UNLIKE.items() if name != "environment"}
 """What makes two answers incomparable; not their environment, which such a candidate changes."""
 _OTHER_REQUEST = " OR ".join(f"coalesce({text}, false)" for text in _UNLIKE_REQUESTS.values())
 _COMMON = (
@@ -142,7 +136,7 @@ def compare_field(store: Store, field: str) -> tuple[NDArray[np.int8], dict[str,
     store.connection.execute(
         "CREATE TABLE answers AS SELECT place, x.text IS NOT NULL AS has_b, y.text IS NOT NULL AS has_c,"
         " md5(nullif(answer_field(x.text), '')) AS answer_b, md5(nullif(answer_field(y.text), '')) AS answer_c"
-        f" FROM {_RECORDS}"
+        f" FROM {BOTH_ANSWERS}"
     )
     unlike = " ".join(f"WHEN coalesce({text}, false) THEN 'unlike {name}'" for name, text in _UNLIKE_REQUESTS.items())
     store.connection.execute(
@@ -154,7 +148,7 @@ def compare_field(store: Store, field: str) -> tuple[NDArray[np.int8], dict[str,
         FROM (SELECT place, b.ok AND c.ok AS is_ok, has_b, has_c, answer_b, answer_c,
             CASE {unlike} WHEN NOT has_b OR NOT has_c THEN 'no text'
               WHEN answer_b IS NULL AND answer_c IS NULL THEN 'no such field in either' END AS reason
-          FROM {_FACTS} JOIN answers USING (place))"""
+          FROM {BOTH_SIDES} JOIN answers USING (place))"""
     )
     output = store.connection.execute("SELECT output FROM agreements ORDER BY place").fetchnumpy()["output"]
     rows = store.rows(
@@ -174,13 +168,11 @@ class Divergence(NamedTuple):
 def divergence(store: Store) -> Divergence:
     """First differing places of differing answers, of the first `MAX_DIVERGING` in the order of time."""
     differing = (
-        f"SELECT o.place FROM {_FACTS} WHERE b.ok AND c.ok AND b.tokens_hash <> c.tokens_hash"
+        f"SELECT o.place FROM {BOTH_SIDES} WHERE b.ok AND c.ok AND b.tokens_hash <> c.tokens_hash"
         f" AND NOT ({_OTHER_REQUEST}) ORDER BY o.place LIMIT {MAX_DIVERGING}"
     )
-    row = store.rows(
-        f"SELECT count(*), quantile_disc({_COMMON}, 0.5), min({_COMMON}) FROM {_RECORDS} WHERE place IN ({differing})"
-    )[0]
-    return Divergence(*row)
+    figures = f"count(*), quantile_disc({_COMMON}, 0.5), min({_COMMON})"
+    return Divergence(*store.rows(f"SELECT {figures} FROM {BOTH_ANSWERS} WHERE place IN ({differing})")[0])
 
 
 def logprob_gaps(store: Store, output: NDArray[np.int8]) -> NDArray[np.float64]:
@@ -194,7 +186,7 @@ def logprob_gaps(store: Store, output: NDArray[np.int8]) -> NDArray[np.float64]:
     num = f"least(len(x.logprobs), len(y.logprobs), coalesce({_COMMON}, len(x.logprobs)))"
     rows = store.connection.execute(
         f"SELECT place, x.tokens IS NOT NULL AND y.tokens IS NOT NULL AS has_tokens, list_avg(list_transform("
-        f"range(1, {num} + 1), lambda i: abs(x.logprobs[i] - y.logprobs[i]))) AS gap FROM {_RECORDS}"
+        f"range(1, {num} + 1), lambda i: abs(x.logprobs[i] - y.logprobs[i]))) AS gap FROM {BOTH_ANSWERS}"
         " WHERE x.logprobs IS NOT NULL AND y.logprobs IS NOT NULL ORDER BY place"
     ).fetchnumpy()
     places = rows["place"].astype(np.int64)

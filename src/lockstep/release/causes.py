@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.release.evidence import Bools, Evidence, Floats, p95
 from lockstep.release.observation import Reason
-from lockstep.release.outputs import Output
+from lockstep.release.outputs import BOTH_ANSWERS, Output
 from lockstep.release.places import ALL, Cut, Place, cuts_of, place_of_events, place_of_regression
 from lockstep.release.statistics import nearest_rank
 from lockstep.release.verdict import Decision, Signal
@@ -83,7 +83,8 @@ def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
         mask = _mask_of(signal, evidence)
         place = _place_of(signal, evidence, mask, cuts)
         if (signal.name, place.name) not in found:
-            cause = _cause_of(signal, evidence, mask & place.mask)
+            cause_of = _CAUSES.get(signal.name)
+            cause = cause_of(evidence, mask & place.mask) if cause_of is not None else UNKNOWN
             found[signal.name, place.name] = Finding(signal, place.name, cause)
     leading = {
         response: _leading([each for each in found.values() if each.signal.response is response])
@@ -150,9 +151,7 @@ _SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")
 def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
     """Signals of time and pressure, causes first: a pool, then the part of the time that grew more, then the whole."""
     causes = {each.signal.name: each.cause.name for each in findings}
-    order: list[str] = []
-    if causes.get("kv-pressure") == "smaller-pool":
-        order.append("kv-pressure")
+    order = ["kv-pressure"] if causes.get("kv-pressure") == "smaller-pool" else []
     whole = causes.get("latency") or causes.get("latency-tail")
     if whole == "longer-answers":
         order += ["latency", "latency-tail"]
@@ -179,11 +178,6 @@ def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[int, in
 # -- causes by signal -------------------------------------------------------------------------------------------------
 
 
-def _cause_of(signal: Signal, evidence: Evidence, mask: Bools) -> Cause:
-    find_cause = _CAUSES.get(signal.name)
-    return find_cause(evidence, mask) if find_cause is not None else UNKNOWN
-
-
 def _of_mismatch(evidence: Evidence, mask: Bools) -> Cause:
     """The way in which most of the differing answers differ."""
     places = np.flatnonzero(mask & (evidence.pairs.output == Output.DIFFERS))[:MAX_ANSWERS]
@@ -191,14 +185,13 @@ def _of_mismatch(evidence: Evidence, mask: Bools) -> Cause:
         return UNKNOWN
     wanted = ", ".join(str(int(place)) for place in places)
     rows = evidence.store.rows(
-        "SELECT x.tokens, y.tokens, x.text, y.text, x.prompt_tokens, y.prompt_tokens FROM ordered o"
-        " JOIN observed_baseline x ON o.b = x.row JOIN observed_candidate y ON o.c = y.row"
-        f" WHERE place IN ({wanted}) ORDER BY place"
+        "SELECT x.tokens, y.tokens, x.text, y.text, coalesce(x.prompt_tokens <> y.prompt_tokens, false)"
+        f" FROM {BOTH_ANSWERS} WHERE place IN ({wanted}) ORDER BY place"
     )
-    kinds = Counter(
-        "unlike-prompts" if None not in prompts and prompts[0] != prompts[1] else _kind_of_answers(*answers)
-        for *answers, prompts in ((*row[:4], row[4:]) for row in rows)
-    )
+    kinds: Counter[str] = Counter()
+    for b_tokens, c_tokens, b_text, c_text, is_other_prompt in rows:
+        pairs = [pair for pair in ((b_tokens, c_tokens), (b_text, c_text)) if None not in pair]
+        kinds["unlike-prompts" if is_other_prompt else kind_of_difference(*pairs[0]) if pairs else ""] += 1
     kind, count = min(kinds.items(), key=lambda each: (-each[1], each[0]))
     if count <= MOST * len(rows) or not kind:
         kind, count = ("diverging", len(rows)) if any(kinds) else ("", 0)
@@ -234,16 +227,6 @@ _MISMATCHES: Mapping[str, tuple[str, str]] = {
         "run the example requests on both sides alone; compare weights, precision, sampling parameters and seeds",
     ),
 }
-
-
-def _kind_of_answers(
-    b_tokens: Sequence[int] | None, c_tokens: Sequence[int] | None, b_text: str | None, c_text: str | None
-) -> str:
-    if b_tokens is not None and c_tokens is not None:
-        return kind_of_difference(b_tokens, c_tokens)
-    if b_text is not None and c_text is not None:
-        return kind_of_difference(b_text, c_text)
-    return ""
 
 
 def kind_of_difference(baseline: Sequence[Any], candidate: Sequence[Any]) -> str:
@@ -303,17 +286,15 @@ def _of_join(evidence: Evidence, _: Bools) -> Cause:
     alone = baseline[Reason.NO_PARTNER], candidate[Reason.NO_PARTNER]
     if total[Reason.DUPLICATE] and 2 * total[Reason.DUPLICATE] >= total[Reason.DUPLICATE] + abs(alone[0] - alone[1]):
         words = f"{total[Reason.DUPLICATE]:,} records have an id that another one has"
-        return Cause(
-            "duplicate-id", words, "let the gateway give each request an id of its own, and keep it on retries"
-        )
+        action = "let the gateway give each request an id of its own, and keep it on retries"
+        return Cause("duplicate-id", words, action)
     if total[Reason.NO_ID] > sum(alone):
         return Cause("no-id", f"{total[Reason.NO_ID]:,} records have no id")
-    if alone[0] > 2 * alone[1]:
-        words = f"the candidate lacks {alone[0]:,} requests that the baseline has, the baseline {alone[1]:,}"
-        return Cause("candidate-lost", words, "find out why the candidate lost requests: slow answers time out")
-    if alone[1] > 2 * alone[0]:
-        words = f"the baseline lacks {alone[1]:,} requests that the candidate has, the candidate {alone[0]:,}"
-        return Cause("baseline-lost", words, "find out why the baseline lost requests")
+    for lacking, other, most, least in (("candidate", "baseline", *alone), ("baseline", "candidate", *alone[::-1])):
+        if most > 2 * least:
+            words = f"the {lacking} lacks {most:,} requests that the {other} has, the {other} {least:,}"
+            action = f"find out why the {lacking} lost requests: slow answers time out"
+            return Cause(f"{lacking}-lost", words, action)
     if not sum(alone):
         return UNKNOWN
     words = f"{alone[0]:,} and {alone[1]:,} records have ids that the other side does not know"
@@ -375,9 +356,8 @@ def _of_first_token(evidence: Evidence, mask: Bools) -> Cause:
     late = first[1][usable] - first[0][usable]
     with_whole = usable & _known(*whole)
     if with_whole.any():
-        parts = [
-            float(np.median(first[side][with_whole] / np.maximum(whole[side][with_whole], 1e-9))) for side in (0, 1)
-        ]
+        sides = zip(first, whole, strict=True)
+        parts = [float(np.median(a[with_whole] / np.maximum(b[with_whole], 1e-9))) for a, b in sides]
         longer = float(np.mean(whole[1][with_whole] - whole[0][with_whole]))
         if parts[1] >= BUFFERED > parts[0] and longer < 0.5 * float(np.mean(late)):
             words = f"the first token comes after {100 * parts[1]:.3g} % of the whole time, the baseline's after "
@@ -399,10 +379,6 @@ def _of_first_token(evidence: Evidence, mask: Bools) -> Cause:
     return Cause("prefill", words, action)
 
 
-def _of_decode(_: Evidence, __: Bools) -> Cause:
-    return Cause("decode", "")
-
-
 def _of_latency(evidence: Evidence, mask: Bools) -> Cause:
     """The part of the time that grew more; longer answers, where each token takes no longer."""
     pairs = evidence.pairs
@@ -422,8 +398,7 @@ def _of_latency(evidence: Evidence, mask: Bools) -> Cause:
     words = f"{late_first / count:+.4g} ms to the first token, {late_rest / count:+.4g} ms after it"
     if late_rest >= late_first:
         return Cause("decode", words, "compare step times at equal batch sizes")
-    cause = _of_first_token(evidence, mask)
-    return Cause(cause.name, words, cause.action)
+    return _of_first_token(evidence, mask)._replace(words=words)
 
 
 _LONGER_ACTION = "compare max_tokens, stop sequences and end tokens of both sides"
@@ -468,7 +443,7 @@ _CAUSES: Mapping[str, Callable[[Evidence, Bools], Cause]] = {
     "missing-comparable": _of_comparable,
     "no-output-evidence": _of_comparable,
     "kv-pressure": _of_pressure,
-    "decode": _of_decode,
+    "decode": lambda _, __: Cause("decode", ""),
     "ttft": _of_first_token,
     "latency": _of_latency,
     "latency-tail": _of_latency,

@@ -256,8 +256,3 @@ def _bools(column: Any) -> Bools:
 def p95(values: Floats) -> float:
     """95th percentile by nearest rank of the numbers that there are."""
     return nearest_rank(values[~np.isnan(values)], P95)
-
-
-def summary_names() -> Mapping[str, str]:
-    """Metrics with the unit of each."""
-    return {name: "ms" if name.endswith("_ms") else "" for name in METRICS}

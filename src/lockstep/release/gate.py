@@ -24,7 +24,7 @@ from lockstep.release.policy import Policy, digest_of
 from lockstep.release.reading import Source
 from lockstep.release.series import ALL, Answers, series_of
 from lockstep.release.statistics import bet_upper
-from lockstep.release.triage import rank_of, triage_of
+from lockstep.release.triage import RANKS, triage_of
 from lockstep.release.verdict import (
     Agreement,
     Decision,
@@ -163,7 +163,7 @@ def _order(signal: Signal) -> tuple[int, bool, int, str]:
     return (
         (Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(signal.response),
         signal.segment != ALL,
-        rank_of(signal),
+        RANKS[signal.name],
         signal.segment,
     )
 

@@ -41,7 +41,7 @@ class Output(IntEnum):
 
 COMPARED = (Output.SAME, Output.DIFFERS, Output.TOLERATED, Output.DRIFTED)
 DIFFERENT = (Output.DIFFERS, Output.DRIFTED)
-_UNLIKE = {
+UNLIKE = {
     "prompt": "b.prompt_digest <> c.prompt_digest",
     "parameters": "b.params_digest <> c.params_digest",
     "seed": "b.seed <> c.seed",
@@ -50,6 +50,8 @@ _UNLIKE = {
 """Reasons for which two answers are incomparable, and how they show."""
 BOTH_SIDES = "ordered o JOIN facts_baseline b ON o.b = b.row JOIN facts_candidate c ON o.c = c.row"
 """SQL of the facts of both sides of each pair."""
+BOTH_ANSWERS = "ordered o JOIN observed_baseline x ON o.b = x.row JOIN observed_candidate y ON o.c = y.row"
+"""SQL of the answers of both sides of each pair."""
 IN_SEGMENT = "JOIN in_segment ON b.label = in_segment.baseline AND c.label = in_segment.candidate"
 """SQL after `BOTH_SIDES` that adds the pair's ``segment``."""
 _MATERIALS = ("tokens", "vector", "text")
@@ -81,7 +83,7 @@ def _computable(given: str, other: str) -> str:
 _OURS = "regexp_full_match({}.fingerprint, '[0-9a-f]{{16}}')"
 COMPARISON = f"""CASE
   WHEN NOT (b.ok AND c.ok) THEN {Output.FAILED:d}
-  WHEN {" OR ".join(f"coalesce({text}, false)" for text in _UNLIKE.values())} THEN {Output.INCOMPARABLE:d}
+  WHEN {" OR ".join(f"coalesce({text}, false)" for text in UNLIKE.values())} THEN {Output.INCOMPARABLE:d}
   WHEN {_both("tokens")} THEN {_equal("b.tokens_hash", "c.tokens_hash")}
   WHEN {_both("vector")} THEN
     CASE WHEN b.vector_hash = c.vector_hash THEN {Output.SAME:d} ELSE {Output.UNRESOLVED:d} END
@@ -192,7 +194,7 @@ def resolve(
     return output, _incomparable(store) if is_incomparable else {}, max_drift
 
 
-_UNRESOLVED = "unresolved o JOIN observed_baseline x ON o.b = x.row JOIN observed_candidate y ON o.c = y.row"
+_UNRESOLVED = BOTH_ANSWERS.replace("ordered", "unresolved", 1)
 
 
 def _compare_vectors(store: Store, output: NDArray[np.int8], tolerances: Sequence[Tolerance]) -> float:
@@ -234,7 +236,7 @@ def _compare_fingerprints(store: Store, output: NDArray[np.int8]) -> None:
 
 def _incomparable(store: Store) -> dict[str, int]:
     """Incomparable pairs by reason, the first that holds."""
-    cases = " ".join(f"WHEN coalesce({text}, false) THEN 'unlike {name}'" for name, text in _UNLIKE.items())
+    cases = " ".join(f"WHEN coalesce({text}, false) THEN 'unlike {name}'" for name, text in UNLIKE.items())
     rows = store.rows(
         f"SELECT CASE {cases} ELSE 'unlike materials' END AS reason, count(*) FROM {BOTH_SIDES}"
         f" WHERE {COMPARISON} = {Output.INCOMPARABLE:d} GROUP BY 1 ORDER BY 1"
@@ -249,8 +251,7 @@ def first_difference(store: Store, place: int) -> dict[str, object] | None:
         place: of the pair in the order of time.
     """
     [(b_tokens, c_tokens, b_text, c_text)] = store.rows(
-        "SELECT x.tokens, y.tokens, x.text, y.text FROM ordered o JOIN observed_baseline x ON o.b = x.row"
-        f" JOIN observed_candidate y ON o.c = y.row WHERE place = {place:d}"
+        f"SELECT x.tokens, y.tokens, x.text, y.text FROM {BOTH_ANSWERS} WHERE place = {place:d}"
     )
     if b_tokens is not None and c_tokens is not None:
         at = _first_unlike(b_tokens, c_tokens)

@@ -256,12 +256,8 @@ def _undecided(open_ones: Sequence[SeriesSummary], num_series: int) -> str:
 def notes_of(policy: Policy, summaries: Sequence[SeriesSummary]) -> Iterator[str]:
     """Drift, which is no reason to hold, and what a rollback left undecided."""
     for each in summaries:
-        if (
-            each.unit == "ratio"
-            and each.state != "outside"
-            and each.lower is not None
-            and each.lower > 1 + policy.tolerance
-        ):
+        is_ratio = each.unit == "ratio" and each.state != "outside"
+        if is_ratio and each.lower is not None and each.lower > 1 + policy.tolerance:
             yield (
                 f"drift: {_name(each)} is {amount(each.unit, each.effect)}, certainly beyond the tolerance of "
                 f"{100 * policy.tolerance:g} %"

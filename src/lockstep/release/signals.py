@@ -58,23 +58,16 @@ def regressions(policy: Policy, summary: SegmentSummary) -> Iterator[Signal]:
         bound = getattr(policy, rule.bound)
         figures = summary.figures[rule.figure]
         value = getattr(figures, rule.kind)
-        if (
-            bound is None
-            or value is None
-            or not value > bound
-            or not (rule.is_of_service or policy.mode == "threshold")
-        ):
+        is_asked = bound is not None and (rule.is_of_service or policy.mode == "threshold")
+        if not is_asked or value is None or not value > bound:
             continue
-        by = (
-            f"{value:.4g} times the baseline's"
-            if rule.kind == "ratio"
-            else f"{value:.4g}{rule.unit} above the baseline's"
-        )
+        by = f"{value:.4g} times" if rule.kind == "ratio" else f"{value:.4g}{rule.unit} above"
+        both = f"{figures.baseline:.4g} -> {figures.candidate:.4g}"
         yield Signal(
             name=rule.signal,
             response=Decision.HOLD,
             segment=summary.name,
-            sentence=f"{rule.words} is {by} ({figures.baseline:.4g} -> {figures.candidate:.4g}); {bound:g} is borne",
+            sentence=f"{rule.words} is {by} the baseline's ({both}); {bound:g} is borne",
             value=value,
             bound=bound,
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lockstep.errors import EvidenceError
 from lockstep.release.causes import Finding
 from lockstep.release.policy import Policy
-from lockstep.release.verdict import Decision, Signal, Triage
+from lockstep.release.verdict import Decision, Triage
 
 
 class Hint(NamedTuple):
@@ -50,13 +50,9 @@ HINTS: Mapping[str, Hint] = {
 }
 """By signal, in the order in which to look: causes before what follows from them. Owners are hints: a policy or a
 file of owners says who it is."""
-_RANKS = {name: rank for rank, name in enumerate(HINTS)}
+RANKS = {name: rank for rank, name in enumerate(HINTS)}
+"""Places of signals in that order."""
 _SEVERITY = {Decision.ROLLBACK: "critical", Decision.HOLD: "warning", Decision.PROMOTE: "info"}
-
-
-def rank_of(signal: Signal) -> int:
-    """Place of a kind of signal in the order in which to look."""
-    return _RANKS[signal.name]
 
 
 def triage_of(findings: Sequence[Finding], policy: Policy) -> tuple[Triage, ...]:
