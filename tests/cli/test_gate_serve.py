@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -21,9 +22,11 @@ def line(index: int) -> str:
 
 
 def test_a_verdict_follows_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
+    path, temporary = tmp_path / "pairs.jsonl", tmp_path / "temporary"
+    temporary.mkdir()
     path.write_text(line(0))
-    with Piped("gate", "serve", str(path), "--port", "0", "--set", "min_pairs=3") as program:
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with Piped("gate", "serve", str(path), "--port", "0", "--set", "min_pairs=3", environment=environment) as program:
         found = re.search(r"http://[\d.:]+", program.stdout.readline())
         assert found is not None
         with httpx2.Client(base_url=found.group()) as client:
@@ -33,8 +36,9 @@ def test_a_verdict_follows_its_file(tmp_path: Path) -> None:
                 file.write(line(1) + line(2) + '{"request_id": "half')
             until(lambda: client.get("/argo").json()["pairs"] == 3)
             assert client.get("/argo").json()["decision"] == "promote"
-        program.program.send_signal(signal.SIGINT)
-        assert program.program.wait() in (0, 130)
+        program.program.send_signal(signal.SIGTERM)
+        assert program.program.wait() == 0
+    assert not list(temporary.iterdir()), "nothing of the copies stays"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -14,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.cli.gate import PolicyFlags, judge_files
+from lockstep.errors import EvidenceError
+from lockstep.release import live
 from lockstep.release.live import MAX_HOOK_BYTES, Follower, LiveGate, app_of
 from lockstep.release.verdict import Verdict, to_json
+from tests.release.judging import written
 
 HOST = "127.0.0.1"
 
@@ -33,48 +38,88 @@ def line(index: int, *, differs: bool = False) -> str:
     return json.dumps({"request_id": f"r{index}", **sides}) + "\n"
 
 
-def judged(copies: list[Path]) -> Verdict:
-    return judge_files(copies, PolicyFlags(settings=["min_pairs=3"])).verdict
+THRESHOLD = ("min_pairs=3",)
+SEQUENTIAL = ("mode=sequential", "min_pairs=3", "error_margin=20", "missing_margin=20", "tail_margin=20")
 
 
-def gate_on(path: Path, folder: Path) -> LiveGate:
-    return LiveGate([Follower(path, folder / "copy.jsonl")], judged)
+def gate_on(path: Path, folder: Path, policy: tuple[str, ...] = THRESHOLD) -> LiveGate:
+    return LiveGate([Follower(path, folder / "copy.jsonl")], lambda copies: judged(copies, policy))
 
 
-DIFFERS = st.lists(st.booleans(), min_size=1, max_size=12)
+def judged(paths: list[Path], policy: tuple[str, ...] = THRESHOLD) -> Verdict:
+    return judge_files(paths, PolicyFlags(settings=[*policy])).verdict
+
+
+def check(gate: LiveGate, path: Path, policy: tuple[str, ...] = THRESHOLD) -> None:
+    """Assert that a gate says what a batch says of the whole lines that there are."""
+    text = path.read_text() if path.exists() else ""
+    complete = text[: text.rfind("\n") + 1]
+    if not complete:
+        assert (gate.standing.verdict, gate.standing.decision) == (None, "hold")
+        return
+    whole = path.with_name("whole.jsonl")
+    whole.write_text(complete)
+    assert gate.standing.verdict is not None
+    assert to_json(gate.standing.verdict) == to_json(judged([whole], policy))
+
+
+Change = tuple[Any, ...]
+changes = st.one_of(
+    st.tuples(st.just("append"), st.lists(st.booleans(), min_size=1, max_size=5), st.integers(0, 200)),
+    st.tuples(st.just("cut"), st.integers(0, 1500)),
+    st.tuples(st.just("replace"), st.lists(st.booleans(), max_size=8)),
+    st.tuples(st.just("delete")),
+)
 
 
 @settings(max_examples=4)
-@given(DIFFERS, st.lists(st.integers(1, 400), max_size=2))
-def test_after_any_growth_it_says_what_the_gate_says_of_the_whole_lines(differs: list[bool], cuts: list[int]) -> None:
-    check_growth(differs, cuts)
+@given(st.lists(changes, min_size=1, max_size=4))
+def test_whatever_becomes_of_a_file_it_says_what_the_gate_says_of_its_whole_lines(history: list[Change]) -> None:
+    check_history(history)
 
 
 @pytest.mark.slow
 @settings(max_examples=60)
-@given(DIFFERS, st.lists(st.integers(1, 400), max_size=6))
-def test_after_any_growth_it_says_what_the_gate_says_of_all_that_is_whole(differs: list[bool], cuts: list[int]) -> None:
-    check_growth(differs, cuts)
+@given(st.lists(changes, min_size=1, max_size=8))
+def test_whatever_becomes_of_a_file_for_long_it_says_what_the_gate_says(history: list[Change]) -> None:
+    check_history(history)
 
 
-def check_growth(differs: list[bool], cuts: list[int]) -> None:
-    """Follow a file wherever it is cut, also in mid-line."""
-    text = "".join(line(index, differs=each) for index, each in enumerate(differs))
+def check_history(history: list[Change]) -> None:
+    """Follow a file that is appended to, also half a line, cut off, replaced, and gone for a while."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        path, whole = folder / "pairs.jsonl", folder / "whole.jsonl"
-        gate = gate_on(path, folder)
-        for end in sorted({*(cut for cut in cuts if cut < len(text)), len(text)}):
-            path.write_text(text[:end])
+        path = Path(name) / "pairs.jsonl"
+        gate = gate_on(path, Path(name))
+        for change in history:
+            text = path.read_text() if path.exists() else ""
+            match change:
+                case ("append", differs, half):
+                    start = text[: text.rfind("\n") + 1]
+                    more = "".join(line(start.count("\n") + at, differs=each) for at, each in enumerate(differs))
+                    path.write_text(start + more + line(99)[:half].rstrip())
+                case ("cut", size):
+                    path.write_text(text[:size])
+                case ("replace", differs):
+                    fresh = path.with_name("fresh")
+                    fresh.write_text("".join(line(at, differs=each) for at, each in enumerate(differs, 50)))
+                    fresh.rename(path)
+                case _:
+                    path.unlink(missing_ok=True)
             gate.look()
-            lines = text[:end].splitlines(keepends=True)
-            complete = "".join(each for each in lines if each.endswith("\n"))
-            if not complete:
-                assert gate.standing.verdict is None
-                continue
-            whole.write_text(complete)
-            assert gate.standing.verdict is not None
-            assert to_json(gate.standing.verdict) == to_json(judged([whole]))
+            check(gate, path)
+
+
+def test_in_sequential_mode_it_says_what_the_gate_says_too(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    gate = gate_on(path, tmp_path, SEQUENTIAL)
+    decisions = []
+    for num_pairs in (50, 130, 131, 400):
+        path.write_text("".join(line(index) for index in range(num_pairs)))
+        gate.look()
+        check(gate, path, SEQUENTIAL)
+        decisions.append(gate.standing.decision.value)
+    assert decisions[0] == "hold"
+    assert decisions[-1] == "promote"
 
 
 def test_without_growth_nothing_is_judged_again(tmp_path: Path) -> None:
@@ -86,16 +131,60 @@ def test_without_growth_nothing_is_judged_again(tmp_path: Path) -> None:
     assert not gate.look()
 
 
-def test_a_file_that_shrinks_or_turns_bad_takes_the_verdict_back(tmp_path: Path) -> None:
+def test_a_line_that_cannot_be_read_takes_the_verdict_back_and_is_judged_once(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(line(index) for index in range(4)))
     gate = gate_on(path, tmp_path)
     gate.look()
     assert gate.standing.decision == "promote"
-    path.write_text(line(0))
+    with path.open("a") as file:
+        file.write('{"request_id": \n')
     gate.look()
     assert (gate.standing.decision, gate.standing.verdict) == ("hold", None)
-    assert "shorter than it was" in gate.standing.reason
+    assert "not JSON" in gate.standing.reason
+    assert not gate.look()
+
+
+def test_of_two_files_neither_is_judged_alone(tmp_path: Path) -> None:
+    side = [{"request_id": f"r{index}", "ts": index, "latency_ms": 1.0, "token_ids": [index]} for index in range(3)]
+    paths = [tmp_path / "baseline.jsonl", tmp_path / "candidate.jsonl"]
+    gate = LiveGate([Follower(path, path.with_suffix(".copy")) for path in paths], judged)
+    for path in paths:
+        assert gate.standing.verdict is None
+        written(path, side)
+        gate.look()
+    assert gate.standing.decision == "promote"
+    paths[0].unlink()
+    gate.look()
+    assert (gate.standing.decision, gate.standing.verdict) == ("hold", None)
+    assert "gone" in gate.standing.reason
+    written(paths[0], side)
+    gate.look()
+    assert gate.standing.decision == "promote"
+
+
+def test_only_files_are_followed(tmp_path: Path) -> None:
+    with pytest.raises(EvidenceError, match="not a file"):
+        Follower(tmp_path, tmp_path / "copy")
+
+
+async def test_a_judge_that_fails_leaves_no_verdict_standing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(live, "POLL_S", 0.01)
+    path = tmp_path / "pairs.jsonl"
+
+    def failing(_: list[Path]) -> Verdict:
+        raise MemoryError
+
+    gate = LiveGate([Follower(path, tmp_path / "copy")], failing)
+    path.write_text(line(0))
+    following = asyncio.create_task(gate.run())
+    while "judging failed" not in gate.standing.reason:
+        await asyncio.sleep(0.01)
+    following.cancel()
+    assert gate.standing.decision == "hold"
+    assert "MemoryError" in caplog.text
 
 
 @asynccontextmanager
@@ -117,6 +206,7 @@ async def test_argo_and_flagger_get_their_answers(
     hooks = ("confirm-promotion", "rollback", "rollout")
     async with client_of(gate) as client:
         assert (await client.get("/v1/verdict")).status_code == 503
+        assert (await client.get("/health/ready")).status_code == 503
         assert [(await client.post(f"/flagger/{hook}", json={})).status_code for hook in hooks] == [412, 412, 200]
         path.write_text("".join(line(index, differs=differs) for index in range(4)))
         gate.look()
@@ -124,7 +214,10 @@ async def test_argo_and_flagger_get_their_answers(
         assert (argo["decision"], argo[decision], argo["pairs"]) == (decision, True, 4)
         assert sum(argo[each] for each in ("promote", "hold", "rollback")) == 1
         assert tuple([(await client.post(f"/flagger/{hook}", json={})).status_code for hook in hooks]) == statuses
-        assert (await client.get("/v1/verdict")).json()["decision"] == decision
+        told = await client.get("/v1/verdict")
+        assert told.json()["decision"] == decision
+        assert int(told.headers["age"]) >= argo["age_s"] >= 0
+        assert (await client.get("/health/ready")).status_code == 200
 
 
 async def test_with_a_key_nothing_but_health_is_open(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -37,22 +39,23 @@ def gate_serve(
     import uvicorn
 
     from lockstep.release.live import Follower, LiveGate, app_of
-    from lockstep.release.verdict import Verdict
     from lockstep.server.options import ServerOptions
     from lockstep.server.run import bind, listen, url_of
+    from lockstep.worker.logs import log_to_stderr
 
+    log_to_stderr("text", "info", "gate")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn hands it on; the copies go with this process
     paths = judging.paths_of(files, None)
     judging.policy_from(policy)  # faults of the policy come before the first line of evidence
     keys = tuple(api_key or ())
     options = ServerOptions(host=host, port=port, api_keys=keys)
 
-    def judge(copies: list[Path]) -> Verdict:
-        return judging.judge_files(copies, policy).verdict
-
     with tempfile.TemporaryDirectory(prefix="lockstep-gate-") as folder:
         followers = [Follower(path, Path(folder) / f"{number}-{path.name}") for number, path in enumerate(paths)]
+        live = LiveGate(followers, lambda copies: judging.judge_files(copies, policy).verdict)
         listener = bind(options)
+        live.look()  # who asks first is told what a gate that was never away would tell
         listen(listener, options)
         print(f"gate: {url_of(listener)}/v1/verdict follows {', '.join(map(str, paths))}", flush=True)
-        config = uvicorn.Config(app_of(LiveGate(followers, judge), host, keys), log_level="warning", lifespan="on")
+        config = uvicorn.Config(app_of(live, host, keys), log_level="warning", lifespan="on")
         uvicorn.Server(config).run(sockets=[listener])

@@ -1,23 +1,24 @@
 """A gate that follows growing files and says over HTTP what it finds, to Argo Rollouts, to Flagger, to anybody.
 
-After each growth everything that is whole is judged again, so that it says of n pairs what `lockstep gate` says of
-them. Judging takes at most a fifth of one core's time.
+After each change everything that is whole is judged again, so that it says at any time, and after any restart, what
+`lockstep gate` says of the files as they are. A look at files that did not grow reads their last line only, and
+judging takes at most a fifth of the time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,12 +27,14 @@ from lockstep.release.verdict import Decision, Verdict, to_json
 from lockstep.server.admission import AccessKeys, host_fault, loopback_hosts
 from lockstep.server.errors import HttpError
 
+log = logging.getLogger(__name__)
+
 POLL_S = 1.0
 """Between two looks at the files' sizes."""
 MAX_DUTY = 0.2
 """Part of the time that judging may take."""
-CHUNK_BYTES = 1 << 20
-_OPEN_PATHS = ("/healthz",)
+MAX_LINE_BYTES = 64 << 20
+_OPEN_PATHS = ("/healthz", "/health/ready")
 _HOOKS = "/flagger/"
 MAX_HOOK_BYTES = 1 << 16
 _NOT_YET = 412
@@ -41,58 +44,64 @@ _NOT_YET = 412
 class Follower:
     """A file of lines that grows, as a copy of its whole lines.
 
+    A file that was cut off, or replaced by another, is copied anew, so that the copy is what the file is now.
+
     Args:
         path: what grows; it may not be there yet.
         copy: where its whole lines go.
+
+    Raises:
+        EvidenceError: it is a folder, or anything else that is no file.
     """
 
     def __init__(self, path: Path, copy: Path) -> None:
+        if path.exists() and not path.is_file():
+            raise EvidenceError(f"{path}: not a file; what is followed are files of lines")
         self.path = path
         self.copy = copy
         self._offset = 0
+        self._tail = b""
+        """Line before the offset: another one there is another file."""
 
     def advance(self) -> bool:
-        """Take over the lines that are new; tells whether there are any.
+        """Take over the lines that are new; tells whether the copy has changed.
 
         Raises:
-            EvidenceError: the file is shorter than it was, or cannot be read.
+            EvidenceError: the file is gone, or cannot be read or copied.
         """
         try:
-            with open(self.path, "rb") as source, open(self.copy, "ab") as target:
-                size = source.seek(0, 2)
-                if size < self._offset:
-                    raise EvidenceError(f"{self.path}: it is shorter than it was; a file that is followed only grows")
-                end = self._end_of_lines(source, size)
-                if end == self._offset:
-                    return False
-                source.seek(self._offset)
-                while self._offset < end:
-                    self._offset += target.write(source.read(min(CHUNK_BYTES, end - self._offset)))
-                return True
+            with open(self.path, "rb") as source:
+                source.seek(self._offset - len(self._tail))
+                is_same = source.read(len(self._tail)) == self._tail
+                if not is_same:
+                    log.warning("%s was cut off or replaced; it is read from its beginning", self.path)
+                    self._offset, self._tail = 0, b""
+                begin = self._offset
+                with open(self.copy, "ab" if begin else "wb") as target:
+                    source.seek(begin)
+                    while (line := source.readline(MAX_LINE_BYTES)).endswith(b"\n"):
+                        self._offset += target.write(line)
+                        self._tail = line
+                if len(line) == MAX_LINE_BYTES:
+                    raise EvidenceError(f"{self.path}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+                return not is_same or self._offset > begin
         except FileNotFoundError:
-            return False
+            if not self._offset:
+                return False
+            raise EvidenceError(f"{self.path}: it is gone; a verdict needs it as it was, or another") from None
         except OSError as error:
-            raise EvidenceError(f"{self.path}: cannot be read: {error.strerror}") from None
-
-    def _end_of_lines(self, source: BinaryIO, size: int) -> int:
-        """The place behind the last newline."""
-        end = size
-        while end > self._offset:
-            start = max(self._offset, end - CHUNK_BYTES)
-            source.seek(start)
-            found = source.read(end - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            end = start
-        return self._offset
+            self._offset, self._tail = 0, b""
+            raise EvidenceError(f"{self.path}: cannot be followed: {error.strerror}") from None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Standing:
     """The last verdict, or why there is none."""
 
     verdict: Verdict | None = None
     fault: str = "no whole line of both sides yet"
+    since_s: float = field(default_factory=time.monotonic)
+    """When the evidence was found to be so."""
 
     @property
     def decision(self) -> Decision:
@@ -102,6 +111,11 @@ class Standing:
     @property
     def reason(self) -> str:
         return self.fault if self.verdict is None else self.verdict.reason
+
+    @property
+    def age_s(self) -> int:
+        """Seconds since the evidence has changed."""
+        return int(time.monotonic() - self.since_s)
 
 
 class LiveGate:
@@ -116,24 +130,48 @@ class LiveGate:
         self.standing = Standing()
         self._followers = followers
         self._judge = judge
+        self._is_judged = False
+        """Whether the standing is of the copies as they are."""
 
     def look(self) -> bool:
         """Judge if there is something new; tells whether there was."""
         try:
             grown = [follower.advance() for follower in self._followers]  # all of them, whichever is first
-            if not any(grown):
+            if self._is_judged and not any(grown):
                 return False
-            if all(follower.copy.exists() and follower.copy.stat().st_size for follower in self._followers):
-                self.standing = Standing(self._judge([follower.copy for follower in self._followers]))
         except EvidenceError as error:
-            self.standing = Standing(fault=str(error))
-        return True
+            self._is_judged = False
+            self._say(Standing(fault=str(error)))
+            return True
+        self._is_judged = True  # also where it cannot be: the same bytes could not the next time either
+        copies = [follower.copy for follower in self._followers]
+        is_there = all(copy.exists() and copy.stat().st_size for copy in copies)
+        try:
+            self._say(Standing(self._judge(copies)) if is_there else Standing())
+        except EvidenceError as error:
+            self._say(Standing(fault=str(error)))
+        return is_there
+
+    def _say(self, standing: Standing) -> None:
+        """Keep a standing; a decision, and a fault, that is new is a line of the log."""
+        before = self.standing
+        if standing.verdict is None and standing.reason == before.reason:
+            return
+        self.standing = standing
+        if standing.verdict is None:
+            log.warning("no verdict: %s", standing.fault)
+        elif before.verdict is None or standing.decision is not before.decision:
+            log.info("%s: %s", standing.decision.value, standing.reason)
 
     async def run(self) -> None:
         """Look until it is cancelled."""
         while True:
             begun = time.monotonic()
-            await asyncio.to_thread(self.look)
+            try:
+                await asyncio.to_thread(self.look)
+            except Exception:  # whatever it is, the last verdict may not stand for evidence that was not judged
+                log.exception("judging failed")
+                self.standing = Standing(fault="judging failed; the log of the gate says how")
             took_s = time.monotonic() - begun
             await asyncio.sleep(max(POLL_S, took_s * (1 / MAX_DUTY - 1)))
 
@@ -149,13 +187,19 @@ def app_of(gate: LiveGate, host: str, api_keys: Sequence[str] = ()) -> ASGIApp:
         standing = gate.standing
         if standing.verdict is None:
             return JSONResponse({"decision": None, "reason": standing.reason}, 503)
-        return Response(to_json(standing.verdict), media_type="application/json")
+        age = {"Age": str(standing.age_s)}
+        return Response(to_json(standing.verdict), media_type="application/json", headers=age)
 
     async def argo(_: Request) -> Response:
         standing = gate.standing
         body = {each.value: standing.decision is each for each in Decision}
         pairs = standing.verdict.summary.pairs if standing.verdict is not None else 0
-        return JSONResponse({"decision": standing.decision.value, **body, "pairs": pairs, "reason": standing.reason})
+        more = {"pairs": pairs, "age_s": standing.age_s, "reason": standing.reason}
+        return JSONResponse({"decision": standing.decision.value, **body, **more})
+
+    async def ready(_: Request) -> Response:
+        is_ready = gate.standing.verdict is not None
+        return PlainTextResponse("ready\n" if is_ready else "no verdict\n", 200 if is_ready else 503)
 
     def hook(is_yes: Callable[[Decision], bool]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(_: Request) -> Response:
@@ -176,7 +220,8 @@ def app_of(gate: LiveGate, host: str, api_keys: Sequence[str] = ()) -> ASGIApp:
                 await task
 
     routes = [
-        Route("/healthz", lambda _: Response("ok\n", media_type="text/plain")),
+        Route("/healthz", lambda _: PlainTextResponse("ok\n")),
+        Route("/health/ready", ready),
         Route("/v1/verdict", verdict),
         Route("/argo", argo),
         Route("/flagger/confirm-promotion", hook(lambda each: each is Decision.PROMOTE), methods=["POST"]),
