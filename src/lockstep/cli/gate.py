@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lockstep.report.document import Plots
 
 MAX_POLICY_BYTES = 1 << 20
+STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
+"""Variable that names the file which GitHub Actions shows beside a job."""
 
 Files = Annotated[
     list[Path] | None,
@@ -301,12 +303,6 @@ def _policy_file(path: Path) -> dict[str, Any]:
     return found.get("policy", found) if isinstance(found.get("policy", found), dict) else found
 
 
-def _step_summary() -> Path | None:
-    """The file that GitHub Actions shows beside a job."""
-    place = os.environ.get("GITHUB_STEP_SUMMARY")
-    return Path(place) if place else None
-
-
 def _write(verdict: Verdict, plots: Sequence[Plots], reports: ReportFlags) -> None:
     from lockstep.release.rendering import document_of, to_junit
     from lockstep.release.verdict import to_json
@@ -315,9 +311,10 @@ def _write(verdict: Verdict, plots: Sequence[Plots], reports: ReportFlags) -> No
         write_file(reports.output, to_json(verdict), "the verdict")
     if reports.junit is not None:
         write_file(reports.junit, to_junit(verdict), "the test results")
-    if (markdown := reports.markdown or _step_summary()) is not None:
+    if place := reports.markdown or os.environ.get(STEP_SUMMARY):
         from lockstep.report.text import to_markdown
 
+        markdown = Path(place)
         before = markdown.read_bytes() if markdown.exists() else b""
         write_file(markdown, before + to_markdown(document_of(verdict)).encode(), "the report")
     if reports.html is not None:

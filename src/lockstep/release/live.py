@@ -256,22 +256,19 @@ class _Guard:
             return host_fault(self._hosts, headers)
         tenant = self._keys.tenant(headers)
         if tenant is None and scope["path"].startswith(_HOOKS):
-            key = _key_of(await _body(receive))
+            key = _key_of(await _body(Request(scope, receive)))
             tenant = self._keys.tenant([(b"x-api-key", key)])
         return self._keys.refusal(tenant, scope["path"])
 
 
-async def _body(receive: Receive) -> bytes:
+async def _body(request: Request) -> bytes:
     """The body of a hook; empty where it is larger than any is."""
-    parts = []
-    num_bytes = 0
-    while num_bytes <= MAX_HOOK_BYTES:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        num_bytes += len(parts[-1])
-        if not message.get("more_body"):
-            return b"".join(parts)
-    return b""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_HOOK_BYTES:
+            return b""
+    return body
 
 
 def _key_of(body: bytes) -> bytes:
