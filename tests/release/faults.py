@@ -49,10 +49,15 @@ Change = Callable[[Request, dict[str, Any]], None]
 
 
 class Stage:
-    """Servers by their source and flags, each started once; and one run of equal servers."""
+    """Servers by their source and flags, each started once; and one run of equal servers.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        times: so many times the requests are sent, each to a prompt of its own.
+    """
+
+    def __init__(self, folder: Path, times: int = 1) -> None:
         self.folder = folder
+        self.times = times
         self._stack = ExitStack()
         self._urls: dict[tuple[str, ...], str] = {}
         self._equal: dict[tuple[str, int], list[Pair]] = {}
@@ -83,11 +88,13 @@ class Stage:
         waves: Sequence[Sequence[Request]] = (),
         concurrency: int = 2,
         flags: Sequence[str] = (),
+        count: int = 48,
         **body: Any,
     ) -> list[Pair]:
         """A mirrored run, the baseline a server of the source."""
         baseline = Endpoint(self.url(source, *flags))
-        return asyncio.run(mirror(baseline, candidates, waves or [requests_of(name, **body)], concurrency))
+        waves = waves or [requests_of(name, self.times * count, **body)]
+        return asyncio.run(mirror(baseline, candidates, waves, concurrency))
 
     def equal(self, source: str = STUB, count: int = 48) -> list[Pair]:
         """Records of a run of equal servers, to be changed at will."""
@@ -179,7 +186,9 @@ def _events(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> C
 
 
 def _shared_prefix(stage: Stage) -> list[Pair]:
-    requests = [Request(f"shared-{at}", "chat", DOCUMENT + DOCUMENT + f"And so {at}?") for at in range(48)]
+    requests = [
+        Request(f"shared-{at}", "chat", DOCUMENT + DOCUMENT + f"And so {at}?") for at in range(48 * stage.times)
+    ]
     candidate = Endpoint(stage.url(_SLOW_PREFILL, "--no-enable-prefix-caching"))
     return stage.run("shared", _SLOW_PREFILL, [candidate], waves=[requests[:1], requests[1:]])
 
@@ -188,7 +197,9 @@ _SLOW_PREFILL = "stub://alpha?step_ms=10&token_us=100"
 
 
 def _slow_prefill(stage: Stage) -> list[Pair]:
-    requests = [Request(f"prompt-{at}", ("chat", "mail")[at % 2], f"prompt {at}: {DOCUMENT}") for at in range(48)]
+    requests = [
+        Request(f"prompt-{at}", ("chat", "mail")[at % 2], f"prompt {at}: {DOCUMENT}") for at in range(48 * stage.times)
+    ]
     candidate = Endpoint(stage.url("stub://alpha?step_ms=10&token_us=300"))
     return stage.run("prompt", "stub://alpha?step_ms=10", [candidate], waves=[requests], concurrency=1)
 
@@ -199,7 +210,7 @@ def _slow_segment(stage: Stage) -> list[Pair]:
         Request(f"agent-{at}", "agents", f"{DOCUMENT}{DOCUMENT} Task {at}")
         if at % 3 == 0
         else Request(f"mail-{at}", "mail", f"mail {at}: {DOCUMENT}{DOCUMENT}")
-        for at in range(60)
+        for at in range(60 * stage.times)
     ]
     candidate = Endpoint(stage.url(_SLOW_PREFILL, "--no-enable-prefix-caching"))
     return stage.run("agents", _SLOW_PREFILL, [candidate], waves=[requests[:1], requests[1:]], concurrency=1)
@@ -217,7 +228,7 @@ def _wrong_version(stage: Stage) -> list[Pair]:
 
 
 def _burst(stage: Stage) -> list[Pair]:
-    requests = requests_of("burst", 60)
+    requests = requests_of("burst", 60 * stage.times)
     crowd = [Request(f"crowd-{at}", "chat", f"crowd {at}: hello") for at in range(16)]
     candidate = Endpoint(stage.url(STUB, "--max-num-seqs", "2", "--max-num-queued-reqs", "2", "--num-blocks", "32768"))
     quiet = [requests[at : at + 2] for at in range(0, len(requests), 2)]
@@ -326,7 +337,9 @@ def _template(stage: Stage) -> list[Pair]:
 def _quantised(stage: Stage) -> list[Pair]:
     model = str(write_huggingface(stage.folder / "random", "tiny-qwen3", "F32"))
     flags = ("--chat-template", stage.file("template.jinja", _TEMPLATE))
-    requests = [Request(f"weights-{at}", ("chat", "mail")[at % 2], f"hello {at}", _LONG) for at in range(40)]
+    requests = [
+        Request(f"weights-{at}", ("chat", "mail")[at % 2], f"hello {at}", _LONG) for at in range(40 * stage.times)
+    ]
     candidate = Endpoint(stage.url(model, *flags, "--quantize", "int4"))
     return stage.run("weights", model, [candidate], waves=[requests], flags=flags)
 

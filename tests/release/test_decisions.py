@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lockstep.core.policy import SchedulerConfig
-from lockstep.release.decisions import FIGURES, decisions_of, figures_of, is_worse, with_decisions
+from lockstep.release import decisions
+from lockstep.release.decisions import FIGURES, MAX_ERROR, decisions_of, figure_of, figures_of, is_worse, with_decisions
 from lockstep.release.rendering import document_of
 from lockstep.release.verdict import Decision, Verdict
 from lockstep.replay.recording import RunRecording
@@ -129,6 +130,29 @@ def test_the_report_shows_settings_difference_prediction_and_trust(verdict: Verd
     assert decisions is not None
     for reason in engine_of(decisions)["difference"]["reasons"]:
         assert reason in text
+
+
+def test_a_figure_is_predicted_only_where_the_replay_was_near_what_was_measured() -> None:
+    for error in (-MAX_ERROR, 0.0, MAX_ERROR):
+        assert figure_of(100.0, 100.0 * (1 + error), 200.0)["candidate"] == 200.0
+    for figure in (figure_of(100.0, 233.0, 500.0), figure_of(100.0, 40.0, 10.0), figure_of(None, 1.0, 2.0)):
+        assert (figure["candidate"], figure["change"]) == (None, None)
+        assert not is_worse("ttft_p95_ms", figure, 0.05)
+    assert figure_of(100.0, 233.0, 500.0)["error"] == pytest.approx(1.33)
+
+
+def test_what_a_bad_replay_would_predict_is_left_out_of_report_and_triage(
+    baseline: tuple[Trace, dict[str, float]],
+    candidate: tuple[Trace, dict[str, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decisions, "MAX_ERROR", -1.0)
+    verdict = judged(baseline[0].files[0], candidate[0].files[0], outputs="ignore")
+    assert verdict.triage == ()
+    assert verdict.decisions is not None
+    prediction = engine_of(verdict.decisions)["prediction"]
+    assert {figure["candidate"] for figure in prediction["figures"].values()} == {None}
+    assert prediction["trust"].endswith("output tokens/s): not predicted")
 
 
 def test_the_report_says_why_there_is_no_prediction(verdict: Verdict) -> None:

@@ -36,6 +36,8 @@ MAX_ENGINES = 32
 """Engines of one device that are compared; what a device holds is fewer."""
 MAX_STEPS = 50_000
 """Of one engine, the first ones, that are compared and replayed: minutes of a busy server."""
+MAX_ERROR = 0.25
+"""A figure of which the replay on known settings is off by more is not predicted on others."""
 ARRIVALS = "requests arrive as they did at the baseline, also where clients that wait for answers would send later"
 FIGURES: Mapping[str, str] = {
     "ttft_p50_ms": "median first token",
@@ -90,7 +92,7 @@ def _difference(baseline: Trace, candidate: Trace, number: int) -> dict[str, Any
     facts = engine_facts(found)
     kept = ("identical", "equal_steps", "change", "reasons", "input")
     cut = {"reasons": [f"compared are the first {MAX_STEPS:,} steps"]} if facts["equal_steps"] >= MAX_STEPS else {}
-    return cut | {name: facts[name] for name in kept if name in facts}
+    return {name: facts[name] for name in kept if name in facts} | cut
 
 
 # -- prediction -------------------------------------------------------------------------------------------------------
@@ -117,7 +119,7 @@ def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is
     if candidate.fingerprint != engine.fingerprint or candidate.environment != engine.environment:
         notes.append("steps are priced as on the baseline; the candidate's weights or machine are others")
     figures = {
-        name: _figure(measured.get(name), own[name], predicted[name])
+        name: figure_of(measured.get(name), own[name], predicted[name])
         for name in FIGURES
         if name in own and name in predicted
     }
@@ -175,27 +177,33 @@ def figures_of(outcomes: Sequence[RequestOutcome]) -> dict[str, float]:
     return found
 
 
-def _figure(measured: float | None, own: float, predicted: float) -> dict[str, float | None]:
-    """One figure: measured, replayed on both settings, the change that this predicts and the error of the replay."""
+def figure_of(measured: float | None, own: float, predicted: float) -> dict[str, float | None]:
+    """One figure: measured, replayed, the error of that, and, if it is small, what the candidate's settings predict."""
+    error = own / measured - 1 if measured else None
+    is_stated = error is not None and abs(error) <= MAX_ERROR
     return {
         "measured": measured,
         "baseline": own,
-        "candidate": predicted,
-        "change": predicted / own - 1 if own else None,
-        "error": own / measured - 1 if measured else None,
+        "candidate": predicted if is_stated else None,
+        "change": predicted / own - 1 if is_stated and own else None,
+        "error": error,
     }
 
 
 def _trust(figures: Mapping[str, Mapping[str, float | None]], cost: CostFile) -> str:
+    """Sentence on how far a replay of the baseline on its own settings is off, and what that leaves unsaid."""
     errors = {name: abs(each["error"]) for name, each in figures.items() if each["error"] is not None}
     if not errors:
-        return "nothing was measured that a replay could be compared with"
-    worst = max(errors, key=lambda name: errors[name])
-    return (
-        f"a replay of the baseline on its own settings is off by {100 * errors[worst]:.3g} % at most"
-        f" ({FIGURES[worst]}), and the prices of its steps by {100 * abs(cost.held_out.total_error):.3g} % in all:"
-        " a smaller change says nothing"
-    )
+        return "nothing was measured that a replay could be compared with, so nothing is predicted"
+    stated = {name: error for name, error in errors.items() if error <= MAX_ERROR}
+    found = f"the prices of steps are off by {100 * abs(cost.held_out.total_error):.3g} % in all"
+    for some, words in ((stated, "a smaller change says nothing"), (errors.keys() - stated.keys(), "not predicted")):
+        if some:
+            worst = max(sorted(some), key=lambda name: errors[name])
+            listed = ", ".join(FIGURES[name] for name in errors if name in some)
+            found += f"; a replay of the baseline on its own settings by up to {100 * errors[worst]:.3g} %"
+            found += f" ({listed}): {words}"
+    return found
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------

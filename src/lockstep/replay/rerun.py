@@ -275,7 +275,7 @@ class EngineRerun:
             plan = self.scheduler.schedule(self.explain)
         except AssertionError as error:
             self._diverge(f"no plan can be made here: {error}", recorded=recorded)
-        if replace(recorded, num_prompt_tokens=plan.num_prompt_tokens) != plan:
+        if recorded != plan and replace(recorded, num_prompt_tokens=plan.num_prompt_tokens) != plan:
             raise DivergedError(self.number, self._next_step, "another plan was recorded", recorded, plan)
         self._next_step += 1
         yield from self._apply_due(in_step=True)
