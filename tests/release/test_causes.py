@@ -77,6 +77,18 @@ def test_a_slow_prefill_that_makes_others_wait_is_told_from_a_queue_by_who_found
     assert (first["signal"], first["cause"]) == ("ttft", "prefill")
 
 
+def test_a_pool_that_is_too_small_is_named_before_the_rollback_that_follows_from_it(tmp_path: Path) -> None:
+    changes = {"first": 900.0, "queue_depth": 9, "kv_used": 50, "kv_total": 50}
+    pairs: list[Pair] = [
+        {"baseline": observation(number), "candidate": observation(number, **changes)} for number in range(150)
+    ]
+    verdict = judged(pairs, tmp_path, {**POLICY, "mode": "sequential"})
+    first, second, *_ = verdict["triage"]
+    assert (first["signal"], first["cause"], first["severity"]) == ("kv-pressure", "smaller-pool", "warning")
+    assert (second["signal"], second["cause"], second["severity"]) == ("ttft", "queueing", "critical")
+    assert (verdict["decision"], verdict["reason"] in second["evidence"]) == ("rollback", True)
+
+
 def test_an_answer_that_differs_is_a_rollback_and_goes_before_late_ones(tmp_path: Path) -> None:
     pairs: list[Pair] = [
         {

@@ -54,6 +54,13 @@ def test_ratios_are_of_healthy_pairs_that_have_both_numbers() -> None:
     assert series.bound == pytest.approx(math.log(1.1))
 
 
+def test_tokens_that_a_client_read_at_once_say_nothing_of_the_gaps_between_them() -> None:
+    gaps = np.array([10.0, 10.0, 0.004, 0.1]), np.array([11.0, 0.003, 10.0, 11.0])
+    assert list(named(series_of(Policy(), pairs_of(4, metrics={"decode_ms": gaps})), "decode").places) == [0]
+    alone = named(series_of(Policy(), pairs_of(4, metrics={"ttft_ms": gaps})), "ttft")
+    assert list(alone.places) == [0, 1, 2, 3], "a first token may be as early"
+
+
 def test_metrics_that_nobody_has_are_no_series() -> None:
     found = series_of(Policy(), pairs_of(10))
     assert {each.signal for each in found} == {"latency", "errors", "missing-pairs"}

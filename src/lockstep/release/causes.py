@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ MIN_IDLE = 5
 """Pairs that found an idle candidate, for their first tokens to say what a prefill takes."""
 IDLE = 0.1
 """Part of these that are taken at their word: requests that come at one moment do not find each other in any figure."""
+SMALLER_POOL = "smaller-pool"
 _METRICS = {
     "latency": "latency_ms",
     "latency-tail": "latency_ms",
@@ -86,14 +87,11 @@ def find(signals: Sequence[Signal], evidence: Evidence) -> tuple[Finding, ...]:
             cause_of = _CAUSES.get(signal.name)
             cause = cause_of(evidence, mask & place.mask) if cause_of is not None else UNKNOWN
             found[signal.name, place.name] = Finding(signal, place.name, cause)
-    leading = {
-        response: _leading([each for each in found.values() if each.signal.response is response])
-        for response in Decision
-    }
+    severity = {each: _severity(each, found.values()) for each in found.values()}
+    leading = [_leading([each for each, rank in severity.items() if rank == of]) for of in range(len(Decision))]
     order = {signal: place for place, signal in enumerate(signals)}
-    return tuple(
-        sorted(found.values(), key=lambda each: _rank(each, leading[each.signal.response], order[each.signal]))
-    )
+    ranks = {each: (rank, *_rank(each, leading[rank], order[each.signal])) for each, rank in severity.items()}
+    return tuple(sorted(ranks, key=lambda each: ranks[each]))
 
 
 def _mask_of(signal: Signal, evidence: Evidence) -> Bools:
@@ -151,7 +149,7 @@ _SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")
 def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
     """Signals of time and pressure, causes first: a pool, then the part of the time that grew more, then the whole."""
     causes = {each.signal.name: each.cause.name for each in findings}
-    order = ["kv-pressure"] if causes.get("kv-pressure") == "smaller-pool" else []
+    order = ["kv-pressure"] if causes.get("kv-pressure") == SMALLER_POOL else []
     whole = causes.get("latency") or causes.get("latency-tail")
     if whole == "longer-answers":
         order += ["latency", "latency-tail"]
@@ -164,15 +162,21 @@ def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(order))
 
 
-def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[int, int, int, bool, int]:
+def _severity(finding: Finding, findings: Iterable[Finding]) -> int:
+    """Place among responses; a pool that is too small has that of what follows from it."""
+    is_cause = finding.cause.name == SMALLER_POOL
+    shown = [each for each in findings if each == finding or (is_cause and each.signal.name in _SYMPTOMS)]
+    return min((Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(each.signal.response) for each in shown)
+
+
+def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[int, int, bool, int]:
     name = finding.signal.name
-    severity = (Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(finding.signal.response)
     is_all = finding.signal.segment == ALL
     if name in _EVIDENCE_FIRST:
-        return severity, 0, _EVIDENCE_FIRST.index(name), not is_all, place
+        return 0, _EVIDENCE_FIRST.index(name), not is_all, place
     if name in _SYMPTOMS:
-        return severity, 1, leading.index(name), not is_all, place
-    return severity, 2 if not name.startswith(("too-", "no-", "undecided")) else 3, 0, not is_all, place
+        return 1, leading.index(name), not is_all, place
+    return 2 if not name.startswith(("too-", "no-", "undecided")) else 3, 0, not is_all, place
 
 
 # -- causes by signal -------------------------------------------------------------------------------------------------
@@ -341,7 +345,7 @@ def _of_pressure(evidence: Evidence, mask: Bools) -> Cause:
         words = f"the candidate's KV pool is {np.median(candidate) / np.median(baseline):.3g} times the baseline's"
         room = "is full at times" if is_full else "has room at all times"
         action = "compare the sizes of the KV pools: memory for them, block sizes and precisions"
-        return Cause("smaller-pool" if is_full else "smaller-pool-with-room", f"{words} and {room}", action)
+        return Cause(SMALLER_POOL if is_full else f"{SMALLER_POOL}-with-room", f"{words} and {room}", action)
     if len(baseline):
         return Cause("more-in-use", "the pools are equal, so more of the candidate's is in use")
     return UNKNOWN

@@ -105,7 +105,8 @@ def _prediction(trace: Trace, engine: EngineEntry, candidate: EngineEntry, *, is
         workload = workload_of_lives(engine.name, engine, lives)
         if not workload.requests:
             return {"unknown": "no request of the baseline got a token, so there is no load to replay"}
-        cost = calibrate(steps, _made_on(trace, engine))
+        made_on = (trace.header.lockstep, trace.header.machine, engine.name, engine.fingerprint)
+        cost = calibrate(steps, MadeOn(*made_on, {}, dict(engine.environment)))
         measured = figures_of([life.outcome for life in lives if life.outcome.num_output_tokens])
         own, caveats = _replayed(workload, engine.config, cost)
         predicted = own
@@ -143,11 +144,6 @@ def _course(trace: Trace, number: int) -> tuple[list[LiveStep], list[Life], list
             if len(steps) == MAX_STEPS:
                 return steps, served, [f"replayed are the requests that ended in its first {MAX_STEPS:,} steps"]
     return steps, served, []
-
-
-def _made_on(trace: Trace, engine: EngineEntry) -> MadeOn:
-    header = trace.header
-    return MadeOn(header.lockstep, header.machine, engine.name, engine.fingerprint, {}, dict(engine.environment))
 
 
 def _replayed(workload: Workload, config: SchedulerConfig, cost: CostFile) -> tuple[dict[str, float], list[str]]:

@@ -84,10 +84,12 @@ def judge(
         found += _unsound(policy, second)
     ordered = tuple(sorted(found, key=_order))
     findings = find(ordered, evidence)
+    decision = ordered[0].response if ordered else Decision.PROMOTE
+    reasons = (each.signal.sentence for each in findings if each.signal.response is decision)
     return Verdict(
-        decision=ordered[0].response if ordered else Decision.PROMOTE,
+        decision=decision,
         guarantee=guarantee,
-        reason=findings[0].signal.sentence if findings else "everything is within policy",
+        reason=next(reasons, "everything is within policy"),
         evidence=_kind_of_evidence(policy, evidence),
         signals=ordered,
         notes=tuple(notes),

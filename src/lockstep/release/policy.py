@@ -93,10 +93,11 @@ class Policy:
     """Who looks after a signal, by patterns of its name or of name/segment; the last one that fits counts."""
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise EvidenceError(f"policy: {name} is {value}; it has to be from {low:g} to {high:g}")
+        for (low, high), names in _RANGES.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not low <= value <= high:
+                    raise EvidenceError(f"policy: {name} is {value}; it has to be from {low:g} to {high:g}")
         if self.tolerance > self.margin:
             raise EvidenceError(f"policy: tolerance {self.tolerance:g} is above margin {self.margin:g}")
         if self.outputs is not None and self.outputs not in ("exact", "numeric", "ignore") and not self.agreement_field:
@@ -117,32 +118,26 @@ def digest_of(policy: Policy) -> str:
 
 
 _MOST = 1e9
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "min_pairs": (1, _MOST),
-    "max_mismatch_rate": (0, 1),
-    "min_agreement": (0, 1),
-    "max_logprob_gap": (0, _MOST),
-    "max_error_rate_increase": (0, 100),
-    "max_latency_p95_ratio": (0, _MOST),
-    "max_latency_p95_increase_ms": (0, _MOST),
-    "max_ttft_p95_ratio": (0, _MOST),
-    "max_ttft_p95_increase_ms": (0, _MOST),
-    "max_decode_p95_ratio": (0, _MOST),
-    "max_decode_p95_increase_ms": (0, _MOST),
-    "max_kv_pressure_p95_increase": (0, 1),
-    "min_candidate_routing_provenance_rate": (0, 1),
-    "min_candidate_streaming_trace_rate": (0, 1),
-    "min_join_rate": (0, 1),
-    "min_comparable_rate": (0, 1),
-    "alpha": (1e-6, 0.5),
-    "tolerance": (0, 10),
-    "margin": (1e-6, 0.99),
-    "tail_margin": (0.01, 90),
-    "error_margin": (0.01, 50),
-    "missing_margin": (0.01, 50),
-    "mismatch_margin": (0.01, 50),
-    "burst_pairs": (1, 10_000),
+_RANGES: Mapping[tuple[float, float], tuple[str, ...]] = {
+    (0, _MOST): (
+        "max_logprob_gap",
+        *(f"max_{each}_p95_ratio" for each in ("latency", "ttft", "decode")),
+        *(f"max_{each}_p95_increase_ms" for each in ("latency", "ttft", "decode")),
+    ),
+    (0, 1): (
+        *("max_mismatch_rate", "min_agreement", "max_kv_pressure_p95_increase", "min_join_rate", "min_comparable_rate"),
+        *("min_candidate_routing_provenance_rate", "min_candidate_streaming_trace_rate"),
+    ),
+    (0.01, 50): ("error_margin", "missing_margin", "mismatch_margin"),
+    (0, 100): ("max_error_rate_increase",),
+    (0, 10): ("tolerance",),
+    (1e-6, 0.99): ("margin",),
+    (1e-6, 0.5): ("alpha",),
+    (0.01, 90): ("tail_margin",),
+    (1, _MOST): ("min_pairs",),
+    (1, 10_000): ("burst_pairs",),
 }
+"""Least and most, and the fields that have to be between."""
 FIELD_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Policy))
 
 

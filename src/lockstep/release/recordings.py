@@ -163,10 +163,10 @@ def _write(place: Path, rows: Iterator[dict[str, Any]]) -> int:
 
 
 @dataclass(slots=True)
-class _Origin:
-    """Facts of a recorded sequence beside its steps."""
+class _Sequence:
+    """One recorded sequence: what was asked, its times and tokens, its end."""
 
-    sibling_of: int | None
+    sibling_of: int | None = None
     num_prompt_tokens: int | None = None
     request_id: str | None = None
     seed: int | None = None
@@ -175,12 +175,6 @@ class _Origin:
     parameters: bytes = b""
     segment: str = ""
     num_siblings: int = 0
-
-
-@dataclass(slots=True)
-class _Course:
-    """Times, tokens and gauges of one sequence."""
-
     num_waiting: int = 0
     """Others that waited when it came."""
     num_held_blocks: int | None = None
@@ -190,6 +184,7 @@ class _Course:
     """End of the step of its last token."""
     gaps_ms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    end: OutputDigest | None = None
 
 
 class _Sequences:
@@ -206,10 +201,8 @@ class _Sequences:
         self._num_untimed = 0
         self._lives = Lives()
         self._engines: dict[int, EngineEntry] = {}
-        self._origins: dict[tuple[int, int], _Origin] = {}
-        """By engine and sequence; likewise the next two."""
-        self._courses: dict[tuple[int, int], _Course] = {}
-        self._ends: dict[tuple[int, int], OutputDigest] = {}
+        self._open: dict[tuple[int, int], _Sequence] = {}
+        """By engine and sequence: those of which there is no observation yet."""
         self._tokens: dict[int, deque[tuple[tuple[int, ...], ...]]] = {}
         """Of steps that are not decided again yet, by engine."""
         self._times_asked: Counter[str] = Counter()
@@ -231,10 +224,10 @@ class _Sequences:
 
     def _without_times(self) -> Iterator[dict[str, Any]]:
         """Sequences that ended where this version decides otherwise: their answers are evidence all the same."""
-        for key in [key for key in self._ends if key in self._origins]:
+        for key in [key for key, each in self._open.items() if each.end is not None]:
             yield self._observation(key, None)
         for entry in self._entries:
-            if isinstance(entry, OutputDigest) and (entry.engine, entry.seq_id) in self._origins:
+            if isinstance(entry, OutputDigest) and (entry.engine, entry.seq_id) in self._open:
                 yield self._observation((entry.engine, entry.seq_id), None)
 
     def notes(self) -> Iterator[str]:
@@ -256,67 +249,66 @@ class _Sequences:
                 case EngineEntry():
                     self._engines[entry.number] = entry
                 case Added():
-                    self._origins[entry.engine, entry.seq_id] = _Origin(
-                        entry.request.sibling_of, entry.request.num_prompt_tokens
-                    )
+                    asked = entry.request
+                    self._open[entry.engine, entry.seq_id] = _Sequence(asked.sibling_of, asked.num_prompt_tokens)
                 case Arrival():
                     self._arrive(entry)
                 case RequestDigest():
                     self._name(entry)
                 case RequestEntry() if self._sameness is Sameness.CONTENT:
                     self._digest(entry)
-                case OutputDigest():
-                    self._ends[entry.engine, entry.seq_id] = entry
+                case OutputDigest() if (entry.engine, entry.seq_id) in self._open:
+                    self._open[entry.engine, entry.seq_id].end = entry
                 case Tokens() if self._has_tokens:
                     self._tokens.setdefault(entry.engine, deque()).append(entry.tokens)
             yield entry
 
     def _arrive(self, entry: Arrival) -> None:
-        origin = self._origins[entry.engine, entry.seq_id]
-        origin.seed = entry.seed
-        if origin.sibling_of is None:
+        sequence = self._open[entry.engine, entry.seq_id]
+        sequence.seed = entry.seed
+        if sequence.sibling_of is None:
             return
-        first = self._origins.get((entry.engine, origin.sibling_of))
+        first = self._open.get((entry.engine, sequence.sibling_of))
         if first is None:
             return
         first.num_siblings += 1
-        origin.seed = None if first.seed is None else first.seed + first.num_siblings
-        origin.prompt, origin.parameters, origin.segment = first.prompt, first.parameters, first.segment
-        origin.request_id = None if first.request_id is None else f"{first.request_id}.{first.num_siblings}"
+        sequence.seed = None if first.seed is None else first.seed + first.num_siblings
+        sequence.prompt, sequence.parameters, sequence.segment = first.prompt, first.parameters, first.segment
+        sequence.request_id = None if first.request_id is None else f"{first.request_id}.{first.num_siblings}"
 
     def _name(self, entry: RequestDigest) -> None:
-        origin = self._origins[entry.engine, entry.seq_id]
-        origin.segment = entry.segment
-        origin.seed = origin.seed if entry.draws else None
-        origin.request_id = entry.external_id
+        sequence = self._open[entry.engine, entry.seq_id]
+        sequence.segment = entry.segment
+        sequence.seed = sequence.seed if entry.draws else None
+        sequence.request_id = entry.external_id
         if self._sameness is Sameness.DIGESTS:
-            origin.prompt, origin.parameters = entry.prompt, entry.parameters
+            sequence.prompt, sequence.parameters = entry.prompt, entry.parameters
         if self._sameness is not Sameness.CONTENT:
-            self._number(origin)
+            self._number(sequence)
 
     def _digest(self, entry: RequestEntry) -> None:
         request = decode_request(entry.request)
         assert isinstance(request.prompt, tuple), "a recorded prompt is token ids"
-        origin = self._origins[entry.engine, entry.seq_id]
-        origin.prompt = self._content_digests.prompt(request.prompt)
-        origin.parameters = self._content_digests.parameters(request)
-        self._number(origin)
+        sequence = self._open[entry.engine, entry.seq_id]
+        sequence.prompt = self._content_digests.prompt(request.prompt)
+        sequence.parameters = self._content_digests.parameters(request)
+        self._number(sequence)
 
-    def _number(self, origin: _Origin) -> None:
+    def _number(self, sequence: _Sequence) -> None:
         """Give a request the caller's id, or one of what it asks; a number where it is not the first of that."""
-        name = origin.request_id or ""
-        if origin.prompt and (not name or _OF_SERVER.fullmatch(name)):
-            name = f"{origin.prompt.hex()}{origin.parameters.hex()}"
+        name = sequence.request_id or ""
+        if sequence.prompt and (not name or _OF_SERVER.fullmatch(name)):
+            name = f"{sequence.prompt.hex()}{sequence.parameters.hex()}"
         self._times_asked[name] += 1
         number = self._times_asked[name]
-        origin.request_id = (name if number == 1 else f"{name}#{number}") if name else None
+        sequence.request_id = (name if number == 1 else f"{name}#{number}") if name else None
 
     def _take(self, event: Event) -> None:
         match event:
             case AppliedCommand(engine, Added() as added, _):
                 stats = self._playback.engines[engine].scheduler.stats()
                 waiting = stats.num_queued + stats.num_preempted - 1
-                self._courses[engine, added.seq_id] = _Course(waiting)
+                self._open[engine, added.seq_id].num_waiting = waiting
             case DecidedStep():
                 self._step(event)
 
@@ -328,18 +320,18 @@ class _Sequences:
         end_us = step.timing.start_us + step.timing.duration_us
         sampling = compress(step.plan.seq_ids, step.plan.samples)
         for at, (seq_id, num_tokens) in enumerate(zip(sampling, step.events.num_tokens, strict=False)):
-            course = self._courses.get((step.engine, seq_id))
-            if course is None or not num_tokens:
+            sequence = self._open.get((step.engine, seq_id))
+            if sequence is None or not num_tokens:
                 continue
-            if course.last_us is None:
+            if sequence.last_us is None:
                 stats = self._playback.engines[step.engine].scheduler.stats()
-                course.num_held_blocks, course.num_blocks = stats.num_held_blocks, stats.num_blocks
+                sequence.num_held_blocks, sequence.num_blocks = stats.num_held_blocks, stats.num_blocks
             else:
-                course.gaps_ms.append((end_us - course.last_us) / 1e3)
-            course.gaps_ms += [0.0] * (num_tokens - 1)
-            course.last_us = end_us
+                sequence.gaps_ms.append((end_us - sequence.last_us) / 1e3)
+            sequence.gaps_ms += [0.0] * (num_tokens - 1)
+            sequence.last_us = end_us
             if at < len(rows):
-                course.tokens += rows[at]
+                sequence.tokens += rows[at]
 
     def _observation(self, key: tuple[int, int], outcome: RequestOutcome | None) -> dict[str, Any]:
         """The observation of a sequence that has ended.
@@ -347,11 +339,11 @@ class _Sequences:
         Args:
             outcome: None: its times are not known.
         """
-        engine, origin = self._engines[key[0]], self._origins.pop(key, _Origin(None))
-        course, end = self._courses.pop(key, _Course()), self._ends.pop(key, None)
+        engine, sequence = self._engines[key[0]], self._open.pop(key, _Sequence())
+        end = sequence.end
         failure = end.reason.value if end is not None and end.reason in _FAILURES else None
         row: dict[str, Any] = {
-            "request_id": origin.request_id,
+            "request_id": sequence.request_id,
             "index": key[1] if self._trace.header.is_simulated else None,
             "model": engine.name,
             "artifact": engine.fingerprint or None,
@@ -362,46 +354,46 @@ class _Sequences:
             "accelerator": engine.environment.get("device"),
             "replica_id": engine.key,
             "scheduler": engine.config.order,
-            "segment": origin.segment or None,
-            "prompt_digest": origin.prompt.hex() or None,
-            "params_digest": origin.parameters.hex() or None,
-            "seed": None if origin.seed is None else _signed(origin.seed),
-            "prompt_tokens": origin.num_prompt_tokens,
+            "segment": sequence.segment or None,
+            "prompt_digest": sequence.prompt.hex() or None,
+            "params_digest": sequence.parameters.hex() or None,
+            "seed": None if sequence.seed is None else _signed(sequence.seed),
+            "prompt_tokens": sequence.num_prompt_tokens,
             "output_tokens": None if end is None else end.num_tokens,
             "ok": failure is None,
             "error": failure,
         }
         is_whole = end is None or end.reason in (FinishReason.STOP, FinishReason.LENGTH)
         if end is not None and is_whole:
-            row |= self._material(course, end)
+            row |= self._material(sequence, end)
         if outcome is None:
             self._num_untimed += 1
             return row
         row |= {
             "output_tokens": outcome.num_output_tokens,
             "ts": outcome.arrival_ps / _PS_PER_S,
-            "queue_depth": course.num_waiting,
-            "kv_used": course.num_held_blocks,
-            "kv_total": course.num_blocks,
+            "queue_depth": sequence.num_waiting,
+            "kv_used": sequence.num_held_blocks,
+            "kv_total": sequence.num_blocks,
         }
-        return row | (_times(outcome, course) if is_whole else {})
+        return row | (_times(outcome, sequence) if is_whole else {})
 
-    def _material(self, course: _Course, end: OutputDigest) -> dict[str, Any]:
+    def _material(self, sequence: _Sequence, end: OutputDigest) -> dict[str, Any]:
         """Output material of an answer that nobody cut short."""
         found: dict[str, Any] = {}
         if self._sameness is Sameness.DIGESTS:
             found["fingerprint"] = end.output.hex()
-        if self._has_tokens and 0 < end.num_tokens == len(course.tokens):
-            found["token_ids"] = course.tokens
+        if self._has_tokens and 0 < end.num_tokens == len(sequence.tokens):
+            found["token_ids"] = sequence.tokens
         return found
 
 
-def _times(outcome: RequestOutcome, course: _Course) -> dict[str, Any]:
+def _times(outcome: RequestOutcome, sequence: _Sequence) -> dict[str, Any]:
     """Times of an answer that nobody cut short."""
     times = outcome.in_ps
     found: dict[str, Any] = {"latency_ms": times.e2e / PS_PER_MS}
     if outcome.first_token_ps >= 0:
-        found |= {"ttft_ms": times.ttft / PS_PER_MS, "token_latencies_ms": course.gaps_ms}
+        found |= {"ttft_ms": times.ttft / PS_PER_MS, "token_latencies_ms": sequence.gaps_ms}
     return found
 
 
