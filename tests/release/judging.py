@@ -44,6 +44,19 @@ def written(path: Path, observations: Iterable[Row]) -> Path:
     return path
 
 
+def pair_line(index: int, *, differs: bool = False) -> str:
+    """A pair a line; the candidate says something else where it differs."""
+    sides = {
+        side: {
+            "ts": float(index),
+            "latency_ms": 10.0 + index % 3,
+            "token_ids": [index, int(differs and side != "baseline")],
+        }
+        for side in ("baseline", "candidate")
+    }
+    return json.dumps({"request_id": f"r{index}", **sides}) + "\n"
+
+
 class _Last:
     """Evidence that was gathered last: many tests judge one by several policies, and gathering is what takes long."""
 

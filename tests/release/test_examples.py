@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import yaml
 
 from lockstep.cli.main import invoke
 
@@ -87,20 +85,3 @@ def test_every_output_tells_the_same_decision(
     suite = ElementTree.parse(junit).getroot()
     assert suite.get("failures") == str(1 + len(verdict["signals"]))
     assert {case.get("name") for case in suite} == {"decision", *names_of(verdict)}
-
-
-@pytest.mark.parametrize("path", sorted((EXAMPLES / "gate").glob("*.yaml")), ids=lambda path: path.stem)
-def test_examples_for_pipelines_are_yaml(path: Path) -> None:
-    assert all(isinstance(document, dict) for document in yaml.safe_load_all(path.read_text()))
-
-
-def test_every_flag_of_the_workflow_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    steps = yaml.safe_load((EXAMPLES / "gate" / "github-actions.yaml").read_text())["jobs"]["gate"]["steps"]
-    script = "\n".join(step.get("run", "") for step in steps).replace("\\\n", " ")
-    commands = re.findall(r"bin/lockstep (gate|serve|bench serve) (.*)", script)
-    assert {verb for verb, _ in commands} == {"gate", "serve", "bench serve"}
-    for verb, arguments in commands:
-        assert invoke([*verb.split(), "--help"]) == 0
-        text = capsys.readouterr().out
-        for flag in re.findall(r"--[a-z-]+", arguments):
-            assert re.search(rf"{flag}[ ,\n]", text), f"lockstep {verb} has no {flag}"

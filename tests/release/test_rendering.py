@@ -81,6 +81,16 @@ def test_what_is_outside_is_said_with_its_place_its_owner_and_what_to_do(
     assert f"{PAIRS} pairs, {PAIRS} of them answered by both sides; answers: {PAIRS} same" in lines
 
 
+def test_where_only_times_are_outside_it_is_said_that_they_may_be_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(pairs(tmp_path / "pairs.jsonl"))
+    assert invoke(["gate", path]) == 2
+    assert "Note: only times are outside" in capsys.readouterr().out
+    assert invoke(["gate", path, "--set", "min_pairs=1000"]) == 2
+    assert "only times are outside" not in capsys.readouterr().out
+
+
 def test_ids_of_requests_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = pairs(tmp_path / "pairs.jsonl")
     path.write_text(path.read_text().replace('"token_ids": [7]', '"token_ids": [8]', 1))

@@ -38,7 +38,8 @@ _OPEN_PATHS = ("/healthz", "/health/ready")
 _HOOKS = "/flagger/"
 MAX_HOOK_BYTES = 1 << 16
 _NOT_YET = 412
-"""What Flagger takes for no."""
+"""Flagger takes it for no. Argo counts it as a measurement that did not come about, which it takes again; measurements
+that are inconclusive it counts, and a metric that has reached its count is successful."""
 
 
 class Follower:
@@ -190,22 +191,15 @@ def app_of(gate: LiveGate, host: str, api_keys: Sequence[str] = ()) -> ASGIApp:
         age = {"Age": str(standing.age_s)}
         return Response(to_json(standing.verdict), media_type="application/json", headers=age)
 
-    async def argo(_: Request) -> Response:
-        standing = gate.standing
-        body = {each.value: standing.decision is each for each in Decision}
-        pairs = standing.verdict.summary.pairs if standing.verdict is not None else 0
-        more = {"pairs": pairs, "age_s": standing.age_s, "reason": standing.reason}
-        return JSONResponse({"decision": standing.decision.value, **body, **more})
-
     async def ready(_: Request) -> Response:
-        is_ready = gate.standing.verdict is not None
-        return PlainTextResponse("ready\n" if is_ready else "no verdict\n", 200 if is_ready else 503)
+        return PlainTextResponse(*(("no verdict\n", 503) if gate.standing.verdict is None else ("ready\n", 200)))
 
     def hook(is_yes: Callable[[Decision], bool]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(_: Request) -> Response:
-            decision = gate.standing.decision
-            body = {"decision": decision.value, "reason": gate.standing.reason}
-            return JSONResponse(body, 200 if is_yes(decision) else _NOT_YET)
+            standing = gate.standing
+            pairs = standing.verdict.summary.pairs if standing.verdict is not None else 0
+            body = {"decision": standing.decision, "pairs": pairs, "age_s": standing.age_s, "reason": standing.reason}
+            return JSONResponse(body, 200 if is_yes(standing.decision) else _NOT_YET)
 
         return answer
 
@@ -223,7 +217,7 @@ def app_of(gate: LiveGate, host: str, api_keys: Sequence[str] = ()) -> ASGIApp:
         Route("/healthz", lambda _: PlainTextResponse("ok\n")),
         Route("/health/ready", ready),
         Route("/v1/verdict", verdict),
-        Route("/argo", argo),
+        Route("/argo", hook(lambda each: each is not Decision.HOLD)),
         Route("/flagger/confirm-promotion", hook(lambda each: each is Decision.PROMOTE), methods=["POST"]),
         Route("/flagger/rollback", hook(lambda each: each is Decision.ROLLBACK), methods=["POST"]),
         Route("/flagger/rollout", hook(lambda each: each is not Decision.ROLLBACK), methods=["POST"]),

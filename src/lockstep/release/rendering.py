@@ -36,6 +36,7 @@ FIGURE_WORDS = {
     "queue_depth_p95": ("p95 queue depth", ""),
 }
 ANSWERS = ("same", "tolerated", "differing", "incomparable")
+TIMES = ("latency", "ttft", "decode")
 MAX_SEGMENT_ROWS = 50
 SERIES_STATES = ("outside", "undecided", "no-evidence", "within")
 
@@ -62,8 +63,18 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
     return Document(
         title=f"{verdict.decision.value}: {verdict.reason}",
         sections=sections,
-        notes=verdict.notes,
+        notes=(*verdict.notes, *_advice(verdict)),
     )
+
+
+def _advice(verdict: Verdict) -> Iterator[str]:
+    is_time_alone = verdict.signals and all(each.name in TIMES for each in verdict.signals)
+    if is_time_alone and verdict.policy["mode"] == "threshold":
+        yield (
+            "only times are outside, and on a machine that others use two runs of one server may differ as much: judge "
+            "the baseline against itself, bear what differs there (max_ttft_p95_ratio and its like), or judge more "
+            "pairs with mode=sequential"
+        )
 
 
 def _item(item: Triage) -> Finding:
@@ -205,20 +216,18 @@ def _sides(verdict: Verdict) -> Table | Paragraph:
 
 def to_junit(verdict: Verdict) -> bytes:
     """A test suite with a case per signal that is outside policy, and one for the decision."""
-    failures = [each for each in verdict.signals if each.response is not Decision.PROMOTE]
-    suite = ElementTree.Element("testsuite", name="lockstep gate", tests=str(len(failures) + 1))
-    suite.set("failures", str(len(failures) + (verdict.decision is not Decision.PROMOTE)))
+    suite = ElementTree.Element("testsuite", name="lockstep gate", tests=str(len(verdict.signals) + 1), errors="0")
+    suite.set("failures", str(len(verdict.signals) + (verdict.decision is not Decision.PROMOTE)))
     case = ElementTree.SubElement(suite, "testcase", classname="gate", name="decision")
     if verdict.decision is not Decision.PROMOTE:
         ElementTree.SubElement(case, "failure", type=verdict.decision.value, message=_plain(verdict.reason))
-    for each in failures:
-        name = f"{each.name}{_where(each.segment)}"
-        case = ElementTree.SubElement(suite, "testcase", classname="gate.signals", name=_plain(name))
+    for each in verdict.signals:
+        name = _plain(f"{each.name}{_where(each.segment)}")
+        case = ElementTree.SubElement(suite, "testcase", classname="gate.signals", name=name)
         failure = ElementTree.SubElement(case, "failure", type=each.response.value, message=_plain(each.sentence))
         failure.text = _plain(", ".join(each.examples))
     ElementTree.indent(suite)
-    text = ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
-    return f"{text}\n".encode()
+    return f"{ElementTree.tostring(suite, encoding='unicode', xml_declaration=True)}\n".encode()
 
 
 def _plain(text: str) -> str:
