@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lockstep.release import gaps
+from lockstep.release import facts, gaps
 from lockstep.release.evidence import gather
 from lockstep.release.gaps import EVERYTHING
 from lockstep.release.statistics import nearest_rank
@@ -56,12 +56,15 @@ def found_in(path: Path) -> dict[int, tuple[float, float]]:
         return dict(gather(store).decode_p95)
 
 
-@pytest.mark.parametrize("most_sorted", [10, 300, 3000, 10**9])
+@pytest.mark.parametrize(
+    ("most_sorted", "num_drawn"), [(10, 400), (300, 400), (3000, 400), (10**9, 400), (10**9, 30), (300, 30), (10**9, 1)]
+)
 def test_percentiles_are_exact_however_few_gaps_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_sorted: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_sorted: int, num_drawn: int
 ) -> None:
     baseline, candidate = sides(400, 3)
     monkeypatch.setattr(gaps, "MAX_SORTED", most_sorted)
+    monkeypatch.setattr(facts, "NUM_DRAWN", num_drawn)
     assert found_in(pair_file(tmp_path / "input.json", baseline, candidate)) == expected(baseline, candidate)
 
 

@@ -181,11 +181,14 @@ def _judge(
     second: Path | None = None,
     gate_input: Path | None = None,
 ) -> int:
-    from lockstep.release.curves import plots_of
-
     check_places((*reports.places(), (gate_input, _GATE_INPUT)), (*paths, policy.policy, policy.owners, second))
     verdict, rules, evidence = judge_files(paths, policy, second, gate_input)
-    _write(verdict, plots_of(rules, evidence, verdict.series) if reports.html is not None else (), reports)
+    plots: Sequence[Plots] = ()
+    if reports.html is not None:
+        from lockstep.release.curves import plots_of
+
+        plots = plots_of(rules, evidence, verdict.series)
+    _write(verdict, plots, reports)
     _show(verdict, as_json)
     return verdict.decision.exit_code
 
@@ -215,7 +218,6 @@ def judge_files(
         EvidenceError: the files, the policy or the owners cannot be read.
         UsageError: a second baseline without a file of the first.
     """
-    from lockstep.release.decisions import with_decisions
     from lockstep.release.evidence import gather
     from lockstep.release.gate import SecondBaseline, judge
     from lockstep.release.mirroring import write_gate_input
@@ -238,6 +240,8 @@ def judge_files(
             make_folder(gate_input, _GATE_INPUT)
             write_gate_input(store, gate_input, given)
     if recorded is not None:
+        from lockstep.release.decisions import with_decisions
+
         verdict = with_decisions(verdict, recorded.decisions(), recorded.notes)
     return Judged(verdict, rules, evidence)
 

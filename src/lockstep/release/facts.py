@@ -9,7 +9,7 @@ from __future__ import annotations
 from lockstep.errors import EvidenceError
 from lockstep.release.joining import NAME, OK
 from lockstep.release.observation import Reason, Side
-from lockstep.release.store import Store, quoted
+from lockstep.release.store import Store
 
 LABELS = (
     "model",
@@ -62,7 +62,9 @@ def _hash(*fields: str, as_: str = "") -> str:
     return f"CASE WHEN {name} IS NOT NULL THEN hash({name}) END AS {as_ or name}"
 
 
-_VIEWS = f"""
+NUM_DRAWN = 30_000
+"""Observations, drawn by their numbers, whose gaps stand beside their facts, too."""
+_WITH_EVENTS = f"""
 CREATE VIEW timed_{{side}} AS
   SELECT *, {_EVENTS} AS events,
     coalesce(len(list_distinct(list_transform(stream_events, lambda e: e.index))) < len(stream_events), false)
@@ -78,9 +80,17 @@ CREATE VIEW observed_{{side}} AS
     coalesce(token_latencies_ms, CASE WHEN NOT (doubled OR falling) THEN
       list_transform(range(2, len(events) + 1), lambda i: events[i].elapsed_ms - events[i - 1].elapsed_ms) END) AS gaps,
     coalesce(ttft_ms, CASE WHEN NOT (doubled OR falling) THEN events[1].elapsed_ms END) AS first_ms
-  FROM timed_{{side}};
-CREATE TABLE labels_{{side}} AS SELECT DISTINCT {_hash(*LABELS)} AS label, {", ".join(LABELS)} FROM {{side}}
+  FROM timed_{{side}}
 """
+_WITHOUT_EVENTS = """
+CREATE VIEW observed_{side} AS
+  SELECT *, token_ids AS tokens, token_latencies_ms AS gaps, ttft_ms AS first_ms, false AS doubled, false AS falling
+  FROM {side}
+"""
+"""Lists are copied where one may stand for another."""
+_LABELLED = (
+    f"CREATE TABLE labels_{{side}} AS SELECT DISTINCT {_hash(*LABELS)} AS label, {', '.join(LABELS)} FROM {{side}}"
+)
 _COLUMNS = f"""
 row, ts, {OK} AS ok, {_hash(*LABELS)} AS label, seed,
 {_hash("prompt_digest")}, {_hash("params_digest")}, {_hash("environment")},
@@ -107,11 +117,16 @@ def compute_facts(store: Store, side: Side) -> None:
     Raises:
         EvidenceError: a number is none, less than nothing, or of another unit than its neighbours.
     """
-    store.run(_VIEWS.format(side=side))
-    place = quoted(str(store.folder / f"facts-{side}.parquet"))
-    rows = f"SELECT {_COLUMNS} FROM observed_{side}"
-    store.run(f"COPY (SELECT * EXCLUDE (gaps_hash, names), hash({_DIGESTED}) AS digest FROM ({rows})) TO {place}")
-    store.run(f"CREATE VIEW facts_{side} AS SELECT * FROM read_parquet({place})")
+    has_events = store.rows(f"SELECT 1 FROM {side} WHERE stream_events IS NOT NULL LIMIT 1")
+    store.run((_WITH_EVENTS if has_events else _WITHOUT_EVENTS).format(side=side))
+    store.run(_LABELLED.format(side=side))
+    one_in = max(1, store.number(f"SELECT count(*) FROM {side}") // NUM_DRAWN)
+    drawn = f"CASE WHEN hash(row) % {one_in} = 0 THEN gaps END AS drawn"
+    rows = f"SELECT {_COLUMNS}, {drawn} FROM observed_{side}"
+    facts = store.save(
+        f"SELECT * EXCLUDE (gaps_hash, names), hash({_DIGESTED}) AS digest FROM ({rows})", f"facts-{side}"
+    )
+    store.run(f"CREATE VIEW facts_{side} AS SELECT * EXCLUDE (file_row_number) FROM {facts}")
     faults = store.number(f"SELECT coalesce(bit_or(faults), 0) FROM facts_{side}")
     for bit, (name, condition, right) in enumerate(_RULES):
         if faults >> bit & 1:

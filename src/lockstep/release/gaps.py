@@ -1,7 +1,7 @@
 """95th percentiles of gaps between tokens, pooled over all answers of a side: exact, in bounded memory.
 
-There are many times more gaps than answers. Where they are too many to be sorted, those of a few answers, drawn by
-their digests, tell between which two values the percentile must be; one pass over all of them then counts what is above
+There are many times more gaps than answers. Where they are too many to be sorted, those that stand beside the facts of
+a few answers tell between which two values the percentile must be; one pass over all of them then counts what is above
 and keeps what is between. If the percentile is not there after all, the two values are moved apart.
 """
 
@@ -35,6 +35,9 @@ class _Bracket(NamedTuple):
     high: float
 
 
+_NOTHING = _Bracket(math.inf, -math.inf)
+
+
 def pooled_p95(store: Store) -> dict[int, tuple[float, float]]:
     """95th percentiles of both sides over healthy pairs, by segment, and of `EVERYTHING`; NaN: there are no gaps."""
     store.run(
@@ -56,11 +59,14 @@ def _p95_of(store: Store, side: Side) -> dict[int, float]:
         return {}
     total = sum(counts.values())
     one_in = max(1, total // MAX_SORTED)
-    drawn = store.columns(f"SELECT segment, unnest(gaps) AS gap FROM {_gaps(side)} WHERE digest % {one_in} = 0")
+    drawn = store.columns(
+        f"SELECT segment, unnest(drawn) AS gap FROM healthy JOIN (SELECT row AS {side[0]}, drawn FROM facts_{side}"
+        f" WHERE drawn IS NOT NULL) USING ({side[0]}) WHERE digest % {one_in} = 0"
+    )
     samples = {each: drawn["gap"][drawn["segment"] == each] for each in counts if each >= 0}
     samples[EVERYTHING] = drawn["gap"]
     counts = {each: count for each, count in counts.items() if each >= 0} | {EVERYTHING: total}
-    if one_in == 1:
+    if len(drawn["gap"]) == total:
         return {each: nearest_rank(sample, P95) for each, sample in samples.items()}
     results: dict[int, float] = {}
     near = _NEAR
@@ -69,10 +75,6 @@ def _p95_of(store: Store, side: Side) -> dict[int, float]:
         results |= _within(store, side, brackets, counts)
         near *= 8
     return results
-
-
-def _gaps(side: Side) -> str:
-    return f"healthy JOIN (SELECT row AS {side[0]}, gaps FROM observed_{side}) USING ({side[0]})"
 
 
 def _bracket(sample: NDArray[np.float64], near: float) -> _Bracket:
@@ -87,30 +89,29 @@ def _bracket(sample: NDArray[np.float64], near: float) -> _Bracket:
 
 def _within(store: Store, side: Side, brackets: Mapping[int, _Bracket], counts: Mapping[int, int]) -> dict[int, float]:
     """Percentiles of those whose brackets hold them."""
+    of_all = brackets.get(EVERYTHING, _NOTHING)
+    lowest = min(bracket.low for bracket in brackets.values())
     store.run("CREATE OR REPLACE TABLE brackets (segment INTEGER, low DOUBLE, high DOUBLE)")
-    store.insert("brackets", [(segment, *bracket) for segment, bracket in brackets.items() if segment >= 0])
-    low, high = brackets.get(EVERYTHING, _Bracket(math.inf, math.inf))
-    found = store.columns(
-        "SELECT segment, count(*) FILTER (gap > high) AS num_above,"
-        " coalesce(list(gap) FILTER (gap BETWEEN low AND high), []) AS gaps,"
-        f" count(*) FILTER (gap > {_number(high)}) AS all_above,"
-        f" coalesce(list(gap) FILTER (gap BETWEEN {_number(low)} AND {_number(high)}), []) AS all_gaps"
-        " FROM (SELECT segment, coalesce(low, 'inf') AS low, coalesce(high, 'inf') AS high, unnest(gaps) AS gap"
-        f" FROM {_gaps(side)} LEFT JOIN brackets USING (segment))"
-        f" WHERE gap >= least(low, {_number(low)}) GROUP BY segment ORDER BY segment"
+    store.insert("brackets", [(each, *brackets.get(each, _NOTHING)) for each in sorted(counts)])
+    store.run(  # all gaps are looked at here, and those that are far below left out
+        "CREATE OR REPLACE TABLE near AS SELECT segment, gap FROM (SELECT segment, unnest(gaps) AS gap FROM healthy"
+        f" JOIN (SELECT row AS {side[0]}, gaps FROM observed_{side}) USING ({side[0]})) WHERE gap >= {_number(lowest)}"
     )
-    values = {
-        int(segment): (int(above), np.asarray(gaps, np.float64))
-        for segment, above, gaps in zip(found["segment"], found["num_above"], found["gaps"], strict=True)
-    }
-    values[EVERYTHING] = (
-        int(found["all_above"].sum()),
-        np.concatenate([np.asarray(gaps, np.float64) for gaps in found["all_gaps"]] or [np.empty(0)]),
+    above = store.columns(
+        f"SELECT segment, count(*) FILTER (gap > high) AS num, count(*) FILTER (gap > {_number(of_all.high)}) AS of_all"
+        " FROM near JOIN brackets USING (segment) GROUP BY segment"
+    )
+    num_above = {int(each): int(num) for each, num in zip(above["segment"], above["num"], strict=True)}
+    num_above[EVERYTHING] = int(above["of_all"].sum())
+    between = store.columns(
+        "SELECT segment, gap FROM near JOIN brackets USING (segment) WHERE gap BETWEEN low AND high"
+        f" OR gap BETWEEN {_number(of_all.low)} AND {_number(of_all.high)}"
     )
     results = {}
-    for each in brackets.keys() & values.keys():
-        num_above, gaps = values[each]
-        place = max(1, math.ceil(P95 * counts[each] - 1e-9)) - 1 - (counts[each] - num_above - len(gaps))
+    for each, (low, high) in brackets.items():
+        gaps = between["gap"] if each == EVERYTHING else between["gap"][between["segment"] == each]
+        gaps = gaps[(gaps >= low) & (gaps <= high)]
+        place = max(1, math.ceil(P95 * counts[each] - 1e-9)) - 1 - (counts[each] - num_above.get(each, 0) - len(gaps))
         if 0 <= place < len(gaps):
             results[each] = float(np.partition(gaps, place)[place])
     return results

@@ -301,18 +301,15 @@ def _unread(content: Content, *records: Members) -> tuple[str, ...]:
 
 def _keep(store: Store, records: _Records, name: str, fields: Mapping[str, str], found: Format = OWN) -> str:
     """Write the fields of records into a file that can be read again and again, column by column; SQL of its table."""
-    import duckdb
-
     rows = records.table() if found.table == FILE else found.table.replace(FILE, records.table())
     condition = f" WHERE {found.where}" if found.where else ""
     types = {field.name: f"::{field.type}" for field in FIELDS}
     listed_ = ", ".join(f'({text}){types.get(field, "")} AS "{field}"' for field, text in fields.items())
-    place = quoted(str(store.folder / f"{name}.parquet"))
     try:
-        store.connection.execute(f"COPY (SELECT {listed_} FROM {rows}{condition}) TO {place} (FORMAT parquet)")
-    except duckdb.Error as error:
-        raise EvidenceError(f"{records.content.given}: {_fault(store, records, fields, rows, error)}") from None
-    return f"read_parquet({place}, file_row_number = true)"
+        return store.save(f"SELECT {listed_} FROM {rows}{condition}", name)
+    except EvidenceError as error:
+        told = _fault(store, records, fields, rows, error.__cause__ or error)
+        raise EvidenceError(f"{records.content.given}: {told}") from None
 
 
 def _view(
@@ -372,7 +369,7 @@ def _check_types(store: Store, records: _Records) -> None:
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def _fault(store: Store, records: _Records, fields: Mapping[str, str], rows: str, error: Exception) -> str:
+def _fault(store: Store, records: _Records, fields: Mapping[str, str], rows: str, error: BaseException) -> str:
     """DuckDB's message, with the name of the member or the field that it is about."""
     import duckdb
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MEMORY_LIMIT = "500MB"
 """Of DuckDB; what needs more goes to its folder."""
+ROWS_AT_ONCE = 20_480
+"""Rows of a file that are in memory together, for each thread: more of them would be moved to disk and back."""
 MAX_MESSAGE_CHARS = 400
 _ADVICE = ("LINE ", "Try ", "Possible ", "Column ", "See ", "This type", "*")
 """Beginnings of the lines that DuckDB has below its message."""
@@ -46,6 +48,12 @@ class Store:
         """Run a query, or several."""
         with self._telling():
             self.connection.execute(query)
+
+    def save(self, query: str, name: str) -> str:
+        """Write the rows of a query to a file of the folder, column by column; SQL of the table that it is."""
+        place = quoted(str(self.folder / f"{name}.parquet"))
+        self.run(f"COPY ({query}) TO {place} (FORMAT parquet, ROW_GROUP_SIZE {ROWS_AT_ONCE})")
+        return f"read_parquet({place}, file_row_number = true)"
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """All rows of a query."""
@@ -84,10 +92,10 @@ class Store:
             yield
         except duckdb.Error as error:
             names = " and ".join(dict.fromkeys(str(path) for path in self.paths.values()))
-            raise EvidenceError(f"{names or 'input'}: {sentence_of(error)}") from None
+            raise EvidenceError(f"{names or 'input'}: {sentence_of(error)}") from error
 
 
-def sentence_of(error: Exception, names: Mapping[Path, Path] | None = None) -> str:
+def sentence_of(error: BaseException, names: Mapping[Path, Path] | None = None) -> str:
     """DuckDB's message in one line, without its kind, its advice about DuckDB and the query.
 
     Args:
