@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, records: list[Any], side: 
     [
         ("request_id,latency_ms\na,1\nb\n", "Expected Number of Columns: 2"),
         ('request_id,latency_ms\na,"1\n', "not whole|unterminated|quote"),
-        ("name,size\na,1\n", r"none of its columns \(name and size\) is a field of an observation"),
+        ("name,size\na,1\n", "begins with 'name,size', which as a CSV's head names no field"),
         ("request_id,latency_ms\n", "no observation in it"),
         ('{"baseline": [], "candidate": []}', "no observation in it"),
         ('{"pairs": []}', "no observation in it"),

@@ -6,6 +6,7 @@ Exit codes: 0 promote, 1 rollback, 2 hold; 3 where there is no verdict, whatever
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -182,6 +183,7 @@ def _judge(
     gate_input: Path | None = None,
 ) -> int:
     check_places((*reports.places(), (gate_input, _GATE_INPUT)), (*paths, policy.policy, policy.owners, second))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # files of gigabytes go with this process
     verdict, rules, evidence = judge_files(paths, policy, second, gate_input)
     plots: Sequence[Plots] = ()
     if reports.html is not None:
@@ -319,7 +321,7 @@ def _write(verdict: Verdict, plots: Sequence[Plots], reports: ReportFlags) -> No
         from lockstep.report.text import to_markdown
 
         markdown = Path(place)
-        before = markdown.read_bytes() if markdown.exists() else b""
+        before = markdown.read_bytes() if markdown.is_file() else b""
         write_file(markdown, before + to_markdown(document_of(verdict)).encode(), "the report")
     if reports.html is not None:
         from lockstep.report.page import to_html

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
@@ -187,11 +188,11 @@ def invoke(argv: list[str]) -> int:
     except LockstepError as error:
         return _fail(str(error), argv)
     except (KeyboardInterrupt, typer.Abort):
-        return EXIT_INTERRUPTED
+        return _exit_code(argv, EXIT_INTERRUPTED)
     except SystemExit as error:  # typer's own way to end when the reader of our output went away
         if not isinstance(error.__context__, BrokenPipeError):
             raise
-        return 0
+        return _exit_code(argv, 0)
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:
             _forget_output()
@@ -223,7 +224,12 @@ def _defect(error: Exception, argv: list[str]) -> int:
 def _fail(message: str, argv: list[str]) -> int:
     if "--debug" in argv:
         traceback.print_exc()
-    line = " ".join(message.split())
-    print(f"lockstep: error: {line}", file=sys.stderr)
+    with suppress(BrokenPipeError):  # the exit code tells it, too
+        print(f"lockstep: error: {' '.join(message.split())}", file=sys.stderr)
+    return _exit_code(argv, EXIT_ERROR)
+
+
+def _exit_code(argv: list[str], of_others: int) -> int:
+    """The exit code of a command that was not ended by itself, unless its verb's exit codes are verdicts."""
     verb = next((argument for argument in argv if not argument.startswith("-")), "")
-    return EXIT_NO_VERDICT if verb in VERDICT_VERBS else EXIT_ERROR
+    return EXIT_NO_VERDICT if verb in VERDICT_VERBS else of_others

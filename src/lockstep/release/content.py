@@ -19,7 +19,7 @@ import msgspec
 import zstandard
 
 from lockstep.errors import EvidenceError
-from lockstep.release.store import sentence_of
+from lockstep.release.observation import NAMES
 
 Members = Mapping[str, Any]
 """Of a JSON object; those of a document are `msgspec.Raw`."""
@@ -31,6 +31,8 @@ MAX_UNPACKED_BYTES = 64 << 30
 """Of a compressed file."""
 MAX_LOOKED_AT = 1000
 """Lines in which the first record is looked for: logs begin with other lines."""
+MAX_SHOWN_BYTES = 60
+"""Of a first line that nothing can be made of."""
 _CHUNK_BYTES = 1 << 20
 _ZSTD_CHUNK_BYTES = 4 << 10
 """A few bytes may unpack to 30,000 times as many, and all of them are in memory."""
@@ -49,7 +51,7 @@ class Content:
     """A name without anything that DuckDB takes for a pattern; what was compressed is unpacked there."""
     kind: Literal["lines", "document", "list", "csv", "parquet"]
     records: tuple[Members, ...]
-    """The first records of lines, the first one of a list, the members of a document, or types by column."""
+    """The first records of lines, the first one of a list, the members of a document, or the columns of a CSV."""
     fault: str = ""
     """Why its first line is no record: it may be a log."""
 
@@ -74,7 +76,7 @@ def content_of(path: Path, plain: Path) -> Content:
     if magic.startswith(_ZIP):
         raise EvidenceError(f"{path}: a zip archive; unpack it, gz and zst are read as they are")
     if magic.startswith(_PARQUET):
-        return Content(path, plain, "parquet", (_parquet_columns(plain, path),))
+        return Content(path, plain, "parquet", ())
     try:
         with plain.open("rb") as file:
             return _content_of_text(file, path, plain)
@@ -84,6 +86,10 @@ def content_of(path: Path, plain: Path) -> Content:
 
 def _magic(path: Path, given: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise EvidenceError(
+                f"{given}: a pipe, device or folder; write what it holds to a file, which is read twice"
+            )
         with path.open("rb") as file:
             magic = file.read(8)
     except OSError as error:
@@ -233,19 +239,14 @@ def _place_of_constant(value: Any) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _parquet_columns(plain: Path, path: Path) -> dict[str, str]:
-    import duckdb
-
-    try:
-        described = duckdb.execute("DESCRIBE SELECT * FROM read_parquet(?)", [str(plain)]).fetchall()
-    except duckdb.Error as error:
-        raise EvidenceError(f"{path}: not whole, or damaged: {sentence_of(error, {plain: path})}") from None
-    return {name: kind for name, kind, *_ in described}
-
-
 def _csv_columns(line: bytes, path: Path) -> dict[str, str]:
     try:
         names = next(csv.reader([line.decode("utf-8").rstrip("\r\n")], strict=True))
     except (UnicodeDecodeError, csv.Error, StopIteration):
-        raise EvidenceError(f"{path}: neither JSON, CSV nor Parquet, also not gz or zst of one of them") from None
+        names = []
+    if not set(names) & set(NAMES):
+        begins = line[:MAX_SHOWN_BYTES].decode("ascii", "replace").strip()
+        found = f", and begins with {begins!r}, which as a CSV's head names no field of an observation"
+        told = found if begins.isprintable() else ""
+        raise EvidenceError(f"{path}: neither JSON, CSV nor Parquet, nor gz or zst of one of them{told}")
     return dict.fromkeys(names, "VARCHAR")

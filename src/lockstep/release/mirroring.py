@@ -36,15 +36,18 @@ def write_gate_input(store: Store, path: Path, policy: Mapping[str, Any] | None 
     else:
         begin = b"{" + b"".join(each + b",\n " for each in head) + b'"pairs": [\n'
     num_bytes = 0
-    with path.open("wb") as file:
-        for number, line in enumerate(_lines(store)):
-            num_bytes += file.write((between if number else begin) + line.encode())
-            if not is_lines and num_bytes > MAX_DOCUMENT_BYTES - len(end):
-                raise EvidenceError(
-                    f"{path}: more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too large for one document; "
-                    f"give it a name that ends in {LINES_SUFFIX}"
-                )
-        file.write(end)
+    try:
+        with path.open("wb") as file:
+            for number, line in enumerate(_lines(store)):
+                num_bytes += file.write((between if number else begin) + line.encode())
+                if not is_lines and num_bytes > MAX_DOCUMENT_BYTES - len(end):
+                    raise EvidenceError(
+                        f"{path}: more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too large for one document; "
+                        f"give it a name that ends in {LINES_SUFFIX}"
+                    )
+            file.write(end)
+    except OSError as error:
+        raise EvidenceError(f"{path}: the gate's input cannot be written there: {error.strerror}") from None
 
 
 def _lines(store: Store) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ def read(store: Store, path: Path, side: Side | None) -> tuple[Source, dict[str,
     sides = SIDES if side is None else (side,)
     store.paths |= dict.fromkeys(sides, path)
     content = content_of(path, store.folder / f"input-{side or 'both'}")
+    if content.kind == "parquet":
+        content = replace(content, records=(_parquet_types(store, content),))
     is_table = content.kind in ("csv", "parquet")
     policy = None if is_table else _policy(content)
     first = next((each for each in content.records if each.keys() - {"policy"}), {})
@@ -253,11 +255,17 @@ def _own_table(content: Content) -> Format:
     """Our own format, if a table has fields of an observation."""
     names = list(content.records[0])
     if not set(names) & set(NAMES):
-        raise EvidenceError(
-            f"{content.given}: taken for {content.kind.upper()}, and none of its columns ({listed(names)}) is a field "
-            f"of an observation; those are {listed(NAMES)}"
-        )
+        found = f"none of its columns ({listed(names)}) is a field of an observation"
+        raise EvidenceError(f"{content.given}: {found}; those are {listed(NAMES)}")
     return OWN
+
+
+def _parquet_types(store: Store, content: Content) -> dict[str, str]:
+    query = f"DESCRIBE SELECT * FROM read_parquet({quoted(str(content.path))})"
+    if told := store.fault(query):
+        told = told.replace(str(content.path), str(content.given))
+        raise EvidenceError(f"{content.given}: not whole, or damaged: {told}")
+    return {name: kind for name, kind, *_ in store.rows(query)}
 
 
 def _first_record(content: Content, record: Members, found: Format) -> Any:
@@ -346,24 +354,18 @@ def _check_sides(
     [found] = store.rows(f"SELECT count(*), min(side) FROM {table} WHERE {wrong} side NOT IN ({known})")
     if found[0]:
         told = f"{found[0]:,} observations" + (f" say of their side {found[1]!r}" if found[1] else " have no side")
-        right = " or ".join(sides) if len(sides) > 1 else f"it is given as the {sides[0]}'s file"
+        advice = "" if found[1] else "; or give two files, one of each"
+        right = " or ".join(sides) + advice if len(sides) > 1 else f"it is given as the {sides[0]}'s file"
         raise EvidenceError(f"{content.given}: {told}; {right}")
 
 
 def _check_types(store: Store, records: _Records) -> None:
     """Refuse columns of a table that are of another kind than their fields: texts in place of numbers."""
-    import duckdb
-
     types = records.content.records[0]
     for name, kind in records.columns.items():
-        try:
-            if types[name].startswith("VARCHAR") and kind != "VARCHAR":
-                raise duckdb.ConversionException
-            store.connection.execute(f"SELECT CAST(CAST(NULL AS {types[name]}) AS {kind})")
-        except duckdb.Error:
-            raise EvidenceError(
-                f"{records.content.given}: {name} is {types[name]}; it has to be {_words(kind)}"
-            ) from None
+        is_text = types[name].startswith("VARCHAR") and kind != "VARCHAR"
+        if is_text or store.fault(f"SELECT CAST(CAST(NULL AS {types[name]}) AS {kind})"):
+            raise EvidenceError(f"{records.content.given}: {name} is {types[name]}; it has to be {_words(kind)}")
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -371,26 +373,18 @@ def _check_types(store: Store, records: _Records) -> None:
 
 def _fault(store: Store, records: _Records, fields: Mapping[str, str], rows: str, error: BaseException) -> str:
     """DuckDB's message, with the name of the member or the field that it is about."""
-    import duckdb
-
     told = sentence_of(error, {records.path: records.content.given, records.content.path: records.content.given})
     if "Malformed" in told:
         return f"not JSON, or not whole: {told}"
-    try:
-        anything = next(iter(records.columns))
-        store.connection.execute(f'SELECT count("{anything}") FROM {records.table({anything: "VARCHAR"})}')
-    except duckdb.Error:  # of no field: a record is none
-        return _value(told)
+    anything = next(iter(records.columns))
+    if store.fault(f'SELECT count("{anything}") FROM {records.table({anything: "VARCHAR"})}'):
+        return _value(told)  # of no field: a record is none
     for name, label, read_as, kind in _parts(records.columns):
-        try:
-            store.connection.execute(f'SELECT count("{name}") FROM {records.table({name: read_as})}')
-        except duckdb.Error as found:
-            return f"{label} has to be {_words(kind)}: {_value(sentence_of(found))}"
+        if found := store.fault(f'SELECT count("{name}") FROM {records.table({name: read_as})}'):
+            return f"{label} has to be {_words(kind)}: {_value(found)}"
     for field, text in fields.items():
-        try:
-            store.connection.execute(f"SELECT count({text}) FROM {rows}")
-        except duckdb.Error as found:
-            return f"{field} cannot be made of it: {sentence_of(found)}"
+        if found := store.fault(f"SELECT count({text}) FROM {rows}"):
+            return f"{field} cannot be made of it: {found}"
     return told
 
 

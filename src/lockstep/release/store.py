@@ -1,7 +1,7 @@
 """Store of observations: a DuckDB in memory, and a folder for what is larger than it.
 
-Extensions of DuckDB are never fetched. Whatever it cannot do with what it was given becomes one sentence that names the
-files.
+Extensions of DuckDB are never fetched, and nothing of the user's home is read. Whatever it cannot do with what it was
+given becomes one sentence that names the files.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ MEMORY_LIMIT = "500MB"
 """Of DuckDB; what needs more goes to its folder."""
 ROWS_AT_ONCE = 20_480
 """Rows of a file that are in memory together, for each thread: more of them would be moved to disk and back."""
+MAX_SPILLED = "64GB"
 MAX_MESSAGE_CHARS = 400
 _ADVICE = ("LINE ", "Try ", "Possible ", "Column ", "See ", "This type", "*")
 """Beginnings of the lines that DuckDB has below its message."""
+
+
+_INTERRUPTED = "Query interrupted"
+"""How DuckDB tells of Ctrl-C, in an error that says no more."""
 
 
 @dataclass(slots=True)
@@ -84,6 +89,14 @@ class Store:
             while chunk := result.fetchmany(size):
                 yield chunk
 
+    def fault(self, query: str) -> str:
+        """DuckDB's message on a query, in one line; empty: it can be run."""
+        try:
+            self.run(query)
+        except EvidenceError as error:
+            return sentence_of(error.__cause__ or error)
+        return ""
+
     @contextmanager
     def _telling(self) -> Iterator[None]:
         import duckdb
@@ -93,6 +106,10 @@ class Store:
         except duckdb.Error as error:
             names = " and ".join(dict.fromkeys(str(path) for path in self.paths.values()))
             raise EvidenceError(f"{names or 'input'}: {sentence_of(error)}") from error
+        except RuntimeError as error:
+            if str(error) == _INTERRUPTED:
+                raise KeyboardInterrupt from None
+            raise
 
 
 def sentence_of(error: BaseException, names: Mapping[Path, Path] | None = None) -> str:
@@ -122,12 +139,15 @@ def open_store() -> Iterator[Store]:
                 "autoload_known_extensions": "false",
                 "memory_limit": MEMORY_LIMIT,
                 "temp_directory": folder,
+                "max_temp_directory_size": MAX_SPILLED,
+                "allow_community_extensions": "false",
+                "allow_persistent_secrets": "false",
                 "preserve_insertion_order": "false",
                 "threads": str(os.cpu_count() or 1),
             }
         )
         try:
-            connection.execute("SET TimeZone = 'UTC'")
+            connection.execute("SET TimeZone = 'UTC'; SET lock_configuration = true")
             yield Store(connection, Path(folder))
         finally:
             connection.close()
