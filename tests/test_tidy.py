@@ -68,6 +68,7 @@ PURE_MAY_IMPORT_OF_US = {"errors"}
 
 # Native or internal interfaces that only one place may touch.
 CONFINED = {
+    "duckdb": "release/store.py",
     "huggingface_hub": "artifacts/hub",
     "llguidance": "executors/grammar",
     "openvino": "executors/openvino",

@@ -182,15 +182,12 @@ def _judge(
     second: Path | None = None,
     gate_input: Path | None = None,
 ) -> int:
+    from lockstep.release.curves import plots_of
+
     check_places((*reports.places(), (gate_input, _GATE_INPUT)), (*paths, policy.policy, policy.owners, second))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # files of gigabytes go with this process
     verdict, rules, evidence = judge_files(paths, policy, second, gate_input)
-    plots: Sequence[Plots] = ()
-    if reports.html is not None:
-        from lockstep.release.curves import plots_of
-
-        plots = plots_of(rules, evidence, verdict.series)
-    _write(verdict, plots, reports)
+    _write(verdict, plots_of(rules, evidence, verdict.series) if reports.html is not None else (), reports)
     _show(verdict, as_json)
     return verdict.decision.exit_code
 

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.errors import EvidenceError
 from lockstep.release.formats import Format
 
 Raw = msgspec.Raw
 OUTCOMES = ("successful", "errored", "incomplete")
 """Lists of requests in a benchmark of guidellm."""
+
+
+class DocumentError(Exception):
+    """Reason for which records cannot be cut out of a document."""
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> None:
@@ -28,12 +31,12 @@ def items_of(value: Raw | bytes, name: str) -> list[Raw]:
     """The entries of a list.
 
     Raises:
-        EvidenceError: it is none.
+        DocumentError: it is none.
     """
     try:
         return msgspec.json.decode(value, type=list[Raw])
     except msgspec.MsgspecError:
-        raise EvidenceError(f"{name} is no list") from None
+        raise DocumentError(f"{name} is no list") from None
 
 
 def one_line(value: Raw | bytes) -> bytes:
@@ -45,7 +48,7 @@ def lines_of(document: Mapping[str, Raw], found: Format) -> Iterator[bytes]:
     """The records of a format's document.
 
     Raises:
-        EvidenceError: its arrays are not aligned, or no arrays.
+        DocumentError: its arrays are not aligned, or no arrays.
     """
     if found.layout == "arrays":
         return _lines_of_arrays(document, found)
@@ -59,7 +62,7 @@ def _lines_of_arrays(document: Mapping[str, Raw], found: Format) -> Iterator[byt
     lengths = {found.arrays[column]: len(array) for column, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise EvidenceError(f"its arrays differ in length: {told}")
+        raise DocumentError(f"its arrays differ in length: {told}")
     shared = {name: document[name] for name in found.columns if name in document and name not in arrays}
     head = b"".join(b'"%s":%s,' % (name.encode(), one_line(value)) for name, value in shared.items())
     for place, values in enumerate(zip(*arrays.values(), strict=True)):
@@ -85,4 +88,4 @@ def _member(value: Raw, name: str, of: str) -> Raw:
     try:
         return msgspec.json.decode(value, type=dict[str, Raw])[name]
     except (msgspec.MsgspecError, KeyError):
-        raise EvidenceError(f"{of} has no {name}") from None
+        raise DocumentError(f"looks like guidellm's benchmarks.json, but {of} has no {name}") from None

@@ -68,10 +68,6 @@ class Joining:
     unjoined: tuple[Unjoined, ...]
     notes: tuple[str, ...] = ()
 
-    def num_unjoined(self, side: Side) -> int:
-        """Records of a side without a partner."""
-        return sum(each.count for each in self.unjoined if each.side == side)
-
 
 def join(store: Store) -> Joining:
     """Pair the tables of the sides; leaves a table ``pairs`` of their row ids, the key's name and the pair's.

@@ -15,7 +15,7 @@ import msgspec
 
 from lockstep.errors import EvidenceError
 from lockstep.release.content import MAX_LINE_BYTES, Content, Members, content_of
-from lockstep.release.documents import items_of, lines_of, one_line, write_lines
+from lockstep.release.documents import DocumentError, items_of, lines_of, one_line, write_lines
 from lockstep.release.formats import FILE, FORMATS, OWN, Format
 from lockstep.release.observation import FIELDS, NAMES, SIDES, Side
 from lockstep.release.store import Store, quoted, sentence_of
@@ -97,16 +97,19 @@ def read(store: Store, path: Path, side: Side | None) -> tuple[Source, dict[str,
     unread: tuple[str, ...] = ()
     if not is_table and side is not None and first.keys() & {*SIDES, "pairs"}:
         raise EvidenceError(f"{path}: holds both sides; give it alone")
-    if content.kind == "document" and any(_is_list(first.get(each)) for each in SIDES):
-        name, unread = "gate", _read_lists(store, content, first)
-    elif not is_table and not content.fault and first.keys() & {*SIDES, "pairs"}:
-        name, unread = "mirror", _read_pairs(store, content, first)
-    else:
-        found = _own_table(content) if is_table else _format_of(content)
-        name = found.name
-        if found is OWN:
-            unread = _unread(content, first)
-        _read_format(store, content, found, sides)
+    try:
+        if content.kind == "document" and any(_is_list(first.get(each)) for each in SIDES):
+            name, unread = "gate", _read_lists(store, content, first)
+        elif not is_table and not content.fault and first.keys() & {*SIDES, "pairs"}:
+            name, unread = "mirror", _read_pairs(store, content, first)
+        else:
+            found = _own_table(content) if is_table else _format_of(content)
+            name = found.name
+            if found is OWN:
+                unread = _unread(content, first)
+            _read_format(store, content, found, sides)
+    except DocumentError as error:
+        raise EvidenceError(f"{path}: {error}") from None
     count = sum(store.number(f"SELECT count(*) FROM {each}") for each in sides)
     if not count:
         raise EvidenceError(f"{path}: no observation in it")
@@ -133,7 +136,7 @@ def _read_lists(store: Store, content: Content, document: Members) -> tuple[str,
     """A document with a list of observations for each side; one that is absent is empty."""
     unread: set[str] = set()
     for side in SIDES:
-        items = _items(content, document[side], side) if side in document else []
+        items = items_of(document[side], side) if side in document else []
         unread |= set(_unread(content, *map(_members, items[:1])))
         path = store.folder / f"{side}.jsonl"
         write_lines(path, map(one_line, items))
@@ -147,7 +150,7 @@ def _read_pairs(store: Store, content: Content, first: Members) -> tuple[str, ..
     path = content.path
     if content.kind != "lines":
         value = content.path.read_bytes() if content.kind == "list" else first.get("pairs")
-        items = [msgspec.Raw(content.path.read_bytes())] if value is None else _items(content, value, "pairs")
+        items = [msgspec.Raw(content.path.read_bytes())] if value is None else items_of(value, "pairs")
         first = _members(items[0]) if items else {}
         path = store.folder / "pairs.jsonl"
         write_lines(path, map(one_line, items))
@@ -192,26 +195,16 @@ def _read_format(store: Store, content: Content, found: Format, sides: tuple[Sid
 def _lines(store: Store, content: Content, found: Format, name: str) -> Path:
     """The file that holds the records, a line each."""
     path = store.folder / f"{name}.jsonl"
-    try:
-        if found.layout == "log":
-            with content.path.open("rb") as file:
-                write_lines(path, (line.rstrip(b"\r\n") for line in file if line.startswith(b"{")))
-        elif content.kind == "list":
-            write_lines(path, map(one_line, items_of(content.path.read_bytes(), "the file")))
-        elif content.kind == "document":
-            write_lines(path, lines_of(content.records[0], found))
-        else:
-            return content.path
-    except EvidenceError as error:
-        raise EvidenceError(f"{content.given}: {error}") from None
+    if found.layout == "log":
+        with content.path.open("rb") as file:
+            write_lines(path, (line.rstrip(b"\r\n") for line in file if line.startswith(b"{")))
+    elif content.kind == "list":
+        write_lines(path, map(one_line, items_of(content.path.read_bytes(), "the file")))
+    elif content.kind == "document":
+        write_lines(path, lines_of(content.records[0], found))
+    else:
+        return content.path
     return path
-
-
-def _items(content: Content, value: msgspec.Raw | bytes, name: str) -> list[msgspec.Raw]:
-    try:
-        return items_of(value, name)
-    except EvidenceError as error:
-        raise EvidenceError(f"{content.given}: {error}") from None
 
 
 def _members(value: msgspec.Raw) -> Members:
@@ -234,7 +227,7 @@ def _format_of(content: Content) -> Format:
                 continue
             if each.layout in ("arrays", "benchmarks") and content.kind != "document":
                 raise EvidenceError(f"{content.given}: several runs of {each.tool}; give a file of one")
-            missing = next((name for name in each.needs if not _has(_first_record(content, record, each), name)), None)
+            missing = next((name for name in each.needs if not _has(_first_record(record, each), name)), None)
             if missing is not None:
                 advice = f"; {each.hint}" if each.hint else "; its version is not known here"
                 raise EvidenceError(f"{content.given}: looks like {each.tool}, but has no {missing}{advice}")
@@ -268,14 +261,11 @@ def _parquet_types(store: Store, content: Content) -> dict[str, str]:
     return {name: kind for name, kind, *_ in store.rows(query)}
 
 
-def _first_record(content: Content, record: Members, found: Format) -> Any:
+def _first_record(record: Members, found: Format) -> Any:
     """The first of what a format's ``needs`` speak of."""
     if found.layout != "benchmarks":
         return record
-    try:
-        return next((msgspec.json.decode(line) for line in lines_of(record, found)), None)
-    except EvidenceError as error:
-        raise EvidenceError(f"{content.given}: looks like {found.tool}, but {error}") from None
+    return next((msgspec.json.decode(line) for line in lines_of(record, found)), None)
 
 
 def _has(record: Any, name: str) -> bool:
@@ -379,13 +369,13 @@ def _fault(store: Store, records: _Records, fields: Mapping[str, str], rows: str
     anything = next(iter(records.columns))
     if store.fault(f'SELECT count("{anything}") FROM {records.table({anything: "VARCHAR"})}'):
         return _value(told)  # of no field: a record is none
-    for name, label, read_as, kind in _parts(records.columns):
-        if found := store.fault(f'SELECT count("{name}") FROM {records.table({name: read_as})}'):
-            return f"{label} has to be {_words(kind)}: {_value(found)}"
-    for field, text in fields.items():
-        if found := store.fault(f"SELECT count({text}) FROM {rows}"):
-            return f"{field} cannot be made of it: {found}"
-    return told
+    reads = (
+        (f"{label} has to be {_words(kind)}", f'SELECT count("{name}") FROM {records.table({name: read_as})}')
+        for name, label, read_as, kind in _parts(records.columns)
+    )
+    makes = ((f"{name} cannot be made of it", f"SELECT count({text}) FROM {rows}") for name, text in fields.items())
+    found = ((words, store.fault(query)) for words, query in (*reads, *makes))
+    return next((f"{words}: {_value(fault)}" for words, fault in found if fault), told)
 
 
 def _parts(columns: Mapping[str, str]) -> Iterable[tuple[str, str, str, str]]:
