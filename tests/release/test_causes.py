@@ -89,6 +89,19 @@ def test_a_pool_that_is_too_small_is_named_before_the_rollback_that_follows_from
     assert (verdict["decision"], verdict["reason"] in second["evidence"]) == ("rollback", True)
 
 
+def test_answers_that_were_cut_off_are_named_before_the_times_that_this_changes(tmp_path: Path) -> None:
+    pairs: list[Pair] = [
+        {
+            "baseline": observation(number, token_ids=[1, 2, 3, 4]),
+            "candidate": observation(number, token_ids=[1, 2], gap=12.0),
+        }
+        for number in range(150)
+    ]
+    first, second, *_ = judged(pairs, tmp_path, {**POLICY, "outputs": "exact", "mode": "sequential"})["triage"]
+    assert (first["signal"], first["cause"], first["severity"]) == ("output-mismatch", "truncated", "warning")
+    assert (second["signal"], second["severity"]) == ("decode", "critical")
+
+
 def test_an_answer_that_differs_is_a_rollback_and_goes_before_late_ones(tmp_path: Path) -> None:
     pairs: list[Pair] = [
         {

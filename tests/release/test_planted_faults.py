@@ -23,6 +23,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with Stage(tmp_path_factory.mktemp("many"), times=6) as found:
+        yield found
+
+
 def test_each_fault_has_a_name_of_its_own_and_there_are_more_than_twenty() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) > 20
 
@@ -36,6 +42,14 @@ def test_nothing_is_named_on_equal_servers_whatever_the_machine_is_busy_with(sta
 def test_a_fault_in_the_records_is_named_first(fault: Fault, stage: Stage) -> None:
     *found, verdict = fault.found(stage, TIMELESS)
     assert fault.is_named(*found), verdict["triage"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAST, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_a_fault_in_the_records_has_its_cause_in_sequential_mode_too(fault: Fault, many: Stage) -> None:
+    """Its signal may be a series: of lost requests, that the share of missing pairs is certainly beyond its bound."""
+    _, place, cause, verdict = fault.found(many, {"mode": "sequential"})
+    assert (place, cause) == ("all", fault.cause), verdict["triage"]
 
 
 @pytest.mark.slow

@@ -143,6 +143,8 @@ def _events_of(signal: Signal, evidence: Evidence) -> tuple[Bools, Bools] | None
 
 _EVIDENCE_FIRST = ("outputs-policy", "unsound-baseline", "missing-pairs", "missing-join")
 """Signals without whose mending no other one can be trusted."""
+_MAKES_LATE = (SMALLER_POOL, "unlike-prompts", "truncated", "longer-answers", "doubled-tokens", "dropped-tokens")
+"""Causes from which unlike times follow: of fewer tokens, each takes another part of the whole."""
 _SYMPTOMS = ("kv-pressure", "decode", "ttft", "latency", "latency-tail")
 
 
@@ -163,8 +165,8 @@ def _leading(findings: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def _severity(finding: Finding, findings: Iterable[Finding]) -> int:
-    """Place among responses; a pool that is too small has that of what follows from it."""
-    is_cause = finding.cause.name == SMALLER_POOL
+    """Place among responses; what makes answers late has that of the late answers."""
+    is_cause = finding.cause.name in _MAKES_LATE
     shown = [each for each in findings if each == finding or (is_cause and each.signal.name in _SYMPTOMS)]
     return min((Decision.ROLLBACK, Decision.HOLD, Decision.PROMOTE).index(each.signal.response) for each in shown)
 
@@ -176,6 +178,8 @@ def _rank(finding: Finding, leading: Sequence[str], place: int) -> tuple[int, in
         return 0, _EVIDENCE_FIRST.index(name), not is_all, place
     if name in _SYMPTOMS:
         return 1, leading.index(name), not is_all, place
+    if finding.cause.name in _MAKES_LATE:
+        return 0, len(_EVIDENCE_FIRST), not is_all, place
     return 2 if not name.startswith(("too-", "no-", "undecided")) else 3, 0, not is_all, place
 
 
