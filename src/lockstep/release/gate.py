@@ -57,6 +57,7 @@ def judge(
         beside: of the same baseline.
     """
     second = beside.evidence if beside is not None else None
+    second_source = [(beside.source, "second baseline")] if beside is not None else []
     pairs = evidence.pairs
     everything = np.ones(len(pairs), np.bool_)
     summary = summarise(evidence, everything, ALL, -1)
@@ -107,8 +108,10 @@ def judge(
         joining=_account(evidence),
         triage=triage_of(findings, policy),
         policy=asdict(policy),
-        inputs=tuple(_account_of(each, each.side) for each in sources)
-        + (() if beside is None else (_account_of(beside.source, "second baseline"),)),
+        inputs=tuple(
+            {"format": each.format, "side": side, "records": each.num_rows}
+            for each, side in [*((each, each.side) for each in sources), *second_source]
+        ),
         digests={**dict(zip(SIDES, evidence.digests, strict=True)), "policy": digest_of(policy)},
         tool=f"lockstep {__version__}",
     )
@@ -222,9 +225,8 @@ def _coverage(evidence: Evidence) -> dict[str, float | None]:
 
     healthy = int(pairs.healthy.sum())
     compared = int(np.isin(pairs.output, COMPARED).sum())
-    most = max(evidence.joining.num_records)
     found: dict[str, float | None] = {
-        "join_rate": rate(evidence.joining.num_pairs, most),
+        "join_rate": rate(evidence.joining.num_pairs, max(evidence.joining.num_records)),
         "comparable_rate": rate(compared, healthy),
     }
     for number, side in enumerate(SIDES):
@@ -261,10 +263,6 @@ def _first_mismatch(evidence: Evidence) -> dict[str, Any] | None:
         return None
     request = evidence.keys(places[:1])[0]
     return {"request": request, **(first_difference(evidence.store, int(places[0])) or {})}
-
-
-def _account_of(source: Source, side: str | None) -> dict[str, Any]:
-    return {"format": source.format, "side": side, "records": source.num_rows}
 
 
 def _account(evidence: Evidence) -> dict[str, Any]:

@@ -154,12 +154,9 @@ def _opened(path: Path) -> Trace:
 
 def _write(place: Path, rows: Iterator[dict[str, Any]]) -> int:
     """Write observations, one a line, and count them."""
-    encode, num_rows = msgspec.json.Encoder().encode, 0
+    encode = msgspec.json.Encoder().encode
     with place.open("wb") as file:
-        for row in rows:
-            file.write(encode(row) + b"\n")
-            num_rows += 1
-    return num_rows
+        return sum(bool(file.write(encode(row) + b"\n")) for row in rows)
 
 
 @dataclass(slots=True)
