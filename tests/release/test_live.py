@@ -78,20 +78,34 @@ def check_history(history: list[Change]) -> None:
         path = Path(name) / "pairs.jsonl"
         gate = gate_on(path, Path(name))
         for change in history:
-            text = path.read_text() if path.exists() else ""
-            match change:
-                case ("append", differs, half):
-                    start = text[: text.rfind("\n") + 1]
-                    more = "".join(line(start.count("\n") + at, differs=each) for at, each in enumerate(differs))
-                    path.write_text(start + more + line(99)[:half].rstrip())
-                case ("cut", size):
-                    path.write_text(text[:size])
-                case ("replace", differs):
-                    fresh = path.with_name("fresh")
-                    fresh.write_text("".join(line(at, differs=each) for at, each in enumerate(differs, 50)))
-                    fresh.rename(path)
-                case _:
-                    path.unlink(missing_ok=True)
+            make_change(path, change)
+            gate.look()
+            check(gate, path)
+
+
+def make_change(path: Path, change: Change) -> None:
+    text = path.read_text() if path.exists() else ""
+    match change:
+        case ("append", differs, half):
+            start = text[: text.rfind("\n") + 1]
+            more = "".join(line(start.count("\n") + at, differs=each) for at, each in enumerate(differs))
+            path.write_text(start + more + line(99)[:half].rstrip())
+        case ("cut", size):
+            path.write_text(text[:size])
+        case ("replace", differs):
+            fresh = path.with_name("fresh")
+            fresh.write_text("".join(line(at, differs=each) for at, each in enumerate(differs, 50)))
+            fresh.rename(path)
+        case _:
+            path.unlink(missing_ok=True)
+
+
+def test_another_file_that_ends_alike_is_read_anew_also_after_a_while_without_one(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    gate = gate_on(path, tmp_path)
+    for history in ([("replace", [False, False]), ("replace", [True, False])], [("delete",), ("replace", [False] * 2)]):
+        for change in history:
+            make_change(path, change)
             gate.look()
             check(gate, path)
 

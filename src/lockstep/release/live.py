@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -63,6 +64,8 @@ class Follower:
         self._offset = 0
         self._tail = b""
         """Line before the offset: another one there is another file."""
+        self._inode = 0
+        """0: there is no file. Another file may have the same line there."""
 
     def advance(self) -> bool:
         """Take over the lines that are new; tells whether the copy has changed.
@@ -72,8 +75,10 @@ class Follower:
         """
         try:
             with open(self.path, "rb") as source:
+                inode = os.fstat(source.fileno()).st_ino
                 source.seek(self._offset - len(self._tail))
-                is_same = source.read(len(self._tail)) == self._tail
+                is_same = not self._offset or (inode, source.read(len(self._tail))) == (self._inode, self._tail)
+                self._inode = inode
                 if not is_same:
                     log.warning("%s was cut off or replaced; it is read from its beginning", self.path)
                     self._offset, self._tail = 0, b""
@@ -89,6 +94,7 @@ class Follower:
         except FileNotFoundError:
             if not self._offset:
                 return False
+            self._inode = 0
             raise EvidenceError(f"{self.path}: it is gone; a verdict needs it as it was, or another") from None
         except OSError as error:
             self._offset, self._tail = 0, b""

@@ -361,8 +361,11 @@ class _Sequences:
             "error": failure,
         }
         is_whole = end is None or end.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if end is not None and is_whole:
-            row |= self._material(sequence, end)
+        if end is not None and is_whole:  # an answer that somebody cut short has neither material nor times
+            if self._sameness is Sameness.DIGESTS:
+                row["fingerprint"] = end.output.hex()
+            if self._has_tokens and 0 < end.num_tokens == len(sequence.tokens):
+                row["token_ids"] = sequence.tokens
         if outcome is None:
             self._num_untimed += 1
             return row
@@ -373,25 +376,12 @@ class _Sequences:
             "kv_used": sequence.num_held_blocks,
             "kv_total": sequence.num_blocks,
         }
-        return row | (_times(outcome, sequence) if is_whole else {})
-
-    def _material(self, sequence: _Sequence, end: OutputDigest) -> dict[str, Any]:
-        """Output material of an answer that nobody cut short."""
-        found: dict[str, Any] = {}
-        if self._sameness is Sameness.DIGESTS:
-            found["fingerprint"] = end.output.hex()
-        if self._has_tokens and 0 < end.num_tokens == len(sequence.tokens):
-            found["token_ids"] = sequence.tokens
-        return found
-
-
-def _times(outcome: RequestOutcome, sequence: _Sequence) -> dict[str, Any]:
-    """Times of an answer that nobody cut short."""
-    times = outcome.in_ps
-    found: dict[str, Any] = {"latency_ms": times.e2e / PS_PER_MS}
-    if outcome.first_token_ps >= 0:
-        found |= {"ttft_ms": times.ttft / PS_PER_MS, "token_latencies_ms": sequence.gaps_ms}
-    return found
+        times = outcome.in_ps
+        if is_whole:
+            row["latency_ms"] = times.e2e / PS_PER_MS
+        if is_whole and outcome.first_token_ps >= 0:
+            row |= {"ttft_ms": times.ttft / PS_PER_MS, "token_latencies_ms": sequence.gaps_ms}
+        return row
 
 
 def _environment_of(engine: EngineEntry) -> str:
