@@ -193,8 +193,9 @@ def show_prediction(console: Console, prediction: dict[str, Any]) -> None:
         ("output_tokens_per_s", "output tokens/s"),
     ):
         figure = prediction["figures"][name]
-        values = [f"{figure[each]:.1f}" for each in ("measured", "baseline", "candidate")]
-        table.add_row(words, *values, f"{100 * figure['change']:+.0f} %")
+        numbers = [figure[each] for each in ("measured", "baseline", "candidate")]
+        values = ["-" if number is None else f"{number:.1f}" for number in numbers]
+        table.add_row(words, *values, "-" if figure["change"] is None else f"{100 * figure['change']:+.0f} %")
     console.print(table)
     console.print(f"[dim]  {prediction['trust']}[/dim]", highlight=False)
 
