@@ -249,6 +249,19 @@ def test_text_that_is_not_whole_is_refused(tmp_path: Path, text: str, message: s
     refused(path, message, None if "{" in text and "request_id" not in text else "baseline")
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"resourceSpans": [{"resource": {"\x80": 1}, "scopeSpans": [{"spans": []}]}]}',
+        b'{"policy": {"\x80": 1}, "baseline": [{"request_id": "a"}], "candidate": []}',
+    ],
+)
+def test_a_document_whose_text_is_not_utf_8_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(data)
+    refused(path, "'utf-8' codec can't decode byte 0x80", None)
+
+
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9, 0.99])
 def test_a_cut_parquet_file_is_refused(tmp_path: Path, part: float) -> None:
     data = to_parquet(tmp_path / "whole", [FULL, SPARSE]).read_bytes()

@@ -416,5 +416,5 @@ def test_the_command_judges_two_recordings_and_repeats_itself_byte_by_byte(
 def test_the_command_wants_a_recording_of_each_side(
     settings: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert invoke(["gate", str(settings[0])]) != 0
+    assert invoke(["gate", str(settings[0])]) == 3
     assert "a recording holds one side; give two, the baseline's and the candidate's" in capsys.readouterr().err

@@ -174,6 +174,8 @@ def invoke(argv: list[str]) -> int:
         completion_init()
     try:
         code = app(args=argv, prog_name="lockstep", standalone_mode=False)
+        if code == EXIT_INTERRUPTED:  # typer makes it of Ctrl-C
+            return _exit_code(argv, code)
         return _flushed(code if isinstance(code, int) else 0)
     except typer.TyperException as error:
         return _fail(f"{error.format_message()} (see --help)", argv)

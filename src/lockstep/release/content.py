@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,8 +28,10 @@ MAX_DOCUMENT_BYTES = 256 << 20
 """Of a file that is one JSON document, unpacked."""
 MAX_UNPACKED_BYTES = 64 << 30
 """Of a compressed file."""
+MAX_PACKING = 200
+"""Times that a file may be larger when it is unpacked, if it is larger than a document: records are not so alike."""
 MAX_LOOKED_AT = 1000
-"""Lines in which the first record is looked for: logs begin with other lines."""
+"""Lines in which the first record is looked for, of `MAX_LINE_BYTES` together: logs begin with other lines."""
 MAX_SHOWN_BYTES = 60
 """Of a first line that nothing can be made of."""
 _CHUNK_BYTES = 1 << 20
@@ -102,11 +103,12 @@ def _magic(path: Path, given: Path) -> bytes:
 def _unpack(path: Path, plain: Path, magic: bytes) -> None:
     num_bytes = 0
     try:
+        most = min(MAX_UNPACKED_BYTES, max(MAX_DOCUMENT_BYTES, MAX_PACKING * path.stat().st_size))
         with path.open("rb") as source, plain.open("wb") as target:
             for chunk in _unpacked(source, magic):
                 num_bytes += len(chunk)
-                if num_bytes > MAX_UNPACKED_BYTES:
-                    raise EvidenceError(f"{path}: more than {MAX_UNPACKED_BYTES >> 30} GiB when it is unpacked")
+                if num_bytes > most:
+                    raise EvidenceError(f"{path}: more than {most >> 20:,} MiB when it is unpacked; unpack it yourself")
                 target.write(chunk)
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise EvidenceError(f"{path}: not whole, or damaged: {error}") from None
@@ -142,7 +144,7 @@ def _zstd_chunks(source: IO[bytes]) -> Iterator[bytes]:
 
 
 def _content_of_text(file: IO[bytes], path: Path, plain: Path) -> Content:
-    lines = list(itertools.islice(_lines(file), MAX_LOOKED_AT))
+    lines = _first_lines(file)
     if not lines:
         raise EvidenceError(f"{path}: nothing but blanks")
     first, *others = lines
@@ -165,9 +167,14 @@ def _content_of_text(file: IO[bytes], path: Path, plain: Path) -> Content:
     return Content(path, plain, "csv", (_csv_columns(first, path),))
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
+def _first_lines(file: IO[bytes]) -> list[bytes]:
     """Lines that are not blank; of one that is too long its beginning."""
-    return (line for line in iter(lambda: file.readline(MAX_LINE_BYTES), b"") if line.strip())
+    found: list[bytes] = []
+    num_bytes = 0
+    while len(found) < MAX_LOOKED_AT and num_bytes < MAX_LINE_BYTES and (line := file.readline(MAX_LINE_BYTES)):
+        num_bytes += len(line)
+        found += [line] if line.strip() else []
+    return found
 
 
 def _objects(lines: Iterable[bytes]) -> tuple[dict[str, Any], ...]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.errors import EvidenceError
 from lockstep.release.agreement import compare_field
 from lockstep.release.facts import compute_facts, digest_of, event_faults, is_deterministic, names_of
 from lockstep.release.gaps import P95, pooled_p95
@@ -36,6 +37,9 @@ SEGMENT_FIELDS: Mapping[str, str] = {
 """What cuts traffic into segments, and how a pair has it."""
 MAX_SEGMENTS = 200
 """Those with the most pairs have figures of their own."""
+UNITS_APART = 500.0
+"""Times by which numbers differ that are seconds on one side and milliseconds on the other, at least."""
+MIN_PAIRS_OF_UNITS = 5
 METRICS = ("latency_ms", "ttft_ms", "decode_ms", "kv_pressure", "queue_depth")
 """Numbers of one answer; ``decode_ms`` is the mean gap between its tokens."""
 
@@ -171,6 +175,7 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") 
         missing_at=missing_at,
         missing=missing,
     )
+    _check_units(store, pairs)
     baseline, candidate = SIDES
     return Evidence(
         joining=joining,
@@ -188,6 +193,19 @@ def gather(store: Store, tolerances: Sequence[Tolerance] = (), field: str = "") 
         store=store,
         traces=_traces(store),
     )
+
+
+def _check_units(store: Store, pairs: Pairs) -> None:
+    """Refuse times of unlike units: no change of a server makes most answers so many times as late."""
+    for name in ("latency_ms", "ttft_ms"):
+        baseline, candidate = (each[pairs.healthy] for each in pairs.metrics[name])
+        is_known = (baseline > 0) & (candidate > 0)
+        if is_known.sum() >= MIN_PAIRS_OF_UNITS:
+            ratio = float(np.median(candidate[is_known] / baseline[is_known]))
+            if not 1 / UNITS_APART < ratio < UNITS_APART:
+                names = " and ".join(dict.fromkeys(map(str, store.paths.values()))) or "input"
+                told = f"the candidate's {name} is {ratio:.3g} times the baseline's in the median pair"
+                raise EvidenceError(f"{names}: {told}; both have to be milliseconds")
 
 
 def _in_order(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,12 +92,12 @@ def read(store: Store, path: Path, side: Side | None) -> tuple[Source, dict[str,
     if content.kind == "parquet":
         content = replace(content, records=(_parquet_types(store, content),))
     is_table = content.kind in ("csv", "parquet")
-    policy = None if is_table else _policy(content)
     first = next((each for each in content.records if each.keys() - {"policy"}), {})
     unread: tuple[str, ...] = ()
     if not is_table and side is not None and first.keys() & {*SIDES, "pairs"}:
         raise EvidenceError(f"{path}: holds both sides; give it alone")
     try:
+        policy = None if is_table else _policy(content)
         if content.kind == "document" and any(_is_list(first.get(each)) for each in SIDES):
             name, unread = "gate", _read_lists(store, content, first)
         elif not is_table and not content.fault and first.keys() & {*SIDES, "pairs"}:
@@ -108,7 +108,7 @@ def read(store: Store, path: Path, side: Side | None) -> tuple[Source, dict[str,
             if found is OWN:
                 unread = _unread(content, first)
             _read_format(store, content, found, sides)
-    except DocumentError as error:
+    except (DocumentError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise EvidenceError(f"{path}: {error}") from None
     count = sum(store.number(f"SELECT count(*) FROM {each}") for each in sides)
     if not count:
@@ -366,6 +366,8 @@ def _fault(store: Store, records: _Records, fields: Mapping[str, str], rows: str
     told = sentence_of(error, {records.path: records.content.given, records.content.path: records.content.given})
     if "Malformed" in told:
         return f"not JSON, or not whole: {told}"
+    if "maximum_object_size" in told:
+        return f"a line of more than {MAX_LINE_BYTES >> 20} MiB, which is too long for an observation"
     anything = next(iter(records.columns))
     if store.fault(f'SELECT count("{anything}") FROM {records.table({anything: "VARCHAR"})}'):
         return _value(told)  # of no field: a record is none
