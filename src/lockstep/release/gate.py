@@ -248,6 +248,9 @@ def _notes(policy: Policy, evidence: Evidence, summary: SegmentSummary) -> Itera
     if summary.tolerated:
         most = f"by {evidence.max_drift:.4g} at most"
         yield f"{summary.tolerated:,} pairs of vectors differ within their tolerance, {most}"
+    same, unlike = evidence.traces
+    if unlike:
+        yield f"{unlike:,} of {same + unlike:,} pairs have unlike traces of tokens"
     if policy.outputs == "ignore":
         yield "outputs were not compared: the policy says ignore"
 

@@ -376,25 +376,22 @@ class _Sequences:
             "kv_used": sequence.num_held_blocks,
             "kv_total": sequence.num_blocks,
         }
-        times = outcome.in_ps
         if is_whole:
-            row["latency_ms"] = times.e2e / PS_PER_MS
+            row["latency_ms"] = outcome.in_ps.e2e / PS_PER_MS
         if is_whole and outcome.first_token_ps >= 0:
-            row |= {"ttft_ms": times.ttft / PS_PER_MS, "token_latencies_ms": sequence.gaps_ms}
+            row |= {"ttft_ms": outcome.in_ps.ttft / PS_PER_MS, "token_latencies_ms": sequence.gaps_ms}
         return row
 
 
 def _environment_of(engine: EngineEntry) -> str:
     """Digest of the machine and the software that the bits of an answer depend on."""
-    return environment_digest(
-        {name: value for name, value in engine.environment.items() if name not in (*_WEIGHTS, *_PRECISION)}
-    )
+    chosen = (*_WEIGHTS, *_PRECISION)
+    return environment_digest({name: value for name, value in engine.environment.items() if name not in chosen})
 
 
 def _precision_of(engine: EngineEntry) -> str | None:
     """The precision that was chosen, in words; None: the engine has none."""
-    chosen = {name: engine.environment[name] for name in _PRECISION if name in engine.environment}
-    return ", ".join(f"{name} {value}" for name, value in chosen.items()) or None
+    return ", ".join(f"{name} {engine.environment[name]}" for name in _PRECISION if name in engine.environment) or None
 
 
 def _signed(seed: int) -> int:
