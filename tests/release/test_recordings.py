@@ -347,7 +347,7 @@ def test_answers_that_this_version_would_decide_otherwise_are_compared_without_t
             if isinstance(entry, EngineEntry):
                 entries[at] = replace(entry, config=dataclasses.replace(entry.config, max_chunk_tokens=16))
 
-    verdict = judged(settings[1], changed(settings[0], tmp_path, change))
+    verdict = judged(settings[0], changed(settings[0], tmp_path, change))
     assert (verdict.decision, verdict.summary.same, verdict.summary.differing) == (Decision.PROMOTE, 24, 0)
     assert verdict.summary.figures["latency_p95_ms"].candidate is None
     assert any("decides otherwise" in note and "24 answers are without times" in note for note in verdict.notes)
