@@ -48,7 +48,7 @@ def test_rules_for_vectors_are_read() -> None:
         ({"min_pair": 5}, "there: the policy has no field 'min_pair'; did you mean 'min_pairs'?"),
         ({"zzz": 5}, "there: the policy has no field 'zzz'; there are mode, outputs"),
         ({"min_pairs": "many"}, "there: the policy's min_pairs: Expected `int`, got `str`"),
-        ({"mode": "both"}, "there: the policy's mode: Invalid enum value 'both'"),
+        ({"mode": "both"}, "there: the policy's mode: Invalid enum value 'both'; it is threshold or sequential"),
         ({"alpha": 0.7}, "policy: alpha is 0.7; it has to be from 1e-06 to 0.5"),
         ({"alpha": float("nan")}, "policy: alpha is nan"),
         ({"margin": 0.01}, "policy: tolerance 0.02 is above margin 0.01"),

@@ -48,7 +48,7 @@ PolicyFile = Annotated[
     typer.Option("--policy", metavar="FILE", callback=expanded, help="A YAML or JSON file of policy fields."),
 ]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="One field of the policy, over all files.")
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A field of the policy, e.g. mode=sequential.")
 ]
 Owners = Annotated[
     Path | None,
@@ -261,7 +261,9 @@ def _read(store: Store, paths: Sequence[Path]) -> tuple[list[Source], dict[str, 
     recorded = [is_recording(path) for path in paths]
     if len(paths) == 1:
         if recorded[0]:
-            raise EvidenceError(f"{paths[0]}: a recording holds one side; give two, the baseline's and the candidate's")
+            raise EvidenceError(
+                f"{paths[0]}: a folder or recording is one side; give the baseline's and the candidate's"
+            )
         source, policy = read(store, paths[0], None)
         return [source], policy, None
     if any(recorded):

@@ -71,8 +71,7 @@ def _growth(policy: Policy, series: SeriesSummary) -> Plot | None:
     if is_ratio:
         levels.append(Level(f"tolerance {100 * policy.tolerance:+g} %", 100 * policy.tolerance))
     name = WORDS[series.signal]
-    at_last = f"at last {amount(series.unit, series.effect)}"
-    summary = f"Mean change of {name} by the number of pairs, {at_last}: {series.state}."
+    summary = f"Mean change of {name} by the number of pairs: {amount(series.unit, series.effect)}, {series.state}."
     line = Line("mean, and its confidence sequence", "running", middle, band)
     change = "change, %" if is_ratio else f"candidate less baseline, {series.unit}"
     return Plot(f"Evidence on {name}", summary, "pairs (logarithmic)", change, (line,), levels, is_log=True)

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -170,7 +170,10 @@ def policy_of(*layers: tuple[str, Mapping[str, Any] | None]) -> Policy:
 def _plain(message: str) -> str:
     """msgspec's sentence with the field's name in front."""
     text, _, path = message.partition(" - at `$.")
-    return f"{path.rstrip('`')}: {text}" if path else message
+    name = path.rstrip("`")
+    if choices := [str(each) for each in get_args(get_type_hints(Policy).get(name)) if isinstance(each, str)]:
+        text = f"{text}; it is {' or '.join(choices)}"
+    return f"{name}: {text}" if path else message
 
 
 def with_settings(settings: Sequence[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ FIGURE_WORDS = {
     "queue_depth_p95": ("p95 queue depth", ""),
 }
 ANSWERS = ("same", "tolerated", "differing", "incomparable")
-TIMES = ("latency", "ttft", "decode")
+TIMES = {"latency", "ttft", "decode"}
 MAX_SEGMENT_ROWS = 50
 SERIES_STATES = ("outside", "undecided", "no-evidence", "within")
 
@@ -68,8 +68,8 @@ def document_of(verdict: Verdict, plots: Sequence[Plots] = ()) -> Document:
 
 
 def _advice(verdict: Verdict) -> Iterator[str]:
-    is_time_alone = verdict.signals and all(each.name in TIMES for each in verdict.signals)
-    if is_time_alone and verdict.policy["mode"] == "threshold":
+    names = {each.name for each in verdict.signals}
+    if names and names <= TIMES and verdict.policy["mode"] == "threshold":
         yield (
             "only times are outside, and on a machine that others use two runs of one server may differ as much: judge "
             "the baseline against itself, bear what differs there (max_ttft_p95_ratio and its like), or judge more "
@@ -164,9 +164,8 @@ def _decisions(decisions: Mapping[str, Any]) -> Iterator[Block]:
             head = f"equal for {difference['equal_steps']:,} steps; then another {change} (A: baseline, B: candidate):"
         reasons = tuple(filter(None, (*difference.get("reasons", ()), difference.get("input"))))
         states = (f"settings: {'; '.join(settings) or 'the same on both sides'}",)
-        told = [prediction[name] for name in ("trust",) if name in prediction]
-        told += [f"no prediction: {prediction['unknown']}"] if "unknown" in prediction else []
-        rest = (*told, *prediction.get("notes", ()))
+        told = f"no prediction: {prediction['unknown']}" if "unknown" in prediction else prediction["trust"]
+        rest = (told, *prediction.get("notes", ()))
         yield Finding(f"engine {engine['engine']} ({engine['model']}): {head}", reasons, states, rest=rest)
         if "figures" in prediction:
             yield _prediction(engine["engine"], prediction)
@@ -198,8 +197,7 @@ def _joining(verdict: Verdict) -> Table:
         table.rows.append((side, f"in pairs, by {keys}", Number(joining["pairs"])))
         for each in joining["unjoined"]:
             if each["side"] == side:
-                what = f"{each['reason']}: {', '.join(each['examples'])}"
-                table.rows.append((side, what, Number(each["count"])))
+                table.rows.append((side, f"{each['reason']}: {', '.join(each['examples'])}", Number(each["count"])))
     return table
 
 
