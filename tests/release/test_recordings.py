@@ -417,4 +417,4 @@ def test_the_command_wants_a_recording_of_each_side(
     settings: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["gate", str(settings[0])]) == 3
-    assert "a folder or recording is one side; give the baseline's and the candidate's" in capsys.readouterr().err
+    assert "a folder or recording is one side; give two: BASELINE CANDIDATE" in capsys.readouterr().err

@@ -261,9 +261,7 @@ def _read(store: Store, paths: Sequence[Path]) -> tuple[list[Source], dict[str, 
     recorded = [is_recording(path) for path in paths]
     if len(paths) == 1:
         if recorded[0]:
-            raise EvidenceError(
-                f"{paths[0]}: a folder or recording is one side; give the baseline's and the candidate's"
-            )
+            raise EvidenceError(f"{paths[0]}: a folder or recording is one side; give two: BASELINE CANDIDATE")
         source, policy = read(store, paths[0], None)
         return [source], policy, None
     if any(recorded):
