@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import takewhile
 
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.prefix import block_hashes
@@ -118,6 +119,8 @@ class Loop:
     plans: list[StepPlan] = field(default_factory=list)
     results: list[StepResult] = field(default_factory=list)
     events: list[StepEvents] = field(default_factory=list)
+    kept: dict[bytes, list[bytes | None]] = field(default_factory=dict)
+    """Content of blocks that were cached: what a store outside of the pool would have."""
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
@@ -146,6 +149,21 @@ class Loop:
         if done:
             self.served[seq_id].reason = FinishReason.ABORT
         return done
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """Copy what the device holds of a chain."""
+        for block_hash, block in zip(hashes, self.scheduler.cached_blocks(hashes), strict=True):
+            if block is not None:
+                content = list(self.model.device[block])
+                assert self.kept.setdefault(block_hash, content) == content, "one hash, two contents"
+
+    def fill(self, hashes: Sequence[bytes]) -> int:
+        """Bring back what was kept of a chain, up to the first block that was not; returns how many blocks it took."""
+        known = list(takewhile(self.kept.__contains__, hashes))
+        given = self.scheduler.fill(known)
+        for place, block in given:
+            self.model.device[block] = list(self.kept[known[place]])
+        return len(given)
 
     def step(self) -> StepPlan:
         """One step; a plan without rows is only returned."""

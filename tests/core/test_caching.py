@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lockstep.core.prefix import block_hashes
@@ -223,3 +225,64 @@ def test_sweeping_leaves_what_others_hold_or_pin() -> None:
     run(core)
     core.check()
     assert core.sweep(session.block_hashes) == (2, 1)
+
+
+def test_a_chain_that_comes_back_is_hit_as_if_it_had_been_computed() -> None:
+    core = scheduler(num_blocks=6)
+    request = prompt([1] * 17, 1)
+    assert core.fill(request.block_hashes[:3]) == ((0, 1), (1, 2), (2, 3))
+    core.check()
+    core.add(request)
+    assert rows(step(core)) == [(0, 12, 5)]
+    assert core.drain_finished()[-1].num_cached_tokens == 12
+
+
+def test_a_chain_that_comes_back_evicts_others_first_and_never_itself() -> None:
+    """Six blocks: two of the chain, two of another prompt, the one pinned, the other not; two are free."""
+    core = scheduler(num_blocks=6)
+    chain = prompt([1] * 24, 1).block_hashes
+    core.add(prompt([1] * 8, 1))
+    core.add(prompt([2] * 5, 1))
+    core.add(prompt([3] * 5, 1))
+    run(core)
+    core.pin(prompt([2] * 5).block_hashes)
+    cached = core.cached_blocks(chain)
+    assert [block is not None for block in cached] == [True, True, False, False, False, False]
+    assert [place for place, _ in core.fill(chain)] == [2, 3, 4, 5]
+    assert core.cached_blocks(chain)[:2] == cached[:2]
+    assert core.cached_blocks(prompt([2] * 5).block_hashes) == (None,)
+    assert core.cached_blocks(prompt([3] * 5).block_hashes) == (None,)
+    core.check()
+    core.add(prompt([1] * 8, 1))
+    plan = step(core)
+    assert len(plan.evicted) == 2 + 1, "the contents of both others, told with the next step, and a block for this one"
+
+
+def test_a_chain_gets_as_many_blocks_as_nobody_holds() -> None:
+    core = scheduler(num_blocks=4)
+    core.add(prompt([9] * 9, 4))
+    step(core)
+    chain = prompt([1] * 17).block_hashes
+    assert core.fill(chain) == ((0, 4),)
+    assert core.fill(chain) == ()
+    assert core.cached_blocks(chain) == (4, None, None, None)
+    run(core)
+    core.check()
+
+
+def test_a_run_of_repeated_steps_goes_on_when_a_chain_comes_back() -> None:
+    """The next plan is the same as without it, but for the eviction."""
+    plans = []
+    for is_filled in (False, True):
+        core = scheduler(num_blocks=4)
+        core.add(prompt([2] * 8, 1))
+        run(core)
+        core.add(prompt([9] * 5, 6))
+        while core.num_quiet_steps() == 0:
+            step(core)
+        if is_filled:
+            core.fill(prompt([1] * 13).block_hashes)
+            assert core.num_quiet_steps() == 0
+        plans.append(step(core))
+    assert plans[0] == replace(plans[1], evicted=())
+    assert len(plans[1].evicted) == 2

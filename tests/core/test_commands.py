@@ -30,6 +30,9 @@ class Heard:
     def swept(self, *command: Any) -> None:
         self.all.append(("swept", *command))
 
+    def filled(self, *command: Any) -> None:
+        self.all.append(("filled", *command))
+
     def cache_reset(self, *command: Any) -> None:
         self.all.append(("reset", *command))
 
@@ -47,6 +50,7 @@ def test_each_command_is_told_with_the_step_before_which_it_takes_effect() -> No
     core.abort(1, FinishReason.DEADLINE)
     core.pin(request.block_hashes)
     core.sweep(request.block_hashes)
+    core.fill(request.block_hashes)
     core.reset_prefix_cache()
     assert heard.all == [
         ("added", 0, request, 0),
@@ -55,6 +59,7 @@ def test_each_command_is_told_with_the_step_before_which_it_takes_effect() -> No
         ("aborted", 1, FinishReason.DEADLINE, 2, False),
         ("pinned", request.block_hashes, 2),
         ("swept", request.block_hashes, 2),
+        ("filled", request.block_hashes, 2),
         ("reset", 2),
     ]
 
@@ -67,6 +72,7 @@ def test_what_is_refused_or_means_nothing_is_not_told() -> None:
     core.abort(0)
     core.pin(())
     core.sweep(())
+    core.fill(())
     assert heard.all == []
 
 

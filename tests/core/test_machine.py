@@ -15,7 +15,7 @@ PREFIX = (1, 2) * 8
 
 
 class Machine(RuleBasedStateMachine):
-    """Add, abort, step, fail, pin, sweep, reset. The loop checks every plan; here, that nobody is lost or stuck."""
+    """Any order of commands and steps. The loop checks every plan; here, that nobody is lost or stuck."""
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4]),
@@ -105,6 +105,13 @@ class Machine(RuleBasedStateMachine):
     @rule(length=st.integers(0, 12))
     def sweep(self, length: int) -> None:
         self.loop.scheduler.sweep(block_hashes(NAMESPACE, PREFIX[:length], self.config.block_size))
+
+    @rule(length=st.integers(0, 12), is_kept=st.booleans())
+    def fill(self, length: int, is_kept: bool) -> None:
+        hashes = block_hashes(NAMESPACE, PREFIX[:length], self.config.block_size)
+        if is_kept:
+            self.loop.keep(hashes)
+        self.loop.fill(hashes)
 
     @invariant()
     def everything_adds_up(self) -> None:

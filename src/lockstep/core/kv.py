@@ -188,6 +188,27 @@ class KVCache:
         self.pool.free_cached(idle)
         return tuple(idle)
 
+    def fill(self, hashes: Seq[bytes]) -> tuple[tuple[int, int], ...]:
+        """Publish blocks for the contents of a chain that no block holds; the chain's own blocks are not evicted for
+        that. Where there are too few, the first contents get theirs.
+
+        Returns:
+            (place in ``hashes``, block) of each; whoever asked writes the content there before the next step.
+        """
+        found = [self.prefix.find(block_hash) for block_hash in hashes]
+        own = [block for block in found if block is not None]
+        self.pool.take(own)
+        missing = [place for place, block in enumerate(found) if block is None][: self.pool.num_available]
+        allocation = self.pool.allocate(len(missing))
+        assert allocation is not None, "no more are asked for than there are"
+        self.prefix.forget(*allocation.evicted)
+        self._evicted.extend(allocation.evicted)
+        self.prefix.publish(allocation.blocks, [hashes[place] for place in missing])
+        given = dict(zip(missing, allocation.blocks, strict=True))
+        chain = [given.get(place, block) for place, block in enumerate(found)]
+        self.pool.release([block for block in chain if block is not None], self.prefix.blocks, self.prefix.pinned)
+        return tuple(given.items())
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached content; blocks in use stay in use, unpublished. Returns how many blocks were cached."""
         blocks = list(self.prefix.blocks)

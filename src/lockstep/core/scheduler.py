@@ -1,7 +1,7 @@
 """The scheduler: every step's decision, and the life of every sequence.
 
 Owns all sequences. Knows no tokens, no time and no model: lengths, hashes and commands come in, plans go out. The
-order of calls is commit, commands (add, abort, pin, sweep, reset), schedule.
+order of calls is commit, commands (add, abort, pin, sweep, fill, reset), schedule.
 """
 
 from __future__ import annotations
@@ -116,6 +116,21 @@ class Scheduler:
         if hashes and self._listener is not None:
             self._listener.swept(hashes, self._step)
         return freed
+
+    def fill(self, hashes: Seq[bytes]) -> tuple[tuple[int, int], ...]:
+        """Give blocks to the contents of a chain that no block holds, evicting others but none of the chain; between
+        two steps. Where there are too few blocks, the first contents get theirs.
+
+        Returns:
+            (place in ``hashes``, device block) of each. They can be hit from now on: whoever asked writes their content
+            before the next step is executed.
+        """
+        assert self._pending is None, "a step under way may read the blocks that this would give away"
+        self._leave_run()  # a repeated step moves nothing
+        given = self._kv.fill(hashes)
+        if hashes and self._listener is not None:
+            self._listener.filled(hashes, self._step)
+        return given
 
     def cached_blocks(self, hashes: Seq[bytes]) -> tuple[int | None, ...]:
         """The device block that holds each content, so that it can be copied before it is swept."""

@@ -31,7 +31,7 @@ from lockstep.replay.simulator import Simulation
 from lockstep.replay.snapshot import Snapshot, recorded_snapshot, simulated_snapshot
 from lockstep.replay.trace import Trace
 from lockstep.replay.workload import PS_PER_MS, ArrivalUnit, Workload, WorkloadRequest
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, EngineEntry, Pinned, Swept
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Command, EngineEntry, Filled, Pinned, Swept
 
 MAX_CAUSE_WORK = 8_000_000
 """Bound of the search for the config fields that decide, in units of ``Comparison.work``."""
@@ -276,5 +276,7 @@ def _words_of(command: Command) -> str:
             return f"{len(command.contents):,} blocks to keep for a session {at}"
         case Swept():
             return f"{len(command.contents):,} blocks of a session to give up {at}"
+        case Filled():
+            return f"{len(command.contents):,} blocks of a chain to bring back {at}"
         case CacheReset():
             return f"the prefix cache to forget {at}"

@@ -31,6 +31,7 @@ from lockstep.worker.flight.entries import (
     End,
     EngineEntry,
     Entry,
+    Filled,
     Header,
     Idle,
     Pinned,
@@ -125,7 +126,7 @@ class Playback:
                     self._coming.clear()
                 case Record():
                     yield from self._counted(self._engine(entry.engine).record(entry))
-                case Added() | Aborted() | Pinned() | Swept() | CacheReset():
+                case Added() | Aborted() | Pinned() | Swept() | Filled() | CacheReset():
                     self._engine(entry.engine).command(entry)
                 case Arrival():
                     self._coming.append(entry)

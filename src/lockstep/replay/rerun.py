@@ -26,6 +26,7 @@ from lockstep.worker.flight.entries import (
     Checkpoint,
     Closed,
     Command,
+    Filled,
     Pinned,
     Record,
     Swept,
@@ -118,6 +119,8 @@ def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[in
             scheduler.pin([hash_of(content) for content in command.contents])
         case Swept():
             scheduler.sweep([hash_of(content) for content in command.contents])
+        case Filled():
+            scheduler.fill([hash_of(content) for content in command.contents])
         case CacheReset():
             scheduler.reset_prefix_cache()
 

@@ -32,7 +32,7 @@ from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import FinishReason, Request
 from lockstep.worker.device_scheduler import SeatRow
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 SUFFIX = ".lstrace"
 """Of a recording's files."""
 MARK_BYTES = 4
@@ -240,6 +240,10 @@ class Swept(_Cached, frozen=True, tag=10):
     """Blocks of a session are given up."""
 
 
+class Filled(_Cached, frozen=True, tag=22):
+    """Blocks were given to contents of a chain that came from where they are kept outside of the pool."""
+
+
 class CacheReset(_Entry, frozen=True, tag=11):
     """The prefix cache was forgotten."""
 
@@ -325,7 +329,7 @@ class Tokens(_Entry, frozen=True, tag=19):
     tokens: tuple[tuple[int, ...], ...]
 
 
-Command = Added | Aborted | Pinned | Swept | CacheReset
+Command = Added | Aborted | Pinned | Swept | Filled | CacheReset
 Entry = (
     Header
     | EngineEntry

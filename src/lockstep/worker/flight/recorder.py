@@ -43,6 +43,7 @@ from lockstep.worker.flight.entries import (
     End,
     EngineEntry,
     Entry,
+    Filled,
     Header,
     Idle,
     OutputDigest,
@@ -403,6 +404,11 @@ class EngineRecorder:
     def swept(self, hashes: Seq[bytes], step: int) -> None:
         if self._records():
             self._put(Swept(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
+
+    @guarded
+    def filled(self, hashes: Seq[bytes], step: int) -> None:
+        if self._records():
+            self._put(Filled(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
 
     @guarded
     def cache_reset(self, step: int) -> None:
