@@ -14,6 +14,8 @@ import numpy.typing as npt
 from lockstep.core.step import StepPlan
 
 Logits = npt.NDArray[np.float32]
+Blocks = npt.NDArray[np.uint8]
+"""Contents of KV blocks, all layers of one after the other: [number, bytes_per_block]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,18 @@ class Executor(Protocol):
         Raises:
             InvalidPlanError: the plan would touch memory outside the pool; nothing was done.
             ExecutorError: the forward pass failed.
+        """
+        ...
+
+    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
+        """Copy device blocks: [len(blocks), bytes_per_block], bit for bit; between two calls of ``execute``."""
+        ...
+
+    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
+        """Overwrite device blocks with what ``read_blocks`` gave; between two calls of ``execute``.
+
+        Raises:
+            InvalidPlanError: blocks or shape are not of this pool; nothing was written.
         """
         ...
 

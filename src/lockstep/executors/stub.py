@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.errors import ExecutorError, UsageError
-from lockstep.executors.base import Geometry, Logits, StepBatch
+from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 
 SCHEME = "stub://"
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -140,6 +140,12 @@ class StubExecutor:
         time.sleep(options.load_ms / 1e3)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """See the protocol; a stub's blocks hold nothing."""
+
+    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
+        return np.zeros((len(blocks), self.geometry.bytes_per_block), np.uint8)
+
+    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
         """See the protocol; a stub's blocks hold nothing."""
 
     def begin(self, seq_id: int, prompt_ids: Sequence[int], max_output_tokens: int) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lockstep.artifacts.model import Artifact
 from lockstep.errors import ExecutorError, InvalidPlanError
-from lockstep.executors.base import Geometry, Logits, StepBatch
+from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.executors.openvino import paged
 from lockstep.executors.openvino.inputs import ForwardInputs, Limits, TableRows, build_inputs, check_moves, split_inputs
 from lockstep.executors.openvino.loading import compile_artifact, environment_of
@@ -19,7 +19,6 @@ from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.openvino.runtime import CompiledModel, ElementType, InferRequest, Port, ov
 
 Progress = Callable[[str, float], None]
-Bytes = npt.NDArray[np.uint8]
 
 
 def load_executor(
@@ -114,6 +113,27 @@ class OpenVINOExecutor:
             return np.empty((0, self.geometry.vocab_size), np.float32)
         return self._forward_all(inputs)[: len(batch.rows)]
 
+    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
+        """See the protocol."""
+        return self._pool_of(blocks).read(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
+        """See the protocol."""
+        pool = self._pool_of(blocks)
+        expected = (len(blocks), self.geometry.bytes_per_block)
+        if content.dtype != np.uint8 or content.shape != expected:
+            raise InvalidPlanError(f"content of {len(blocks)} blocks is {content.shape}, not {expected} bytes")
+        pool.write(blocks, content)
+
+    def _pool_of(self, blocks: Sequence[int]) -> KVPool:
+        if self._pool is None or self._limits is None:
+            raise ExecutorError("the executor has no pool: it is closed, or allocate() was not called")
+        last = self._limits.num_blocks
+        outside = [block for block in blocks if not 1 <= block <= last]
+        if outside:
+            raise InvalidPlanError(f"block {outside[0]} is not of this pool, which has 1 to {last}")
+        return self._pool
+
     def _forward_all(self, inputs: ForwardInputs) -> Logits:
         """Every pass that the step takes; what several of them say is put together in the order that was asked for."""
         self._hidden_states = None
@@ -185,7 +205,7 @@ class KVPool:
                 block.
         """
         self.tensors: list[Any] = []
-        self._rows: list[Bytes] = []
+        self._rows: list[Blocks] = []
         for element_type, shape in shapes:
             tensor = ov.Tensor(element_type, ov.Shape([num_blocks + 1, *shape]))
             rows = tensor.data.view(np.uint8).reshape(num_blocks + 1, -1)
@@ -194,7 +214,7 @@ class KVPool:
             self._rows.append(rows)
         edges = np.cumsum([0, *(rows.shape[1] for rows in self._rows)])
         self._spans = list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
-        self._host: Bytes = np.zeros((num_host_blocks, int(edges[-1])), np.uint8)
+        self._host: Blocks = np.zeros((num_host_blocks, int(edges[-1])), np.uint8)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs to host memory."""
@@ -207,6 +227,18 @@ class KVPool:
         host, device = _columns(pairs)
         for rows, (begin, end) in zip(self._rows, self._spans, strict=True):
             rows[device] = self._host[host, begin:end]
+
+    def read(self, blocks: Sequence[int]) -> Blocks:
+        """Copy device blocks, one a row."""
+        content = np.empty((len(blocks), self._spans[-1][1]), np.uint8)
+        for rows, (begin, end) in zip(self._rows, self._spans, strict=True):
+            content[:, begin:end] = rows[list(blocks)]
+        return content
+
+    def write(self, blocks: Sequence[int], content: Blocks) -> None:
+        """Overwrite device blocks, one a row."""
+        for rows, (begin, end) in zip(self._rows, self._spans, strict=True):
+            rows[list(blocks)] = content[:, begin:end]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) device blocks, one pair after the other: a later pair sees what an earlier did."""

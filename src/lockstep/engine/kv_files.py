@@ -1,0 +1,291 @@
+"""KV blocks as files: one tier of what is kept outside of the device, in a folder on disk or in shared memory.
+
+A file a block, ``ENVIRONMENT/HA/HASH.kv`` in hexadecimal: 64 bytes of header, then the block's bytes; little-endian:
+
+    magic 8 | environment 16 | block hash 16 | length of the content, u64 | checksum 16
+    checksum = BLAKE2b-128(the header up to here + content)
+
+A file gets its name when it is whole, by renaming; what a power failure leaves of it nevertheless, or anybody else, its
+header and checksum tell. Whatever does not match is removed and never returned. The files take no more than the budget,
+in pages of 4 KiB; beyond, blocks of the worst class and among them the least recently used are removed. One process
+has a folder at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import UsageError
+from lockstep.executors.base import Blocks
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"LSKVBLK1"
+_KEYS = struct.Struct("<8s16s16sQ")
+_CHECKSUM_BYTES = 16
+HEADER_BYTES = _KEYS.size + _CHECKSUM_BYTES
+_PAGE_BYTES = 4096
+_SUFFIX = ".kv"
+
+
+class BlockKey(NamedTuple):
+    """Identity of a block's content: equal keys have equal bytes."""
+
+    environment: bytes
+    """16 bytes: digest of all that the bits depend on beside the tokens."""
+    block_hash: bytes
+    """16 bytes: of the chain of tokens; see `lockstep.core.prefix`."""
+
+
+class BlockError(Exception):
+    """A block's file is not what was written there; it is gone now."""
+
+
+class BlockFiles:
+    """Blocks in a folder, within a budget. One thread reads, writes and removes; any may ask what is there.
+
+    Args:
+        folder: made where it is missing, readable by its owner alone.
+        budget_bytes: what the files may take.
+
+    Raises:
+        UsageError: the folder cannot be used, or another process uses it.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int) -> None:
+        self.folder = folder
+        self.budget_bytes = budget_bytes
+        self.num_bytes = 0
+        """Of all files, in whole pages."""
+        self.num_evicted = 0
+        self.is_full = False
+        """True where the disk took less than the budget at the last attempt."""
+        self._blocks: dict[BlockKey, tuple[int, int]] = {}
+        """Class and bytes of each block that is there."""
+        self._order: dict[int, OrderedDict[BlockKey, None]] = {}
+        """By class, least recently used first."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = _locked(folder / "lock")
+            self._scan()
+        except OSError as error:
+            raise UsageError(f"{folder}: KV blocks cannot be kept there: {error.strerror}") from error
+        self._evict(0)
+
+    def close(self) -> None:
+        """Let another process have the folder; its files stay."""
+        os.close(self._lock)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def keys(self) -> Iterator[BlockKey]:
+        """All that is there, as it was at this moment."""
+        return iter(tuple(self._blocks))
+
+    def class_of(self, key: BlockKey) -> int:
+        """Class of a block that is there; 0 of another."""
+        return self._blocks.get(key, (0, 0))[0]
+
+    def read(self, key: BlockKey, content: Blocks) -> bool:
+        """Copy a block's content; False: it is not there.
+
+        Args:
+            content: [bytes of the block], overwritten.
+
+        Raises:
+            BlockError: what is there is not what was written. It is removed, and `content` worthless.
+        """
+        if key not in self._blocks:
+            return False
+        try:
+            with self._path(key).open("rb", buffering=0) as file:
+                header = file.read(HEADER_BYTES)
+                num_read = _read_all(file.fileno(), memoryview(content))
+                is_at_end = not file.read(1)
+        except OSError as error:
+            self.remove(key)
+            raise BlockError(f"{self._path(key)} cannot be read: {error.strerror}") from error
+        fault = _fault(key, header, content) if num_read == len(content) and is_at_end else "has another length"
+        if fault:
+            self.remove(key)
+            raise BlockError(f"{self._path(key)} {fault}")
+        self._use(key)
+        return True
+
+    def write(self, key: BlockKey, content: Blocks, class_: int) -> bool:
+        """Keep a block; False: there is no room for it, or the disk refuses it.
+
+        Args:
+            content: [bytes of the block].
+            class_: priority; blocks of larger numbers are removed first.
+        """
+        if key in self._blocks:
+            self._use(key)
+            return True
+        num_bytes = _pages(HEADER_BYTES + len(content))
+        if not self._evict(num_bytes, class_):
+            return False
+        path = self._path(key)
+        partial = path.with_suffix(".part")
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
+                _write_all(file.fileno(), header_of(key, content), memoryview(content))
+            partial.rename(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            if not self.is_full:
+                log.warning("%s: KV blocks are not kept there now: %s", self.folder, error.strerror)
+            self.is_full = True
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._evict_one(class_)  # somebody else's files took the room: these give way
+            return False
+        self.is_full = False
+        self._note(key, class_, num_bytes)
+        return True
+
+    def remove(self, key: BlockKey) -> bool:
+        """Forget a block; False: it was not there."""
+        class_, num_bytes = self._blocks.pop(key, (0, 0))
+        if not num_bytes:
+            return False
+        del self._order[class_][key]
+        self.num_bytes -= num_bytes
+        self._path(key).unlink(missing_ok=True)
+        return True
+
+    # -- what is there --------------------------------------------------------------------------------------------
+
+    def _path(self, key: BlockKey) -> Path:
+        name = key.block_hash.hex()
+        return self.folder / key.environment.hex() / name[:2] / f"{name}{_SUFFIX}"
+
+    def _scan(self) -> None:
+        """Take over what an earlier process left, least recently written first; what has no name yet is removed."""
+        found: list[tuple[int, str, BlockKey, int]] = []
+        for environment in _folders(self.folder, 32):
+            for part in _folders(environment.path, 2):
+                for entry in os.scandir(part.path):
+                    key = _key(environment.name, entry.name)
+                    if key is None:
+                        os.unlink(entry.path)
+                        continue
+                    state = entry.stat(follow_symlinks=False)
+                    found.append((state.st_mtime_ns, entry.name, key, _pages(state.st_size)))
+        for _, _, key, num_bytes in sorted(found):
+            self._note(key, 0, num_bytes)
+
+    def _note(self, key: BlockKey, class_: int, num_bytes: int) -> None:
+        self._blocks[key] = class_, num_bytes
+        self._order.setdefault(class_, OrderedDict())[key] = None
+        self.num_bytes += num_bytes
+
+    def _use(self, key: BlockKey) -> None:
+        self._order[self._blocks[key][0]].move_to_end(key)
+
+    def _evict(self, num_bytes: int, class_: int | None = None) -> bool:
+        """Make room for so many bytes more, of a class; False: only better blocks are left."""
+        while self.num_bytes + num_bytes > self.budget_bytes:
+            if not self._evict_one(class_):
+                return False
+        return True
+
+    def _evict_one(self, class_: int | None) -> bool:
+        worst = max((each for each, blocks in self._order.items() if blocks), default=None)
+        if worst is None or (class_ is not None and worst < class_):
+            return False
+        self.num_evicted += self.remove(next(iter(self._order[worst])))
+        return True
+
+
+def header_of(key: BlockKey, content: Blocks) -> bytes:
+    """Header of a block's file."""
+    keys = _KEYS.pack(MAGIC, key.environment, key.block_hash, len(content))
+    state = blake2b(keys, digest_size=_CHECKSUM_BYTES)
+    state.update(memoryview(content))
+    return keys + state.digest()
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder of blocks that no process has any more."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_in_use(folder: Path) -> bool:
+    """True if a process has the folder."""
+    try:
+        os.close(_locked(folder / "lock"))
+    except UsageError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _locked(path: Path) -> int:
+    """Descriptor of a file that this process alone has."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UsageError(
+            f"{path.parent}: another process keeps its KV blocks there; give each its own folder"
+        ) from None
+    return descriptor
+
+
+def _folders(path: str | Path, length: int) -> list[os.DirEntry[str]]:
+    """Folders whose names are so many hexadecimal digits."""
+    found = [entry for entry in os.scandir(path) if len(entry.name) == length and entry.is_dir(follow_symlinks=False)]
+    return [entry for entry in found if all(letter in "0123456789abcdef" for letter in entry.name)]
+
+
+def _key(environment: str, name: str) -> BlockKey | None:
+    stem, dot, suffix = name.partition(".")
+    if len(stem) != 32 or dot + suffix != _SUFFIX:
+        return None
+    try:
+        return BlockKey(bytes.fromhex(environment), bytes.fromhex(stem))
+    except ValueError:
+        return None
+
+
+def _fault(key: BlockKey, header: bytes, content: Blocks) -> str:
+    if len(header) != HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
+        return "is not a KV block of this version"
+    if header[: _KEYS.size] != _KEYS.pack(MAGIC, key.environment, key.block_hash, len(content)):
+        return "is another block than its name says"
+    return "" if header == header_of(key, content) else "has another checksum than its content"
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _read_all(descriptor: int, content: memoryview) -> int:
+    num_read = 0
+    while num_read < len(content) and (count := os.readv(descriptor, [content[num_read:]])):
+        num_read += count
+    return num_read
+
+
+def _write_all(descriptor: int, header: bytes, content: memoryview) -> None:
+    written = os.writev(descriptor, [header, content])
+    while written < len(header) + len(content):
+        count = os.write(descriptor, content[written - len(header) :] if written >= len(header) else header[written:])
+        written += count

@@ -1,0 +1,434 @@
+"""KV store: blocks that are kept outside of the device, in shared memory and on disk, for all engines of a process.
+
+Engines say what to keep and what they want back; one thread reads and writes the files. Host memory comes first, and
+what is in it is copied to disk when nothing else is to be done, so that either tier may lose any block at any time.
+Nothing here decides: what comes back enters a scheduler as a command of its engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey
+from lockstep.executors.base import Blocks
+
+log = logging.getLogger(__name__)
+
+MAX_SAVING_BYTES = 64 << 20
+"""Contents that wait to be written; engines keep the rest on the device until there is room."""
+MAX_AHEAD_BYTES = 32 << 20
+"""Contents that were read for one chain and not taken yet."""
+MAX_BEHIND = 1 << 16
+"""Blocks that wait to be copied to disk; beyond, the oldest are not."""
+MAX_RECORDS = 4096
+"""Sessions that are remembered; beyond, the least recently used is forgotten."""
+_RECORDS = "sessions"
+
+
+class Place(StrEnum):
+    """Tier of a block outside of the device."""
+
+    HOST = "host"
+    DISK = "disk"
+
+
+class KVStoreOptions(msgspec.Struct, frozen=True):
+    """Options of a store; a tier without a folder is not there."""
+
+    host_dir: str = ""
+    host_bytes: int = 0
+    disk_dir: str = ""
+    disk_bytes: int = 0
+    check_share: float = 0.0
+    """Part of the chains that come back whose first block is computed again and compared."""
+
+
+class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that a session will come back for."""
+
+    owner: str
+    session_id: str
+    environment: bytes
+    hashes: tuple[bytes, ...]
+
+
+class TierStats(NamedTuple):
+    """Figures of one tier."""
+
+    num_blocks: int
+    num_bytes: int
+    budget_bytes: int
+    num_evicted: int
+    num_loaded: int
+    """Blocks that came back from it."""
+
+
+class ChainLoad:
+    """Contents of a chain on their way back: read by the store's thread, taken by one engine's."""
+
+    def __init__(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> None:
+        self.environment = environment
+        self.hashes = tuple(hashes)
+        self.num_bytes = num_bytes
+        """Of one block."""
+        self.wake = wake
+        """Called by the store's thread when there is something to take, or nothing more will come."""
+        self.num_read = 0
+        self.num_taken = 0
+        self.is_over = False
+        """Nothing more will be read."""
+        self.places: Counter[Place] = Counter()
+        """Blocks by the tier that they came from."""
+        self._ready: deque[Blocks] = deque()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if there is something to take, or nothing more will come."""
+        return bool(self._ready) or self.is_over
+
+    @property
+    def is_done(self) -> bool:
+        """True if all that came was taken, and nothing more will come."""
+        return self.is_over and not self._ready
+
+    @property
+    def wants_more(self) -> bool:
+        """True if the next block should be read."""
+        return not self.is_over and (self.num_read - self.num_taken) * self.num_bytes < MAX_AHEAD_BYTES
+
+    def put(self, content: Blocks, place: Place) -> None:
+        """Add the next block's content."""
+        self._ready.append(content)
+        self.places[place] += 1
+        self.num_read += 1
+        self.is_over = self.is_over or self.num_read == len(self.hashes)
+
+    def take(self, most_bytes: int) -> list[Blocks]:
+        """Contents of the next blocks, at least one where there is any."""
+        count = min(len(self._ready), max(1, most_bytes // self.num_bytes))
+        taken = [self._ready.popleft() for _ in range(count)]
+        self.num_taken += count
+        return taken
+
+    def cancel(self) -> None:
+        """Want nothing more of it."""
+        self.is_over = True
+        self._ready.clear()
+
+
+class _Save(NamedTuple):
+    environment: bytes
+    hashes: tuple[bytes, ...]
+    content: Blocks
+    class_: int
+
+
+class _Forget(NamedTuple):
+    record: SessionRecord
+    keys: tuple[BlockKey, ...]
+
+
+_Job = _Save | _Forget | SessionRecord
+
+
+class KVStore:
+    """Tiers of blocks and the thread that has them.
+
+    Args:
+        on_fault: called on that thread with a sentence on each block that was not what had been written.
+
+    Raises:
+        UsageError: a folder cannot be used, or another process uses it.
+    """
+
+    def __init__(self, options: KVStoreOptions, on_fault: Callable[[str], None] = lambda text: None) -> None:
+        self.options = options
+        self._on_fault = on_fault
+        self._tiers: dict[Place, BlockFiles] = {}
+        for place, folder, num_bytes in (
+            (Place.HOST, options.host_dir, options.host_bytes),
+            (Place.DISK, options.disk_dir, options.disk_bytes),
+        ):
+            if folder and num_bytes:
+                self._tiers[place] = BlockFiles(Path(folder), num_bytes)
+        self._records: OrderedDict[str, SessionRecord] = OrderedDict()
+        """By the name of their file, least recently used first."""
+        self._num_references: Counter[BlockKey] = Counter()
+        self._read_records()
+        self._jobs: deque[_Job] = deque()
+        self._saving_bytes = 0
+        self._loads: deque[ChainLoad] = deque()
+        self._behind: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()
+        """Bytes and class of blocks that are not on disk yet."""
+        self.num_faults = 0
+        self.num_loaded: Counter[Place] = Counter()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="lockstep-kv", daemon=True)
+        self._thread.start()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def find(self, environment: bytes, hashes: Sequence[bytes]) -> int:
+        """Number of the first blocks of a chain that it has."""
+        for place, block_hash in enumerate(hashes):
+            if not self.has(environment, block_hash):
+                return place
+        return len(hashes)
+
+    def has(self, environment: bytes, block_hash: bytes) -> bool:
+        """True if one of the tiers has a block."""
+        key = BlockKey(environment, block_hash)
+        return any(key in tier for tier in self._tiers.values())
+
+    def places(self, environment: bytes, hashes: Sequence[bytes]) -> Counter[Place]:
+        """Number of the first blocks of a chain by the fastest tier that has them."""
+        found: Counter[Place] = Counter()
+        for block_hash in hashes:
+            key = BlockKey(environment, block_hash)
+            place = next((place for place, tier in self._tiers.items() if key in tier), None)
+            if place is None:
+                break
+            found[place] += 1
+        return found
+
+    @property
+    def can_save(self) -> bool:
+        """True if more contents may wait to be written."""
+        return self._saving_bytes < MAX_SAVING_BYTES
+
+    def save(self, environment: bytes, hashes: Sequence[bytes], content: Blocks, class_: int) -> None:
+        """Keep blocks.
+
+        Args:
+            content: [len(hashes), bytes of a block]; not to be changed any more.
+            class_: priority; blocks of larger numbers are given up first.
+        """
+        with self._changed:
+            self._saving_bytes += content.nbytes
+            self._put(_Save(environment, tuple(hashes), content, class_))
+
+    def load(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> ChainLoad:
+        """Begin to read a chain, up to the first block that cannot be had."""
+        load = ChainLoad(environment, hashes, num_bytes, wake)
+        with self._changed:
+            self._loads.append(load)
+            self._changed.notify()
+        return load
+
+    def taken(self) -> None:
+        """Read on, after contents of a chain were taken."""
+        with self._changed:
+            self._changed.notify()
+
+    def remember(self, record: SessionRecord) -> None:
+        """Remember what a session will come back for, in place of what it came back for before."""
+        with self._changed:
+            self._put(record)
+
+    def end(self, owner: str, session_id: str, environment: bytes) -> None:
+        """Forget a session, and remove the blocks that no other one will come back for."""
+        name = _name_of(owner, session_id, environment)
+        with self._changed:
+            record = self._records.get(name, SessionRecord(owner, session_id, environment, ()))
+            keys = tuple(BlockKey(environment, each) for each in record.hashes)
+            self._put(_Forget(record, keys))
+
+    def records(self, environment: bytes) -> tuple[SessionRecord, ...]:
+        """Sessions of an environment, least recently used first."""
+        with self._changed:
+            return tuple(record for record in self._records.values() if record.environment == environment)
+
+    def stats(self) -> dict[Place, TierStats]:
+        """Figures of each tier."""
+        return {
+            place: TierStats(len(tier), tier.num_bytes, tier.budget_bytes, tier.num_evicted, self.num_loaded[place])
+            for place, tier in self._tiers.items()
+        }
+
+    def flush(self, limit_s: float) -> bool:
+        """Wait until everything is written, disk included; False: time was up."""
+        until_s = time.monotonic() + limit_s
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not (self._jobs or self._behind or self._saving_bytes), max(0.0, until_s - time.monotonic())
+            )
+
+    def close(self, limit_s: float = 0.0) -> None:
+        """Write what is to be written, as far as the time allows, and give the folders free."""
+        if not self.flush(limit_s):
+            log.warning("KV blocks are lost: %d were not on disk after %g s", len(self._behind), limit_s)
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        for load in self._loads:
+            load.cancel()
+        for tier in self._tiers.values():
+            tier.close()
+
+    def _put(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._changed.notify()
+
+    # -- the store's thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing or self._next_load() or self._jobs or self._behind)
+                if self._is_closing:
+                    return
+                load = self._next_load()
+                job = self._jobs.popleft() if load is None and self._jobs else None
+            try:
+                if load is not None:
+                    self._read_next(load)
+                elif job is not None:
+                    self._do(job)
+                else:
+                    self._copy_behind()
+            except Exception:
+                log.exception("a defect in the KV store; the block is computed again")
+                if load is not None:
+                    load.is_over = True
+                    load.wake()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _next_load(self) -> ChainLoad | None:
+        while self._loads and self._loads[0].is_over:
+            self._loads.popleft()
+        return next((load for load in self._loads if load.wants_more), None)
+
+    def _read_next(self, load: ChainLoad) -> None:
+        key = BlockKey(load.environment, load.hashes[load.num_read])
+        content = np.empty(load.num_bytes, np.uint8)
+        place = next((place for place in self._tiers if self._read(place, key, content)), None)
+        if place is None:
+            load.is_over = True
+        else:
+            load.put(content, place)
+            self.num_loaded[place] += 1
+        load.wake()
+        if place is Place.DISK and Place.HOST in self._tiers:
+            self._tiers[Place.HOST].write(key, content, self._tiers[Place.DISK].class_of(key))
+
+    def _read(self, place: Place, key: BlockKey, content: Blocks) -> bool:
+        try:
+            return self._tiers[place].read(key, content)
+        except BlockError as error:
+            self.num_faults += 1
+            log.warning("%s; it is computed again", error)
+            self._on_fault(str(error))
+            return False
+
+    def _do(self, job: _Job) -> None:
+        match job:
+            case _Save():
+                try:
+                    for block_hash, content in zip(job.hashes, job.content, strict=True):
+                        self._save(BlockKey(job.environment, block_hash), content, job.class_)
+                finally:
+                    self._saving_bytes -= job.content.nbytes
+            case _Forget(record, keys):
+                self._forget(record)
+                for key in keys:
+                    if not self._num_references[key]:
+                        self._behind.pop(key, None)
+                        for tier in self._tiers.values():
+                            tier.remove(key)
+            case SessionRecord():
+                self._remember(job)
+
+    def _save(self, key: BlockKey, content: Blocks, class_: int) -> None:
+        host, disk = self._tiers.get(Place.HOST), self._tiers.get(Place.DISK)
+        is_on_host = host is not None and host.write(key, content, class_)
+        if disk is None or key in disk:
+            return
+        if not is_on_host:
+            disk.write(key, content, class_)
+            return
+        self._behind[key] = len(content), class_
+        if len(self._behind) > MAX_BEHIND:
+            self._behind.popitem(last=False)
+
+    def _copy_behind(self) -> None:
+        """Copy the block that has waited longest from host memory to disk."""
+        key, (num_bytes, class_) = self._behind.popitem(last=False)
+        content = np.empty(num_bytes, np.uint8)
+        if self._read(Place.HOST, key, content):
+            self._tiers[Place.DISK].write(key, content, class_)
+
+    # -- sessions -------------------------------------------------------------------------------------------------
+
+    @property
+    def _folder(self) -> Path | None:
+        """Folder of the sessions' records: that of the slowest tier, which lasts longest."""
+        tier = self._tiers.get(Place.DISK) or self._tiers.get(Place.HOST)
+        return None if tier is None else tier.folder / _RECORDS
+
+    def _read_records(self) -> None:
+        folder = self._folder
+        if folder is None:
+            return
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for path in sorted(folder.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name)):
+            try:
+                record = msgspec.msgpack.decode(path.read_bytes(), type=SessionRecord)
+            except (OSError, msgspec.DecodeError):
+                path.unlink(missing_ok=True)
+                continue
+            if path.name == _name_of(record.owner, record.session_id, record.environment):
+                self._count(path.name, record)
+
+    def _count(self, name: str, record: SessionRecord) -> None:
+        self._records[name] = record
+        self._num_references.update(BlockKey(record.environment, each) for each in record.hashes)
+
+    def _remember(self, record: SessionRecord) -> None:
+        folder, name = self._folder, _name_of(record.owner, record.session_id, record.environment)
+        self._forget(record)
+        with self._changed:
+            self._count(name, record)
+        if folder is not None:
+            partial = folder / f"{name}.part"
+            try:
+                partial.write_bytes(msgspec.msgpack.encode(record))
+                partial.rename(folder / name)
+            except OSError as error:
+                log.warning("session %s will not be known after a restart: %s", record.session_id, error.strerror)
+        while len(self._records) > MAX_RECORDS:
+            self._forget(next(iter(self._records.values())))
+
+    def _forget(self, record: SessionRecord) -> None:
+        folder, name = self._folder, _name_of(record.owner, record.session_id, record.environment)
+        with self._changed:
+            known = self._records.pop(name, None)
+            if known is not None:
+                self._num_references.subtract(BlockKey(known.environment, each) for each in known.hashes)
+                for each in known.hashes:
+                    if self._num_references[key := BlockKey(known.environment, each)] <= 0:
+                        del self._num_references[key]
+        if folder is not None:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _name_of(owner: str, session_id: str, environment: bytes) -> str:
+    """Name of a session's record; the ids may be anything."""
+    state = hashlib.blake2b(environment, digest_size=16)
+    for text in (owner, session_id):
+        data = text.encode("utf-8", "surrogatepass")
+        state.update(len(data).to_bytes(8, "little") + data)
+    return state.hexdigest()
