@@ -265,6 +265,10 @@ def test_a_chain_gets_as_many_blocks_as_nobody_holds() -> None:
     chain = prompt([1] * 17).block_hashes
     assert core.fill(chain) == ((0, 4),)
     assert core.fill(chain) == ()
+    core.reset_prefix_cache()
+    assert core.fill(chain, 1) == ((1, 4),), "the first content is not at hand any more"
+    core.reset_prefix_cache()
+    assert core.fill(chain) == ((0, 4),)
     assert core.cached_blocks(chain) == (4, None, None, None)
     run(core)
     core.check()

@@ -59,7 +59,7 @@ def test_each_command_is_told_with_the_step_before_which_it_takes_effect() -> No
         ("aborted", 1, FinishReason.DEADLINE, 2, False),
         ("pinned", request.block_hashes, 2),
         ("swept", request.block_hashes, 2),
-        ("filled", request.block_hashes, 2),
+        ("filled", request.block_hashes, 0, 2),
         ("reset", 2),
     ]
 

@@ -188,9 +188,9 @@ class KVCache:
         self.pool.free_cached(idle)
         return tuple(idle)
 
-    def fill(self, hashes: Seq[bytes]) -> tuple[tuple[int, int], ...]:
-        """Publish blocks for the contents of a chain that no block holds; the chain's own blocks are not evicted for
-        that. Where there are too few, the first contents get theirs.
+    def fill(self, hashes: Seq[bytes], start: int) -> tuple[tuple[int, int], ...]:
+        """Publish blocks for the contents ``hashes[start:]`` of a chain that no block holds; the chain's own blocks are
+        not evicted for that. Where there are too few, the first contents get theirs.
 
         Returns:
             (place in ``hashes``, block) of each; whoever asked writes the content there before the next step.
@@ -198,7 +198,7 @@ class KVCache:
         found = [self.prefix.find(block_hash) for block_hash in hashes]
         own = [block for block in found if block is not None]
         self.pool.take(own)
-        missing = [place for place, block in enumerate(found) if block is None][: self.pool.num_available]
+        missing = [place for place in range(start, len(found)) if found[place] is None][: self.pool.num_available]
         allocation = self.pool.allocate(len(missing))
         assert allocation is not None, "no more are asked for than there are"
         self.prefix.forget(*allocation.evicted)

@@ -117,9 +117,9 @@ class Scheduler:
             self._listener.swept(hashes, self._step)
         return freed
 
-    def fill(self, hashes: Seq[bytes]) -> tuple[tuple[int, int], ...]:
-        """Give blocks to the contents of a chain that no block holds, evicting others but none of the chain; between
-        two steps. Where there are too few blocks, the first contents get theirs.
+    def fill(self, hashes: Seq[bytes], start: int = 0) -> tuple[tuple[int, int], ...]:
+        """Give blocks to the contents ``hashes[start:]`` of a chain that no block holds, evicting others but none of
+        the chain; between two steps. Where there are too few blocks, the first contents get theirs.
 
         Returns:
             (place in ``hashes``, device block) of each. They can be hit from now on: whoever asked writes their content
@@ -127,9 +127,9 @@ class Scheduler:
         """
         assert self._pending is None, "a step under way may read the blocks that this would give away"
         self._leave_run()  # a repeated step moves nothing
-        given = self._kv.fill(hashes)
+        given = self._kv.fill(hashes, start)
         if hashes and self._listener is not None:
-            self._listener.filled(hashes, self._step)
+            self._listener.filled(hashes, start, self._step)
         return given
 
     def cached_blocks(self, hashes: Seq[bytes]) -> tuple[int | None, ...]:

@@ -21,6 +21,8 @@ from lockstep.core.step import StepEvents, StepPlan, StepResult
 from lockstep.engine.deadlines import Clock, Deadlines, Due, SystemClock
 from lockstep.engine.generation import Generation, LiveRequest, Sink
 from lockstep.engine.input_processing import prepare
+from lockstep.engine.kv_store import KVStore
+from lockstep.engine.kv_transfer import KVTransfer
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics, MetricsSnapshot, Unscheduled, cache_config_labels, snapshot
 from lockstep.engine.output_processing import OutputProcessor
@@ -75,6 +77,9 @@ class Engine:
         observer: called after each committed step, when its outputs are told, with the plan, its result and its events.
         on_session: called on the engine's thread with each change of a session.
         recorder: listens to all that decides a step.
+        store: where blocks are kept outside of the device; None: nowhere.
+        kv_class: priority of what is kept there; larger numbers are given up first.
+        wake: called by any thread when there is something to do that nobody submitted.
     """
 
     def __init__(
@@ -86,11 +91,18 @@ class Engine:
         observer: Observer | None = None,
         on_session: Callable[[SessionChange], None] | None = None,
         recorder: RecorderHook | None = None,
+        store: KVStore | None = None,
+        kv_class: int = 0,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.scheduler = Scheduler(config, recorder)
-        self.sessions = Sessions(self.scheduler, on_session or (lambda change: None))
+        self._inbox = Inbox()
+        self.kv = None
+        if store is not None and config.enable_prefix_caching:
+            self.kv = KVTransfer(self.scheduler, model, store, kv_class, wake or self._inbox.wake)
+        self.sessions = Sessions(self.scheduler, on_session or (lambda change: None), self.kv)
         self._now_s = (clock or SystemClock()).now_s
         self._observer = observer
         self._accepted: list[int] = []
@@ -100,7 +112,6 @@ class Engine:
         if recorder is not None:
             recorder.opened(self.scheduler, self._fingerprint)
         self._publisher = OutputProcessor(model, self._metrics)
-        self._inbox = Inbox()
         self._running_thread_id = 0
         """Id of the thread in ``run``; 0: none."""
         self._ids = itertools.count()
@@ -203,7 +214,7 @@ class Engine:
 
     def metrics(self) -> MetricsSnapshot:
         """A consistent enough copy of all counters; may be called from any thread."""
-        unscheduled = Unscheduled(self._inbox.num_requests + self.sessions.num_waiting, self._inbox.num_rejected)
+        unscheduled = Unscheduled(self._num_unscheduled, self._inbox.num_rejected)
         return snapshot(self._metrics, self.scheduler.stats(), unscheduled, self._info)
 
     @property
@@ -219,7 +230,13 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Sequences that are queued or preempted, and requests that the scheduler has not seen yet."""
-        return self.scheduler.num_waiting + self._inbox.num_requests + self.sessions.num_waiting
+        return self.scheduler.num_waiting + self._num_unscheduled
+
+    @property
+    def _num_unscheduled(self) -> int:
+        """Requests that the scheduler has not seen yet."""
+        in_kv = 0 if self.kv is None else self.kv.num_waiting
+        return self._inbox.num_requests + self.sessions.num_waiting + in_kv
 
     @property
     def fingerprint(self) -> str:
@@ -230,7 +247,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_unfinished or self.sessions.num_waiting > 0
+        return bool(self._inbox) or self.scheduler.has_unfinished or self.sessions.num_waiting > 0 or self._can_move
+
+    @property
+    def _can_move(self) -> bool:
+        return self.kv is not None and self.kv.has_work
 
     @property
     def num_free_places(self) -> int:
@@ -254,7 +275,7 @@ class Engine:
         self._running_thread_id = threading.get_ident()
         try:
             while not self._inbox.is_closed:
-                if not self._advance():
+                if not self._advance() and not self._can_move:
                     self.wait(IDLE_WAIT_S)  # not at all where somebody came since the last wait
             self.abort_all()
         except BaseException as error:
@@ -377,9 +398,12 @@ class Engine:
     def drain(self) -> None:
         """Take what waited for a session, then what was submitted, in order, then what is due; once per step."""
         now_s = self._now_s()
+        if self._can_move and self.kv is not None:
+            for live in self.kv.move():
+                self._schedule(live, now_s)
         if self.sessions.num_waiting:
             for live in self.sessions.ready(now_s):
-                self._schedule(live, now_s)
+                self._restore_or_schedule(live, now_s)
         for command in self._inbox.take():
             if isinstance(command, Abort):
                 self._end(command.request_id, FinishReason.ABORT)
@@ -400,11 +424,15 @@ class Engine:
         except QueueFullError as error:
             self._refuse(live, error)
             return
-        if is_first and not self._schedule(live, now_s):
+        if is_first and not self._restore_or_schedule(live, now_s):
             return
         self._deadlines.add(live.request_id, live.arrival_s, live.request)
         self._deadlines.forget_stale(self._open)
         self._accepted.append(live.request_id)
+
+    def _restore_or_schedule(self, live: LiveRequest, now_s: float) -> bool:
+        """Schedule a request, or let it wait until its blocks are back; False: it was refused."""
+        return (self.kv is not None and self.kv.enter(live)) or self._schedule(live, now_s)
 
     def _schedule(self, live: LiveRequest, now_s: float) -> bool:
         """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
@@ -441,7 +469,7 @@ class Engine:
         if live is None:
             return
         live.error = error or live.error
-        if not live.generations:  # it waited for a session
+        if not live.generations:  # it waited for a session, or for its blocks
             self._refuse(live, error or RequestFailedError("it was aborted before it began"), reason)
             return
         now_s = self._now_s()
@@ -477,6 +505,8 @@ class Engine:
 
     def _finish(self, live: LiveRequest, now_s: float) -> None:
         self.sessions.leave(live, now_s)
+        if self.kv is not None:
+            self.kv.leave(live)
         if live.generations:
             self._metrics.observe_request([generation.num_output for generation in live.generations])
         if live.is_kept:

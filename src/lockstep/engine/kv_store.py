@@ -61,6 +61,8 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
     session_id: str
     environment: bytes
     hashes: tuple[bytes, ...]
+    used_at: float
+    """Unix time of its last request's end."""
 
 
 class TierStats(NamedTuple):
@@ -132,14 +134,17 @@ class _Save(NamedTuple):
     hashes: tuple[bytes, ...]
     content: Blocks
     class_: int
+    wake: Callable[[], None]
 
 
-class _Forget(NamedTuple):
-    record: SessionRecord
-    keys: tuple[BlockKey, ...]
+class _Write(NamedTuple):
+    """A session's record is to be written as it is now, or removed, and blocks that nobody will come back for."""
+
+    name: str
+    keys: tuple[BlockKey, ...] = ()
 
 
-_Job = _Save | _Forget | SessionRecord
+_Job = _Save | _Write
 
 
 class KVStore:
@@ -174,6 +179,7 @@ class KVStore:
         self.num_faults = 0
         self.num_loaded: Counter[Place] = Counter()
         self._changed = threading.Condition()
+        self._is_working = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="lockstep-kv", daemon=True)
         self._thread.start()
@@ -208,16 +214,19 @@ class KVStore:
         """True if more contents may wait to be written."""
         return self._saving_bytes < MAX_SAVING_BYTES
 
-    def save(self, environment: bytes, hashes: Sequence[bytes], content: Blocks, class_: int) -> None:
+    def save(
+        self, environment: bytes, hashes: Sequence[bytes], content: Blocks, class_: int, wake: Callable[[], None]
+    ) -> None:
         """Keep blocks.
 
         Args:
             content: [len(hashes), bytes of a block]; not to be changed any more.
             class_: priority; blocks of larger numbers are given up first.
+            wake: called on the store's thread when they are written.
         """
         with self._changed:
             self._saving_bytes += content.nbytes
-            self._put(_Save(environment, tuple(hashes), content, class_))
+            self._put(_Save(environment, tuple(hashes), content, class_, wake))
 
     def load(self, environment: bytes, hashes: Sequence[bytes], num_bytes: int, wake: Callable[[], None]) -> ChainLoad:
         """Begin to read a chain, up to the first block that cannot be had."""
@@ -234,16 +243,23 @@ class KVStore:
 
     def remember(self, record: SessionRecord) -> None:
         """Remember what a session will come back for, in place of what it came back for before."""
+        name = _name_of(record.owner, record.session_id, record.environment)
         with self._changed:
-            self._put(record)
+            self._uncount(name)
+            self._count(name, record)
+            self._put(_Write(name))
+            if len(self._records) > MAX_RECORDS:
+                oldest = next(iter(self._records))
+                self._uncount(oldest)
+                self._put(_Write(oldest))
 
-    def end(self, owner: str, session_id: str, environment: bytes) -> None:
-        """Forget a session, and remove the blocks that no other one will come back for."""
+    def end(self, owner: str, session_id: str, environment: bytes) -> bool:
+        """Forget a session, and remove the blocks that no other one will come back for; False: it is not known."""
         name = _name_of(owner, session_id, environment)
         with self._changed:
-            record = self._records.get(name, SessionRecord(owner, session_id, environment, ()))
-            keys = tuple(BlockKey(environment, each) for each in record.hashes)
-            self._put(_Forget(record, keys))
+            is_known = name in self._records
+            self._put(_Write(name, self._uncount(name)))
+            return is_known
 
     def records(self, environment: bytes) -> tuple[SessionRecord, ...]:
         """Sessions of an environment, least recently used first."""
@@ -262,7 +278,7 @@ class KVStore:
         until_s = time.monotonic() + limit_s
         with self._changed:
             return self._changed.wait_for(
-                lambda: not (self._jobs or self._behind or self._saving_bytes), max(0.0, until_s - time.monotonic())
+                lambda: not (self._jobs or self._behind or self._is_working), max(0.0, until_s - time.monotonic())
             )
 
     def close(self, limit_s: float = 0.0) -> None:
@@ -292,6 +308,7 @@ class KVStore:
                     return
                 load = self._next_load()
                 job = self._jobs.popleft() if load is None and self._jobs else None
+                self._is_working = True
             try:
                 if load is not None:
                     self._read_next(load)
@@ -305,6 +322,7 @@ class KVStore:
                     load.is_over = True
                     load.wake()
             with self._changed:
+                self._is_working = False
                 self._changed.notify_all()
 
     def _next_load(self) -> ChainLoad | None:
@@ -342,15 +360,14 @@ class KVStore:
                         self._save(BlockKey(job.environment, block_hash), content, job.class_)
                 finally:
                     self._saving_bytes -= job.content.nbytes
-            case _Forget(record, keys):
-                self._forget(record)
+                    job.wake()
+            case _Write(name, keys):
+                self._write_record(name)
                 for key in keys:
-                    if not self._num_references[key]:
+                    if key not in self._num_references:
                         self._behind.pop(key, None)
                         for tier in self._tiers.values():
                             tier.remove(key)
-            case SessionRecord():
-                self._remember(job)
 
     def _save(self, key: BlockKey, content: Blocks, class_: int) -> None:
         host, disk = self._tiers.get(Place.HOST), self._tiers.get(Place.DISK)
@@ -376,8 +393,8 @@ class KVStore:
     @property
     def _folder(self) -> Path | None:
         """Folder of the sessions' records: that of the slowest tier, which lasts longest."""
-        tier = self._tiers.get(Place.DISK) or self._tiers.get(Place.HOST)
-        return None if tier is None else tier.folder / _RECORDS
+        places = [place for place in (Place.DISK, Place.HOST) if place in self._tiers]
+        return self._tiers[places[0]].folder / _RECORDS if places else None
 
     def _read_records(self) -> None:
         folder = self._folder
@@ -397,32 +414,32 @@ class KVStore:
         self._records[name] = record
         self._num_references.update(BlockKey(record.environment, each) for each in record.hashes)
 
-    def _remember(self, record: SessionRecord) -> None:
-        folder, name = self._folder, _name_of(record.owner, record.session_id, record.environment)
-        self._forget(record)
-        with self._changed:
-            self._count(name, record)
-        if folder is not None:
-            partial = folder / f"{name}.part"
-            try:
+    def _uncount(self, name: str) -> tuple[BlockKey, ...]:
+        """Forget a session; returns the blocks that no other one will come back for."""
+        record = self._records.pop(name, None)
+        if record is None:
+            return ()
+        keys = [BlockKey(record.environment, each) for each in record.hashes]
+        self._num_references.subtract(keys)
+        alone = tuple(key for key in keys if not self._num_references[key])
+        for key in alone:
+            del self._num_references[key]
+        return alone
+
+    def _write_record(self, name: str) -> None:
+        """Bring the file of a session's record up to date."""
+        folder, record = self._folder, self._records.get(name)
+        if folder is None:
+            return
+        partial = folder / f"{name}.part"
+        try:
+            if record is None:
+                (folder / name).unlink(missing_ok=True)
+            else:
                 partial.write_bytes(msgspec.msgpack.encode(record))
                 partial.rename(folder / name)
-            except OSError as error:
-                log.warning("session %s will not be known after a restart: %s", record.session_id, error.strerror)
-        while len(self._records) > MAX_RECORDS:
-            self._forget(next(iter(self._records.values())))
-
-    def _forget(self, record: SessionRecord) -> None:
-        folder, name = self._folder, _name_of(record.owner, record.session_id, record.environment)
-        with self._changed:
-            known = self._records.pop(name, None)
-            if known is not None:
-                self._num_references.subtract(BlockKey(known.environment, each) for each in known.hashes)
-                for each in known.hashes:
-                    if self._num_references[key := BlockKey(known.environment, each)] <= 0:
-                        del self._num_references[key]
-        if folder is not None:
-            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s: what a session will come back for cannot be noted: %s", folder, error.strerror)
 
 
 def _name_of(owner: str, session_id: str, environment: bytes) -> str:

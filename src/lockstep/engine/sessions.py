@@ -18,6 +18,7 @@ import msgspec
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.engine.generation import LiveRequest
+from lockstep.engine.kv_transfer import KVTransfer
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import QueueFullError
 
@@ -40,6 +41,8 @@ class SessionChange(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int = 0
     reason: SweepReason | None = None
     """Why it was swept."""
+    num_stored_tokens: int = 0
+    """Swept: those of its tokens that the store keeps."""
 
 
 class SessionReport(msgspec.Struct, frozen=True, array_like=True):
@@ -88,10 +91,14 @@ class Sessions:
     Args:
         scheduler: of the engine, with no step under way whenever this is called.
         tell: called with every change.
+        kv: keeps what leaves the device; None: it is lost.
     """
 
-    def __init__(self, scheduler: Scheduler, tell: Callable[[SessionChange], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, tell: Callable[[SessionChange], None], kv: KVTransfer | None = None
+    ) -> None:
         self._scheduler = scheduler
+        self._kv = kv
         self._tell = tell
         self._sessions: OrderedDict[_Key, _Session] = OrderedDict()
         """Least recently used first."""
@@ -169,7 +176,10 @@ class Sessions:
                 session.is_ended = True
                 num_blocks += self._unpin(session)
         swept = self._forget_all([session for session in named if not session.num_busy], reason)
-        return Swept(len(named), swept.num_blocks + num_blocks)
+        num_stored = 0
+        if not named and reason == "ended" and session_id is not None and owner is not None and self._kv is not None:
+            num_stored = self._kv.end(owner, session_id)
+        return Swept(len(named) + num_stored, swept.num_blocks + num_blocks)
 
     def reports(self, now_s: float) -> tuple[SessionReport, ...]:
         """All sessions, least recently used first."""
@@ -221,6 +231,8 @@ class Sessions:
         self._scheduler.pin(hashes)
         self._unpin(session)
         session.hashes = hashes
+        if self._kv is not None:
+            self._kv.keep(*session.key, hashes)
         num_blocks = self._num_blocks(session)
         num_tokens = num_blocks * self._scheduler.config.block_size
         self._tell(SessionChange(*session.key, "kept", num_blocks, num_tokens))
@@ -233,10 +245,20 @@ class Sessions:
         del self._sessions[session.key]
         self._num_of -= Counter((session.key.owner,))
         self._has_changed = True
+        num_stored = self._store(session, reason)
         num_blocks = self._unpin(session)
-        num_tokens = num_blocks * self._scheduler.config.block_size
-        self._tell(SessionChange(*session.key, "swept", num_blocks, num_tokens, reason))
+        size = self._scheduler.config.block_size
+        self._tell(SessionChange(*session.key, "swept", num_blocks, num_blocks * size, reason, num_stored * size))
         return num_blocks
+
+    def _store(self, session: _Session, reason: SweepReason) -> int:
+        """Have kept what a session will come back for; returns how many blocks that are."""
+        if self._kv is None:
+            return 0
+        if reason == "ended":
+            self._kv.end(*session.key)
+            return 0
+        return self._kv.keep_now(session.hashes)
 
     def _forget_all(self, sessions: list[_Session], reason: SweepReason) -> Swept:
         return Swept(len(sessions), sum(self._forget(session, reason) for session in sessions))

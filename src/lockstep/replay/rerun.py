@@ -120,7 +120,7 @@ def apply_to_cache(scheduler: Scheduler, command: Command, hash_of: Callable[[in
         case Swept():
             scheduler.sweep([hash_of(content) for content in command.contents])
         case Filled():
-            scheduler.fill([hash_of(content) for content in command.contents])
+            scheduler.fill([hash_of(content) for content in command.contents], command.start)
         case CacheReset():
             scheduler.reset_prefix_cache()
 

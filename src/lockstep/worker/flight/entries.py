@@ -243,6 +243,9 @@ class Swept(_Cached, frozen=True, tag=10):
 class Filled(_Cached, frozen=True, tag=22):
     """Blocks were given to contents of a chain that came from where they are kept outside of the pool."""
 
+    start: int
+    """Place in the chain from which on contents came."""
+
 
 class CacheReset(_Entry, frozen=True, tag=11):
     """The prefix cache was forgotten."""

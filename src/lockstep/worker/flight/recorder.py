@@ -406,9 +406,9 @@ class EngineRecorder:
             self._put(Swept(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
 
     @guarded
-    def filled(self, hashes: Seq[bytes], step: int) -> None:
+    def filled(self, hashes: Seq[bytes], start: int, step: int) -> None:
         if self._records():
-            self._put(Filled(self.number, step, runs_of(map(self._recorder.contents.of, hashes))))
+            self._put(Filled(self.number, step, runs_of(map(self._recorder.contents.of, hashes)), start))
 
     @guarded
     def cache_reset(self, step: int) -> None:
