@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +27,7 @@ from lockstep.engine.loading import LoadedModel, load_model
 from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import TokenOutput
 from lockstep.engine.request import GenerationRequest
-from lockstep.executors.base import Geometry, Logits, StepBatch
+from lockstep.executors.base import Blocks, Geometry, Logits, StepBatch
 from lockstep.executors.sampling import likeliest, sample
 from lockstep.executors.sampling_params import SamplingParams
 
@@ -49,6 +49,12 @@ class NullExecutor:
 
     def execute(self, batch: StepBatch) -> Logits:
         return self._logits[: len(batch.rows)]
+
+    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
+        return np.zeros((len(blocks), self.geometry.bytes_per_block), np.uint8)
+
+    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
+        """Nothing to write."""
 
     def close(self) -> None:
         """Nothing to release."""

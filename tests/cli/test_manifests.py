@@ -212,7 +212,7 @@ models:
     assert code == 0
     assert err.splitlines() == [
         "lockstep: warning: b: co_activation has no effect, as a remote model is never loaded",
-        "lockstep: warning: disk_kv_budget has no effect yet, as KV is not kept on disk",
+        "lockstep: warning: disk_kv_budget has an effect with --kv-dir DIR, where KV is kept on disk",
     ]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError, ExecutorError
-from lockstep.executors.base import Executor, Geometry, Logits, StepBatch
+from lockstep.executors.base import Blocks, Executor, Geometry, Logits, StepBatch
 from lockstep.executors.probe import Scenario, play, quick_probe, split_prompt, thorough_probe
 
 VOCAB = 64
@@ -26,7 +26,7 @@ class HonestExecutor:
 
     @property
     def geometry(self) -> Geometry:
-        return Geometry(self.block_size, 1, 1, 4096, VOCAB)
+        return Geometry(self.block_size, 8 * self.block_size, 1, 4096, VOCAB)
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -56,6 +56,12 @@ class HonestExecutor:
                     rows.append(row + np.float32(self.fault(batch, index)))
             begin += chunk.length
         return np.stack(rows) if rows else np.zeros((0, VOCAB), np.float32)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
+        return self.blocks[list(blocks)].view(np.uint8)
+
+    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
+        self.blocks[list(blocks)] = content.view(np.int64)
 
     def close(self) -> None:
         self.num_closed += 1

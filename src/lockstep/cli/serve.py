@@ -38,6 +38,7 @@ from lockstep.server.options import ServerOptions
 if TYPE_CHECKING:
     from lockstep.cluster.cluster import Cluster
     from lockstep.cluster.resolve import LoadProgress
+    from lockstep.engine.kv_store import KVStoreOptions
     from lockstep.server.reload import ManifestReload
     from lockstep.worker.flight.options import TraceOptions
     from lockstep.worker.link import WorkerOptions
@@ -84,7 +85,8 @@ def serve(
         progress = ServingProgress.for_this(report.log_format)
         decided = decided_options(engine, "fcfs" if cluster_flags.manifest is None else "priority")
         load = LoadOptions(decided, openvino, worker_flags.cache_dir, worker_flags.probe)
-        cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, progress.update)
+        kv = kv_options(worker_flags)
+        cluster, reload = _cluster(model, model_flags, cluster_flags, load, worker, kv, progress.update)
         warnings = answers_to(foreign)
         log_to_stderr(report.log_format, report.log_level, "server")
         for warning in warnings:
@@ -178,6 +180,7 @@ def _cluster(
     cluster_flags: ClusterFlags,
     load: LoadOptions,
     worker: WorkerOptions,
+    kv: KVStoreOptions,
     progress: LoadProgress,
 ) -> tuple[Cluster, ManifestReload | None]:
     """Make the cluster behind the server, and the reload of its manifest where there is one."""
@@ -196,6 +199,7 @@ def _cluster(
         backend_of(cluster_flags.backend),
         load,
         worker,
+        kv=kv,
         environment=os.environ,
         folder=None if cluster_flags.manifest is None else cluster_flags.manifest.expanduser().absolute().parent,
         is_fixed=cluster_flags.manifest is None,
@@ -208,6 +212,22 @@ def _cluster(
     seen = stamp_of(cluster_flags.manifest)  # before it is read: what is written from now on is brought in
     cluster = Cluster(read_manifest(cluster_flags.manifest), options, progress=progress)
     return cluster, ManifestReload(cluster, cluster_flags.manifest, os.environ, seen, watches=cluster_flags.watch)
+
+
+def kv_options(worker_flags: WorkerFlags) -> KVStoreOptions:
+    """Where KV is kept outside of the device; UsageError where it cannot be."""
+    from lockstep.engine.kv_files import check_folder
+    from lockstep.engine.kv_store import KVStoreOptions
+
+    folder = worker_flags.kv_dir
+    if folder is not None:
+        folder = folder.expanduser().absolute()
+        check_folder(folder)
+    return KVStoreOptions(
+        host_bytes=worker_flags.host_kv_mb << 20,
+        disk_dir="" if folder is None else str(folder),
+        disk_bytes=worker_flags.kv_dir_mb << 20,
+    )
 
 
 def trace_options(report: ReportFlags) -> TraceOptions | None:

@@ -88,6 +88,12 @@ class WorkerFlags:
     """Seconds without a sign of life until a worker process is replaced; 0: never."""
     stream_interval_ms: Annotated[float, Flag(low=0.0, high=1000.0)] = 20.0
     """Tokens of a stream that come faster share a frame; 0: never."""
+    host_kv_mb: Annotated[int, Flag(low=0, metavar="MB")] = 1024
+    """Host memory for the KV of sessions that left the device; a manifest's host_kv_budget goes before it."""
+    kv_dir: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Keep the KV of sessions here, too, so that it survives a restart."""
+    kv_dir_mb: Annotated[int, Flag(low=1, metavar="MB")] = 10_240
+    """What the KV there may take; a manifest's disk_kv_budget goes before it."""
 
 
 @dataclass(frozen=True, slots=True)

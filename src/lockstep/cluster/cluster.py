@@ -16,7 +16,6 @@ from lockstep.cluster.events import EventLog
 from lockstep.cluster.manifest import Manifest, Tier
 from lockstep.cluster.manifest_file import Validator, dump, parse, plain
 from lockstep.cluster.models import Model
-from lockstep.cluster.planner import Phase
 from lockstep.cluster.reload import replace_manifest
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.requests import RequestHandler
@@ -282,7 +281,7 @@ class Cluster:
             raise SessionNotFoundError(f"No session with id '{id_}'.", param="session_id")
         for model in self._state.models.by_id.values():
             model.sessions.drop(id_)
-            if model.replica is not None and model.replica.phase is Phase.RESIDENT:
+            if model.replica is not None:
                 await self._state.worker.end_session(model.replica.key, id_, model.id)
 
     # -- inside ---------------------------------------------------------------------------------------------------

@@ -100,7 +100,13 @@ class Resources:
     """Of standby weights and host KV."""
     kv_budget_bytes: int | None = None
     host_kv_budget_bytes: int | None = None
+    """Half of it for sessions that left the device, half as swap space of preempted requests."""
     disk_kv_budget_bytes: int | None = None
+
+    @property
+    def swap_bytes(self) -> int | None:
+        """Swap space of all replicas; None: each has its default."""
+        return None if self.host_kv_budget_bytes is None else self.host_kv_budget_bytes // 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def _meant_otherwise(manifest: Manifest) -> list[str]:
         if entry.co_activation and entry.tier is Tier.REMOTE
     ]
     if manifest.resources.disk_kv_budget_bytes is not None:
-        warnings.append("disk_kv_budget has no effect yet, as KV is not kept on disk")
+        warnings.append("disk_kv_budget has an effect with --kv-dir DIR, where KV is kept on disk")
     if manifest.fallback is not None and manifest.routing is None:
         warnings.append("fallback: has no effect, as without `routing:` no request is routed")
     return warnings

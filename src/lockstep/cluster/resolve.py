@@ -258,7 +258,7 @@ def _with_pools(engine: EngineOptions, resources: Resources, num_replicas: int) 
     return replace(
         engine,
         kv_cache_memory_bytes=share(engine.kv_cache_memory_bytes, resources.kv_budget_bytes, DEFAULT_KV_BYTES),
-        host_kv_memory_bytes=share(engine.host_kv_memory_bytes, resources.host_kv_budget_bytes, 0),
+        host_kv_memory_bytes=share(engine.host_kv_memory_bytes, resources.swap_bytes, 0),
     )
 
 

@@ -32,13 +32,16 @@ class Session:
     num_active: int = 0
     kept_tokens: dict[str, int] = field(default_factory=dict)
     """By model: tokens of its last prompt that are kept on the device."""
+    stored_tokens: dict[str, int] = field(default_factory=dict)
+    """By model: tokens of its last prompt that are kept in host memory or on disk."""
     is_held: bool = True
     """At least one model holds it."""
     is_evicted: bool = False
     """A model has given up its KV since its last request."""
 
     def snapshot(self, now_s: float) -> SessionSnapshot:
-        state = "active" if self.num_active else "idle" if self.is_held else "dropped"
+        num_stored = sum(self.stored_tokens.values())
+        state = "active" if self.num_active else "idle" if self.is_held or num_stored else "dropped"
         idle_s = 0.0 if self.num_active else now_s - self.last_used_s
         return SessionSnapshot(
             id=self.id,
@@ -48,6 +51,7 @@ class Session:
             idle_s=idle_s,
             num_requests=self.num_requests,
             num_tokens=sum(self.kept_tokens.values()),
+            num_stored_tokens=num_stored,
         )
 
 
@@ -199,6 +203,14 @@ class Sessions:
         session.num_requests += 1
         session.num_active += 1
         return is_new
+
+    def store(self, id_: str, model: str, num_tokens: int, now_s: float) -> None:
+        """Note what a model keeps of a session outside of the device, as it is of one that ran before this server."""
+        session = self.by_id.get(id_)
+        if session is None and num_tokens and len(self.by_id) < MAX_SESSIONS:
+            session = self.by_id[id_] = Session(id_, model, now_s, now_s, is_held=False)
+        if session is not None:
+            session.stored_tokens[model] = num_tokens
 
     def end(self, id_: str | None, now_s: float) -> None:
         """Note the end of a request, whatever became of it."""

@@ -111,12 +111,15 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     model: str
     """Who answered last."""
     state: str
-    """``active`` while a request of it is answered, then ``idle``, and ``dropped`` when its KV was given up."""
+    """``active`` while a request of it is answered, then ``idle``, and ``dropped`` when its KV was given up on the
+    device and is kept nowhere else."""
     age_s: float
     idle_s: float
     num_requests: int
     num_tokens: int = 0
     """Of its prompts, kept on the device by all its models together."""
+    num_stored_tokens: int = 0
+    """Of its prompts, kept in host memory or on disk instead."""
 
 
 class Counters(msgspec.Struct):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from lockstep.cluster.backend import Backend, OneModel, served_by
 from lockstep.cluster.budget import cut_texts, refusal, table_text
@@ -27,12 +28,14 @@ from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device
 from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, Counters, TransitionSnapshot
 from lockstep.cluster.threads import call_on, in_thread
+from lockstep.engine.kv_files import HostFolder, claim_host_folder
+from lockstep.engine.kv_store import KVStoreOptions
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
 from lockstep.worker.life import Back, Lost
 from lockstep.worker.link import WorkerOptions
-from lockstep.worker.messages import SessionsChanged, StepReport
+from lockstep.worker.messages import KVRejected, SessionsChanged, StepReport
 from lockstep.worker.supervised import Notice, SupervisedWorker
 
 log = logging.getLogger(__name__)
@@ -59,6 +62,8 @@ class ClusterOptions:
     drain_s: float = DRAIN_S
     environment: Mapping[str, str] = field(default_factory=dict)
     """Where the keys of remote models are looked up."""
+    kv: KVStoreOptions = field(default_factory=KVStoreOptions)
+    """Where KV is kept outside of the device; a manifest's budgets go before those said here."""
     folder: Path | None = None
     """Where the operator's manifest lies: of the models there, any may be named over HTTP."""
     is_fixed: bool = False
@@ -88,6 +93,9 @@ class ClusterState:
         self.opened: Opened | None = None
         """The resolved artifacts of the models that calls go to; None: nothing was opened yet."""
         self.is_booted = False
+        self._host_folder: HostFolder | None = None
+        self.has_store = False
+        """Whether KV that leaves the device is kept."""
         self._coming: ModelSet | None = None
         """The models of a manifest that is being brought in."""
 
@@ -202,7 +210,20 @@ class ClusterState:
         for replica in self.replicas.all():
             self.pin(replica, models)
         self.replicas.order(replica.key for replica in models.replicas)
+        self._open_store(models.declared)
         self.replicas.pump()
+
+    def _open_store(self, manifest: Manifest) -> None:
+        """Have the worker keep what sessions come back for, within the manifest's budgets."""
+        kv, resources = self.options.kv, manifest.resources
+        host_bytes = kv.host_bytes if resources.swap_bytes is None else resources.swap_bytes
+        disk_bytes = kv.disk_bytes if resources.disk_kv_budget_bytes is None else resources.disk_kv_budget_bytes
+        if host_bytes and self._host_folder is None:
+            self._host_folder = claim_host_folder()
+        host_dir = "" if self._host_folder is None else str(self._host_folder.path)
+        if (host_dir and host_bytes) or (kv.disk_dir and disk_bytes):
+            self.has_store = True
+            self.worker.open_store(replace(kv, host_dir=host_dir, host_bytes=host_bytes, disk_bytes=disk_bytes))
 
     def pin(self, replica: ReplicaState, models: ModelSet) -> None:
         """Let a replica know what its models ask of it."""
@@ -230,6 +251,8 @@ class ClusterState:
     async def close(self) -> None:
         """End the worker, and what is recorded."""
         await self.worker.close()
+        if self._host_folder is not None:
+            await asyncio.to_thread(self._host_folder.remove)
         if self._plans is not None:
             await asyncio.to_thread(self._plans.close)
 
@@ -311,6 +334,8 @@ class ClusterState:
                 session.kept_tokens[change.owner] = change.num_tokens
             return
         model = self.models.by_id.get(change.owner)
+        if model is not None and change.what == "swept":
+            self.sessions.store(change.session_id, change.owner, change.num_stored_tokens, time.monotonic())
         if model is not None and change.what == "swept" and model.sessions.drop(change.session_id):
             self.swept(change.session_id, (change.owner,), change.reason or "")
 
@@ -349,10 +374,14 @@ class ClusterState:
             case SessionsChanged(changes=changes):
                 for change in changes:
                     self._session_changed(change)
+            case KVRejected(reason=reason):
+                self.events.emit("kv_rejected", reason=reason)
             case Lost(reason=reason):
                 self.events.emit("worker_restarted", reason=reason)
-                for session in tuple(self.sessions.by_id):
-                    self._drop_held(session, LOST)
+                for session in tuple(self.sessions.by_id.values()):
+                    if self.has_store:  # what was kept on the device was copied soon after
+                        session.stored_tokens.update(session.kept_tokens)
+                    self._drop_held(session.id, LOST)
                 self.replicas.worker_lost()
             case Back():
                 self.replicas.pump()

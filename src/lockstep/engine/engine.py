@@ -262,6 +262,10 @@ class Engine:
         """All sessions, least recently used first; between steps."""
         return self.sessions.reports(self._now_s())
 
+    def stored_sessions(self) -> tuple[SessionChange, ...]:
+        """Sessions from before that the store knows."""
+        return self.sessions.stored()
+
     def run(self) -> None:
         """Step while there is work and wait while there is none, until ``stop``; what is open then ends with ``abort``.
 

@@ -19,8 +19,10 @@ import logging
 import os
 import shutil
 import struct
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +38,9 @@ _CHECKSUM_BYTES = 16
 HEADER_BYTES = _KEYS.size + _CHECKSUM_BYTES
 _PAGE_BYTES = 4096
 _SUFFIX = ".kv"
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux has files in memory; elsewhere they are in the folder for temporary files."""
+_HOST_PREFIX, _OWNER = "lockstep-kv-", "owner"
 
 
 class BlockKey(NamedTuple):
@@ -80,7 +85,7 @@ class BlockFiles:
             self._scan()
         except OSError as error:
             raise UsageError(f"{folder}: KV blocks cannot be kept there: {error.strerror}") from error
-        self._evict(0)
+        self.shrink()
 
     def close(self) -> None:
         """Let another process have the folder; its files stay."""
@@ -95,6 +100,10 @@ class BlockFiles:
     def keys(self) -> Iterator[BlockKey]:
         """All that is there, as it was at this moment."""
         return iter(tuple(self._blocks))
+
+    def shrink(self) -> None:
+        """Remove what is beyond the budget."""
+        self._evict(0)
 
     def class_of(self, key: BlockKey) -> int:
         """Class of a block that is there; 0 of another."""
@@ -114,7 +123,7 @@ class BlockFiles:
         try:
             with self._path(key).open("rb", buffering=0) as file:
                 header = file.read(HEADER_BYTES)
-                num_read = _read_all(file.fileno(), memoryview(content))
+                num_read = _read_all(file.fileno(), content.data)
                 is_at_end = not file.read(1)
         except OSError as error:
             self.remove(key)
@@ -144,7 +153,7 @@ class BlockFiles:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
-                _write_all(file.fileno(), header_of(key, content), memoryview(content))
+                _write_all(file.fileno(), header_of(key, content), content.data)
             partial.rename(path)
         except OSError as error:
             partial.unlink(missing_ok=True)
@@ -216,24 +225,48 @@ def header_of(key: BlockKey, content: Blocks) -> bytes:
     """Header of a block's file."""
     keys = _KEYS.pack(MAGIC, key.environment, key.block_hash, len(content))
     state = blake2b(keys, digest_size=_CHECKSUM_BYTES)
-    state.update(memoryview(content))
+    state.update(content.data)
     return keys + state.digest()
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove a folder of blocks that no process has any more."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_in_use(folder: Path) -> bool:
-    """True if a process has the folder."""
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be used; UsageError says why."""
     try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(_locked(folder / "lock"))
-    except UsageError:
-        return True
-    except OSError:
-        return False
-    return False
+    except OSError as error:
+        raise UsageError(f"{folder}: KV blocks cannot be kept there: {error.strerror}") from error
+
+
+class HostFolder(NamedTuple):
+    """Folder in host memory that a server has made for its workers."""
+
+    path: Path
+    descriptor: int
+    """Of the file that says that the server lives."""
+
+    def remove(self) -> None:
+        """Give back the memory."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.descriptor)
+
+
+def claim_host_folder(parent: Path = SHARED_MEMORY) -> HostFolder:
+    """Make a folder in host memory, and remove those of servers that died without a word.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    parent = parent if parent.is_dir() else Path(tempfile.gettempdir())
+    try:
+        for left in sorted(parent.glob(f"{_HOST_PREFIX}*")):
+            with suppress(OSError, UsageError):
+                os.close(_locked(left / _OWNER))
+                shutil.rmtree(left, ignore_errors=True)
+        path = Path(tempfile.mkdtemp(prefix=_HOST_PREFIX, dir=parent))
+        return HostFolder(path, _locked(path / _OWNER))
+    except OSError as error:
+        raise UsageError(f"{parent}: KV blocks cannot be kept there: {error.strerror}") from error
 
 
 def _locked(path: Path) -> int:

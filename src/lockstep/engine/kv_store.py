@@ -144,7 +144,11 @@ class _Write(NamedTuple):
     keys: tuple[BlockKey, ...] = ()
 
 
-_Job = _Save | _Write
+class _Resize(NamedTuple):
+    """Blocks beyond the budgets are to be removed."""
+
+
+_Job = _Save | _Write | _Resize
 
 
 class KVStore:
@@ -253,13 +257,24 @@ class KVStore:
                 self._uncount(oldest)
                 self._put(_Write(oldest))
 
-    def end(self, owner: str, session_id: str, environment: bytes) -> bool:
-        """Forget a session, and remove the blocks that no other one will come back for; False: it is not known."""
-        name = _name_of(owner, session_id, environment)
+    def end(self, session_id: str, owner: str | None = None) -> None:
+        """Forget a session, of one owner or of all, and remove the blocks that no other session will come back for."""
         with self._changed:
-            is_known = name in self._records
-            self._put(_Write(name, self._uncount(name)))
-            return is_known
+            for name, record in tuple(self._records.items()):
+                if record.session_id == session_id and owner in (None, record.owner):
+                    self._put(_Write(name, self._uncount(name)))
+
+    def resize(self, options: KVStoreOptions) -> None:
+        """Take over the budgets of options; folders stay as they are."""
+        for place, num_bytes in ((Place.HOST, options.host_bytes), (Place.DISK, options.disk_bytes)):
+            if place in self._tiers:
+                self._tiers[place].budget_bytes = num_bytes
+        with self._changed:
+            self._put(_Resize())
+
+    def is_wanted(self, environment: bytes, block_hash: bytes) -> bool:
+        """True if a session will come back for a block."""
+        return BlockKey(environment, block_hash) in self._num_references
 
     def records(self, environment: bytes) -> tuple[SessionRecord, ...]:
         """Sessions of an environment, least recently used first."""
@@ -361,6 +376,9 @@ class KVStore:
                 finally:
                     self._saving_bytes -= job.content.nbytes
                     job.wake()
+            case _Resize():
+                for tier in self._tiers.values():
+                    tier.shrink()
             case _Write(name, keys):
                 self._write_record(name)
                 for key in keys:

@@ -162,9 +162,9 @@ class KVTransfer:
         lost = set(missing) - self._copy(missing)
         return sum(1 for _ in takewhile(lambda each: each not in lost, hashes))
 
-    def end(self, owner: str, session_id: str) -> bool:
-        """Forget a session and what it alone would come back for; False: the store does not know it."""
-        return self.store.end(owner, session_id, self.environment)
+    def end(self, owner: str, session_id: str) -> None:
+        """Forget a session, and what it alone would come back for."""
+        self.store.end(session_id, owner)
 
     def _missing(self, hashes: Iterable[bytes]) -> list[bytes]:
         return [each for each in hashes if not self.store.has(self.environment, each)]
@@ -172,7 +172,8 @@ class KVTransfer:
     def _save(self, budget: int) -> None:
         size = max(1, budget // self._executor.geometry.bytes_per_block)
         if self._unsaved and self.store.can_save:
-            self._copy([self._unsaved.popitem(last=False)[0] for _ in range(min(size, len(self._unsaved)))])
+            oldest = [self._unsaved.popitem(last=False)[0] for _ in range(min(size, len(self._unsaved)))]
+            self._copy([each for each in oldest if self.store.is_wanted(self.environment, each)])
 
     def _copy(self, hashes: Sequence[bytes]) -> set[bytes]:
         """Copy what the device has of these contents; returns what that was."""

@@ -176,14 +176,19 @@ class Sessions:
                 session.is_ended = True
                 num_blocks += self._unpin(session)
         swept = self._forget_all([session for session in named if not session.num_busy], reason)
-        num_stored = 0
-        if not named and reason == "ended" and session_id is not None and owner is not None and self._kv is not None:
-            num_stored = self._kv.end(owner, session_id)
-        return Swept(len(named) + num_stored, swept.num_blocks + num_blocks)
+        return Swept(len(named), swept.num_blocks + num_blocks)
 
     def reports(self, now_s: float) -> tuple[SessionReport, ...]:
         """All sessions, least recently used first."""
         return tuple(self._report(session, now_s) for session in self._sessions.values())
+
+    def stored(self) -> tuple[SessionChange, ...]:
+        """Those that are known from before, as what their last change has left."""
+        size, kv = self._scheduler.config.block_size, self._kv
+        return tuple(
+            SessionChange(record.owner, record.session_id, "swept", num_stored_tokens=len(record.hashes) * size)
+            for record in (() if kv is None else kv.store.records(kv.environment))
+        )
 
     def abandon(self) -> None:
         """The scheduler cannot be trusted any more: forget everything, and say nothing to it."""

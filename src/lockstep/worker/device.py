@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from lockstep.engine.deadlines import Clock, SystemClock
+from lockstep.engine.kv_store import KVStore, KVStoreOptions, TierStats
 from lockstep.errors import (
     ExecutorError,
     LockstepError,
@@ -32,12 +34,15 @@ from lockstep.worker.messages import (
     AskMetrics,
     Command,
     HealthReport,
+    KVRejected,
     Load,
     LoadFailed,
     Loading,
     MetricsReport,
+    OpenStore,
     Prioritise,
     Refused,
+    SessionsChanged,
     Stop,
     Submit,
     Unload,
@@ -52,6 +57,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_PREPARERS = 2
+STORE_ATTEMPTS, STORE_RETRY_S = 10, 0.2
+FLUSH_LIMIT_S = 2.0
+"""For what a store has not written yet when the worker ends."""
 MAX_PREPARING = 1024
 """Requests whose grammar is being built or waits for it."""
 
@@ -80,6 +88,7 @@ class DeviceWorker:
         )
         self._admission = RequestAdmission(self._registry, emit, self._steps.call)
         self._loads = ThreadPoolExecutor(1, "lockstep-load")
+        self._store: KVStore | None = None
 
     # -- the receiving thread -------------------------------------------------------------------------------------
 
@@ -94,11 +103,13 @@ class DeviceWorker:
                 self._admission.abort(replica, request_ids)
             case Ask(ask_id, AskMetrics()):
                 reports = {key: replica.metrics() for key, replica in self._registry.present.replicas.items()}
-                self._emit(Answered(ask_id, MetricsReport(reports)))
+                self._emit(Answered(ask_id, MetricsReport(reports, self._tiers())))
             case Ask(ask_id, AskHealth()):
                 self._emit(Answered(ask_id, self._health()))
             case Load():
                 self._start_loading(command)
+            case OpenStore(options):  # before the loads that come after it
+                self._loads.submit(self._open_store, options).add_done_callback(_log_defect)
             case Prioritise(replica, priority):
                 self._registry.prioritise(replica, priority)
             case Unload():  # behind the load that it may have to wait for
@@ -125,7 +136,25 @@ class DeviceWorker:
             "" if self._recorder is None else self._recorder.report().fault,
         )
 
+    def _tiers(self) -> dict[str, TierStats]:
+        return {} if self._store is None else {str(place): each for place, each in self._store.stats().items()}
+
     # -- the loading thread ---------------------------------------------------------------------------------------
+
+    def _open_store(self, options: KVStoreOptions) -> None:
+        if self._store is not None:
+            self._store.resize(options)
+            return
+        for left in reversed(range(STORE_ATTEMPTS)):
+            try:
+                self._store = KVStore(options, lambda reason: self._emit(KVRejected(reason)))
+            except UsageError as error:  # the worker before this one may still be on its way out
+                if not left:
+                    log.error("%s; sessions are kept on the device alone", error)
+                time.sleep(STORE_RETRY_S)
+            else:
+                self._steps.store = self._store
+                return
 
     def _start_loading(self, load: Load) -> None:
         if self._registry.claim(load.replica, load.priority):
@@ -137,7 +166,10 @@ class DeviceWorker:
         report = throttled(lambda stage, fraction: self._emit(Loading(load.replica, stage, fraction)))
         report("open", 0.0)  # from now on, what ends this process may be this load
         try:
-            replica, loaded = open_replica(load, report, self._steps.on_session, self._recorder)
+            steps, key = self._steps, load.replica
+            replica, loaded = open_replica(
+                load, report, steps.on_session, self._recorder, self._store, lambda: steps.call(key)
+            )
         except Exception as error:
             self._registry.release(load.replica)
             if not isinstance(error, LockstepError):  # whatever a reader or a library raises, loading is what failed
@@ -147,6 +179,8 @@ class DeviceWorker:
             return
         if self._registry.add(replica):
             self._emit(loaded)
+            if stored := replica.engine.stored_sessions():
+                self._emit(SessionsChanged(key, list(stored)))
         else:
             replica.close()
 
@@ -162,6 +196,8 @@ class DeviceWorker:
             self._steps.run()
         finally:
             self.stop()
+            if self._store is not None:
+                self._store.close(FLUSH_LIMIT_S)
 
 
 class RequestAdmission:

@@ -11,6 +11,7 @@ import msgspec
 from lockstep.artifacts.model import TokenizerParts
 from lockstep.core.policy import SchedulerConfig
 from lockstep.core.request import Priority
+from lockstep.engine.kv_store import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.outputs import TokenOutput
@@ -95,6 +96,13 @@ class Load(_Command, frozen=True):
     """Its class where replicas take turns on the device; see `lockstep.worker.device_scheduler`."""
 
 
+class OpenStore(_Command, frozen=True):
+    """Keep what sessions come back for outside of the device from now on, or with other budgets than before; replicas
+    that are there already do not. Nothing answers."""
+
+    options: KVStoreOptions
+
+
 class Prioritise(_Command, frozen=True):
     """Change the class of a replica that is loading or loaded. Nothing answers."""
 
@@ -140,7 +148,7 @@ class Stop(_Command, frozen=True):
     """End every request, free every replica and end. Nothing answers."""
 
 
-Command = Load | Prioritise | Unload | Submit | Abort | Ask | WatchSteps | Stop
+Command = Load | OpenStore | Prioritise | Unload | Submit | Abort | Ask | WatchSteps | Stop
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
@@ -161,6 +169,8 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 
 class MetricsReport(_Part, frozen=True):
     replicas: dict[str, MetricsSnapshot]
+    tiers: dict[str, TierStats] = {}
+    """Of the KV store: host, disk."""
 
 
 class HealthReport(_Part, frozen=True):
@@ -292,6 +302,12 @@ class Answered(_Event, frozen=True):
     answer: Answer
 
 
+class KVRejected(_Event, frozen=True):
+    """A kept KV block was not what had been written; it was removed, and is computed again."""
+
+    reason: str
+
+
 class SessionsChanged(_Event, frozen=True):
     """Changes of a replica's sessions in one step, or by one command."""
 
@@ -299,4 +315,4 @@ class SessionsChanged(_Event, frozen=True):
     changes: list[SessionChange]
 
 
-Event = Loading | Loaded | LoadFailed | Unloaded | Outputs | Refused | Answered | SessionsChanged
+Event = Loading | Loaded | LoadFailed | Unloaded | Outputs | Refused | Answered | SessionsChanged | KVRejected

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.engine.engine import Engine
+from lockstep.engine.kv_store import KVStore
 from lockstep.engine.loading import load_model
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import Progress
@@ -45,13 +46,20 @@ class Replica:
 
 
 def open_replica(
-    load: Load, progress: Progress, on_session: Callable[[SessionChange], None], recorder: Recorder | None = None
+    load: Load,
+    progress: Progress,
+    on_session: Callable[[SessionChange], None],
+    recorder: Recorder | None = None,
+    store: KVStore | None = None,
+    wake: Callable[[], None] | None = None,
 ) -> tuple[Replica, Loaded]:
     """Try the artifact where it is unknown, then load it here.
 
     Args:
         on_session: called on the step thread with each change of a session.
         recorder: of the device, where it has one.
+        store: of the device, where it has one.
+        wake: called by any thread when the engine has got something to do by itself.
 
     Raises:
         LockstepError: it cannot be loaded; the message says why.
@@ -65,6 +73,9 @@ def open_replica(
         config,
         on_session=on_session,
         recorder=own_recorder,
+        store=store,
+        kv_class=load.priority,
+        wake=wake,
     )
     executor = model.executor
     return Replica(load.replica, engine, own_recorder), Loaded(

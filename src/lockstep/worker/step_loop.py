@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.step import StepPlan
 from lockstep.engine.deadlines import Clock
+from lockstep.engine.kv_store import KVStore
 from lockstep.engine.sessions import SessionChange
 from lockstep.errors import RequestFailedError
 from lockstep.worker.device_scheduler import DeviceScheduler
@@ -91,6 +92,7 @@ class StepLoop:
         """Those that had something to do when it was looked at; replaced and never changed."""
         self._changes: list[SessionChange] = []
         """Of the sessions of the replica that steps or obeys."""
+        self.store: KVStore | None = None
         self.sampler = StepSampler()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -256,6 +258,8 @@ class StepLoop:
 
     def _swept(self, order: Sweep | EndSession) -> SessionsSwept:
         replica = self._registry.find(order.replica)
+        if isinstance(order, EndSession) and self.store is not None:
+            self.store.end(order.session_id, order.owner)
         if replica is None:
             return SessionsSwept(0, 0)
         sessions = replica.engine.sessions

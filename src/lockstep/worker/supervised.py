@@ -16,6 +16,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from lockstep.core.request import Priority
+from lockstep.engine.kv_store import KVStoreOptions
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
@@ -34,9 +35,11 @@ from lockstep.worker.messages import (
     Checked,
     EndSession,
     Event,
+    KVRejected,
     Load,
     Loaded,
     MetricsReport,
+    OpenStore,
     Outputs,
     PrefixCacheReset,
     Prioritise,
@@ -57,7 +60,7 @@ from lockstep.worker.pending import Mailbox, PendingRequests
 log = logging.getLogger(__name__)
 
 Report = TypeVar("Report", bound=Answer)
-Notice = SessionsChanged | StepReport | Lost | Back
+Notice = SessionsChanged | KVRejected | StepReport | Lost | Back
 """What a worker and its life bring unasked."""
 ANSWER_LIMIT_S = 5.0
 """For what is answered without waiting for a step."""
@@ -76,6 +79,7 @@ class SupervisedWorker:
         self._options = options
         self._notify = notify or (lambda notice: None)
         self._watched_per_s = 0.0
+        self._store: OpenStore | None = None
         self._open = PendingRequests(options.stream_interval_s)
         self._life = Life(options, self._received, self._lost, self._back)
         self._reason = ""
@@ -263,6 +267,11 @@ class SupervisedWorker:
         """Free what a session keeps, and let it keep nothing when what it is busy with ends."""
         return await self._sweep(EndSession(replica, session_id, owner))
 
+    def open_store(self, options: KVStoreOptions) -> None:
+        """Have this worker and its successors keep what sessions come back for outside of the device."""
+        self._store = OpenStore(options)
+        self._life.send(self._store)
+
     def watch_steps(self, max_per_s: float) -> None:
         """Be notified of so many steps of each replica in a second at most, by this worker and its successors."""
         self._watched_per_s = max_per_s
@@ -290,7 +299,7 @@ class SupervisedWorker:
                 self._open.outputs(event)
                 if event.step is not None:
                     self._notify(event.step)
-            case SessionsChanged():
+            case SessionsChanged() | KVRejected():
                 self._notify(event)
             case Answered():
                 self._open.answered(event)
@@ -305,4 +314,6 @@ class SupervisedWorker:
     def _back(self) -> None:
         if self._watched_per_s:
             self._life.send(WatchSteps(self._watched_per_s))
+        if self._store is not None:
+            self._life.send(self._store)
         self._notify(Back())
