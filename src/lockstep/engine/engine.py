@@ -308,8 +308,11 @@ class Engine:
 
     def run_until_idle(self) -> None:
         """Step until nothing is left to do."""
-        while self.has_work:
-            self.step()
+        while self.has_work or self.num_waiting:
+            if self.has_work:
+                self.step()
+            else:  # blocks are on their way back
+                self.wait(IDLE_WAIT_S)
 
     def abort_all(self) -> None:
         """End every request, waiting or running: the engine is about to stop."""

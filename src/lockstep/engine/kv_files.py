@@ -97,7 +97,7 @@ class BlockFiles:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def keys(self) -> Iterator[BlockKey]:
+    def __iter__(self) -> Iterator[BlockKey]:
         """All that is there, as it was at this moment."""
         return iter(tuple(self._blocks))
 

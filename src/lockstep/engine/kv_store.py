@@ -297,7 +297,9 @@ class KVStore:
             )
 
     def close(self, limit_s: float = 0.0) -> None:
-        """Write what is to be written, as far as the time allows, and give the folders free."""
+        """Write what is to be written, as far as the time allows, and give the folders free; once."""
+        if self._is_closing:
+            return
         if not self.flush(limit_s):
             log.warning("KV blocks are lost: %d were not on disk after %g s", len(self._behind), limit_s)
         with self._changed:

@@ -1,0 +1,259 @@
+"""Files of KV blocks: what comes back is what was written, or nothing, whatever happened to the files."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.engine import kv_files
+from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey, claim_host_folder
+from lockstep.errors import UsageError
+from lockstep.executors.base import Blocks
+
+SIZE = 5000
+PAGES = 8192
+"""Bytes of one block's file, in whole pages."""
+ENVIRONMENT = b"e" * 16
+
+
+def key_of(number: int, environment: bytes = ENVIRONMENT) -> BlockKey:
+    return BlockKey(environment, number.to_bytes(16, "little"))
+
+
+def content_of(number: int) -> Blocks:
+    return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
+
+
+def filled(folder: Path, count: int, budget: int = 1 << 20) -> BlockFiles:
+    files = BlockFiles(folder, budget)
+    for number in range(count):
+        assert files.write(key_of(number), content_of(number), 0)
+    return files
+
+
+def read(files: BlockFiles, key: BlockKey) -> Blocks | None:
+    content = np.zeros(SIZE, np.uint8)
+    return content if files.read(key, content) else None
+
+
+def paths(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+def test_blocks_come_back_also_to_another_process(tmp_path: Path) -> None:
+    filled(tmp_path, 3).close()
+    files = BlockFiles(tmp_path, 1 << 20)
+    for number in range(3):
+        content = read(files, key_of(number))
+        assert content is not None
+        assert (content == content_of(number)).all()
+    assert read(files, key_of(3)) is None
+    assert read(files, key_of(1, b"f" * 16)) is None, "other bits, other blocks"
+    assert files.num_bytes == 3 * PAGES == sum(path.stat().st_blocks * 512 for path in paths(tmp_path))
+
+
+def test_only_the_owner_may_read_them(tmp_path: Path) -> None:
+    filled(tmp_path / "kv", 1).close()
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "kv").rglob("*") if path.is_file()}
+    assert modes == {0o600}
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_flipped_bit_anywhere_is_a_miss(tmp_path: Path) -> None:
+    """A thousand random places, of header and content alike."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    files = filled(tmp_path, 1)
+    [path] = paths(tmp_path)
+    whole = path.read_bytes()
+    for _ in range(1000):
+        place = rng.choice([rng.randrange(kv_files.HEADER_BYTES), rng.randrange(len(whole))])
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(BlockError, match=r"checksum|another block|version"):
+            read(files, key_of(0))
+        assert not path.exists()
+        assert key_of(0) not in files
+        assert files.num_bytes == 0
+        assert files.write(key_of(0), content_of(0), 0)
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 100, SIZE, SIZE + 63, SIZE + 65, 3 * SIZE])
+def test_a_file_of_another_length_is_a_miss(length: int, tmp_path: Path) -> None:
+    files = filled(tmp_path, 1)
+    [path] = paths(tmp_path)
+    path.write_bytes((path.read_bytes() * 4)[:length])
+    with pytest.raises(BlockError, match="another length"):
+        read(files, key_of(0))
+    assert read(files, key_of(0)) is None
+
+
+def test_swapped_files_are_misses(tmp_path: Path) -> None:
+    files = filled(tmp_path, 2)
+    first, second = paths(tmp_path)
+    aside = tmp_path / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    for number in range(2):
+        with pytest.raises(BlockError, match="is another block than its name says"):
+            read(files, key_of(number))
+
+
+def test_blocks_of_another_environment_under_this_one_s_name_are_misses(tmp_path: Path) -> None:
+    filled(tmp_path, 1).close()
+    (tmp_path / ENVIRONMENT.hex()).rename(tmp_path / (b"f" * 16).hex())
+    files = BlockFiles(tmp_path, 1 << 20)
+    with pytest.raises(BlockError, match="is another block"):
+        read(files, key_of(0, b"f" * 16))
+
+
+def test_a_file_that_is_gone_is_a_miss(tmp_path: Path) -> None:
+    files = filled(tmp_path, 1)
+    paths(tmp_path)[0].unlink()
+    with pytest.raises(BlockError, match="No such file"):
+        read(files, key_of(0))
+
+
+def test_what_else_lies_in_the_folder_stays_but_for_unfinished_blocks(tmp_path: Path) -> None:
+    filled(tmp_path, 1).close()
+    [path] = paths(tmp_path)
+    unfinished, foreign = path.with_suffix(".part"), tmp_path / "notes.txt"
+    unfinished.write_bytes(b"half")
+    foreign.write_text("mine")
+    files = BlockFiles(tmp_path, 1 << 20)
+    assert not unfinished.exists()
+    assert foreign.read_text() == "mine"
+    assert list(files) == [key_of(0)]
+
+
+def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
+    files = filled(tmp_path, 0)
+    with pytest.raises(UsageError, match="another process keeps its KV blocks there"):
+        BlockFiles(tmp_path, 1 << 20)
+    files.close()
+    BlockFiles(tmp_path, 1 << 20).close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"file/kv: KV blocks cannot be kept there: Not a directory"):
+        BlockFiles(tmp_path / "file" / "kv", 1 << 20)
+
+
+def test_the_least_recently_used_of_the_worst_class_goes_first(tmp_path: Path) -> None:
+    files = BlockFiles(tmp_path, 4 * PAGES)
+    for number, class_ in enumerate((0, 1, 1, -2)):
+        assert files.write(key_of(number), content_of(number), class_)
+    assert read(files, key_of(1)) is not None
+    assert files.write(key_of(4), content_of(4), 0)
+    assert list(files) == [key_of(n) for n in (0, 1, 3, 4)], "2 was used before 1"
+    assert files.write(key_of(5), content_of(5), 0)
+    assert list(files) == [key_of(n) for n in (0, 3, 4, 5)]
+    assert not files.write(key_of(6), content_of(6), 1), "only better ones are there"
+    assert files.num_evicted == 2
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    budget=st.integers(0, 6 * PAGES),
+    steps=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 1), st.sampled_from("wwwrxs")), max_size=40),
+)
+def test_the_budget_is_never_exceeded(
+    tmp_path_factory: pytest.TempPathFactory, budget: int, steps: list[tuple[int, int, str]]
+) -> None:
+    folder = tmp_path_factory.mktemp("kv")
+    files = BlockFiles(folder, budget)
+    for number, class_, what in steps:
+        key = key_of(number)
+        if what == "w":
+            files.write(key, content_of(number), class_)
+        elif what == "r":
+            content = read(files, key)
+            assert content is None or (content == content_of(number)).all()
+        elif what == "x":
+            files.remove(key)
+        else:
+            files.budget_bytes = budget = budget * 2 // 3
+            files.shrink()
+        on_disk = sum(path.stat().st_blocks * 512 for path in folder.rglob("*.kv"))
+        assert on_disk == files.num_bytes <= budget
+        assert len(files) == len(list(folder.rglob("*.kv")))
+    files.close()
+
+
+def test_a_full_disk_loses_the_block_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A limit on the size of files stands for it: the write ends in the middle."""
+    files = filled(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, before[1]))
+    try:
+        assert not files.write(key_of(1), content_of(1), 0)
+        assert not files.write(key_of(2), content_of(2), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(caplog.records) == 1, "said once, not with every block"
+    assert not list(tmp_path.rglob("*.part"))
+    assert read(files, key_of(0)) is not None
+    assert files.write(key_of(1), content_of(1), 0)
+    assert not files.is_full
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+from tests.engine.test_kv_files import BlockFiles, content_of, key_of
+files = BlockFiles(Path(sys.argv[1]), 1 << 20)
+print("ready", flush=True)
+for number in itertools.count():
+    files.write(key_of(number % 40), content_of(number % 40), 0)
+    files.remove(key_of((number + 7) % 40))
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(4):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(rng.uniform(0.01, 0.2))
+            process.kill()
+        files = BlockFiles(tmp_path, 1 << 20)
+        for key in files:
+            content = read(files, key)
+            assert content is not None
+            assert (content == content_of(int.from_bytes(key.block_hash, "little"))).all()
+        files.close()
+
+
+def test_host_folders_of_dead_servers_are_removed(tmp_path: Path) -> None:
+    mine = claim_host_folder(tmp_path)
+    dead = claim_host_folder(tmp_path)
+    os.close(dead.descriptor)  # as its process's end does
+    other = claim_host_folder(tmp_path)
+    assert mine.path.exists()
+    assert not dead.path.exists()
+    for folder in (mine, other):
+        folder.remove()
+    assert list(tmp_path.iterdir()) == []
