@@ -140,7 +140,7 @@ def test_it_comes_back_from_disk_where_host_memory_is_gone(
     assert [(c.session_id, c.num_stored_tokens) for c in engine.stored_sessions()] == [("s", 4 * BLOCK)]
     back = answer(engine, ask(prompt(1), "s"))
     assert (back.num_cached_tokens, tokens_of(back)) == (4 * BLOCK, tokens_of(first))
-    assert store.num_faults == 4, "each file of the host that is gone is one"
+    assert store.num_rejected == {Place.HOST: 4}, "each file of the host that is gone is one"
     assert kv_of(engine).num_restored == {Place.DISK: 4}
     until(lambda: store.stats()[Place.HOST].num_blocks == 4, "they are in host memory again")
 
@@ -300,7 +300,7 @@ def test_restored_sessions_answer_as_recomputed_ones(
         engine.sessions.sweep()
         engine.scheduler.check()
     assert kv_of(engine).num_restored[Place.HOST] > 0
-    assert kv_of(engine).store.num_faults == 0
+    assert not kv_of(engine).store.num_rejected
 
 
 def test_saving_waits_where_the_store_is_behind(

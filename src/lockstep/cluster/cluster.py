@@ -23,6 +23,7 @@ from lockstep.cluster.resolve import LoadProgress, Opened
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
 from lockstep.cluster.state import ClusterOptions, ClusterState
 from lockstep.cluster.trust import NONE, Powers, Vetting, Vouchers
+from lockstep.engine.kv_store import TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
@@ -119,6 +120,11 @@ class Cluster:
             if replica.key in by_replica and models:
                 found[models[0].id] = by_replica[replica.key]
         return found
+
+    @property
+    def kv_tiers(self) -> Mapping[str, TierStats]:
+        """Tiers of the KV store, host and disk, as of the last metrics; empty: there is none."""
+        return self._state.worker.kv_tiers
 
     def health(self) -> Health:
         """Ready while every model that is declared resident can answer."""

@@ -119,7 +119,7 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     num_tokens: int = 0
     """Of its prompts, kept on the device by all its models together."""
     num_stored_tokens: int = 0
-    """Of its prompts, kept in host memory or on disk instead."""
+    """Of its prompts, kept in host memory or on disk, beside the device or instead."""
 
 
 class Counters(msgspec.Struct):

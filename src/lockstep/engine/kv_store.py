@@ -74,6 +74,8 @@ class TierStats(NamedTuple):
     num_evicted: int
     num_loaded: int
     """Blocks that came back from it."""
+    num_rejected: int
+    """Blocks that were not what had been written."""
 
 
 class ChainLoad:
@@ -180,8 +182,8 @@ class KVStore:
         self._loads: deque[ChainLoad] = deque()
         self._behind: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()
         """Bytes and class of blocks that are not on disk yet."""
-        self.num_faults = 0
         self.num_loaded: Counter[Place] = Counter()
+        self.num_rejected: Counter[Place] = Counter()
         self._changed = threading.Condition()
         self._is_working = False
         self._is_closing = False
@@ -284,7 +286,14 @@ class KVStore:
     def stats(self) -> dict[Place, TierStats]:
         """Figures of each tier."""
         return {
-            place: TierStats(len(tier), tier.num_bytes, tier.budget_bytes, tier.num_evicted, self.num_loaded[place])
+            place: TierStats(
+                len(tier),
+                tier.num_bytes,
+                tier.budget_bytes,
+                tier.num_evicted,
+                self.num_loaded[place],
+                self.num_rejected[place],
+            )
             for place, tier in self._tiers.items()
         }
 
@@ -364,7 +373,7 @@ class KVStore:
         try:
             return self._tiers[place].read(key, content)
         except BlockError as error:
-            self.num_faults += 1
+            self.num_rejected[place] += 1
             log.warning("%s; it is computed again", error)
             self._on_fault(str(error))
             return False

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from lockstep.cluster.breaker import BreakerState
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.snapshot import RemoteSnapshot
+from lockstep.engine.kv_store import TierStats
 from lockstep.engine.metrics import HistogramSnapshot, Labelled, MetricsSnapshot
 from lockstep.errors import UnavailableError
 from lockstep.server.errors import ERROR_RESPONSES
@@ -209,6 +210,14 @@ REMOTE_HELP: Mapping[str, str] = {
     "failures": "Attempts that failed by the server's fault.",
     "refusals": "Calls that its open breaker kept back.",
 }
+STORE_FAMILIES: tuple[tuple[str, FamilyOf, str], ...] = (
+    ("num_blocks", GaugeMetricFamily, "KV blocks that are kept outside of the device."),
+    ("num_bytes", GaugeMetricFamily, "Bytes that they take."),
+    ("budget_bytes", GaugeMetricFamily, "Bytes that they may take."),
+    ("num_loaded", CounterMetricFamily, "KV blocks that came back."),
+    ("num_evicted", CounterMetricFamily, "KV blocks that were given up for others."),
+    ("num_rejected", CounterMetricFamily, "KV blocks that were not what had been written."),
+)
 MODEL = ("model_name",)
 
 
@@ -218,6 +227,7 @@ def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
         snapshot = cluster.snapshot()
     except UnavailableError:
         return
+    yield from _store_families(cluster.kv_tiers, f"{prefix}:kv_store")
     prefix = f"{prefix}:cluster"
     for name, value in msgspec.to_builtins(snapshot.counters).items():
         counted = name.removesuffix("_total")
@@ -240,6 +250,13 @@ def cluster_families(cluster: Cluster, prefix: str) -> Iterator[Metric]:
         yield _family(gauge, f"{prefix}_model_{name}", text, MODEL, samples)
     if snapshot.remotes:
         yield from _remote_families(snapshot.remotes, f"{prefix}_remote")
+
+
+def _store_families(tiers: Mapping[str, TierStats], prefix: str) -> Iterator[Metric]:
+    for name, kind, text in STORE_FAMILIES:
+        samples = [((tier,), getattr(stats, name)) for tier, stats in tiers.items()]
+        if samples:
+            yield _family(kind, f"{prefix}_{name.removeprefix('num_')}", text, ("tier",), samples)
 
 
 def _remote_families(remotes: Sequence[RemoteSnapshot], prefix: str) -> Iterator[Metric]:

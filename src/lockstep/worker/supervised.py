@@ -16,7 +16,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from lockstep.core.request import Priority
-from lockstep.engine.kv_store import KVStoreOptions
+from lockstep.engine.kv_store import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions, Progress
 from lockstep.engine.request import GenerationRequest
@@ -80,6 +80,8 @@ class SupervisedWorker:
         self._notify = notify or (lambda notice: None)
         self._watched_per_s = 0.0
         self._store: OpenStore | None = None
+        self.kv_tiers: Mapping[str, TierStats] = {}
+        """Tiers of the KV store, host and disk, as of the last metrics."""
         self._open = PendingRequests(options.stream_interval_s)
         self._life = Life(options, self._received, self._lost, self._back)
         self._reason = ""
@@ -243,6 +245,7 @@ class SupervisedWorker:
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
         """Metrics by replica; empty while there is no worker, or none that answers."""
         report = await self._ask(AskMetrics(), MetricsReport, ANSWER_LIMIT_S)
+        self.kv_tiers = {} if report is None else report.tiers
         return {} if report is None else report.replicas
 
     async def check(self) -> Checked | None:
