@@ -76,7 +76,9 @@ def test_pools_share_the_budget_for_kv() -> None:
         f"  {id_}: {{source: '{source}'}}\n" for id_, source in (("a", "pocket://"), ("b", "stub://b"))
     )
     engine = opened(text).specs["a"].options.engine
-    assert (engine.kv_cache_memory_bytes, engine.host_kv_memory_bytes) == (30_000_000, 10_000_000)
+    assert (engine.kv_cache_memory_bytes, engine.host_kv_memory_bytes) == (30_000_000, 5_000_000), (
+        "the other half is for sessions"
+    )
     assert opened(text).specs["b"].options.engine.num_blocks == STUB_BLOCKS
 
 

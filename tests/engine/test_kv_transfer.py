@@ -90,8 +90,8 @@ def answer(engine: Engine, request: GenerationRequest) -> RequestOutput:
 
 
 def kv_of(engine: Engine) -> KVTransfer:
-    assert engine.kv is not None
-    return engine.kv
+    assert engine.sessions.kv is not None
+    return engine.sessions.kv
 
 
 def hashes_of(engine: Engine, session: str) -> tuple[bytes, ...]:
@@ -137,7 +137,7 @@ def test_it_comes_back_from_disk_where_host_memory_is_gone(
     for path in (tmp_path / "host").rglob("*.kv"):
         path.unlink()
     engine = make(store)
-    assert [(c.session_id, c.num_stored_tokens) for c in engine.stored_sessions()] == [("s", 4 * BLOCK)]
+    assert [(c.session_id, c.num_stored_tokens) for c in engine.sessions.stored()] == [("s", 4 * BLOCK)]
     back = answer(engine, ask(prompt(1), "s"))
     assert (back.num_cached_tokens, tokens_of(back)) == (4 * BLOCK, tokens_of(first))
     assert store.num_rejected == {Place.HOST: 4}, "each file of the host that is gone is one"
@@ -189,7 +189,7 @@ def test_another_environment_finds_nothing(
     other = dict(loaded[0].executor.environment) | {"openvino": "another version"}
     monkeypatch.setattr(loaded[0].executor, "environment", other)
     engine = make(store)
-    assert engine.stored_sessions() == ()
+    assert engine.sessions.stored() == ()
     assert answer(engine, ask(prompt(1), "s")).num_cached_tokens == 0
 
 

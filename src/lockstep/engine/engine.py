@@ -99,10 +99,10 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config, recorder)
         self._inbox = Inbox()
-        self.kv = None
+        kv = None
         if store is not None and config.enable_prefix_caching:
-            self.kv = KVTransfer(self.scheduler, model, store, kv_class, wake or self._inbox.wake)
-        self.sessions = Sessions(self.scheduler, on_session or (lambda change: None), self.kv)
+            kv = KVTransfer(self.scheduler, model, store, kv_class, wake or self._inbox.wake)
+        self.sessions = Sessions(self.scheduler, on_session or (lambda change: None), kv)
         self._now_s = (clock or SystemClock()).now_s
         self._observer = observer
         self._accepted: list[int] = []
@@ -214,7 +214,7 @@ class Engine:
 
     def metrics(self) -> MetricsSnapshot:
         """A consistent enough copy of all counters; may be called from any thread."""
-        unscheduled = Unscheduled(self._num_unscheduled, self._inbox.num_rejected)
+        unscheduled = Unscheduled(self._inbox.num_requests + self.sessions.num_waiting, self._inbox.num_rejected)
         return snapshot(self._metrics, self.scheduler.stats(), unscheduled, self._info)
 
     @property
@@ -230,13 +230,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Sequences that are queued or preempted, and requests that the scheduler has not seen yet."""
-        return self.scheduler.num_waiting + self._num_unscheduled
-
-    @property
-    def _num_unscheduled(self) -> int:
-        """Requests that the scheduler has not seen yet."""
-        in_kv = 0 if self.kv is None else self.kv.num_waiting
-        return self._inbox.num_requests + self.sessions.num_waiting + in_kv
+        return self.scheduler.num_waiting + self._inbox.num_requests + self.sessions.num_waiting
 
     @property
     def fingerprint(self) -> str:
@@ -247,11 +241,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_unfinished or self.sessions.num_waiting > 0 or self._can_move
-
-    @property
-    def _can_move(self) -> bool:
-        return self.kv is not None and self.kv.has_work
+        return bool(self._inbox) or self.scheduler.has_unfinished or self.sessions.has_work
 
     @property
     def num_free_places(self) -> int:
@@ -261,10 +251,6 @@ class Engine:
     def session_reports(self) -> tuple[SessionReport, ...]:
         """All sessions, least recently used first; between steps."""
         return self.sessions.reports(self._now_s())
-
-    def stored_sessions(self) -> tuple[SessionChange, ...]:
-        """Sessions from before that the store knows."""
-        return self.sessions.stored()
 
     def run(self) -> None:
         """Step while there is work and wait while there is none, until ``stop``; what is open then ends with ``abort``.
@@ -279,7 +265,7 @@ class Engine:
         self._running_thread_id = threading.get_ident()
         try:
             while not self._inbox.is_closed:
-                if not self._advance() and not self._can_move:
+                if not self._advance() and not self.sessions.has_work:
                     self.wait(IDLE_WAIT_S)  # not at all where somebody came since the last wait
             self.abort_all()
         except BaseException as error:
@@ -405,12 +391,9 @@ class Engine:
     def drain(self) -> None:
         """Take what waited for a session, then what was submitted, in order, then what is due; once per step."""
         now_s = self._now_s()
-        if self._can_move and self.kv is not None:
-            for live in self.kv.move():
-                self._schedule(live, now_s)
-        if self.sessions.num_waiting:
+        if self.sessions.has_work:
             for live in self.sessions.ready(now_s):
-                self._restore_or_schedule(live, now_s)
+                self._schedule(live, now_s)
         for command in self._inbox.take():
             if isinstance(command, Abort):
                 self._end(command.request_id, FinishReason.ABORT)
@@ -431,15 +414,11 @@ class Engine:
         except QueueFullError as error:
             self._refuse(live, error)
             return
-        if is_first and not self._restore_or_schedule(live, now_s):
+        if is_first and not self._schedule(live, now_s):
             return
         self._deadlines.add(live.request_id, live.arrival_s, live.request)
         self._deadlines.forget_stale(self._open)
         self._accepted.append(live.request_id)
-
-    def _restore_or_schedule(self, live: LiveRequest, now_s: float) -> bool:
-        """Schedule a request, or let it wait until its blocks are back; False: it was refused."""
-        return (self.kv is not None and self.kv.enter(live)) or self._schedule(live, now_s)
 
     def _schedule(self, live: LiveRequest, now_s: float) -> bool:
         """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
@@ -512,8 +491,6 @@ class Engine:
 
     def _finish(self, live: LiveRequest, now_s: float) -> None:
         self.sessions.leave(live, now_s)
-        if self.kv is not None:
-            self.kv.leave(live)
         if live.generations:
             self._metrics.observe_request([generation.num_output for generation in live.generations])
         if live.is_kept:

@@ -19,7 +19,6 @@ import logging
 import os
 import shutil
 import struct
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -257,6 +256,8 @@ def claim_host_folder(parent: Path = SHARED_MEMORY) -> HostFolder:
     Raises:
         UsageError: it cannot be made.
     """
+    import tempfile
+
     parent = parent if parent.is_dir() else Path(tempfile.gettempdir())
     try:
         for left in sorted(parent.glob(f"{_HOST_PREFIX}*")):

@@ -97,8 +97,8 @@ class Sessions:
     def __init__(
         self, scheduler: Scheduler, tell: Callable[[SessionChange], None], kv: KVTransfer | None = None
     ) -> None:
+        self.kv = kv
         self._scheduler = scheduler
-        self._kv = kv
         self._tell = tell
         self._sessions: OrderedDict[_Key, _Session] = OrderedDict()
         """Least recently used first."""
@@ -113,17 +113,22 @@ class Sessions:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait until a session is idle."""
-        return len(self._waiting)
+        """Requests that wait until a session is idle, or until their blocks are back."""
+        return len(self._waiting) + (0 if self.kv is None else self.kv.num_waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """True if requests may be ready, or blocks can be moved."""
+        return bool(self._waiting) or (self.kv is not None and self.kv.has_work)
 
     def enter(self, live: LiveRequest, now_s: float) -> bool:
-        """A request has come; False: it waits here, since all sessions of its owner are busy.
+        """A request has come; False: it waits here, since all sessions of its owner are busy, or for its blocks.
 
         Raises:
             QueueFullError: as many wait as may.
         """
         if live.request.session_id is None or self._open(live, now_s):
-            return True
+            return self.kv is None or not self.kv.enter(live)
         most = self._scheduler.config.max_num_queued_reqs
         if len(self._waiting) >= most:
             raise QueueFullError(f"{most} requests already wait for a session to become idle; try again later")
@@ -131,19 +136,24 @@ class Sessions:
         return False
 
     def ready(self, now_s: float) -> Iterator[LiveRequest]:
-        """Those that waited and have a place now, in the order in which they came."""
+        """Those that waited and have a place and their blocks now, in the order in which they came. Moves blocks."""
+        if self.kv is not None and self.kv.has_work:
+            yield from self.kv.move()
         if not self._has_changed:
             return
         self._has_changed = False
         for _ in range(len(self._waiting)):
             live = self._waiting.popleft()
             if self._open(live, now_s):
-                yield live
+                if self.kv is None or not self.kv.enter(live):
+                    yield live
             else:
                 self._waiting.append(live)
 
     def leave(self, live: LiveRequest, now_s: float) -> None:
         """A request has ended, wherever it was; one whose prompt was never computed leaves its session as it was."""
+        if self.kv is not None:
+            self.kv.leave(live)
         if live.request.session_id is None:
             return
         if not live.is_in_session:
@@ -184,7 +194,7 @@ class Sessions:
 
     def stored(self) -> tuple[SessionChange, ...]:
         """Those that are known from before, as what their last change has left."""
-        size, kv = self._scheduler.config.block_size, self._kv
+        size, kv = self._scheduler.config.block_size, self.kv
         return tuple(
             SessionChange(record.owner, record.session_id, "swept", num_stored_tokens=len(record.hashes) * size)
             for record in (() if kv is None else kv.store.records(kv.environment))
@@ -236,8 +246,8 @@ class Sessions:
         self._scheduler.pin(hashes)
         self._unpin(session)
         session.hashes = hashes
-        if self._kv is not None:
-            self._kv.keep(*session.key, hashes)
+        if self.kv is not None:
+            self.kv.keep(*session.key, hashes)
         num_blocks = self._num_blocks(session)
         num_tokens = num_blocks * self._scheduler.config.block_size
         self._tell(SessionChange(*session.key, "kept", num_blocks, num_tokens))
@@ -258,12 +268,12 @@ class Sessions:
 
     def _store(self, session: _Session, reason: SweepReason) -> int:
         """Have kept what a session will come back for; returns how many blocks that are."""
-        if self._kv is None:
+        if self.kv is None:
             return 0
         if reason == "ended":
-            self._kv.end(*session.key)
+            self.kv.end(*session.key)
             return 0
-        return self._kv.keep_now(session.hashes)
+        return self.kv.keep_now(session.hashes)
 
     def _forget_all(self, sessions: list[_Session], reason: SweepReason) -> Swept:
         return Swept(len(sessions), sum(self._forget(session, reason) for session in sessions))

@@ -179,7 +179,7 @@ class DeviceWorker:
             return
         if self._registry.add(replica):
             self._emit(loaded)
-            if stored := replica.engine.stored_sessions():
+            if stored := replica.engine.sessions.stored():
                 self._emit(SessionsChanged(key, list(stored)))
         else:
             replica.close()
