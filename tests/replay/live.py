@@ -15,7 +15,7 @@ from lockstep.core.request import FinishReason, Request
 from lockstep.replay.playback import Playback
 from lockstep.replay.rerun import AppliedCommand, DecidedStep
 from lockstep.replay.trace import Trace
-from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Pinned, Swept
+from lockstep.worker.flight.entries import Aborted, Added, CacheReset, Filled, Pinned, Swept
 from tests.server.process import ServerProcess, plain_async_client
 
 MANIFEST = """\
@@ -121,6 +121,8 @@ def happenings(trace: Trace) -> Counter[str]:
                 seen["pins"] += 1
             case AppliedCommand(_, Swept(), _):
                 seen["sweeps"] += 1
+            case AppliedCommand(_, Filled(), _):
+                seen["fills"] += 1
             case AppliedCommand(_, CacheReset(), _):
                 seen["resets"] += 1
             case DecidedStep() as step:

@@ -23,7 +23,19 @@ NUM_REQUESTS = 216
 NUM_REQUESTS_SLOW = 9_000
 SEED = 7
 FLAGS = ("--scheduling-policy", "priority", "--log-level", "error", "--disable-log-requests")
-EVERYTHING = ("preemptions", "swaps", "evictions", "hits", "forced", "pins", "sweeps", "abort", "deadline", "stops")
+EVERYTHING = (
+    "preemptions",
+    "swaps",
+    "evictions",
+    "hits",
+    "forced",
+    "pins",
+    "sweeps",
+    "fills",
+    "abort",
+    "deadline",
+    "stops",
+)
 
 
 def lockstep(*arguments: str) -> tuple[int, str]:

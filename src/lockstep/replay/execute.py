@@ -23,6 +23,7 @@ from lockstep.engine.loading import LoadedModel, default_cache_dir, load_model
 from lockstep.engine.options import SCHEDULER_FIELDS, EngineOptions, LoadOptions
 from lockstep.engine.request import GenerationRequest
 from lockstep.errors import LockstepError, TraceError
+from lockstep.executors.base import Blocks
 from lockstep.executors.openvino.options import OpenVINOOptions
 from lockstep.executors.stub import SCHEME as STUB_SCHEME
 from lockstep.executors.stub import StubOptions
@@ -31,9 +32,11 @@ from lockstep.replay.rerun import AppliedCommand, DecidedStep, DivergedError, ap
 from lockstep.replay.trace import Trace
 from lockstep.replay.verify import divergence_facts, divergence_lines
 from lockstep.worker.flight.content import decode_request, tokens_of
-from lockstep.worker.flight.entries import Aborted, Added, EngineEntry, RequestEntry, Tokens
+from lockstep.worker.flight.entries import Aborted, Added, EngineEntry, Filled, Pinned, RequestEntry, Tokens
 
 Rows = Sequence[tuple[int, ...]]
+MAX_KEPT_BYTES = 1 << 30
+"""KV of sessions that may come back."""
 
 
 @dataclass(slots=True)
@@ -110,6 +113,8 @@ class _Engine:
         """Recorded, of steps that were not computed yet."""
         self._hashes: dict[int, bytes] = {}
         """By the ids of block contents."""
+        self._kept: dict[bytes, Blocks] = {}
+        """What sessions may come back for."""
         self._step = 0
 
     def take(self, event: Event) -> None:
@@ -124,9 +129,14 @@ class _Engine:
                 request_id = self._request_of.get(aborted.seq_id)
                 if request_id is not None:
                     self._engine.abort(request_id)
+            case AppliedCommand(_, Filled() as filled):
+                self._engine.drain()
+                self._fill(filled)
             case AppliedCommand(_, command):
                 self._engine.drain()
                 apply_to_cache(self._engine.scheduler, command, self._hashes.__getitem__)
+                if isinstance(command, Pinned):
+                    self._keep([self._hashes[content] for content in command.contents])
             case DecidedStep():
                 self._compute(event)
 
@@ -153,6 +163,23 @@ class _Engine:
                 f"here it is {seq_id} of {core_request.num_prompt_tokens}"
             )
         self._hashes.update(zip(added.contents, core_request.block_hashes, strict=False))
+
+    def _keep(self, hashes: Sequence[bytes]) -> None:
+        """Copy what a session may come back for, as the server did."""
+        executor = self._engine.model.executor
+        for block_hash, block in zip(hashes, self._engine.scheduler.cached_blocks(hashes), strict=True):
+            if block is not None and len(self._kept) * executor.geometry.bytes_per_block < MAX_KEPT_BYTES:
+                self._kept.setdefault(block_hash, executor.read_blocks([block]))
+
+    def _fill(self, filled: Filled) -> None:
+        hashes = [self._hashes[content] for content in filled.contents if content in self._hashes]
+        if len(hashes) < len(filled.contents) or any(each not in self._kept for each in hashes[filled.start :]):
+            raise TraceError(
+                f"before step {filled.step:,} KV came back that an earlier run had computed, or more than is kept here "
+                f"({MAX_KEPT_BYTES >> 30} GiB): such a run can be verified (--verify), but not computed again"
+            )
+        for place, block in self._engine.scheduler.fill(hashes, filled.start):
+            self._engine.model.executor.write_blocks([block], self._kept[hashes[place]])
 
     def _compute(self, step: DecidedStep) -> None:
         self._step = step.plan.step
