@@ -215,7 +215,7 @@ def _cluster(
 
 
 def kv_options(worker_flags: WorkerFlags) -> KVStoreOptions:
-    """Where KV is kept outside of the device; UsageError where it cannot be."""
+    """Options of the KV store; UsageError where it cannot be kept there."""
     from lockstep.engine.kv_files import check_folder
     from lockstep.engine.kv_store import KVStoreOptions
 
