@@ -251,8 +251,9 @@ class ClusterState:
     async def close(self) -> None:
         """End the worker, and what is recorded."""
         await self.worker.close()
-        if self._host_folder is not None:
-            await asyncio.to_thread(self._host_folder.remove)
+        folder, self._host_folder = self._host_folder, None
+        if folder is not None:
+            await asyncio.to_thread(folder.remove)
         if self._plans is not None:
             await asyncio.to_thread(self._plans.close)
 
