@@ -73,6 +73,7 @@ ANSWERED: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/tokenize", {"messages": [USER]}),
     ("POST", "/detokenize", {"tokens": [104, 105]}),
     ("GET", "/v1/sessions", None),
+    ("GET", "/v1/requests?limit=1", None),
     ("GET", "/load", None),
 )
 

@@ -198,6 +198,10 @@ _OPERATED = re.compile(
 )
 
 
+OWN_PATH = "/v1/requests"
+"""Shows each caller what is its own, and so needs a key wherever there are any."""
+
+
 def is_operators(path: str) -> bool:
     """True if a path shows or changes what belongs to all callers together."""
     return _OPERATED.fullmatch(path) is not None
@@ -251,7 +255,8 @@ class AccessKeys:
         if self._has_admin_keys and is_operators(path):
             is_admin = tenant is not None and tenant.startswith(_ADMIN)
             return None if is_admin else _unauthenticated() if tenant is None else _forbidden()
-        return _unauthenticated() if self._has_keys and tenant is None else None
+        needs_key = self._has_keys or (self._has_admin_keys and path == OWN_PATH)
+        return _unauthenticated() if needs_key and tenant is None else None
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         """The owner of the key in ``Authorization: Bearer`` or ``X-Api-Key``; None: no key, or none that we know.
@@ -265,6 +270,11 @@ class AccessKeys:
                 if hmac.compare_digest(digest, known):
                     found = found or name
         return found
+
+
+def sees_all(tenant: str, options: ServerOptions) -> bool:
+    """True if a caller, by the name of its key, may see what others ask: an admin, or where there are no keys, all."""
+    return tenant.startswith(_ADMIN) or not (options.api_keys or options.admin_keys)
 
 
 def powers_of(tenant: str, options: ServerOptions) -> Powers:

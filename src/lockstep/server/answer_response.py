@@ -9,9 +9,11 @@ fewer and longer chunks, and beyond a bound its stream is ended. One `send` per 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -227,6 +229,7 @@ class AnswerResponse(Response):
         self._failure: Exception | None = None
         self._sent_s = self._loop.time()
         self._is_sending = False
+        self._context.priority = calls[0].priority
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context
@@ -252,6 +255,7 @@ class AnswerResponse(Response):
             context.model = accepted[0].model
             context.hops = [hop for each in accepted for hop in each.hops]
             answer = self._make_answer(accepted)
+            context.count = partial(_totals_so_far, answer)
             readers = [self._loop.create_task(self._read(answer, call, each)) for call, each in enumerate(streams)]
             if self._is_stream:
                 context.error = await self._write(answer, send)
@@ -267,15 +271,18 @@ class AnswerResponse(Response):
             if answer is not None:
                 outputs = answer.outputs
                 conclude(context, outputs, answer.unanswered)
+                context.count = None
                 context.finish_reasons = [each.finish_reason.value for output in outputs for each in output.completions]
 
     async def _read(self, answer: Answer, call: int, stream: EventStream) -> None:
         """Feed the answer with a call's events until it ends; the first failure ends all calls."""
-        limit = self._serving.options.max_pending_bytes
+        limit, context = self._serving.options.max_pending_bytes, self._context
         try:
             async with aclosing(stream):
                 async for events in stream:
                     answer.feed(call, events)
+                    if context.first_token_s is None and isinstance(events[0], TokenOutput):
+                        context.first_token_s = time.monotonic()
                     self._news.set()
                     if self._is_stream and answer.num_pending_bytes > limit:
                         raise SlowReaderError(
@@ -368,6 +375,10 @@ def totals_of(outputs: Sequence[RequestOutput], unanswered: Sequence[tuple[int, 
         min((each.ttft_s for each in timings if each.ttft_s is not None), default=None),
         max((each.total_s for each in timings), default=0.0),
     )
+
+
+def _totals_so_far(answer: Answer) -> Totals:
+    return totals_of(answer.outputs, answer.unanswered)
 
 
 def conclude(

@@ -13,7 +13,18 @@ from starlette.responses import JSONResponse
 
 from lockstep.cluster.cluster import Cluster
 from lockstep.errors import LockstepError
-from lockstep.server import chat, cluster_routes, completions, embeddings, metrics, responses, status, tokenize, watch
+from lockstep.server import (
+    chat,
+    cluster_routes,
+    completions,
+    embeddings,
+    metrics,
+    request_log,
+    responses,
+    status,
+    tokenize,
+    watch,
+)
 from lockstep.server.access_log import AccessLog
 from lockstep.server.admission import AdmissionMiddleware, OriginMiddleware
 from lockstep.server.body import BodyMiddleware
@@ -38,6 +49,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     tokenize.router,
     cluster_routes.router,  # before the models', whose ids may hold slashes
     cluster_routes.models_router,
+    request_log.router,
     watch.router,
     status.router,
     metrics.router,
@@ -71,6 +83,7 @@ def create_app(
     )
     app.state.serving = serving
     app.state.http_counts = metrics.HttpCounts()
+    app.state.request_log = request_log.RequestLog()
     app.state.watchers = Traffic()
     app.state.response_store = response_store or responses.memory_store(options)
     _install_handlers(app)
@@ -83,7 +96,9 @@ def create_app(
     app.add_middleware(OriginMiddleware, origins=options.cors_origins, allows_loopback=options.allows_loopback_origins)
     counts = app.state.http_counts
     log = (AccessLog(options),) if options.log_requests else ()
-    app.add_middleware(ContextMiddleware, observers=(counts, *log, *observers), paths=app.state.methods)
+    requests = app.state.request_log
+    observers = (counts, requests.end, *log, *observers)
+    app.add_middleware(ContextMiddleware, observers=observers, paths=app.state.methods, on_begin=requests.begin)
     return app
 
 

@@ -67,6 +67,10 @@ class RequestContext:
     """The route's path, with its parameters as names; until the request is routed what the client asked for."""
     started_s: float
     """On the monotonic clock."""
+    at_s: float = 0.0
+    """The same in Unix time."""
+    number: int = 0
+    """By arrival, among requests to models; 0: it is none."""
     method: str = ""
     tenant: str = ""
     """Name of the API key that was used; never the key."""
@@ -76,8 +80,13 @@ class RequestContext:
     model: str | None = None
     is_stream: bool = False
     session_id: str | None = None
+    priority: int | None = None
     totals: Totals = Totals()
     """Of those who answered; known when the request has ended."""
+    count: Callable[[], Totals] | None = None
+    """The same so far, while the request is being answered."""
+    first_token_s: float | None = None
+    """When the server had its first token, on the monotonic clock."""
     answers: Sequence[str] = ()
     """Texts of the answers; kept for ``--log-prompts`` only, as is `body`."""
     hops: list[Hop] = field(default_factory=list)
@@ -118,8 +127,15 @@ RequestObserver = Callable[[RequestContext, float], None]
 class ContextMiddleware:
     """Pure ASGI. ``scope["state"]["context"]`` holds the context from here on."""
 
-    def __init__(self, app: ASGIApp, observers: Sequence[RequestObserver], paths: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        observers: Sequence[RequestObserver],
+        paths: Collection[str] = (),
+        on_begin: Callable[[RequestContext], None] = lambda context: None,
+    ) -> None:
         self._app = app
+        self._on_begin = on_begin
         self._paths = frozenset(paths)
         """Of routes without parameters: a request that was refused before it was routed is told by them."""
         self._observers = tuple(observers)
@@ -130,6 +146,7 @@ class ContextMiddleware:
             return
         context = _new_context(scope, time.monotonic())
         scope.setdefault("state", {})["context"] = context
+        self._on_begin(context)
         exchange = _Exchange(context, receive, send)
         try:
             await self._app(scope, exchange.receive, exchange.send)
@@ -193,6 +210,7 @@ def _new_context(scope: Scope, now_s: float) -> RequestContext:
         request_id or f"req-{uuid.uuid4().hex}",
         scope["path"],
         now_s,
+        at_s=time.time(),
         method=scope["method"],
         traceparent=traceparent,
         segment=segment,
