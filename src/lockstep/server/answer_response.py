@@ -28,7 +28,15 @@ from lockstep.server.answer import Extension, Usage, extension_of, usage_of
 from lockstep.server.choices import Choice
 from lockstep.server.errors import HttpError, http_error
 from lockstep.server.generation import in_the_requests_words
-from lockstep.server.request_context import CLIENT_LEFT_STATUS, RequestContext, Totals, context_of
+from lockstep.server.request_context import (
+    CLIENT_LEFT_STATUS,
+    ClientLeft,
+    RequestContext,
+    Totals,
+    context_of,
+    disconnected,
+    unless_gone,
+)
 from lockstep.server.serving import serving_of
 
 A = TypeVar("A")
@@ -462,45 +470,3 @@ class _News:
             finally:
                 self._waiter = None
         self._has_come = False
-
-
-class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is gone
-    """The client closed the connection before its answer was complete."""
-
-
-async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], context: RequestContext) -> T:
-    """The result of some work, which is cancelled when ``watching`` returns: the client has left.
-
-    The work runs in the caller's task and so begins at once, without a turn of the loop in which all other requests
-    that came together are read.
-
-    Raises:
-        ClientLeft: it did, before the whole answer was sent. After that a server says of every client that it is gone.
-    """
-    loop, working = asyncio.get_running_loop(), asyncio.current_task()
-    assert working is not None, "a handler runs in a task"
-    is_gone = is_over = False
-
-    def leave(watcher: asyncio.Task[None]) -> None:
-        nonlocal is_gone
-        if not (is_over or watcher.cancelled() or context.is_sent):
-            is_gone = True
-            working.cancel()
-
-    watcher = loop.create_task(watching)
-    watcher.add_done_callback(leave)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if is_gone and working.uncancel() == 0:  # and nobody else wanted its end
-            raise ClientLeft from None
-        raise
-    finally:
-        is_over = True
-        watcher.cancel()
-
-
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -21,12 +21,12 @@ from lockstep.engine.output_rules import unit_vectors
 from lockstep.engine.outputs import RequestOutput, TokenOutput
 from lockstep.engine.request import GenerationRequest, Prompt
 from lockstep.errors import InvalidParameterError, RequestError, RequestFailedError
-from lockstep.server.answer_response import ClientLeft, all_of, conclude, disconnected, unless_gone
+from lockstep.server.answer_response import all_of, conclude
 from lockstep.server.body import LongBodyRoute
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, Shape, TextOrTokens, Tokens, tokens_or_list
 from lockstep.server.generation import Caller
-from lockstep.server.request_context import CLIENT_LEFT_STATUS, context_of
+from lockstep.server.request_context import CLIENT_LEFT_STATUS, ClientLeft, context_of, disconnected, unless_gone
 from lockstep.server.serving import serving_of, translated
 
 MAX_INPUTS = 2_048

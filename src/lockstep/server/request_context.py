@@ -7,18 +7,22 @@ chunk it costs two comparisons.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.cluster.base import Hop
 from lockstep.server.errors import HttpError, error_response, http_error
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -230,3 +234,45 @@ async def refuse(error: HttpError, scope: Scope, receive: Receive, send: Send) -
     context: RequestContext = scope["state"]["context"]
     context.error = error
     await error_response(error)(scope, receive, send)
+
+
+class ClientLeft(Exception):  # noqa: N818 - nobody's error: the connection is gone
+    """The client closed the connection before its answer was complete."""
+
+
+async def unless_gone(watching: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T], context: RequestContext) -> T:
+    """The result of some work, which is cancelled when ``watching`` returns: the client has left.
+
+    The work runs in the caller's task and so begins at once, without a turn of the loop in which all other requests
+    that came together are read.
+
+    Raises:
+        ClientLeft: it did, before the whole answer was sent. After that a server says of every client that it is gone.
+    """
+    loop, working = asyncio.get_running_loop(), asyncio.current_task()
+    assert working is not None, "a handler runs in a task"
+    is_gone = is_over = False
+
+    def leave(watcher: asyncio.Task[None]) -> None:
+        nonlocal is_gone
+        if not (is_over or watcher.cancelled() or context.is_sent):
+            is_gone = True
+            working.cancel()
+
+    watcher = loop.create_task(watching)
+    watcher.add_done_callback(leave)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and working.uncancel() == 0:  # and nobody else wanted its end
+            raise ClientLeft from None
+        raise
+    finally:
+        is_over = True
+        watcher.cancel()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -14,8 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
-from lockstep.server.answer_response import HEADERS, MAX_STALL_S, PING, disconnected
+from lockstep.server.answer_response import HEADERS, MAX_STALL_S, PING
 from lockstep.server.errors import ERROR_RESPONSES
+from lockstep.server.request_context import disconnected
 from lockstep.server.serving import Lifecycle, Traffic, serving_of
 
 MAX_WATCHERS = 64
