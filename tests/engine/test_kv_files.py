@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -257,3 +260,70 @@ def test_host_folders_of_dead_servers_are_removed(tmp_path: Path) -> None:
     for folder in (mine, other):
         folder.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_whose_new_folder_is_taken_for_one_that_was_left_makes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two start at one moment: one looks for what was left between the other's folder and its lock."""
+    made: list[Path] = []
+    claimed: list[kv_files.HostFolder] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def make(**arguments: Any) -> str:
+        made.append(Path(mkdtemp(**arguments)))
+        if len(made) == 1:
+            claimed.append(claim_host_folder(tmp_path))
+            return str(made[0])
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    claimed.append(claim_host_folder(tmp_path))
+    assert len({folder.path for folder in claimed}) == 2
+    for folder in claimed:
+        assert folder.path.is_dir()
+        folder.remove()
+
+
+def test_a_link_that_looks_like_a_folder_of_a_dead_server_is_left_alone(tmp_path: Path) -> None:
+    """Everybody may write to shared memory: what somebody else put there must not lead us elsewhere."""
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    shared.mkdir()
+    elsewhere.mkdir()
+    (shared / "lockstep-kv-evil").symlink_to(elsewhere)
+    claim_host_folder(shared).remove()
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_folder_among_the_blocks_is_left_alone(tmp_path: Path) -> None:
+    filled(tmp_path, 1).close()
+    [path] = paths(tmp_path)
+    (path.parent / "somebody's").mkdir()
+    files = BlockFiles(tmp_path, 1 << 20)
+    assert len(files) == 1
+    files.close()
+
+
+def test_a_folder_that_could_not_be_read_can_be_had_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scan(self: BlockFiles) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockFiles, "_scan", scan)
+        with pytest.raises(UsageError, match="Permission denied"):
+            BlockFiles(tmp_path, 1 << 20)
+    BlockFiles(tmp_path, 1 << 20).close()
+
+
+def test_no_more_is_kept_in_host_memory_than_was_free_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers often have 64 MiB of shared memory, whatever the machine has."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(total=64 << 20, free=60 << 20))
+    folder = claim_host_folder(tmp_path)
+    assert folder.usable_bytes == 54 << 20
+    fault = kv_files.host_fault(tmp_path, 1 << 30, folder.usable_bytes)
+    assert fault.startswith(f"{tmp_path} has room for 54 MiB of KV, not 1024: ")
+    assert kv_files.host_fault(tmp_path, 1 << 20, folder.usable_bytes) == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(total=0, free=0))
+    assert claim_host_folder(tmp_path).usable_bytes > 1 << 50, "one without a bound says so"
+    folder.remove()

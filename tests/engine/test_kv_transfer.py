@@ -6,6 +6,7 @@ The model is the embedded one, whose answers depend on every bit of its KV.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.engine import kv_store
+from lockstep.engine import kv_store, kv_transfer
 from lockstep.engine.engine import Engine
+from lockstep.engine.kv_files import BlockFiles
 from lockstep.engine.kv_store import KVStore, KVStoreOptions, Place
 from lockstep.engine.kv_transfer import KVTransfer, environment_of
 from lockstep.engine.loading import LoadedModel, load_model
@@ -22,6 +24,7 @@ from lockstep.engine.options import EngineOptions, LoadOptions
 from lockstep.engine.outputs import RequestOutput
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange
+from lockstep.errors import RequestFailedError
 from lockstep.executors.sampling_params import SamplingParams
 from tests.waiting import until
 
@@ -125,7 +128,7 @@ def test_a_session_that_left_the_device_comes_back_bit_by_bit(make: Make, open_s
     assert tokens_of(back) == tokens_of(answer(make(), ask(longer)))
     after = engine.model.executor.read_blocks([b for b in engine.scheduler.cached_blocks(hashes) if b is not None])
     assert np.array_equal(before, after)
-    assert kv_of(engine).num_restored == {Place.HOST: 4}
+    assert kv_of(engine).store.num_loaded == {Place.HOST: 4}
     engine.scheduler.check()
 
 
@@ -141,7 +144,7 @@ def test_it_comes_back_from_disk_where_host_memory_is_gone(
     back = answer(engine, ask(prompt(1), "s"))
     assert (back.num_cached_tokens, tokens_of(back)) == (4 * BLOCK, tokens_of(first))
     assert store.num_rejected == {Place.HOST: 4}, "each file of the host that is gone is one"
-    assert kv_of(engine).num_restored == {Place.DISK: 4}
+    assert kv_of(engine).store.num_loaded == {Place.DISK: 4}
     until(lambda: store.stats()[Place.HOST].num_blocks == 4, "they are in host memory again")
 
 
@@ -299,7 +302,7 @@ def test_restored_sessions_answer_as_recomputed_ones(
                 histories[name] += tokens_of(output) + prompt(rng.randrange(1 << 30), rng.randrange(1, 60))
         engine.sessions.sweep()
         engine.scheduler.check()
-    assert kv_of(engine).num_restored[Place.HOST] > 0
+    assert kv_of(engine).store.num_loaded[Place.HOST] > 0
     assert not kv_of(engine).store.num_rejected
 
 
@@ -316,3 +319,41 @@ def test_saving_waits_where_the_store_is_behind(
     engine.run_until_idle()
     assert store.flush(10.0)
     assert store.stats()[Place.HOST].num_blocks == 4
+
+
+def test_what_leaves_at_once_is_copied_within_the_store_s_bound(
+    make: Make, open_store: Callable[..., KVStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that is unloaded with a full pool neither holds the step loop for long nor doubles its memory."""
+    store = open_store()
+    engine = make(store)
+    size = engine.model.executor.geometry.bytes_per_block
+    with monkeypatch.context() as patched:
+        patched.setattr(kv_store, "MAX_SAVING_BYTES", 0)
+        answer(engine, ask(prompt(1, 600), "s"))
+    hashes = hashes_of(engine, "s")
+    monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", 3 * size)
+    monkeypatch.setattr(kv_transfer, "MAX_MOVED_BYTES", 2 * size)
+    may_write = threading.Event()
+    write = BlockFiles.write
+    monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
+    kept = kv_of(engine).keep_now(hashes)
+    assert store._saving_bytes == 4 * size, "two portions: the bound, and what the last one is beyond it"
+    assert kept == 4
+    may_write.set()
+    assert store.flush(10.0)
+    assert store.find(environment_of(engine.model), hashes) == kept
+
+
+def test_an_engine_that_is_abandoned_wants_nothing_more(make: Make, open_store: Callable[..., KVStore]) -> None:
+    engine = make(open_store())
+    answer(engine, ask(prompt(1), "s"))
+    engine.sessions.sweep()
+    kv_of(engine).store.flush(10.0)
+    engine.submit(ask(prompt(1), "s"))
+    engine.drain()
+    engine.drain()  # its blocks are being read
+    [load] = kv_of(engine).store._loads
+    engine.abandon(RequestFailedError("it broke"))
+    assert load.is_done
+    assert (kv_of(engine).num_waiting, engine.num_open) == (0, 0)

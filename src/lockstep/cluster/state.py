@@ -28,11 +28,11 @@ from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device
 from lockstep.cluster.sessions import ModelSessions, Session, Sessions
 from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, Counters, TransitionSnapshot
 from lockstep.cluster.threads import call_on, in_thread
-from lockstep.engine.kv_files import HostFolder, claim_host_folder
+from lockstep.engine.kv_files import HostFolder, claim_host_folder, host_fault
 from lockstep.engine.kv_store import KVStoreOptions
 from lockstep.engine.options import LoadOptions
 from lockstep.engine.sessions import SessionChange
-from lockstep.errors import LockstepError, OverBudgetError, UnavailableError
+from lockstep.errors import LockstepError, OverBudgetError, UnavailableError, UsageError
 from lockstep.worker.life import Back, Lost
 from lockstep.worker.link import WorkerOptions
 from lockstep.worker.messages import KVRejected, SessionsChanged, StepReport
@@ -94,6 +94,8 @@ class ClusterState:
         """The resolved artifacts of the models that calls go to; None: nothing was opened yet."""
         self.is_booted = False
         self._host_folder: HostFolder | None = None
+        self._host_fault = ""
+        """Why less KV is kept in host memory than was said, in one sentence."""
         self.has_store = False
         """Whether KV that leaves the device is kept."""
         self._coming: ModelSet | None = None
@@ -219,7 +221,17 @@ class ClusterState:
         host_bytes = kv.host_bytes if resources.swap_bytes is None else resources.swap_bytes
         disk_bytes = kv.disk_bytes if resources.disk_kv_budget_bytes is None else resources.disk_kv_budget_bytes
         if host_bytes and self._host_folder is None:
-            self._host_folder = claim_host_folder()
+            try:
+                self._host_folder = claim_host_folder()
+            except UsageError as error:  # it is no reason to serve nothing
+                self._host_fault = f"no KV is kept in host memory: {error}"
+                log.warning("%s", self._host_fault)
+        if self._host_folder is not None:
+            room = self._host_folder.usable_bytes
+            self._host_fault = host_fault(self._host_folder.path.parent, host_bytes, room)
+            if self._host_fault:
+                log.warning("%s", self._host_fault)
+            host_bytes = min(host_bytes, room)
         host_dir = "" if self._host_folder is None else str(self._host_folder.path)
         if (host_dir and host_bytes) or (kv.disk_dir and disk_bytes):
             self.has_store = True
@@ -246,7 +258,8 @@ class ClusterState:
         """Sentences on what somebody should look after although calls are answered."""
         faults = (self.worker.recording_fault, "" if self._plans is None else self._plans.fault)
         why = "; ".join(dict.fromkeys(filter(None, faults)))
-        return (f"nothing is recorded now: {why}; requests are answered all the same",) if why else ()
+        recording = f"nothing is recorded now: {why}; requests are answered all the same" if why else ""
+        return tuple(filter(None, (recording, self._host_fault)))
 
     async def close(self) -> None:
         """End the worker, and what is recorded."""

@@ -18,7 +18,9 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import struct
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,10 +38,16 @@ _KEYS = struct.Struct("<8s16s16sQ")
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = _KEYS.size + _CHECKSUM_BYTES
 _PAGE_BYTES = 4096
+UNKNOWN_CLASS = 1 << 16
+"""Of blocks that no engine of this process has asked for yet."""
 _SUFFIX = ".kv"
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux has files in memory; elsewhere they are in the folder for temporary files."""
 _HOST_PREFIX, _OWNER = "lockstep-kv-", "owner"
+USABLE_SHARE = 0.9
+"""Of the free part of host memory's folder; others have files there too."""
+MAX_CLAIMS = 10
+"""Folders that a server makes in host memory before it gives up; each may be taken for one that was left."""
 
 
 class BlockKey(NamedTuple):
@@ -81,10 +89,14 @@ class BlockFiles:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _locked(folder / "lock")
-            self._scan()
         except OSError as error:
-            raise UsageError(f"{folder}: KV blocks cannot be kept there: {error.strerror}") from error
-        self.shrink()
+            raise _unusable(folder, error) from error
+        try:
+            self._scan()
+            self.shrink()
+        except OSError as error:
+            self.close()
+            raise _unusable(folder, error) from error
 
     def close(self) -> None:
         """Let another process have the folder; its files stay."""
@@ -105,8 +117,21 @@ class BlockFiles:
         self._evict(0)
 
     def class_of(self, key: BlockKey) -> int:
-        """Class of a block that is there; 0 of another."""
-        return self._blocks.get(key, (0, 0))[0]
+        """Class of a block that is there; `UNKNOWN_CLASS` of another."""
+        return self._blocks.get(key, (UNKNOWN_CLASS, 0))[0]
+
+    def classify(self, environment: bytes, class_: int) -> None:
+        """Give the blocks of an environment another class; among those of that class they are the last used."""
+        for key, (old, num_bytes) in tuple(self._blocks.items()):
+            if key.environment == environment and old != class_:
+                del self._order[old][key]
+                self._order.setdefault(class_, OrderedDict())[key] = None
+                self._blocks[key] = class_, num_bytes
+
+    def charge(self, num_bytes: int) -> None:
+        """Count files beside the blocks against the budget, or, below 0, no longer."""
+        self.num_bytes += num_bytes
+        self._evict(0)
 
     def read(self, key: BlockKey, content: Blocks) -> bool:
         """Copy a block's content; False: it is not there.
@@ -144,18 +169,20 @@ class BlockFiles:
         if key in self._blocks:
             self._use(key)
             return True
-        num_bytes = _pages(HEADER_BYTES + len(content))
+        num_bytes = pages(HEADER_BYTES + len(content))
         if not self._evict(num_bytes, class_):
             return False
         path = self._path(key)
         partial = path.with_suffix(".part")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            with open(os.open(partial, flags, 0o600), "wb", buffering=0) as file:
                 _write_all(file.fileno(), header_of(key, content), content.data)
             partial.rename(path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             if not self.is_full:
                 log.warning("%s: KV blocks are not kept there now: %s", self.folder, error.strerror)
             self.is_full = True
@@ -173,7 +200,8 @@ class BlockFiles:
             return False
         del self._order[class_][key]
         self.num_bytes -= num_bytes
-        self._path(key).unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that is read-only now: whoever scans it next finds the file
+            self._path(key).unlink(missing_ok=True)
         return True
 
     # -- what is there --------------------------------------------------------------------------------------------
@@ -183,19 +211,24 @@ class BlockFiles:
         return self.folder / key.environment.hex() / name[:2] / f"{name}{_SUFFIX}"
 
     def _scan(self) -> None:
-        """Take over what an earlier process left, least recently written first; what has no name yet is removed."""
+        """Take over what an earlier process left, least recently written first; what has no name yet is removed.
+
+        Until an engine says whose they are, these are the first to be given up: their model may never be served again.
+        """
         found: list[tuple[int, str, BlockKey, int]] = []
         for environment in _folders(self.folder, 32):
             for part in _folders(environment.path, 2):
                 for entry in os.scandir(part.path):
                     key = _key(environment.name, entry.name)
+                    if entry.is_dir(follow_symlinks=False):
+                        continue  # nothing of ours
                     if key is None:
                         os.unlink(entry.path)
                         continue
                     state = entry.stat(follow_symlinks=False)
-                    found.append((state.st_mtime_ns, entry.name, key, _pages(state.st_size)))
+                    found.append((state.st_mtime_ns, entry.name, key, pages(state.st_size)))
         for _, _, key, num_bytes in sorted(found):
-            self._note(key, 0, num_bytes)
+            self._note(key, UNKNOWN_CLASS, num_bytes)
 
     def _note(self, key: BlockKey, class_: int, num_bytes: int) -> None:
         self._blocks[key] = class_, num_bytes
@@ -234,7 +267,11 @@ def check_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(_locked(folder / "lock"))
     except OSError as error:
-        raise UsageError(f"{folder}: KV blocks cannot be kept there: {error.strerror}") from error
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"{folder}: KV blocks cannot be kept there: {error.strerror}")
 
 
 class HostFolder(NamedTuple):
@@ -243,6 +280,8 @@ class HostFolder(NamedTuple):
     path: Path
     descriptor: int
     """Of the file that says that the server lives."""
+    usable_bytes: int
+    """What KV may take there: the most of what was free at first."""
 
     def remove(self) -> None:
         """Give back the memory."""
@@ -262,17 +301,46 @@ def claim_host_folder(parent: Path = SHARED_MEMORY) -> HostFolder:
     try:
         for left in sorted(parent.glob(f"{_HOST_PREFIX}*")):
             with suppress(OSError, UsageError):
-                os.close(_locked(left / _OWNER))
-                shutil.rmtree(left, ignore_errors=True)
-        path = Path(tempfile.mkdtemp(prefix=_HOST_PREFIX, dir=parent))
-        return HostFolder(path, _locked(path / _OWNER))
+                _remove_left(left)
+        for _ in range(MAX_CLAIMS):
+            path = Path(tempfile.mkdtemp(prefix=_HOST_PREFIX, dir=parent))
+            with suppress(FileNotFoundError, UsageError):  # another server took it for one that was left
+                return HostFolder(path, _locked(path / _OWNER), _usable_bytes(path))
     except OSError as error:
-        raise UsageError(f"{parent}: KV blocks cannot be kept there: {error.strerror}") from error
+        raise _unusable(parent, error) from error
+    raise UsageError(f"{parent}: {MAX_CLAIMS} folders for KV blocks were removed as they were made; look who does it")
+
+
+def _usable_bytes(folder: Path) -> int:
+    usage = shutil.disk_usage(folder)
+    return int(usage.free * USABLE_SHARE) if usage.total else sys.maxsize  # Linux says 0 of one without a bound
+
+
+def host_fault(parent: Path, budget_bytes: int, usable_bytes: int) -> str:
+    """Sentence on a budget that host memory does not have, or nothing."""
+    if budget_bytes <= usable_bytes:
+        return ""
+    return (
+        f"{parent} has room for {usable_bytes >> 20} MiB of KV, not {budget_bytes >> 20}: more sessions are computed"
+        " again than need be; make it larger (docker: --shm-size), or say a smaller budget (--host-kv-mb)"
+    )
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the folder of a server that has died, if it is ours; OSError or UsageError: it is not, or it lives."""
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid():
+        return
+    owner = _locked(folder / _OWNER)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(owner)
 
 
 def _locked(path: Path) -> int:
     """Descriptor of a file that this process alone has."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -307,7 +375,8 @@ def _fault(key: BlockKey, header: bytes, content: Blocks) -> str:
     return "" if header == header_of(key, content) else "has another checksum than its content"
 
 
-def _pages(num_bytes: int) -> int:
+def pages(num_bytes: int) -> int:
+    """Bytes that a file of so many takes."""
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -7,7 +7,6 @@ Nothing here decides: what comes back enters a scheduler as a command of its eng
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -21,6 +20,8 @@ import msgspec
 import numpy as np
 
 from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey
+from lockstep.engine.kv_records import SessionRecord, SessionRecords
+from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,8 @@ MAX_AHEAD_BYTES = 32 << 20
 """Contents that were read for one chain and not taken yet."""
 MAX_BEHIND = 1 << 16
 """Blocks that wait to be copied to disk; beyond, the oldest are not."""
-MAX_RECORDS = 4096
-"""Sessions that are remembered; beyond, the least recently used is forgotten."""
-_RECORDS = "sessions"
+JOIN_LIMIT_S = 1.0
+"""For the block that is being read or written when the store is closed."""
 
 
 class Place(StrEnum):
@@ -50,19 +50,6 @@ class KVStoreOptions(msgspec.Struct, frozen=True):
     host_bytes: int = 0
     disk_dir: str = ""
     disk_bytes: int = 0
-    check_share: float = 0.0
-    """Part of the chains that come back whose first block is computed again and compared."""
-
-
-class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks that a session will come back for."""
-
-    owner: str
-    session_id: str
-    environment: bytes
-    hashes: tuple[bytes, ...]
-    used_at: float
-    """Unix time of its last request's end."""
 
 
 class TierStats(NamedTuple):
@@ -92,9 +79,9 @@ class ChainLoad:
         self.num_taken = 0
         self.is_over = False
         """Nothing more will be read."""
-        self.places: Counter[Place] = Counter()
-        """Blocks by the tier that they came from."""
         self._ready: deque[Blocks] = deque()
+        self._lock = threading.Lock()
+        """So that nothing is added to what was cancelled meanwhile: it would be taken for the block that is missing."""
 
     @property
     def is_ready(self) -> bool:
@@ -111,24 +98,26 @@ class ChainLoad:
         """True if the next block should be read."""
         return not self.is_over and (self.num_read - self.num_taken) * self.num_bytes < MAX_AHEAD_BYTES
 
-    def put(self, content: Blocks, place: Place) -> None:
-        """Add the next block's content."""
-        self._ready.append(content)
-        self.places[place] += 1
-        self.num_read += 1
-        self.is_over = self.is_over or self.num_read == len(self.hashes)
+    def put(self, content: Blocks) -> None:
+        """Add the next block's content, unless nobody wants it any more."""
+        with self._lock:
+            if not self.is_over:
+                self._ready.append(content)
+                self.num_read += 1
+                self.is_over = self.num_read == len(self.hashes)
 
     def take(self, most_bytes: int) -> list[Blocks]:
         """Contents of the next blocks, at least one where there is any."""
-        count = min(len(self._ready), max(1, most_bytes // self.num_bytes))
-        taken = [self._ready.popleft() for _ in range(count)]
-        self.num_taken += count
-        return taken
+        with self._lock:
+            count = min(len(self._ready), max(1, most_bytes // self.num_bytes))
+            self.num_taken += count
+            return [self._ready.popleft() for _ in range(count)]
 
     def cancel(self) -> None:
         """Want nothing more of it."""
-        self.is_over = True
-        self._ready.clear()
+        with self._lock:
+            self.is_over = True
+            self._ready.clear()
 
 
 class _Save(NamedTuple):
@@ -150,7 +139,14 @@ class _Resize(NamedTuple):
     """Blocks beyond the budgets are to be removed."""
 
 
-_Job = _Save | _Write | _Resize
+class _Adopt(NamedTuple):
+    """The blocks of an environment have a class from now on."""
+
+    environment: bytes
+    class_: int
+
+
+_Job = _Save | _Write | _Resize | _Adopt
 
 
 class KVStore:
@@ -172,13 +168,16 @@ class KVStore:
             (Place.DISK, options.disk_dir, options.disk_bytes),
         ):
             if folder and num_bytes:
-                self._tiers[place] = BlockFiles(Path(folder), num_bytes)
-        self._records: OrderedDict[str, SessionRecord] = OrderedDict()
-        """By the name of their file, least recently used first."""
-        self._num_references: Counter[BlockKey] = Counter()
-        self._read_records()
+                try:
+                    self._tiers[place] = BlockFiles(Path(folder), num_bytes)
+                except UsageError:
+                    self._close_tiers()  # or nobody could have the other folder, this process included
+                    raise
+        lasting = [self._tiers[place] for place in (Place.DISK, Place.HOST) if place in self._tiers]
+        self._records = SessionRecords(lasting[0] if lasting else None)
         self._jobs: deque[_Job] = deque()
         self._saving_bytes = 0
+        self._waiting_for_room: list[Callable[[], None]] = []
         self._loads: deque[ChainLoad] = deque()
         self._behind: OrderedDict[BlockKey, tuple[int, int]] = OrderedDict()
         """Bytes and class of blocks that are not on disk yet."""
@@ -220,6 +219,20 @@ class KVStore:
         """True if more contents may wait to be written."""
         return self._saving_bytes < MAX_SAVING_BYTES
 
+    def when_it_can_save(self, wake: Callable[[], None]) -> None:
+        """Call once when more contents may wait to be written, whoever wrote the others; at once if so now."""
+        with self._changed:
+            if not self.can_save:
+                if wake not in self._waiting_for_room:
+                    self._waiting_for_room.append(wake)
+                return
+        wake()
+
+    def adopt(self, environment: bytes, class_: int) -> None:
+        """Say the priority of what an environment has in the store, from now on and from earlier processes."""
+        with self._changed:
+            self._put(_Adopt(environment, class_))
+
     def save(
         self, environment: bytes, hashes: Sequence[bytes], content: Blocks, class_: int, wake: Callable[[], None]
     ) -> None:
@@ -238,33 +251,29 @@ class KVStore:
         """Begin to read a chain, up to the first block that cannot be had."""
         load = ChainLoad(environment, hashes, num_bytes, wake)
         with self._changed:
-            self._loads.append(load)
-            self._changed.notify()
+            if self._is_closing:
+                load.cancel()
+            else:
+                self._loads.append(load)
+            self._changed.notify_all()
         return load
 
     def taken(self) -> None:
         """Read on, after contents of a chain were taken."""
         with self._changed:
-            self._changed.notify()
+            self._changed.notify_all()
 
     def remember(self, record: SessionRecord) -> None:
         """Remember what a session will come back for, in place of what it came back for before."""
-        name = _name_of(record.owner, record.session_id, record.environment)
         with self._changed:
-            self._uncount(name)
-            self._count(name, record)
-            self._put(_Write(name))
-            if len(self._records) > MAX_RECORDS:
-                oldest = next(iter(self._records))
-                self._uncount(oldest)
-                self._put(_Write(oldest))
+            for name in self._records.put(record):
+                self._put(_Write(name))
 
     def end(self, session_id: str, owner: str | None = None) -> None:
         """Forget a session, of one owner or of all, and remove the blocks that no other session will come back for."""
         with self._changed:
-            for name, record in tuple(self._records.items()):
-                if record.session_id == session_id and owner in (None, record.owner):
-                    self._put(_Write(name, self._uncount(name)))
+            for name, keys in self._records.end(session_id, owner).items():
+                self._put(_Write(name, keys))
 
     def resize(self, options: KVStoreOptions) -> None:
         """Take over the budgets of options; folders stay as they are."""
@@ -276,12 +285,12 @@ class KVStore:
 
     def is_wanted(self, environment: bytes, block_hash: bytes) -> bool:
         """True if a session will come back for a block."""
-        return BlockKey(environment, block_hash) in self._num_references
+        return self._records.wants(BlockKey(environment, block_hash))
 
     def records(self, environment: bytes) -> tuple[SessionRecord, ...]:
         """Sessions of an environment, least recently used first."""
         with self._changed:
-            return tuple(record for record in self._records.values() if record.environment == environment)
+            return self._records.of(environment)
 
     def stats(self) -> dict[Place, TierStats]:
         """Figures of each tier."""
@@ -314,15 +323,22 @@ class KVStore:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(JOIN_LIMIT_S)
         for load in self._loads:
             load.cancel()
+            load.wake()
+        if self._thread.is_alive():
+            log.warning("the KV store's folders do not answer; they are free when this process has ended")
+        else:
+            self._close_tiers()
+
+    def _close_tiers(self) -> None:
         for tier in self._tiers.values():
             tier.close()
 
     def _put(self, job: _Job) -> None:
         self._jobs.append(job)
-        self._changed.notify()
+        self._changed.notify_all()
 
     # -- the store's thread ---------------------------------------------------------------------------------------
 
@@ -363,7 +379,7 @@ class KVStore:
         if place is None:
             load.is_over = True
         else:
-            load.put(content, place)
+            load.put(content)
             self.num_loaded[place] += 1
         load.wake()
         if place is Place.DISK and Place.HOST in self._tiers:
@@ -385,18 +401,35 @@ class KVStore:
                     for block_hash, content in zip(job.hashes, job.content, strict=True):
                         self._save(BlockKey(job.environment, block_hash), content, job.class_)
                 finally:
-                    self._saving_bytes -= job.content.nbytes
-                    job.wake()
+                    self._saved(job)
             case _Resize():
                 for tier in self._tiers.values():
                     tier.shrink()
+            case _Adopt(environment, class_):
+                for tier in self._tiers.values():
+                    tier.classify(environment, class_)
             case _Write(name, keys):
-                self._write_record(name)
+                self._records.write(name)
                 for key in keys:
-                    if key not in self._num_references:
-                        self._behind.pop(key, None)
-                        for tier in self._tiers.values():
-                            tier.remove(key)
+                    self._drop_unwanted(key)
+
+    def _saved(self, job: _Save) -> None:
+        """Make room for the next contents, and tell who waits for it."""
+        with self._changed:
+            self._saving_bytes -= job.content.nbytes
+            wakes = [job.wake]
+            if self.can_save:
+                wakes += self._waiting_for_room
+                self._waiting_for_room = []
+        for wake in wakes:
+            wake()
+
+    def _drop_unwanted(self, key: BlockKey) -> None:
+        with self._changed:  # or a session that begins to want it now would believe that it is kept
+            if not self._records.wants(key):
+                self._behind.pop(key, None)
+                for tier in self._tiers.values():
+                    tier.remove(key)
 
     def _save(self, key: BlockKey, content: Blocks, class_: int) -> None:
         host, disk = self._tiers.get(Place.HOST), self._tiers.get(Place.DISK)
@@ -416,65 +449,3 @@ class KVStore:
         content = np.empty(num_bytes, np.uint8)
         if self._read(Place.HOST, key, content):
             self._tiers[Place.DISK].write(key, content, class_)
-
-    # -- sessions -------------------------------------------------------------------------------------------------
-
-    @property
-    def _folder(self) -> Path | None:
-        """Folder of the sessions' records: that of the slowest tier, which lasts longest."""
-        places = [place for place in (Place.DISK, Place.HOST) if place in self._tiers]
-        return self._tiers[places[0]].folder / _RECORDS if places else None
-
-    def _read_records(self) -> None:
-        folder = self._folder
-        if folder is None:
-            return
-        folder.mkdir(mode=0o700, exist_ok=True)
-        for path in sorted(folder.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name)):
-            try:
-                record = msgspec.msgpack.decode(path.read_bytes(), type=SessionRecord)
-            except (OSError, msgspec.DecodeError):
-                path.unlink(missing_ok=True)
-                continue
-            if path.name == _name_of(record.owner, record.session_id, record.environment):
-                self._count(path.name, record)
-
-    def _count(self, name: str, record: SessionRecord) -> None:
-        self._records[name] = record
-        self._num_references.update(BlockKey(record.environment, each) for each in record.hashes)
-
-    def _uncount(self, name: str) -> tuple[BlockKey, ...]:
-        """Forget a session; returns the blocks that no other one will come back for."""
-        record = self._records.pop(name, None)
-        if record is None:
-            return ()
-        keys = [BlockKey(record.environment, each) for each in record.hashes]
-        self._num_references.subtract(keys)
-        alone = tuple(key for key in keys if not self._num_references[key])
-        for key in alone:
-            del self._num_references[key]
-        return alone
-
-    def _write_record(self, name: str) -> None:
-        """Bring the file of a session's record up to date."""
-        folder, record = self._folder, self._records.get(name)
-        if folder is None:
-            return
-        partial = folder / f"{name}.part"
-        try:
-            if record is None:
-                (folder / name).unlink(missing_ok=True)
-            else:
-                partial.write_bytes(msgspec.msgpack.encode(record))
-                partial.rename(folder / name)
-        except OSError as error:
-            log.warning("%s: what a session will come back for cannot be noted: %s", folder, error.strerror)
-
-
-def _name_of(owner: str, session_id: str, environment: bytes) -> str:
-    """Name of a session's record; the ids may be anything."""
-    state = hashlib.blake2b(environment, digest_size=16)
-    for text in (owner, session_id):
-        data = text.encode("utf-8", "surrogatepass")
-        state.update(len(data).to_bytes(8, "little") + data)
-    return state.hexdigest()

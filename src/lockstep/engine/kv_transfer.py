@@ -8,14 +8,15 @@ back, and is then added to the scheduler as any other. Between two steps a bound
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.engine.generation import LiveRequest
-from lockstep.engine.kv_store import ChainLoad, KVStore, Place, SessionRecord
+from lockstep.engine.kv_records import SessionRecord
+from lockstep.engine.kv_store import ChainLoad, KVStore
 from lockstep.engine.loading import LoadedModel
 from lockstep.executors.base import environment_digest
 
@@ -52,9 +53,6 @@ class KVTransfer:
     ) -> None:
         self.store = store
         self.environment = environment_of(model)
-        self.class_ = class_
-        self.num_restored: Counter[Place] = Counter()
-        """Blocks that came back and were given a place, by where they came from."""
         self._scheduler = scheduler
         self._executor = model.executor
         self._wake = wake
@@ -62,6 +60,7 @@ class KVTransfer:
         """At most one each of what the pool can hold, as only what is there is saved."""
         self._waiting: deque[LiveRequest] = deque()
         self._returns: list[_Return] = []
+        self.prioritise(class_)
 
     @property
     def num_waiting(self) -> int:
@@ -93,6 +92,19 @@ class KVTransfer:
                 each.load.cancel()
         self._returns = [each for each in self._returns if each.live is not live]
 
+    def abandon(self) -> None:
+        """Forget everybody who waits, and what was not saved."""
+        for each in self._returns:
+            each.load.cancel()
+        self._returns.clear()
+        self._waiting.clear()
+        self._unsaved.clear()
+
+    def prioritise(self, class_: int) -> None:
+        """Change the priority of what is kept, that of earlier times included; on any thread."""
+        self.class_ = class_
+        self.store.adopt(self.environment, class_)
+
     def move(self) -> list[LiveRequest]:
         """Move what can be moved now, within the bound; returns the requests that wait no longer."""
         ready: list[LiveRequest] = []
@@ -103,11 +115,10 @@ class KVTransfer:
             budget -= self._bring_back(each, budget)
             if each.load.is_done:
                 self._returns.remove(each)
-                self.num_restored.update(each.load.places)
                 ready.append(each.live)
             if budget <= 0:
                 break
-        self._save(MAX_MOVED_BYTES)
+        self._save()
         return ready
 
     def _find(self, live: LiveRequest) -> tuple[tuple[bytes, ...], int] | None:
@@ -151,15 +162,26 @@ class KVTransfer:
 
     def keep(self, owner: str, session_id: str, hashes: tuple[bytes, ...]) -> None:
         """Copy what a session will come back for, soon."""
-        self._unsaved.update(dict.fromkeys(self._missing(hashes)))
         self.store.remember(SessionRecord(owner, session_id, self.environment, hashes, time.time()))
+        self._unsaved.update(dict.fromkeys(self._missing(hashes)))
+        while len(self._unsaved) > self._scheduler.config.num_blocks:
+            self._unsaved.popitem(last=False)  # no longer there
+        if not self.store.can_save:
+            self.store.when_it_can_save(self._wake)
 
     def keep_now(self, hashes: Sequence[bytes]) -> int:
-        """Copy contents that are about to leave the device; returns how many of the first ones are kept then."""
+        """Copy contents that are about to leave the device, as far as the store can take them now: almost all were
+        copied soon after their request. Returns how many of the first ones are kept then."""
         missing = self._missing(hashes)
         for each in missing:
             self._unsaved.pop(each, None)
-        lost = set(missing) - self._copy(missing)
+        kept: set[bytes] = set()
+        size = self._num_at_once
+        for first in range(0, len(missing), size):
+            if not self.store.can_save:
+                break
+            kept |= self._copy(missing[first : first + size])
+        lost = set(missing) - kept
         return sum(1 for _ in takewhile(lambda each: each not in lost, hashes))
 
     def end(self, owner: str, session_id: str) -> None:
@@ -169,11 +191,18 @@ class KVTransfer:
     def _missing(self, hashes: Iterable[bytes]) -> list[bytes]:
         return [each for each in hashes if not self.store.has(self.environment, each)]
 
-    def _save(self, budget: int) -> None:
-        size = max(1, budget // self._executor.geometry.bytes_per_block)
+    @property
+    def _num_at_once(self) -> int:
+        """Blocks that are moved between two steps."""
+        return max(1, MAX_MOVED_BYTES // self._executor.geometry.bytes_per_block)
+
+    def _save(self) -> None:
         if self._unsaved and self.store.can_save:
-            oldest = [self._unsaved.popitem(last=False)[0] for _ in range(min(size, len(self._unsaved)))]
+            size = min(self._num_at_once, len(self._unsaved))
+            oldest = [self._unsaved.popitem(last=False)[0] for _ in range(size)]
             self._copy([each for each in oldest if self.store.is_wanted(self.environment, each)])
+        if self._unsaved and not self.store.can_save:
+            self.store.when_it_can_save(self._wake)
 
     def _copy(self, hashes: Sequence[bytes]) -> set[bytes]:
         """Copy what the device has of these contents; returns what that was."""

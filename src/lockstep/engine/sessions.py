@@ -202,6 +202,8 @@ class Sessions:
 
     def abandon(self) -> None:
         """The scheduler cannot be trusted any more: forget everything, and say nothing to it."""
+        if self.kv is not None:
+            self.kv.abandon()
         self._sessions.clear()
         self._num_of.clear()
         self._waiting.clear()

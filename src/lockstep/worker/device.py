@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from lockstep.engine.deadlines import Clock, SystemClock
 from lockstep.engine.kv_store import KVStore, KVStoreOptions, TierStats
 from lockstep.errors import (
@@ -111,7 +113,7 @@ class DeviceWorker:
             case OpenStore(options):  # before the loads that come after it
                 self._loads.submit(self._open_store, options).add_done_callback(_log_defect)
             case Prioritise(replica, priority):
-                self._registry.prioritise(replica, priority)
+                self._prioritise(replica, priority)
             case Unload():  # behind the load that it may have to wait for
                 self._loads.submit(self._steps.order, command)
             case Ask():
@@ -126,6 +128,13 @@ class DeviceWorker:
         self._loads.shutdown(wait=False, cancel_futures=True)
         self._admission.close()
         self._steps.stop()
+
+    def _prioritise(self, key: str, priority: int) -> None:
+        self._registry.prioritise(key, priority)
+        replica = self._registry.find(key)
+        kv = None if replica is None else replica.engine.sessions.kv
+        if kv is not None and kv.class_ != priority:
+            kv.prioritise(priority)
 
     def _health(self) -> HealthReport:
         engines = [replica.engine for replica in self._registry.present.replicas.values()]
@@ -145,16 +154,19 @@ class DeviceWorker:
         if self._store is not None:
             self._store.resize(options)
             return
-        for left in reversed(range(STORE_ATTEMPTS)):
+        reason = ""
+        for left in reversed(range(STORE_ATTEMPTS)):  # the worker before this one may still be on its way out
             try:
-                self._store = KVStore(options, lambda reason: self._emit(KVRejected(reason)))
-            except UsageError as error:  # the worker before this one may still be on its way out
-                if not left:
-                    log.error("%s; sessions are kept on the device alone", error)
+                each = options if left else replace(options, disk_dir="")
+                self._store = self._steps.store = KVStore(each, lambda reason: self._emit(KVRejected(reason)))
+                break
+            except UsageError as error:
+                reason = str(error)
                 time.sleep(STORE_RETRY_S)
-            else:
-                self._steps.store = self._store
-                return
+        if self._store is None:
+            log.error("%s; sessions are kept on the device alone", reason)
+        elif reason and not left:
+            log.error("%s; sessions are kept on the device and in host memory alone", reason)
 
     def _start_loading(self, load: Load) -> None:
         if self._registry.claim(load.replica, load.priority):
@@ -177,10 +189,10 @@ class DeviceWorker:
                 error = ExecutorError(f"{load.source}: loading failed: {error!r}")
             self._emit(LoadFailed(load.replica, error))
             return
+        if stored := replica.engine.sessions.stored():  # before anybody may ask it, so that later changes come later
+            self._emit(SessionsChanged(key, list(stored)))
         if self._registry.add(replica):
             self._emit(loaded)
-            if stored := replica.engine.sessions.stored():
-                self._emit(SessionsChanged(key, list(stored)))
         else:
             replica.close()
 

@@ -1,0 +1,224 @@
+"""The KV store's thread and those who ask it: nobody waits for ever, nothing is taken for what it is not."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.engine import kv_store
+from lockstep.engine.kv_files import BlockFiles
+from lockstep.engine.kv_records import SessionRecord
+from lockstep.engine.kv_store import ChainLoad, KVStore, KVStoreOptions, Place
+from lockstep.errors import UsageError
+from lockstep.executors.base import Blocks
+from tests.waiting import until
+
+SIZE = 5000
+PAGES = 8192
+"""Bytes of one block's file, in whole pages."""
+ENVIRONMENT, OTHER = b"e" * 16, b"o" * 16
+Open = Callable[..., KVStore]
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Open]:
+    opened: list[KVStore] = []
+
+    def open_store(host_bytes: int = 1 << 20, disk_bytes: int = 0) -> KVStore:
+        for store in opened:
+            store.close(10.0)
+        options = KVStoreOptions(str(tmp_path / "host"), host_bytes, str(tmp_path / "disk"), disk_bytes)
+        opened.append(KVStore(options))
+        return opened[-1]
+
+    yield open_store
+    for store in opened:
+        store.close(10.0)
+
+
+def nothing() -> None:
+    return
+
+
+def hash_of(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def content_of(number: int) -> Blocks:
+    return np.full(SIZE, number % 256, np.uint8)
+
+
+def save(store: KVStore, *numbers: int, environment: bytes = ENVIRONMENT, class_: int = 0) -> None:
+    content = np.stack([content_of(number) for number in numbers])
+    store.save(environment, [hash_of(number) for number in numbers], content, class_, nothing)
+
+
+def present(store: KVStore, count: int, environment: bytes = ENVIRONMENT) -> set[int]:
+    return {number for number in range(count) if store.has(environment, hash_of(number))}
+
+
+# -- between two threads ----------------------------------------------------------------------------------------------
+
+
+def test_what_comes_after_a_load_was_cancelled_is_never_taken_for_the_block_that_is_missing() -> None:
+    """An engine gives up while the store's thread reads a block: what was read is the content of a later place."""
+    load = ChainLoad(ENVIRONMENT, [hash_of(number) for number in range(4)], SIZE, nothing)
+    for number in range(2):
+        load.put(content_of(number))
+    assert load.take(SIZE)[0][0] == 0
+    load.cancel()
+    load.put(content_of(2))
+    assert load.is_done
+    assert load.take(SIZE) == []
+
+
+def test_bytes_that_wait_to_be_written_are_counted_right_by_many_threads(open_store: Open) -> None:
+    """Else saving would end for good one day, or have no bound."""
+    store = open_store(host_bytes=1)
+
+    def save_many() -> None:
+        for number in range(500):
+            save(store, number)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=save_many) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert store.flush(60.0)
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert store._saving_bytes == 0
+
+
+# -- who waits is woken -----------------------------------------------------------------------------------------------
+
+
+def test_whoever_waits_when_the_store_is_closed_is_told(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store()
+    save(store, *range(8))
+    assert store.flush(10.0)
+    monkeypatch.setattr(kv_store, "MAX_AHEAD_BYTES", 1)
+    woken = threading.Event()
+    load = store.load(ENVIRONMENT, [hash_of(number) for number in range(8)], SIZE, woken.set)
+    until(lambda: load.is_ready, "the first block came")
+    woken.clear()
+    store.close(10.0)
+    assert woken.is_set()
+    assert load.is_done
+    assert store.load(ENVIRONMENT, [hash_of(0)], SIZE, nothing).is_done, "and who comes then waits for nothing"
+
+
+def test_a_defect_in_the_store_s_thread_ends_the_load_and_not_the_store(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    save(store, 0, 1)
+    assert store.flush(10.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockFiles, "read", lambda *arguments: 1 / 0)
+        load = store.load(ENVIRONMENT, [hash_of(0)], SIZE, nothing)
+        until(lambda: load.is_done, "it waits no longer")
+    load = store.load(ENVIRONMENT, [hash_of(0)], SIZE, nothing)
+    until(lambda: load.is_ready, "the store goes on")
+    assert len(load.take(SIZE)) == 1
+
+
+def test_who_could_not_save_is_woken_by_what_others_wrote(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store()
+    monkeypatch.setattr(kv_store, "MAX_SAVING_BYTES", SIZE)
+    may_write, woken = threading.Event(), threading.Event()
+    write = BlockFiles.write
+    monkeypatch.setattr(BlockFiles, "write", lambda *arguments: may_write.wait() and write(*arguments))
+    save(store, 0)
+    assert not store.can_save
+    store.when_it_can_save(woken.set)
+    assert not woken.is_set()
+    may_write.set()
+    assert woken.wait(10.0)
+    woken.clear()
+    store.when_it_can_save(woken.set)
+    assert woken.is_set(), "nobody else has to come where there is room"
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_cannot_have_one_folder_keeps_none(open_store: Open, tmp_path: Path) -> None:
+    """Else a second attempt would find its own lock on the other one, for as long as the process lives."""
+    elsewhere = BlockFiles(tmp_path / "disk", 1 << 20)
+    with pytest.raises(UsageError, match="another process"):
+        open_store(disk_bytes=1 << 20)
+    elsewhere.close()
+    open_store(disk_bytes=1 << 20)
+
+
+# -- whose blocks go first --------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_has_asked_for_since_the_start_gives_way_to_everybody(open_store: Open) -> None:
+    """A disk full of an artifact's blocks that is served no more must not keep a low model from keeping its own."""
+    store = open_store(host_bytes=4 * PAGES)
+    save(store, 0, 1, 2, 3, environment=OTHER)
+    store = open_store(host_bytes=4 * PAGES)
+    store.adopt(ENVIRONMENT, 2)
+    save(store, 0, 1, class_=2)
+    assert store.flush(10.0)
+    assert present(store, 4) == {0, 1}
+    assert len(present(store, 4, OTHER)) == 2
+
+
+def test_blocks_of_an_earlier_process_have_the_class_of_their_engine_again(open_store: Open) -> None:
+    store = open_store(host_bytes=4 * PAGES)
+    save(store, 0, 1, 2, 3, environment=OTHER)
+    store = open_store(host_bytes=4 * PAGES)
+    store.adopt(OTHER, 0)
+    save(store, 0, 1, class_=2)
+    assert store.flush(10.0)
+    assert present(store, 4) == set()
+    assert len(present(store, 4, OTHER)) == 4
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_records_count_against_the_budget_of_their_tier(open_store: Open, tmp_path: Path) -> None:
+    store = open_store(host_bytes=4 * PAGES)
+    save(store, 0, 1, 2, 3)
+    for number in range(3):
+        store.remember(SessionRecord("m", str(number), ENVIRONMENT, (hash_of(number),), 0.0))
+        assert store.flush(10.0)
+        taken = sum(path.stat().st_blocks * 512 for path in (tmp_path / "host").rglob("*") if path.is_file())
+        assert taken <= 4 * PAGES
+    assert store.stats()[Place.HOST].num_bytes <= 4 * PAGES
+    assert len(present(store, 4)) == 2, "two blocks gave way to three files of a page"
+    for number in range(3):
+        store.end(str(number))
+    assert store.flush(10.0)
+    assert store.stats()[Place.HOST].num_bytes == len(present(store, 4)) * PAGES
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_session_leaves_anything_behind(count: int, open_store: Open, tmp_path: Path) -> None:
+    """Each comes, is answered twice and ends."""
+    store = open_store(host_bytes=1 << 24, disk_bytes=1 << 24)
+    for number in range(count):
+        save(store, number % 50)
+        for turn in range(2):
+            hashes = (hash_of(number % 50), hash_of(1000 + number + turn))
+            store.remember(SessionRecord("m", str(number), ENVIRONMENT, hashes, 0.0))
+        store.end(str(number), "m")
+    assert store.flush(60.0)
+    records = store._records
+    assert (len(records._records), len(records._num_references), len(records._file_bytes)) == (0, 0, 0)
+    assert (len(store._jobs), len(store._behind), store._saving_bytes) == (0, 0, 0)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
+    assert {figures.num_bytes for figures in store.stats().values()} == {0}
