@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from contextlib import aclosing
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import pytest
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import PRIORITIES, SessionLimits
 from lockstep.cluster.sessions import MAX_SESSIONS, MAX_WAITING_SESSIONS, ModelSessions, Sessions
-from lockstep.errors import QueueFullError, SessionNotFoundError
+from lockstep.errors import QueueFullError, SessionNotFoundError, UsageError
 from tests.cluster.clusters import clustered, model_of, say
 from tests.cluster.support import until
 from tests.waiting import HANG_S
@@ -330,3 +331,18 @@ async def test_steps_are_told_while_somebody_watches() -> None:
         step = reading.result().fields
         assert step["num_sequences"] == 1
         assert step["replica"] == cluster.snapshot().replicas[0].key
+
+
+async def test_less_host_memory_than_was_said_is_told_and_served() -> None:
+    """A container's shared memory is often small; KV that finds no room there is computed again."""
+    budget = "resources: {host_kv_budget: 256MB}\n"
+    usage = shutil.disk_usage("/")._replace(total=64 << 20, free=60 << 20)
+    with patch("shutil.disk_usage", return_value=usage):
+        async with clustered(ONE + budget) as cluster:
+            [warning] = [each for each in cluster.snapshot().warnings if "of KV" in each]
+            assert "has room for 54 MiB of KV, not 122" in warning
+            assert (await say(cluster, "hello", "m", session="a")).text
+    with patch("lockstep.cluster.state.claim_host_folder", side_effect=UsageError("/dev/shm: no")):
+        async with clustered(ONE + budget) as cluster:
+            assert "no KV is kept in host memory: /dev/shm: no" in cluster.snapshot().warnings
+            assert (await say(cluster, "hello", "m", session="a")).text
