@@ -221,6 +221,7 @@ def main(arguments: list[str]) -> None:
         folder = Path(place)
         (folder / "key").write_text(secrets.token_hex(32))
         with serving(KEPT_PORT if keeps else "0", folder, "served") as (url, process):
+            console.print(f"[bold]dashboard while it runs: {url}/[/bold]", highlight=False)
             with httpx2.Client(base_url=url, timeout=READ_S) as client:
                 converse(client, console)
             if keeps:

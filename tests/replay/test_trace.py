@@ -17,6 +17,7 @@ from lockstep.replay.live import workload_of
 from lockstep.replay.trace import Cut, open_trace, read_entries
 from lockstep.replay.verify import verify
 from lockstep.worker.flight.entries import (
+    SCHEMA_VERSION,
     CacheReset,
     ChunkWriter,
     Entry,
@@ -55,10 +56,10 @@ def faulty(path: Path) -> str:
 
 def test_a_newer_version_is_refused(path: Path) -> None:
     def newer(entries: list[Entry]) -> None:
-        entries[0] = replace(entries[0], schema=6)
+        entries[0] = replace(entries[0], schema=SCHEMA_VERSION + 1)
 
     rewrite_entries(path, newer)
-    assert "its schema is 6, and this version reads 5" in faulty(path)
+    assert f"its schema is {SCHEMA_VERSION + 1}, and this version reads {SCHEMA_VERSION}" in faulty(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x28\xb5\x2f\xfd", b"x" * 100])

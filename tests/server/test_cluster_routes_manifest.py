@@ -278,6 +278,7 @@ async def test_sessions_are_listed_and_ended() -> None:
                 "idle_s": 1.0,
                 "num_requests": 3,
                 "num_tokens": 32,
+                "num_stored_tokens": 0,
             }
         ]
         ended = await client.delete("/v1/sessions/a/b")

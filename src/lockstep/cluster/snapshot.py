@@ -199,6 +199,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     """Of remote models, in order of definition."""
     warnings: tuple[str, ...] = ()
     """What somebody should look after although calls are answered, a sentence each."""
+    is_fixed: bool = False
+    """It was made of a command line: models and manifest are not changed over HTTP."""
 
 
 class Replaced(msgspec.Struct, frozen=True):

@@ -295,6 +295,7 @@ class ClusterState:
             entry=None if models.router is None else models.router.entry,
             fallback=models.declared.fallback,
             is_replacing=is_replacing,
+            is_fixed=self.options.is_fixed,
             models=tuple(model.snapshot(self.worker.trouble, now_s) for model in models.by_id.values()),
             replicas=tuple(each.snapshot(tuple(m.id for m in self.models_on(each))) for each in self.replicas.all()),
             budgets=self._budgets(),

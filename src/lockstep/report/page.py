@@ -41,7 +41,7 @@ def to_html(document: Document) -> str:
 
     data = {type(block).__name__.lower(): chart for block, chart in _charts(document)}
     has_plots = "timeline" in data
-    style = (read_vendored(_PLOT_STYLE) if has_plots else "") + _asset("page.css")
+    style = (read_vendored(_PLOT_STYLE) if has_plots else "") + page_style()
     sources = [read_vendored(_PLOTS)] if has_plots else []
     sources += [_asset(f"{name}.js") for name in data]
     policy = (
@@ -126,6 +126,11 @@ def _css_class(cell: object, column: Column) -> str:
     if isinstance(cell, Number) and cell.value == 0:
         return "zero"
     return {"alarm": "word alarm", "number": ""}.get(column.kind, column.kind)
+
+
+def page_style() -> str:
+    """Style of a page: colours, tiles, cards and tables, light and dark."""
+    return _asset("page.css")
 
 
 def _asset(name: str) -> str:

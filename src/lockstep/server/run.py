@@ -166,6 +166,8 @@ class _Run:
                 for line in ready_lines(serving.cluster.snapshot(), url, serving.options):
                     log.info("%s", line)
                 self._announce(f"lockstep: ready on {url}, serving {_names(serving.cluster)}")
+                if sys.stdout.isatty():  # for a person; programs read the line before
+                    self._announce(f"lockstep: dashboard on {url}/")
                 if self._reload is not None:
                     tasks.append(asyncio.create_task(self._reload.run(), name="reload"))
             await signalled

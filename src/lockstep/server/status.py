@@ -15,10 +15,12 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 
+from lockstep.report.page import page_style
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.serving import Serving, serving_of
+from lockstep.vendored import read_vendored
 from lockstep.version import __version__
 
 RETRY_AFTER_S = "2"
@@ -97,9 +99,12 @@ class HomeBody(BaseModel):
     metrics: str
 
 
-@home_router.get("/", operation_id="home")
-async def home() -> HomeBody:
-    """The name of this server and its paths. No model is named: the page is open, their names need a key."""
+@home_router.get("/", operation_id="home", response_model=HomeBody)
+async def home(request: Request) -> Response | HomeBody:
+    """The name of this server and its paths; to a browser, the dashboard. No model is named: the page is open, their
+    names need a key."""
+    if "text/html" in request.headers.get("accept", ""):
+        return _page(*dashboard_page())
     return HomeBody(
         name="lockstep",
         version=__version__,
@@ -114,24 +119,45 @@ async def home() -> HomeBody:
 @home_router.get("/docs", operation_id="docs", response_class=HTMLResponse)
 async def docs() -> HTMLResponse:
     """The OpenAPI document for people. The page itself tells nothing; what it reads may need a key."""
-    page, policy = docs_page()
-    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
+    return _page(*docs_page())
+
+
+def _page(page: str, policy: str) -> HTMLResponse:
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Vary": "Accept"}
+    return HTMLResponse(page, headers=headers)
 
 
 @cache
 def docs_page() -> tuple[str, str]:
-    """The page, and the policy by which a browser runs what is written in it and asks nobody but this server."""
+    """The OpenAPI page and its policy."""
     page = files("lockstep.server").joinpath("docs.html").read_text(encoding="utf-8")
+    return page, policy_of(page)
+
+
+@cache
+def dashboard_page() -> tuple[str, str]:
+    """The dashboard, with all that it is made of within, and its policy."""
+    folder = files("lockstep.server").joinpath("dashboard")
+    page, style, script = [
+        folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "dashboard.css", "dashboard.js")
+    ]
+    style = read_vendored("uplot/uPlot.min.css") + page_style() + style
+    script = f"{read_vendored('uplot/uPlot.iife.min.js')}\n{script}"
+    page = page.replace("/* styles */", style).replace("/* scripts */", script)
+    return page, policy_of(page)
+
+
+def policy_of(page: str) -> str:
+    """Policy by which a browser runs what is written in a page and asks nobody but this server."""
 
     def hashes(tag: str) -> str:
         blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         return " ".join(f"'sha256-{base64.b64encode(sha256(block.encode()).digest()).decode()}'" for block in blocks)
 
-    policy = (
+    return (
         f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return page, policy
 
 
 class ResetBody(BaseModel):

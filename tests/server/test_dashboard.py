@@ -1,0 +1,204 @@
+"""The dashboard in a real browser, of real servers: panels fill, controls work, nothing from outside is markup."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from lockstep.server.status import dashboard_page
+from tests.browser import chromium
+from tests.server.process import IN_THREAD, ServerProcess, serve
+from tests.visits import PAINTED
+
+SUPPORT = Path(__file__).resolve().parents[2] / "examples" / "customer-support.yaml"
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
+HTML = {"Accept": "text/html,application/xhtml+xml"}
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as launched:
+        yield launched
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with serve("--manifest", str(SUPPORT), "--backend", "stub", *IN_THREAD) as running:
+        yield running
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens the dashboard of a server; nothing may ask anybody else, or complain."""
+    pages: list[tuple[Page, list[str], list[str], str]] = []
+
+    def open_page(server: ServerProcess, width: int = 1280) -> Page:
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        asked: list[str] = []
+        complaints: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        pages.append((page, asked, complaints, server.base_url))
+        page.goto(f"{server.base_url}/")
+        return page
+
+    yield open_page
+    for page, asked, complaints, base_url in pages:
+        page.close()
+        assert {f"{urlsplit(url).scheme}://{urlsplit(url).netloc}" for url in asked} == {base_url}
+        assert not any("secret" in url for url in asked), "no key is in an address"
+        assert complaints == []
+
+
+def ask(server: ServerProcess, text: str, **body: object) -> None:
+    with server.client() as client:
+        message = {"role": "user", "content": text}
+        response = client.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 8, **body})
+        assert response.status_code == 200, response.text
+
+
+def test_a_browser_gets_the_page_and_a_program_the_names_of_paths(server: ServerProcess) -> None:
+    with server.client() as client:
+        page = client.get("/", headers=HTML)
+        assert page.headers["content-type"].startswith("text/html")
+        assert page.headers["vary"] == "Accept"
+        assert "connect-src 'self'" in page.headers["content-security-policy"]
+        assert client.get("/").json()["name"] == "lockstep"
+        assert client.get("/", headers={"Accept": "application/json"}).json()["api"] == "/v1"
+
+
+def test_the_page_needs_nothing_but_itself_and_is_small() -> None:
+    page, policy = dashboard_page()
+    assert len(page.encode()) <= 150_000
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "innerHTML" not in page.partition("/* The page asks")[2]
+    assert "'unsafe-" not in policy
+
+
+def test_every_panel_fills(server: ServerProcess, open_page: Open) -> None:
+    page = open_page(server)
+    expect(page.locator("#live")).to_have_text("live")
+    for number in range(12):
+        ask(server, "I was charged twice", session_id=f"user {number % 3}")
+    expect(page.locator("#cluster")).to_have_text("customer-support-agent")
+    expect(page.locator("#models tbody tr")).to_have_count(5)
+    expect(page.locator("#models tbody tr", has_text="billing").locator("td").nth(5)).to_have_text("12")
+    expect(page.locator("#sessions tbody tr")).to_have_count(3)
+    expect(page.locator("#budgets .bar")).to_have_count(3)
+    expect(page.locator("#events li", has_text="session admitted")).to_have_count(3)
+    expect(page.locator("#now .tile").nth(4).locator("dd > span").first).to_have_text("12")
+    for name in ("rates", "steps"):
+        canvas = page.locator(f"#{name} canvas")
+        expect(canvas).to_be_visible()
+        assert canvas.evaluate(PAINTED) > 3
+
+
+def test_a_chat_streams_and_shows_its_route(server: ServerProcess, open_page: Open) -> None:
+    page = open_page(server)
+    expect(page.locator("#chat select option")).to_have_count(6)
+    page.fill("#chat textarea", "my invoice is wrong")
+    page.fill("#chat input[name=session]", "browser")
+    page.press("#chat textarea", "Control+Enter")
+    expect(page.locator("#talk .route")).to_contain_text("router (billing) → billing · first token")
+    expect(page.locator("#talk .theirs")).to_contain_text("[stub:billing] ok")
+    expect(page.locator("#sessions tbody tr", has_text="browser")).to_have_count(1)
+
+
+def test_models_are_unloaded_and_loaded(server: ServerProcess, open_page: Open) -> None:
+    page = open_page(server)
+    row = page.locator("#models tbody tr", has_text="technical")
+    row.get_by_role("button", name="unload").click()
+    expect(row.locator("td").first).to_contain_text("standby")
+    row.get_by_role("button", name="load", exact=True).click()
+    expect(row.locator("td").first).to_contain_text("resident")
+    expect(page.locator("#events li", has_text="by hand").first).to_be_visible()
+
+
+def test_faults_of_a_manifest_are_shown_in_place(server: ServerProcess, open_page: Open) -> None:
+    page = open_page(server)
+    area = page.locator("#manifest textarea")
+    expect(area).to_have_value(re.compile("^cluster: customer-support-agent"))
+    text = area.input_value()
+    area.fill(text.replace("tier: resident", "tier: nowhere", 1).replace("gpu_budget: 18GB", "gpu_budget: much"))
+    page.get_by_role("button", name="Replace").click()
+    expect(page.locator("#faults li")).to_have_count(2)
+    expect(page.locator("#replaced")).to_have_text("2 to mend; nothing has changed")
+    page.locator("#faults button").nth(1).click()
+    chosen = "area => area.value.slice(area.selectionStart, area.selectionEnd)"
+    assert area.evaluate(chosen).strip() == "tier: nowhere"
+    area.fill(text)
+    page.get_by_role("button", name="Replace").click()
+    expect(page.locator("#replaced")).to_have_text("it holds now")
+    expect(page.locator("#faults li")).to_have_count(0)
+
+
+def test_what_callers_write_is_text(server: ServerProcess, open_page: Open) -> None:
+    page = open_page(server)
+    ask(server, HOSTILE, session_id=HOSTILE[:60])
+    expect(page.locator("#sessions tbody tr", has_text="<img src=x")).to_have_count(1)
+    page.fill("#chat textarea", HOSTILE)
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#talk .theirs")).to_contain_text("[stub:")
+    assert page.title() == "Lockstep"
+    assert page.locator("#panels img, #panels script").count() == 0
+
+
+@pytest.mark.slow
+def test_a_narrow_window_scrolls_tables_and_not_the_page(server: ServerProcess, open_page: Open) -> None:
+    page = open_page(server, width=400)
+    expect(page.locator("#models tbody tr")).to_have_count(5)
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+
+
+@pytest.mark.slow
+def test_every_control_is_reached_by_keyboard(server: ServerProcess, open_page: Open) -> None:
+    page = open_page(server)
+    expect(page.locator("#models tbody tr")).to_have_count(5)
+    wanted = page.locator("#panels :is(button, input, select, textarea):visible")
+    reached: set[str] = set()
+    page.locator("body").click(position={"x": 2, "y": 2})
+    for _ in range(wanted.count() + 12):
+        page.keyboard.press("Tab")
+        focused = "() => { const e = document.activeElement; e.dataset.seen = 1; return e.tagName; }"
+        reached.add(page.evaluate(focused))
+    assert page.locator("#panels :is(button, input, select, textarea):visible:not([data-seen])").count() == 0
+    assert reached >= {"BUTTON", "INPUT", "SELECT", "TEXTAREA"}
+
+
+def test_a_server_of_one_model_shows_no_control_that_it_would_refuse(open_page: Open) -> None:
+    with serve("stub://one", *IN_THREAD) as server:
+        page = open_page(server)
+        expect(page.locator("#models tbody tr")).to_have_count(1)
+        assert page.get_by_role("button", name="load").count() == 0
+        expect(page.locator("#manifest-card")).to_be_hidden()
+
+
+def test_with_keys_it_asks_for_one_and_keeps_it_to_itself(open_page: Open) -> None:
+    with serve("stub://one", "--api-key", "secret-key", *IN_THREAD) as server:
+        page = open_page(server)
+        expect(page.locator("#key")).to_be_visible()
+        expect(page.locator("#models tbody tr")).to_have_count(0)
+        page.fill("#key input", "secret-key")
+        page.get_by_role("button", name="Use").click()
+        expect(page.locator("#models tbody tr")).to_have_count(1)
+        expect(page.locator("#key")).to_be_hidden()
+        assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
+        page.reload()
+        expect(page.locator("#key")).to_be_visible()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_gone_is_said_to_be(open_page: Open) -> None:
+    with serve("stub://one", *IN_THREAD) as server:
+        page = open_page(server)
+        expect(page.locator("#live")).to_have_text("live")
+    expect(page.locator("#live")).to_have_text("the server does not answer; trying again")
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(server.base_url)
