@@ -171,6 +171,20 @@ const MODELS = [
     button(cell, does, () => ask(`/v1/models/${encodeURIComponent(m.id)}/${does}`, { method: "POST" }));
   } },
 ];
+const ms = (value) => seconds(value === null ? null : value / 1000);
+const REQUESTS = [
+  { name: "request", kind: "word", show: (r) => r.id },
+  { name: "way", kind: "word", show: (r) => [...r.hops.map((hop) => hop.intent ? `${hop.model} (${hop.intent})` : hop.model), r.model ?? "–"].join(" → ") },
+  { name: "state", kind: "word", show: (r) => r.state === "ended" ? `${r.status ?? ""} ${r.error ?? r.finish_reasons.join(", ")}` : r.state },
+  { name: "why it waited", kind: "word", show: (r) => [r.why ?? ""].flat().join("; ") },
+  { name: "session", show: (r) => r.session_id ?? "" },
+  { name: "waited", show: (r) => ms(r.waited_ms) },
+  { name: "first token", show: (r) => ms(r.ttft_ms) },
+  { name: "total", show: (r) => ms(r.total_ms) },
+  { name: "prompt (cached)", show: (r) => `${count(r.prompt_tokens)} (${count(r.cached_tokens)})` },
+  { name: "output", show: (r) => count(r.output_tokens) },
+  { name: "tokens/s", show: (r) => rate(r.tokens_per_second) },
+];
 const SESSIONS = [
   { name: "session", kind: "word", show: (s) => s.id },
   { name: "model", show: (s) => s.model },
@@ -257,7 +271,7 @@ async function poll() {
   const mine = ++generation;
   if (!document.hidden) {
     try {
-      const [state, metrics] = await Promise.all([ask("/v1/cluster").then((r) => r.json()), ask("/metrics").then((r) => r.text())]);
+      const [state, metrics, requests] = await Promise.all([ask("/v1/cluster").then((r) => r.json()), ask("/metrics").then((r) => r.text()), ask("/v1/requests?limit=20").then((r) => r.json())]);
       if (mine !== generation) return;
       cluster = state;
       history.push(parseMetrics(metrics));
@@ -265,6 +279,8 @@ async function poll() {
       showNow();
       showBudgets();
       showCluster();
+      fill(byId("requests"), REQUESTS, requests.data, (r) => String(r.number));
+      byId("requests").closest("section").querySelector(".empty").hidden = requests.data.length > 0;
       live("live", "good");
     } catch (error) {
       if (mine !== generation) return;
