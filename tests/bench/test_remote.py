@@ -108,3 +108,18 @@ def test_an_answer_that_was_interrupted_leaves_a_client_that_answers() -> None:
         behaviour.hang_after = None
         assert streamed(remote) == "word0 word1 "
     assert behaviour.num_left == 1
+
+
+def test_text_is_given_with_its_status_whatever_that_is() -> None:
+    with answering(response("503 Service Unavailable", b"loading", "text/plain")) as remote:
+        assert remote.get_text("/health") == (503, "loading")
+
+
+def test_lines_are_followed_and_a_refusal_is_said() -> None:
+    with answering(response("200 OK", b": watching\n\nevent: hop\n", "text/event-stream")) as remote:
+        assert list(remote.follow("/v1/events")) == [": watching", "", "event: hop"]
+    with (
+        answering(response("401 Unauthorized", b'{"error": {"message": "no"}}')) as remote,
+        pytest.raises(RemoteError, match="answered 401: no; give the server's key"),
+    ):
+        list(remote.follow("/v1/events"))

@@ -26,9 +26,10 @@ _HINTS: Mapping[int, str] = {
 class Remote:
     """One server. Use it as a context manager."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, read_limit_s: float = READ_LIMIT_S) -> None:
         self.target = target
-        self._client = _client_of(target)
+        self._read_limit_s = read_limit_s
+        self._client = _client_of(target, read_limit_s)
 
     def models(self) -> list[str]:
         """Names that the server answers to, in its order."""
@@ -51,6 +52,20 @@ class Remote:
         """The JSON that a GET answers; RemoteError says why there is none."""
         with self._translated():
             return _checked(self._client.get(path))
+
+    def get_text(self, path: str) -> tuple[int, str]:
+        """Status and text of a GET, whatever they are; RemoteError says why there is no answer."""
+        with self._translated():
+            response = self._client.get(path)
+            return response.status_code, response.text
+
+    def follow(self, path: str) -> Generator[str]:
+        """Lines of an answer without an end, such as server-sent events; RemoteError says why there are no more."""
+        with self._translated(), self._client.stream("GET", path) as response:
+            if response.status_code != httpx2.codes.OK:
+                response.read()
+                _checked(response)
+            yield from response.iter_lines()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON that a POST answers; RemoteError says why there is none."""
@@ -75,7 +90,7 @@ class Remote:
         try:
             yield from self._stream(path, body)
         except KeyboardInterrupt:  # it may have come amid the client's own bookkeeping: go on with another client
-            interrupted, self._client = self._client, _client_of(self.target)
+            interrupted, self._client = self._client, _client_of(self.target, self._read_limit_s)
             with suppress(Exception):
                 interrupted.close()
             raise
@@ -122,8 +137,8 @@ class Remote:
             raise RemoteError(f"the connection to {url} broke: {error or type(error).__name__}") from None
 
 
-def _client_of(target: Target) -> httpx2.Client:
-    limits = httpx2.Timeout(READ_LIMIT_S, connect=CONNECT_LIMIT_S)
+def _client_of(target: Target, read_limit_s: float) -> httpx2.Client:
+    limits = httpx2.Timeout(read_limit_s, connect=CONNECT_LIMIT_S)
     # As the measuring client does it: no proxies from the environment, and the system's certificates.
     verify = ssl.create_default_context() if target.tls else False
     return httpx2.Client(base_url=target.url, headers=target.headers, timeout=limits, trust_env=False, verify=verify)

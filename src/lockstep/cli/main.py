@@ -41,6 +41,10 @@ VERBS: Mapping[str, tuple[str, str]] = {
         "Fit a step-time model to a recording, and say how far it can be trusted.",
     ),
     "ps": ("lockstep.cli.ps:ps", "Show the models of a running cluster, its budgets and its counters."),
+    "top": (
+        "lockstep.cli.top:top",
+        "Watch a running cluster in the terminal: models, rates, memory, sessions and events; changes nothing.",
+    ),
     "replay": (
         "lockstep.cli.replay:replay",
         "Replay a workload through the scheduler that serves, on a logical clock: same input, same bytes.",

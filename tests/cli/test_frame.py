@@ -1,0 +1,160 @@
+"""Frames: every size fits, rows are sorted and cut, and what others wrote is only text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace as changed
+
+from lockstep.cli.feed import Event, RequestRow, View
+from lockstep.cli.frame import SORTS, Look, frame
+from lockstep.cluster.snapshot import BudgetSnapshot, SessionSnapshot
+from tests.cli.views import URL, snapshot_of, view_of
+
+MANY = tuple(f"model-{at:02}" for at in range(50))
+HOSTILE = "x\x1b]0;owned\x07[bold]\n" + "宽" * 40
+_STORED = {"bytes": 5e6, "budget_bytes": 1e7, "blocks": 7, "loaded_total": 3, "rejected_total": 2}
+STORE = "".join(f'lockstep:kv_store_{name}{{tier="host"}} {value}\n' for name, value in _STORED.items())
+
+
+def lines_of(view: View, look: Look | None = None, width: int = 160, height: int | None = None) -> list[str]:
+    return [line.plain.rstrip() for line in frame(view, look or Look(), width, height)]
+
+
+def models_of(lines: list[str]) -> list[str]:
+    return [line.split()[0] for line in lines if line.startswith("model-")]
+
+
+def crowded() -> View:
+    """Much of everything, with names that nobody would choose."""
+    sessions = tuple(SessionSnapshot(f"{HOSTILE}{at}", HOSTILE, "idle", 9.0, at, 1, 64, 32) for at in range(30))
+    cluster = snapshot_of((HOSTILE, *MANY), sessions=sessions, warnings=(HOSTILE, "b", "c"), cluster=HOSTILE)
+    events = tuple(Event(at, "hop", {"model": HOSTILE, "target": HOSTILE}) for at in range(40))
+    requests = tuple(RequestRow(f"{HOSTILE}{at}", "ended", HOSTILE, HOSTILE, HOSTILE) for at in range(20))
+    return view_of(cluster, metrics=STORE, events=events, requests=requests, trouble=HOSTILE)
+
+
+def test_every_size_is_filled_and_never_left() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    sizes = [(60, 15), (80, 24), (160, 50), (200, 60), (20, 5), (1, 1)]
+    sizes += [(draw.randint(1, 220), draw.randint(1, 70)) for _ in range(12)]
+    view = crowded()
+    for width, height in sizes:
+        look = Look(draw.choice(SORTS), draw.random() < 0.5, draw.random() < 0.5, draw.randint(0, 60))
+        lines = frame(view, look, width, height, "q quit")
+        assert len(lines) == height, (width, height)
+        assert max(line.cell_len for line in lines) <= width, (width, height, look)
+
+
+def test_what_others_wrote_is_one_line_of_text() -> None:
+    for line in frame(crowded(), Look(), 160, 50):
+        assert line.plain.isprintable(), line.plain
+    assert any("[bold]" in line for line in lines_of(crowded()))
+
+
+def test_the_head_says_who_it_is_and_how_it_is() -> None:
+    first, second, *_ = lines_of(view_of(snapshot_of(), metrics="process_start_time_seconds 821\n"))
+    assert first == f"lockstep top  small  ready  deterministic  up 3 min  1.2.3  {URL}"
+    assert second.startswith("running 1  waiting 0  tokens/s -  requests/s -  sessions 1  requests 3")
+
+
+@pytest.mark.parametrize(
+    ("probed", "badge"),
+    [
+        ((True, True), " deterministic "),
+        ((True, False), " not deterministic "),
+        ((True, None), " determinism not probed "),
+    ],
+)
+def test_the_badge_is_that_of_all_that_is_loaded(probed: tuple[bool | None, ...], badge: str) -> None:
+    cluster = snapshot_of(("a", "b"))
+    replicas = tuple(changed(each, deterministic=found) for each, found in zip(cluster.replicas, probed, strict=True))
+    assert badge in lines_of(view_of(changed(cluster, replicas=replicas)))[0]
+
+
+def test_fifty_models_are_cut_and_scrolled() -> None:
+    view = view_of(snapshot_of(MANY))
+    shown = lines_of(view, height=20)
+    assert models_of(shown) == list(MANY[: len(models_of(shown))])
+    assert f"… {50 - len(models_of(shown))} more" in shown
+    look = Look().press("page down", 50)
+    assert models_of(lines_of(view, look, height=20))[0] == "model-10"
+    assert models_of(lines_of(view, look.press("end", 50), height=20))[-1] == "model-49"
+    assert look.press("home", 50) == Look()
+    assert models_of(lines_of(view)) == list(MANY), "without a bound all of them"
+
+
+def test_models_are_sorted_by_a_column_and_ties_stay() -> None:
+    names = ("model-a", "model-c", "model-b", "model-d")
+    view = view_of(snapshot_of(names), dict.fromkeys(names[:3], 0), {"model-a": 5, "model-c": 90, "model-b": 5})
+    order = ["model-c", "model-a", "model-b", "model-d"]
+    assert models_of(lines_of(view, Look("TOK/S"))) == order
+    assert "TOK/S ▼" in "".join(lines_of(view, Look("TOK/S")))
+    assert models_of(lines_of(view, Look("TOK/S", is_reversed=True))) == ["model-a", "model-b", "model-c", "model-d"]
+    assert models_of(lines_of(view, Look("MODEL"))) == sorted(names)
+    assert models_of(lines_of(view, Look("MODEL", is_reversed=True))) == sorted(names, reverse=True)
+    assert models_of(lines_of(view)) == list(names)
+
+
+def test_keys_choose_what_is_sorted_in_turn_and_pause() -> None:
+    look = Look()
+    for name in (*SORTS[1:], SORTS[0]):
+        look = look.press("s", 4)
+        assert look.sort == name
+    assert look.press("S", 4).sort == SORTS[-1]
+    assert look.press("r", 4).is_reversed
+    assert look.press("p", 4).is_paused
+    assert not look.press("p", 4).press(" ", 4).is_paused
+    assert look.press("down", 4).press("j", 4).press("k", 4).offset == 1
+    assert look.press("up", 4).offset == 0
+    assert look.press("page down", 4).offset == 3
+    assert look.press("x", 4) == look
+
+
+def test_figures_of_a_shared_engine_stand_once() -> None:
+    cluster = snapshot_of(("model-a", "model-b"))
+    [shared, _] = cluster.replicas
+    both = changed(shared, models=("model-a", "model-b"))
+    models = tuple(changed(model, replica=shared.key) for model in cluster.models)
+    lines = lines_of(view_of(changed(cluster, models=models, replicas=(both,)), {"model-a": 0}, {"model-a": 250}))
+    first, second = (line for line in lines if line.startswith("model-"))
+    assert " 250 " in first
+    assert " 250 " not in second
+    assert " · " in second
+
+
+def test_memory_is_a_bar_for_each_budget_and_tier() -> None:
+    budgets = (BudgetSnapshot("gpu_budget", 100, 80, 40), BudgetSnapshot("ram_budget", None, None, 5_000))
+    lines = lines_of(view_of(snapshot_of(budgets=budgets), metrics=STORE))
+    [gpu, ram] = [line for line in lines if "_budget" in line]
+    assert gpu == f"gpu_budget  {'█' * 12}{'░' * 12}     40 B of 80 B      50%"
+    assert ram.endswith("5.0 kB in use, unbounded")
+    [host] = [line for line in lines if line.startswith("kv on host")]
+    assert host.endswith("5.0 MB of 10.0 MB   50%  loaded 3  rejected 2  evicted 0  7 blocks")
+
+
+def test_sessions_and_requests_and_events_stand_newest_first() -> None:
+    idle_s = {"old": 8.0, "new": 1.0}
+    sessions = tuple(SessionSnapshot(name, "router", "idle", 9.0, each, 2, 64, 96) for name, each in idle_s.items())
+    events = (
+        Event(1.0, "hop", {"model": "router", "target": "legal", "duration_ms": 12.0}),
+        Event(2.0, "kv_rejected", {"reason": "checksum"}),
+    )
+    requests = (RequestRow("req-2", "running", "router"), RequestRow("req-1", "ended", error="deadline"))
+    lines = lines_of(view_of(snapshot_of(sessions=sessions), events=events, requests=requests), width=100)
+    whole = "\n".join(lines)
+    assert whole.index("req-2") < whole.index("req-1") < whole.index("new") < whole.index("old")
+    assert whole.index("kv_rejected  reason checksum") < whole.index("hop  router → legal, 12 ms")
+    assert "REQUEST " not in "\n".join(lines_of(view_of(snapshot_of()))), "a server that does not list them"
+
+
+def test_a_server_that_is_gone_and_models_that_cannot_answer_are_said() -> None:
+    cluster = snapshot_of()
+    failed = changed(cluster, models=(changed(cluster.models[0], state="failed", reason="the file is gone"),))
+    lines = lines_of(view_of(failed, trouble="cannot connect to it", status="not ready"))
+    assert lines[1] == "trying again: cannot connect to it"
+    assert "router: the file is gone" in lines
+    assert "not ready" in lines[0]
