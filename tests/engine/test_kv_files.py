@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from lockstep.engine import kv_files
 from lockstep.engine.kv_files import BlockError, BlockFiles, BlockKey, claim_host_folder
+from lockstep.engine.kv_records import SessionRecords
 from lockstep.errors import UsageError
 from lockstep.executors.base import Blocks
 
@@ -248,6 +249,72 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks(tmp_path: 
             assert content is not None
             assert (content == content_of(int.from_bytes(key.block_hash, "little"))).all()
         files.close()
+
+
+DYING_WRITER = """
+import itertools, os, sys
+from pathlib import Path
+from tests.engine.test_kv_files import SIZE, BlockFiles, content_of, key_of
+from lockstep.engine.kv_records import SessionRecord, SessionRecords
+
+def save(folder):
+    files = BlockFiles(folder, 1 << 20)
+    records = SessionRecords(files)
+    for number in range(3):
+        files.write(key_of(number), content_of(number), 0)
+        hashes = tuple(key_of(each).block_hash for each in range(number + 1))
+        for name in records.put(SessionRecord("m", "s", key_of(0).environment, hashes, 0.0)):
+            records.write(name)
+    files.remove(key_of(0))
+
+def die_at(n):
+    calls = itertools.count()
+    def dying(call):
+        def counted(*arguments, **named):
+            if next(calls) == n:
+                if call is os.writev:  # half of it is there
+                    os.write(arguments[0], (arguments[1][0] + bytes(arguments[1][1]))[:SIZE // 2])
+                os._exit(9)
+            return call(*arguments, **named)
+        return counted
+    for module, name in ((os, "open"), (os, "writev"), (os, "rename"), (os, "unlink"), (Path, "write_bytes")):
+        setattr(module, name, dying(getattr(module, name)))
+
+for n in itertools.count():
+    child = os.fork()
+    if not child:
+        die_at(n)
+        save(Path(sys.argv[1]) / str(n))
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+"""
+
+
+def test_a_process_may_die_at_every_call_of_a_save(tmp_path: Path) -> None:
+    """At the n-th call that opens, writes, names or removes a file, for each n; of a write, half is there."""
+    command = [sys.executable, "-c", DYING_WRITER, str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+    left = sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))
+    nums_present = []
+    for folder in left:
+        files = BlockFiles(folder, 1 << 20)
+        records = SessionRecords(files)
+        for key in files:
+            content = read(files, key)
+            assert content is not None
+            assert (content == content_of(int.from_bytes(key.block_hash, "little"))).all()
+        for record in records.of(ENVIRONMENT):
+            assert record.hashes == tuple(key_of(each).block_hash for each in range(len(record.hashes)))
+        assert not list(folder.rglob("*.part"))
+        on_disk = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+        assert files.num_bytes == on_disk, "nothing is there that is not counted"
+        nums_present.append((len(files), sum(len(record.hashes) for record in records.of(ENVIRONMENT))))
+        files.close()
+    assert len(left) > 15
+    assert nums_present[0] == (0, 0)
+    assert (3, 3) in nums_present
+    assert nums_present[-1] == (2, 3)
 
 
 def test_host_folders_of_dead_servers_are_removed(tmp_path: Path) -> None:
