@@ -227,6 +227,7 @@ def kv_options(worker_flags: WorkerFlags) -> KVStoreOptions:
         host_bytes=worker_flags.host_kv_mb << 20,
         disk_dir="" if folder is None else str(folder),
         disk_bytes=worker_flags.kv_dir_mb << 20,
+        check_share=worker_flags.kv_check,
     )
 
 

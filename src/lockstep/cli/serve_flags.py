@@ -94,6 +94,8 @@ class WorkerFlags:
     """Keep the KV of sessions here, too, so that it survives a restart."""
     kv_dir_mb: Annotated[int, Flag(low=1, metavar="MB")] = 10_240
     """What the KV there may take; a manifest's disk_kv_budget goes before it."""
+    kv_check: Annotated[float, Flag(low=0.0, high=1.0, metavar="SHARE")] = 0.0
+    """Share of the sessions that come back whose first block is computed again when idle, and compared bit by bit."""
 
 
 @dataclass(frozen=True, slots=True)

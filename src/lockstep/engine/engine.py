@@ -422,6 +422,7 @@ class Engine:
 
     def _schedule(self, live: LiveRequest, now_s: float) -> bool:
         """Hand the request's sequences to the scheduler; False: it refused them, which ended the request."""
+        self._open.setdefault(live.request_id, live)  # nobody submitted one that checks what came back
         first: int | None = None
         for index in range(live.num_open):
             try:

@@ -50,6 +50,8 @@ class KVStoreOptions(msgspec.Struct, frozen=True):
     host_bytes: int = 0
     disk_dir: str = ""
     disk_bytes: int = 0
+    check_share: float = 0.0
+    """Part of the chains that come back whose first block is computed again and compared."""
 
 
 class TierStats(NamedTuple):
@@ -62,7 +64,9 @@ class TierStats(NamedTuple):
     num_loaded: int
     """Blocks that came back from it."""
     num_rejected: int
-    """Blocks that were not what had been written."""
+    """Blocks that were not what had been written, or what is computed."""
+    num_checked: int
+    """Blocks that came back and were computed again."""
 
 
 class ChainLoad:
@@ -146,7 +150,13 @@ class _Adopt(NamedTuple):
     class_: int
 
 
-_Job = _Save | _Write | _Resize | _Adopt
+class _Drop(NamedTuple):
+    """All blocks of an environment are to be removed."""
+
+    environment: bytes
+
+
+_Job = _Save | _Write | _Resize | _Adopt | _Drop
 
 
 class KVStore:
@@ -183,6 +193,7 @@ class KVStore:
         """Bytes and class of blocks that are not on disk yet."""
         self.num_loaded: Counter[Place] = Counter()
         self.num_rejected: Counter[Place] = Counter()
+        self.num_checked: Counter[Place] = Counter()
         self._changed = threading.Condition()
         self._is_working = False
         self._is_closing = False
@@ -283,6 +294,20 @@ class KVStore:
         with self._changed:
             self._put(_Resize())
 
+    def checked(self, environment: bytes, block_hash: bytes, is_same: bool) -> None:
+        """Count a block that was computed again; where it differs, nothing of its environment is trusted any more."""
+        key = BlockKey(environment, block_hash)
+        place = next((place for place, tier in self._tiers.items() if key in tier), next(iter(self._tiers)))
+        self.num_checked[place] += 1
+        if is_same:
+            return
+        self.num_rejected[place] += 1
+        text = "a KV block that came back is not what is computed; all that was kept of its model is removed"
+        log.error("%s", text)
+        self._on_fault(text)
+        with self._changed:
+            self._put(_Drop(environment))
+
     def is_wanted(self, environment: bytes, block_hash: bytes) -> bool:
         """True if a session will come back for a block."""
         return self._records.wants(BlockKey(environment, block_hash))
@@ -302,6 +327,7 @@ class KVStore:
                 tier.num_evicted,
                 self.num_loaded[place],
                 self.num_rejected[place],
+                self.num_checked[place],
             )
             for place, tier in self._tiers.items()
         }
@@ -408,6 +434,12 @@ class KVStore:
             case _Adopt(environment, class_):
                 for tier in self._tiers.values():
                     tier.classify(environment, class_)
+            case _Drop(environment):
+                for tier in self._tiers.values():
+                    for key in tier:
+                        if key.environment == environment:
+                            self._behind.pop(key, None)
+                            tier.remove(key)
             case _Write(name, keys):
                 self._records.write(name)
                 for key in keys:

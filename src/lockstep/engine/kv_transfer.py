@@ -15,6 +15,7 @@ from itertools import takewhile
 
 from lockstep.core.scheduler import Scheduler
 from lockstep.engine.generation import LiveRequest
+from lockstep.engine.kv_check import KVCheck
 from lockstep.engine.kv_records import SessionRecord
 from lockstep.engine.kv_store import ChainLoad, KVStore
 from lockstep.engine.loading import LoadedModel
@@ -60,6 +61,7 @@ class KVTransfer:
         """At most one each of what the pool can hold, as only what is there is saved."""
         self._waiting: deque[LiveRequest] = deque()
         self._returns: list[_Return] = []
+        self._check = KVCheck(scheduler, model, store, self.environment)
         self.prioritise(class_)
 
     @property
@@ -70,6 +72,8 @@ class KVTransfer:
     @property
     def has_work(self) -> bool:
         """True if something can be moved now."""
+        if self._check.has_work(is_idle=not self.num_waiting):
+            return True
         can_begin = bool(self._waiting) and len(self._returns) < MAX_LOADS
         return can_begin or (bool(self._unsaved) and self.store.can_save) or any(r.load.is_ready for r in self._returns)
 
@@ -105,7 +109,7 @@ class KVTransfer:
         self.class_ = class_
         self.store.adopt(self.environment, class_)
 
-    def move(self) -> list[LiveRequest]:
+    def move(self, now_s: float) -> list[LiveRequest]:
         """Move what can be moved now, within the bound; returns the requests that wait no longer."""
         ready: list[LiveRequest] = []
         while self._waiting and len(self._returns) < MAX_LOADS:
@@ -119,7 +123,8 @@ class KVTransfer:
             if budget <= 0:
                 break
         self._save()
-        return ready
+        check = self._check.next(not (ready or self.num_waiting), now_s)
+        return ready if check is None else [*ready, check]
 
     def _find(self, live: LiveRequest) -> tuple[tuple[bytes, ...], int] | None:
         """The chain of a prompt as far as it is known, and where its part in the store begins; None: it has none."""
@@ -150,6 +155,8 @@ class KVTransfer:
         if not contents:
             return 0
         self.store.taken()
+        if first == 0:
+            self._check.came_back(each.live, contents[0])
         given = self._scheduler.fill(each.chain[: first + len(contents)], first)
         for place, block in given:
             self._executor.write_blocks([block], contents[place - first][None])

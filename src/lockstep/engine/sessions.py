@@ -138,7 +138,7 @@ class Sessions:
     def ready(self, now_s: float) -> Iterator[LiveRequest]:
         """Those that waited and have a place and their blocks now, in the order in which they came. Moves blocks."""
         if self.kv is not None and self.kv.has_work:
-            yield from self.kv.move()
+            yield from self.kv.move(now_s)
         if not self._has_changed:
             return
         self._has_changed = False

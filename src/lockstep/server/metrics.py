@@ -216,7 +216,8 @@ STORE_FAMILIES: tuple[tuple[str, FamilyOf, str], ...] = (
     ("budget_bytes", GaugeMetricFamily, "Bytes that they may take."),
     ("num_loaded", CounterMetricFamily, "KV blocks that came back."),
     ("num_evicted", CounterMetricFamily, "KV blocks that were given up for others."),
-    ("num_rejected", CounterMetricFamily, "KV blocks that were not what had been written."),
+    ("num_rejected", CounterMetricFamily, "KV blocks that were not what had been written, or what is computed."),
+    ("num_checked", CounterMetricFamily, "KV blocks that came back and were computed again, to be compared."),
 )
 MODEL = ("model_name",)
 
