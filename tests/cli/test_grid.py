@@ -60,7 +60,12 @@ def test_no_more_lines_are_allotted_than_there_are_or_are_wanted(height: int, wa
 
 def test_who_comes_first_has_three_lines_before_others_have_one() -> None:
     assert allot(5, [50, 2, 9]) == [3, 2, 0]
-    assert allot(12, [50, 2, 9]) == [5, 2, 5]
+    assert allot(12, [50, 2, 9]) == [6, 2, 4]
+
+
+def test_the_first_has_a_third_before_others_have_more() -> None:
+    assert allot(21, [6, 3, 50, 50, 50]) == [6, 3, 4, 4, 4]
+    assert allot(48, [51, 3, 9]) == [36, 3, 9]
 
 
 def test_parts_that_do_not_fit_are_left_out_whole() -> None:

@@ -9,6 +9,8 @@ import re
 import select
 import signal
 import struct
+import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +40,7 @@ class Terminal:
         self.size = (width, height)
         self._set_size()
         self.before = termios.tcgetattr(self._inner)
-        environment = {**os.environ, "TERM": "xterm", "OPENAI_API_KEY": KEY, "PYTHONIOENCODING": "utf-8"}
+        environment = {**os.environ, "TERM": "xterm", "OPENAI_API_KEY": KEY}
         for name in ("COLUMNS", "LINES", "NO_COLOR"):
             environment.pop(name, None)
         streams = (self._inner, self._inner, self._inner)
@@ -199,11 +201,29 @@ def test_keys_sort_and_pause(server: ServerProcess) -> None:
 
 
 def test_requests_are_seen_as_they_come(server: ServerProcess) -> None:
-    with Terminal("--base-url", server.base_url, *QUICK) as terminal, server.client(api_key=KEY) as client:
+    with (
+        Terminal("--base-url", server.base_url, *QUICK, width=160, height=50) as terminal,
+        server.client(api_key=KEY) as client,
+    ):
         terminal.sees(has("alpha "))
         body: dict[str, Any] = {"prompt": "a few words", "max_tokens": 4, "session_id": "another"}
-        assert client.post("/v1/completions", json=body).status_code == 200
-        terminal.sees(lambda lines: has("another ")(lines) and has("session_admitted  session another")(lines))
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        name = answer.headers["x-request-id"]
+        lines = terminal.sees(lambda lines: has(name)(lines) and has("session_admitted  session another")(lines))
+        [row] = [line for line in lines if line.startswith(name)]
+        assert row.split()[1:3] == ["ended", "alpha"]
+        assert row.split()[-5:] == [str(answer.json()["usage"]["prompt_tokens"]), "0", "4", "another", "length"]
+        assert has("another ")(lines)
+
+
+def test_an_output_without_unicode_is_ascii(server: ServerProcess) -> None:
+    """In a fresh interpreter, which alone obeys the variable."""
+    environment = {**os.environ, "OPENAI_API_KEY": KEY, "PYTHONIOENCODING": "ascii"}
+    words = ("top", "--once", *QUICK, "--base-url", server.base_url)
+    done = subprocess.run([sys.executable, "-m", "lockstep", *words], env=environment, capture_output=True, check=True)
+    assert b"tier_changed  alpha loading > resident" in done.stdout
+    assert done.stdout.isascii()
 
 
 def test_a_server_that_goes_away_is_said_and_found_again() -> None:

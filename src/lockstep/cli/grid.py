@@ -107,11 +107,14 @@ def joined(parts: Sequence[Text], width: int) -> Text:
 
 
 def allot(height: int, wants: Sequence[int]) -> list[int]:
-    """Lines of each of some sections: in their order three, or what they want, then one each in turn."""
+    """Lines of each of some sections: in their order a few, or what they want, then one each in turn.
+
+    The first has a third of all lines before others have more than three.
+    """
     heights = [0] * len(wants)
     left = max(0, height)
     for index, want in enumerate(wants):
-        least = min(want, 3)
+        least = min(want, 3 if index else max(3, height // 3))
         if least <= left:
             heights[index] = least
             left -= least
