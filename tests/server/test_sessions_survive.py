@@ -63,7 +63,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def test_an_idle_session_leaves_the_device_and_comes_back(start: Start) -> None:
-    with start(idle="100ms").client() as client:
+    with start("--kv-check", "1", idle="100ms").client() as client:
         first, cached = ask(client, "s")
         assert cached == 0
         until(lambda: session_in(client)["num_tokens"] == 0, "it left the device")
@@ -73,6 +73,9 @@ def test_an_idle_session_leaves_the_device_and_comes_back(start: Start) -> None:
         assert ask(client, "s") == (first, session["num_stored_tokens"])
         metrics = client.get("/metrics").text
         assert f'lockstep:kv_store_loaded_total{{tier="host"}} {session["num_stored_tokens"] / 32:g}' in metrics
+        checked = 'lockstep:kv_store_checked_total{tier="host"} 1.0'
+        until(lambda: checked in client.get("/metrics").text, "what came back was computed again")
+        assert 'lockstep:kv_store_rejected_total{tier="host"} 0.0' in client.get("/metrics").text
 
 
 def test_it_survives_its_model_s_demotion(start: Start) -> None:
