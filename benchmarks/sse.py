@@ -29,6 +29,7 @@ from lockstep.engine.outputs import Completion, RequestOutput, Timings, TokenOut
 from lockstep.engine.request import GenerationRequest
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
+from lockstep.worker.progress import CallProgress
 
 STEP_S = 0.002
 ROUNDS = 3
@@ -44,7 +45,9 @@ class Metronome(Cluster):
         self._mailboxes: list[asyncio.Queue[TokenOutput]] = []
         self._begin = asyncio.Event()
 
-    async def stream(self, call: GenerationRequest) -> AsyncGenerator[Sequence[Event], None]:
+    async def stream(
+        self, call: GenerationRequest, progress: CallProgress | None = None
+    ) -> AsyncGenerator[Sequence[Event], None]:
         mailbox: asyncio.Queue[TokenOutput] = asyncio.Queue()
         self._mailboxes.append(mailbox)
         if len(self._mailboxes) == self._num_streams:

@@ -17,6 +17,7 @@ from lockstep.cluster.remote import RemoteModel
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.server.app import create_app
+from lockstep.worker.progress import CallProgress
 from tests.cluster.remotes import HEAD, Reply, chunk, crooked, event, refuses, remote, says, whole
 
 MANIFEST = "cluster: c\nmodels:\n  far: {remote: {base_url: 'http://127.0.0.1:1'}}\n"
@@ -47,7 +48,7 @@ class OnlyRemote(Cluster):
     def tokenizer(self, name: str | None) -> Tokenizer:
         return self._model.tokenizer
 
-    def stream(self, call: GenerationRequest) -> EventStream:
+    def stream(self, call: GenerationRequest, progress: CallProgress | None = None) -> EventStream:
         return self._model.stream(call)
 
 

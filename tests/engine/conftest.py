@@ -23,7 +23,7 @@ def clock() -> ManualClock:
 def make_engine(clock: ManualClock) -> MakeEngine:
     """`make_engine("stub://name?option=value", num_blocks=…, max_num_seqs=…)`."""
 
-    def make(source: str = "stub://alpha", **options: object) -> Engine:
+    def make(source: str = "stub://alpha", clock: ManualClock = clock, **options: object) -> Engine:
         engine_options = EngineOptions(**{"num_blocks": 512, **options})  # type: ignore[arg-type]  # fields by name
         model, config = load_model(source, LoadOptions(engine=engine_options))
         return Engine(model, config, clock=clock)

@@ -18,6 +18,7 @@ from lockstep.engine.request import Conversation, GenerationRequest
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext
+from lockstep.worker.progress import CallProgress
 from tests.server.frames import events_of, texts_of
 from tests.server.support import client_of
 
@@ -34,9 +35,9 @@ class Routing(Cluster):
     hop = ROUTER
     calls: list[GenerationRequest]
 
-    async def stream(self, call: GenerationRequest) -> EventStream:
+    async def stream(self, call: GenerationRequest, progress: CallProgress | None = None) -> EventStream:
         self.calls.append(call)
-        async with contextlib.aclosing(super().stream(call)) as stream:
+        async with contextlib.aclosing(super().stream(call, progress)) as stream:
             async for events in stream:
                 yield [
                     msgspec.structs.replace(event, hops=(self.hop,)) if isinstance(event, Accepted) else event

@@ -21,6 +21,7 @@ from lockstep.server import answer_response
 from lockstep.server.app import create_app
 from lockstep.server.options import ServerOptions
 from lockstep.server.request_context import RequestContext
+from lockstep.worker.progress import CallProgress
 from tests.server.frames import events_of, texts_of
 from tests.server.living import Living, living
 from tests.server.process import plain_async_client
@@ -173,7 +174,7 @@ class Endless(Cluster):
 
     is_closed = False
 
-    async def stream(self, call: GenerationRequest) -> EventStream:
+    async def stream(self, call: GenerationRequest, progress: CallProgress | None = None) -> EventStream:
         try:
             yield [Accepted("alpha", (1,))]
             while True:

@@ -191,7 +191,7 @@ def test_a_storm_of_requests_that_are_aborted_leaves_nothing(bench: Bench) -> No
     assert not bench.worker._admission.num_preparing
     replica = bench.worker._registry.find("a")
     assert replica is not None
-    assert replica.engine.take() == ([], [])
+    assert replica.engine.take() == ([], [], [], [])
 
 
 def test_the_prefix_cache_forgets(bench: Bench) -> None:

@@ -28,6 +28,7 @@ from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import InvalidParameterError, LockstepError, SessionNotFoundError, UnavailableError
+from lockstep.worker.progress import CallProgress
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,12 @@ class Cluster:
         return self._state.events
 
     @property
+    def recording(self) -> str | None:
+        """Directory of the recordings of its steps; None: nothing is recorded."""
+        trace = self._state.options.worker.trace
+        return None if trace is None else trace.directory
+
+    @property
     def worker_pid(self) -> int | None:
         """Id of the device worker's process; None: it is a thread, or lost."""
         return self._state.worker.pid
@@ -100,15 +107,18 @@ class Cluster:
             raise UnavailableError("the model is loading")
         return model.replica.tokenizer
 
-    def stream(self, request: GenerationRequest) -> EventStream:
+    def stream(self, request: GenerationRequest, progress: CallProgress | None = None) -> EventStream:
         """Answer a request. Leaving the stream early aborts it within one step.
+
+        Args:
+            progress: told how far the call has come, and what it waits for.
 
         Raises (from the first ``anext``, as far as it is known by then):
             ModelNotFoundError, InvalidParameterError, PromptTooLongError, ChatTemplateError: it can never be served.
             QueueFullError, UnavailableError: not now.
             QueueDeadlineError, DeadlineError, RequestFailedError, WorkerLostError: accepted, then ended.
         """
-        return self._handler.stream(request)
+        return self._handler.stream(request, progress or CallProgress())
 
     async def metrics(self) -> Mapping[str, MetricsSnapshot]:
         """Metrics of each replica under its first model, since others that share it are counted with it; read also

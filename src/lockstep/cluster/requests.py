@@ -18,10 +18,12 @@ from lockstep.cluster.routing import Router, addressed
 from lockstep.cluster.state import ClusterState
 from lockstep.cluster.threads import LONG_BYTES, Workbench
 from lockstep.engine.input_processing import tokenised
-from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.outputs import TokenOutput, WaitReason
 from lockstep.engine.request import Conversation, GenerationRequest, Prompt
 from lockstep.engine.tokenizer import Tokenizer
 from lockstep.errors import DeadlineError, LockstepError, PromptTooLongError, QueueDeadlineError, UnavailableError
+from lockstep.worker.pending import Mailbox
+from lockstep.worker.progress import LOADING, PLACE, CallProgress, CallStation
 
 MAX_WAIT_S = 300.0
 """For a session and a replica, where the call has no deadline of its own."""
@@ -61,7 +63,7 @@ class RequestHandler:
         self._prompts = PromptTokeniser()
         self.num_open = 0
 
-    async def stream(self, call: GenerationRequest) -> EventStream:
+    async def stream(self, call: GenerationRequest, progress: CallProgress) -> EventStream:
         """Answer a request, as `lockstep.cluster.cluster.Cluster.stream`."""
         model, router = self._state.find(call.model), self._state.models.router
         hops: tuple[Hop, ...] = ()
@@ -71,7 +73,7 @@ class RequestHandler:
             self._state.events.emit("session_admitted", session=call.session_id, model=model.id)
         try:
             if router is not None and model.id == router.entry and call.pooling is None:
-                routed = await self._route(router, model, call)
+                routed = await self._route(router, model, call, progress)
                 hops = (routed.hop,)
                 if routed.target is None:
                     yield (replace(routed.accepted, hops=hops),)
@@ -80,7 +82,7 @@ class RequestHandler:
                 model, call = routed.target, _shortened(replace(call, queue_deadline_s=None), routed.hop.latency_s)
                 if self._must_wait(model, call):
                     yield (Routed(model.id, hops),)
-            async with aclosing(self._answered(model, call, hops)) as stream:
+            async with aclosing(self._answered(model, call, hops, progress)) as stream:
                 async for events in stream:
                     yield events
         finally:
@@ -89,12 +91,14 @@ class RequestHandler:
 
     # -- hops -----------------------------------------------------------------------------------------------------
 
-    async def _route(self, router: Router, entry: Model, call: GenerationRequest) -> _EntryAnswer:
+    async def _route(
+        self, router: Router, entry: Model, call: GenerationRequest, progress: CallProgress
+    ) -> _EntryAnswer:
         """Run the entry's hop to its end, and decide who answers after it. Its first step was that of the call."""
         started_s = self._clock()
         self._state.counters.router_hits += 1
         try:
-            accepted, outputs = await self._entry_answer(router, entry, router.question(call))
+            accepted, outputs = await self._entry_answer(router, entry, router.question(call), progress)
         except PromptTooLongError as error:
             text = f"{entry.id} cannot read what it is to route: {error}; or name a model whose context is longer"
             raise PromptTooLongError(text, param=error.param) from None
@@ -133,7 +137,7 @@ class RequestHandler:
         return _EntryAnswer(accepted, outputs, hop, target)
 
     async def _entry_answer(
-        self, router: Router, entry: Model, question: GenerationRequest
+        self, router: Router, entry: Model, question: GenerationRequest, progress: CallProgress
     ) -> tuple[Accepted, list[TokenOutput]]:
         """Collect the entry's whole answer; promote what it will decide as soon as that is known."""
         by_id = self._state.models.by_id
@@ -142,7 +146,7 @@ class RequestHandler:
         accepted = Accepted(entry.id, ())
         outputs: list[TokenOutput] = []
         text = ""
-        async with aclosing(self._answered(entry, question, ())) as stream:
+        async with aclosing(self._answered(entry, question, (), progress)) as stream:
             async for events in stream:
                 for event in events:
                     if isinstance(event, TokenOutput):
@@ -156,13 +160,15 @@ class RequestHandler:
                         self._state.replicas.warm(foreseen.replica)
         return accepted, outputs
 
-    async def _answered(self, model: Model, call: GenerationRequest, hops: tuple[Hop, ...]) -> EventStream:
+    async def _answered(
+        self, model: Model, call: GenerationRequest, hops: tuple[Hop, ...], progress: CallProgress
+    ) -> EventStream:
         """Stream one model's answer."""
         self._warm(model)
         model.num_requests += 1
         call = addressed(call, model.entry)
         while True:
-            async with self._admitted(model, call) as call:
+            async with self._admitted(model, call, progress) as call:
                 if model.remote is not None:
                     async with aclosing(model.remote.stream(call)) as stream:
                         async for events in stream:
@@ -172,7 +178,7 @@ class RequestHandler:
                 request = await self._prepared(model, model.replica, call)
                 if request is None:
                     continue  # the worker was lost before it knew of the call, which waits for the next one
-                mailbox = self._state.worker.submit(model.replica.key, request)
+                mailbox = self._submit(model, model.replica, request, progress)
                 try:
                     outputs = await mailbox.take()
                     yield (Accepted(model.id, tuple(request.prompt), hops),)  # type: ignore[arg-type]  # tokens by now
@@ -184,6 +190,15 @@ class RequestHandler:
                         outputs = await mailbox.take()
                 finally:
                     self._state.worker.leave(mailbox)
+
+    def _submit(
+        self, model: Model, replica: ReplicaState, request: GenerationRequest, progress: CallProgress
+    ) -> Mailbox:
+        """Send a call to the worker, which tells its progress from then on."""
+        assert replica.loaded is not None, "whose calls are admitted was loaded"
+        mailbox = self._state.worker.submit(replica.key, request)
+        mailbox.station = CallStation(progress, model.id, replica.key, replica.loaded.config, progress.clock())
+        return mailbox
 
     async def _prepared(self, model: Model, replica: ReplicaState, call: GenerationRequest) -> GenerationRequest | None:
         """Make a call the worker's request, with the time that it has left; None: that worker is gone."""
@@ -202,7 +217,9 @@ class RequestHandler:
         return request if request.session_id is None else _owned(request, model)
 
     @asynccontextmanager
-    async def _admitted(self, model: Model, call: GenerationRequest) -> AsyncIterator[GenerationRequest]:
+    async def _admitted(
+        self, model: Model, call: GenerationRequest, progress: CallProgress
+    ) -> AsyncIterator[GenerationRequest]:
         """Hold a session and a replica for the block, which gets the call with the time that it has left."""
         began_s, session = self._clock(), call.session_id
         limits = (MAX_WAIT_S, call.deadline_s, call.queue_deadline_s)
@@ -214,7 +231,7 @@ class RequestHandler:
                 await self._enter(model, session)
             else:
                 async with asyncio.timeout(limit_s):
-                    await self._enter(model, session)
+                    await self._enter(model, session, progress)
         except TimeoutError:
             raise _too_late(model, call, self._clock() - began_s) from None
         finally:
@@ -229,10 +246,20 @@ class RequestHandler:
                 self._state.replicas.release(model.replica)
             model.sessions.leave(session)
 
-    async def _enter(self, model: Model, session: str | None) -> None:
+    async def _enter(self, model: Model, session: str | None, progress: CallProgress | None = None) -> None:
+        """Take a session's place and a replica.
+
+        Args:
+            progress: told what is waited for; None: nothing will be.
+        """
+        if progress is not None and not model.sessions.is_open(session):
+            used, most = model.sessions.num_active, model.sessions.limit or 0
+            progress.waits_for(model.id, WaitReason(0, PLACE, used, most, num_others=model.sessions.num_waiting))
         await model.sessions.enter(session)
         try:
             if model.replica is not None:
+                if progress is not None and not model.replica.is_open:
+                    progress.waits_for(model.id, WaitReason(0, LOADING))
                 await self._state.replicas.acquire(model.replica)
         except BaseException:
             model.sessions.leave(session)

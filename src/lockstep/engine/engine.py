@@ -30,6 +30,7 @@ from lockstep.engine.outputs import Published, RequestOutput, StepOutputs, Token
 from lockstep.engine.queues import Abort, Inbox, LoopMailboxes, Results
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, SessionReport, Sessions
+from lockstep.engine.waits import WaitSampler
 from lockstep.errors import LockstepError, QueueFullError, RequestFailedError, UsageError
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class Engine:
         if recorder is not None:
             recorder.opened(self.scheduler, self._fingerprint)
         self._publisher = OutputProcessor(model, self._metrics)
+        self._waits = WaitSampler(self.scheduler, self._publisher.generations, self._now_s)
         self._running_thread_id = 0
         """Id of the thread in ``run``; 0: none."""
         self._ids = itertools.count()
@@ -326,14 +328,13 @@ class Engine:
 
         Whatever the executor, the sampler or a grammar raises fails the step: its requests end with the reason and the
         next step can come. Interrupts (no `Exception`) among it or out of callbacks, and what the observer raises, come
-        out of here when the step is over. A signal's may come amid a decision, and nothing is certain then: to go on
-        after Ctrl-C, step on another thread, as ``LLM`` does.
+        out of here when the step is over. A signal's may come amid a decision: to go on then, step on another thread.
         """
         self._check_thread()
         self.take()
         outputs = self._publisher.outputs
         self.drain()
-        plan = self.scheduler.schedule()
+        plan = self._waits.schedule()
         if plan.has_work:
             self._run_plan(plan)
         else:
@@ -344,9 +345,8 @@ class Engine:
 
     def take(self) -> Published:
         """Take what was published since the last call, or since the last step began, which throws away what is left."""
-        published = Published(self._accepted, self._publisher.outputs)
-        self._accepted, self._publisher.outputs = [], []
-        return published
+        accepted, self._accepted = self._accepted, []
+        return Published(accepted, *self._publisher.take(), self._waits.take())
 
     def _run_plan(self, plan: StepPlan) -> None:
         try:
@@ -416,6 +416,7 @@ class Engine:
             return
         if is_first and not self._schedule(live, now_s):
             return
+        self._waits.entered(live)
         self._deadlines.add(live.request_id, live.arrival_s, live.request)
         self._deadlines.forget_stale(self._open)
         self._accepted.append(live.request_id)

@@ -15,7 +15,7 @@ from lockstep.engine.generation import Generation, LiveRequest
 from lockstep.engine.loading import LoadedModel
 from lockstep.engine.metrics import EngineMetrics
 from lockstep.engine.output_rules import Pooler
-from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.outputs import Started, TokenOutput
 from lockstep.errors import NumericsError
 from lockstep.executors.base import HiddenStates, Logits, SequenceObserver, StepBatch
 from lockstep.executors.grammar import TokenBits
@@ -42,7 +42,15 @@ class OutputProcessor:
         self.interrupt: BaseException | None = None
         """Interrupt that comes out of the step when it is over."""
         self.outputs: list[TokenOutput] = []
-        """Outputs since the step under way began, or the last one; the engine puts a new list here for each."""
+        """Outputs since the step under way began, or the last one; the next one's are in a new list."""
+        self.started: list[Started] = []
+        """Requests whose computation has begun since then."""
+
+    def take(self) -> tuple[list[TokenOutput], list[Started]]:
+        """Take what has come since the last call."""
+        taken = self.outputs, self.started
+        self.outputs, self.started = [], []
+        return taken
 
     def open(self, live: LiveRequest, index: int, seq_id: int, max_step_tokens: int) -> Generation:
         """One of a request's sequences has its place in the queue."""
@@ -94,6 +102,9 @@ class OutputProcessor:
         for seq_id, start, length in zip(plan.seq_ids, plan.starts, plan.lengths, strict=True):
             generation = self.generations[seq_id]
             if start < generation.prompt_len:
+                live = generation.live
+                if live.first_scheduled_s is None:
+                    self.started.append(Started(live.request_id, seq_id, plan.step, now_s - live.arrival_s))
                 generation.began_at(start, now_s)
                 if generation.pooler is not None:
                     offsets = generation.pooler.rows_of(start, length)

@@ -125,12 +125,38 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
         return self.finish_reason is not None
 
 
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """Begin of a request's computation."""
+
+    request_id: int
+    seq_id: int
+    """Its first sequence in the scheduler, and in recordings."""
+    step: int
+    queue_s: float
+    """Submission to the begin of that step."""
+
+
+class WaitReason(msgspec.Struct, frozen=True, array_like=True):
+    """Reason for which a request was passed over."""
+
+    request_id: int
+    limit: str
+    """Name of a `lockstep.core.step.Limit`, or of a wait that is not the planner's."""
+    used: int = 0
+    most: int = 0
+    needed: int = 0
+    num_others: int = 0
+    """Requests that the limit is about; which ones is not for everybody to know."""
+
+
 class Published(NamedTuple):
     """Everything that an engine has for its callers, of all their requests, since it was taken last."""
 
     accepted: list[int]
     """Requests that got their place in the queue."""
     outputs: list[TokenOutput]
+    started: list[Started]
+    waits: list[WaitReason]
 
 
 class StepOutputs(NamedTuple):

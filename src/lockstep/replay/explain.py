@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lockstep.core.sequence import SequenceState
 from lockstep.core.step import Limit, Reason, StepPlan
+from lockstep.core.wording import Reached, phrase
 from lockstep.replay.divergence import Change, Difference
 from lockstep.replay.snapshot import Snapshot
 
@@ -93,49 +94,20 @@ def _why_waits(side: Snapshot, seq_id: int) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-_TEMPLATES = {
-    Limit.SEQS: "{used} of {most} sequences run",
-    Limit.PLACES: "{used} of {most} places of the step are taken",
-    Limit.WIDTH: "{used} of {most} places to sample are taken",
-    Limit.STALLED: "{names} {are} running without room in the step, so that nobody comes in or back",
-    Limit.PREEMPTED: "{names} {are} preempted and must come back first",
-    Limit.OVERTAKEN: "{names} {wait} before it, and lets at most {most} pass (max_skips)",
-    Limit.SIBLING: "the first of its siblings has not computed the prompt",
-}
-
-
 def _words(side: Snapshot, reason: Reason) -> str:
     """A limit that keeps a sequence out of the step; empty: there is nothing to say of it."""
-    if reason.limit in (Limit.TOKENS, Limit.PREFILL):
-        return _spent(side, reason)
-    if reason.limit is Limit.BLOCKS:
-        return _lacking(side, reason)
-    are, wait = ("is", "waits") if len(reason.others) == 1 else ("are", "wait")
-    names = _names(side, reason.others)
-    template = _TEMPLATES.get(reason.limit, "")
-    return template.format(used=reason.used, most=reason.most, names=names, are=are, wait=wait)
-
-
-def _spent(side: Snapshot, reason: Reason) -> str:
-    """A budget that leaves too little."""
-    if side.config.prefill_share == "adaptive" and reason.limit is Limit.PREFILL:
-        return f"{reason.most} prompt tokens are the share of the budget that prompts have now"
-    name = f"the {reason.limit.value}"
-    if reason.used >= reason.most:
-        return f"{name} of {reason.most} tokens is used up"
-    so = "too little to go on with"
-    if not side.config.chunking:
-        so = f"too little for its prompt of {side.standings[reason.seq_id].num_prompt_tokens} in one go"
-    return f"{reason.used} of {reason.most} tokens of {name} are used, and what is left is {so}"
-
-
-def _lacking(side: Snapshot, reason: Reason) -> str:
-    """Blocks that it needs and are not there."""
-    free = reason.most - reason.used
-    if side.standings[reason.seq_id].state is SequenceState.RUNNING and not free:
-        return f"none of {reason.most} blocks is free for it"
-    what = "prompt and output need" if side.config.admission == "reserve" else "it needs"
-    return f"{what} {reason.needed} block{'s' * (reason.needed != 1)}, {free} of {reason.most} are free"
+    own = side.standings[reason.seq_id]
+    reached = Reached(
+        reason.limit,
+        reason.used,
+        reason.most,
+        reason.needed,
+        _names(side, reason.others),
+        len(reason.others),
+        own.num_prompt_tokens,
+        own.state is SequenceState.RUNNING,
+    )
+    return phrase(reached, side.config)
 
 
 def _chunk_words(side: Snapshot, reason: Reason) -> str:

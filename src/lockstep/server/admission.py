@@ -272,6 +272,12 @@ class AccessKeys:
         return found
 
 
+def is_operator(tenant: str, options: ServerOptions) -> bool:
+    """True if a caller, by the name of its key, is an admin; without keys, where only this machine can call."""
+    has_keys = bool(options.api_keys or options.admin_keys)
+    return tenant.startswith(_ADMIN) if has_keys else not options.allow_unauthenticated
+
+
 def sees_all(tenant: str, options: ServerOptions) -> bool:
     """True if a caller, by the name of its key, may see what others ask: an admin, or where there are no keys, all."""
     return tenant.startswith(_ADMIN) or not (options.api_keys or options.admin_keys)
@@ -286,8 +292,7 @@ def powers_of(tenant: str, options: ServerOptions) -> Powers:
     Args:
         tenant: the caller's key by its name, as `AccessKeys.tenant` found it; empty: none.
     """
-    has_keys = bool(options.api_keys or options.admin_keys)
-    is_admin = tenant.startswith(_ADMIN) if has_keys else not options.allow_unauthenticated
+    is_admin = is_operator(tenant, options)
     return Powers(
         any_source=is_admin or options.allow_any_source, private_remotes=is_admin or options.allow_private_remotes
     )

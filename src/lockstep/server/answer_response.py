@@ -255,7 +255,7 @@ class AnswerResponse(Response):
 
     async def _respond(self, send: Send) -> None:
         context = self._context
-        streams = [self._serving.cluster.stream(call) for call in self._calls]
+        streams = [self._serving.cluster.stream(call, context.progress) for call in self._calls]
         answer: Answer | None = None
         readers: list[asyncio.Task[None]] = []
         try:

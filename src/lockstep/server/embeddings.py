@@ -28,6 +28,7 @@ from lockstep.server.fields import MAX_SEQUENCE_TOKENS, Body, Name, Shape, TextO
 from lockstep.server.generation import Caller
 from lockstep.server.request_context import CLIENT_LEFT_STATUS, ClientLeft, context_of, disconnected, unless_gone
 from lockstep.server.serving import serving_of, translated
+from lockstep.worker.progress import CallProgress
 
 MAX_INPUTS = 2_048
 """Of one request, as many as OpenAI takes."""
@@ -94,7 +95,9 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     caller = Caller(context.tenant, serving.options, context.request_id, context.segment)
     calls = await translated(request, lambda: calls_of(body, caller))
     try:
-        outputs = await unless_gone(disconnected(request.receive), _answer_all(serving.cluster, body, calls), context)
+        outputs = await unless_gone(
+            disconnected(request.receive), _answer_all(serving.cluster, body, calls, context.progress), context
+        )
     except ClientLeft:
         context.status = CLIENT_LEFT_STATUS
         return Response(status_code=CLIENT_LEFT_STATUS)
@@ -124,14 +127,16 @@ def calls_of(body: EmbeddingBody, caller: Caller) -> list[GenerationRequest]:
     ]
 
 
-async def _answer_all(cluster: Cluster, body: EmbeddingBody, calls: Sequence[GenerationRequest]) -> list[RequestOutput]:
+async def _answer_all(
+    cluster: Cluster, body: EmbeddingBody, calls: Sequence[GenerationRequest], progress: CallProgress
+) -> list[RequestOutput]:
     """The answers, in order; the first error in order ends them all."""
     is_list = isinstance(body.input, list) and not isinstance(body.input[0], int)
 
     async def answer(index: int) -> RequestOutput:
         call = calls[index]
         try:
-            output = await _answer(cluster, call)
+            output = await _answer(cluster, call, progress)
         except RequestError as error:
             raise placed(error, f"input[{index}]" if is_list else "input", call.prompt) from None
         check_dimensions(body, _vector(output))
@@ -140,8 +145,8 @@ async def _answer_all(cluster: Cluster, body: EmbeddingBody, calls: Sequence[Gen
     return await all_of(answer, range(len(calls)), MAX_OPEN_INPUTS)
 
 
-async def _answer(cluster: Cluster, call: GenerationRequest) -> RequestOutput:
-    async with aclosing(cluster.stream(call)) as stream:
+async def _answer(cluster: Cluster, call: GenerationRequest, progress: CallProgress) -> RequestOutput:
+    async with aclosing(cluster.stream(call, progress)) as stream:
         async for events in stream:
             last = events[-1]
             if isinstance(last, TokenOutput) and last.request is not None:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.cluster.base import Hop
 from lockstep.server.errors import HttpError, error_response, http_error
+from lockstep.worker.progress import CallProgress
 
 T = TypeVar("T")
 
@@ -89,6 +90,8 @@ class RequestContext:
     """Of those who answered; known when the request has ended."""
     count: Callable[[], Totals] | None = None
     """The same so far, while the request is being answered."""
+    progress: CallProgress = field(default_factory=CallProgress)
+    """How far its calls have come, and what they waited for."""
     first_token_s: float | None = None
     """When the server had its first token, on the monotonic clock."""
     answers: Sequence[str] = ()

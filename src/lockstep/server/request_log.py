@@ -7,20 +7,28 @@ many as `MAX_ENDED`; what is open is read from its context when somebody asks.
 from __future__ import annotations
 
 import itertools
+import shlex
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
+from msgspec.structs import replace
 
-from lockstep.server.admission import sees_all
+from lockstep.core.step import Limit
+from lockstep.core.wording import Reached, phrase
+from lockstep.engine import waits
+from lockstep.engine.waits import MIN_INTERVAL_S
+from lockstep.server.admission import is_operator, sees_all
 from lockstep.server.body import JSON_TYPE
 from lockstep.server.cluster_routes import described
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import RequestContext, context_of
 from lockstep.server.serving import serving_of
+from lockstep.worker import progress
+from lockstep.worker.progress import Wait
 
 MAX_ENDED = 512
 """Requests that are remembered after their end."""
@@ -33,12 +41,44 @@ MAX_SHOWN_CHARS = 128
 """Of a name that a client chose."""
 MAX_NUMBER = 2**53 - 1
 """What a JSON number holds exactly."""
+KINDS: Mapping[str, Kind] = {
+    progress.LOADING: "model_loading",
+    progress.PLACE: "session",
+    waits.SESSION: "session",
+    waits.RETURNING: "blocks_returning",
+    waits.PRIORITY: "lower_priority",
+    Limit.SEQS.name: "no_place",
+    Limit.PLACES.name: "no_place",
+    Limit.WIDTH.name: "no_place",
+    Limit.TOKENS.name: "no_budget",
+    Limit.PREFILL.name: "no_budget",
+    Limit.BLOCKS.name: "no_block",
+    Limit.STALLED.name: "no_block",
+    Limit.PREEMPTED.name: "preempted_first",
+    Limit.OVERTAKEN.name: "overtaken",
+    Limit.SIBLING.name: "sibling",
+    Limit.VICTIM.name: "lost_blocks",
+}
+"""By what a wait's reason is called where it is found."""
 LISTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 REFUSED = (401, 403)
 """Statuses of callers who are not let in, and are therefore not remembered."""
 
 router = APIRouter(prefix="/v1", tags=["cluster"], responses=ERROR_RESPONSES)
 State = Literal["waiting", "running", "ended"]
+Kind = Literal[
+    "model_loading",
+    "no_place",
+    "no_block",
+    "no_budget",
+    "lower_priority",
+    "session",
+    "blocks_returning",
+    "preempted_first",
+    "overtaken",
+    "sibling",
+    "lost_blocks",
+]
 
 
 class RequestHop(msgspec.Struct, frozen=True):
@@ -50,6 +90,32 @@ class RequestHop(msgspec.Struct, frozen=True):
     target: str | None
     """Who answers next; null: nobody, the hop's own answer stood."""
     latency_ms: float
+
+
+class RequestWait(msgspec.Struct, frozen=True):
+    """A reason for which the request was passed over, as the planner told it."""
+
+    model: str
+    kind: Kind
+    reason: str
+    """The latest of its kind, in words."""
+    at_ms: float
+    """From the arrival to when it was told first."""
+    seen_ms: float
+    """From then to when it was told last; reasons are sampled."""
+
+
+class RequestReplay(msgspec.Struct, frozen=True):
+    """One sequence of the request in the recording of its device, and the command that decides it again."""
+
+    model: str
+    engine: str
+    """Name of the engine in the recording."""
+    sequence: int
+    step: int
+    """In which something of it was computed first."""
+    command: str | None
+    """Only for operators, since it names a folder of the server."""
 
 
 class RequestRow(msgspec.Struct, frozen=True):
@@ -92,6 +158,10 @@ class RequestRow(msgspec.Struct, frozen=True):
     """Of prompts that were answered."""
     output_tokens: int
     preemptions: int
+    waits: tuple[RequestWait, ...]
+    """Why it waited, in the order in which the reasons were met."""
+    replay: tuple[RequestReplay, ...]
+    """Where the server records its steps."""
 
 
 class RequestList(msgspec.Struct, frozen=True):
@@ -134,8 +204,9 @@ def row_of(context: RequestContext, duration_s: float, *, is_ended: bool = False
     first_s = None if context.first_token_s is None else context.first_token_s - context.started_s
     answering_s = duration_s - first_s if first_s is not None else 0.0
     num_further = totals.num_output_tokens - 1
-    is_timed = is_ended and totals.num_answered > 0
-    error = context.error
+    error, course = context.error, context.progress
+    waited_s = None if course.started_s is None else course.started_s - context.started_s
+    is_begun = waited_s is not None or first_s is not None
     return RequestRow(
         number=context.number,
         id=plain(context.request_id),
@@ -148,12 +219,12 @@ def row_of(context: RequestContext, duration_s: float, *, is_ended: bool = False
         caller=context.tenant,
         priority=context.priority,
         stream=context.is_stream,
-        state="ended" if is_ended else "waiting" if first_s is None else "running",
+        state="ended" if is_ended else "running" if is_begun else "waiting",
         status=context.status if is_ended else None,
         error=None if error is None else error.code or error.type,
         finish_reasons=tuple(dict.fromkeys(context.finish_reasons)),
         at_s=round(context.at_s, 3),
-        waited_ms=_ms(totals.queue_s) if is_timed else None,
+        waited_ms=None if waited_s is None else _ms(max(0.0, waited_s)),
         ttft_ms=None if first_s is None else _ms(first_s),
         total_ms=_ms(duration_s),
         tokens_per_second=round(num_further / answering_s, 3) if answering_s > 0 and num_further > 0 else None,
@@ -161,7 +232,47 @@ def row_of(context: RequestContext, duration_s: float, *, is_ended: bool = False
         cached_tokens=totals.num_cached_tokens,
         output_tokens=totals.num_output_tokens,
         preemptions=totals.num_preemptions,
+        waits=tuple(waits_of(course.waits.values(), context.started_s)),
+        replay=tuple(RequestReplay(at.model, at.replica, at.seq_id, at.step, None) for at in course.places),
     )
+
+
+def waits_of(found: Iterable[Wait], arrival_s: float) -> Iterator[RequestWait]:
+    """Reasons in words, one for each kind at each model: the one that was told last."""
+    kept: dict[tuple[str, Kind], tuple[str, float, float]] = {}
+    for wait in found:
+        kind, words = KINDS.get(wait.reason.limit), _words(wait)
+        if kind is None or not words:
+            continue
+        before, first_s, last_s = kept.get((wait.model, kind), (words, wait.first_s, wait.last_s))
+        latest = words if wait.last_s > last_s + MIN_INTERVAL_S / 2 else before  # of one moment the first
+        kept[wait.model, kind] = (latest, min(first_s, wait.first_s), max(last_s, wait.last_s))
+    for (model, kind), (words, first_s, last_s) in kept.items():
+        yield RequestWait(model, kind, words, _ms(max(0.0, first_s - arrival_s)), _ms(last_s - first_s))
+
+
+def _words(wait: Wait) -> str:
+    reason, others = wait.reason, _others(wait.reason.num_others)
+    match reason.limit:
+        case progress.LOADING:
+            return "the model is not loaded"
+        case progress.PLACE | waits.SESSION:
+            held = f": {reason.used} of {reason.most} are held" if reason.most else ""
+            return f"all sessions of the model are busy{held}"
+        case waits.RETURNING:
+            return "blocks of its prompt are being brought back from host memory or disk"
+        case waits.PRIORITY:
+            return f"{others} of a better class {'goes' if reason.num_others == 1 else 'go'} first"
+        case "VICTIM":
+            return "it lost blocks to others in this step, and comes back in a later one"
+    assert wait.config is not None, "a planner has a config"
+    reached = Reached(Limit[reason.limit], reason.used, reason.most, reason.needed, others, reason.num_others)
+    return phrase(reached, wait.config)
+
+
+def _others(count: int) -> str:
+    """Other requests, which are not for everybody to know by name."""
+    return "another request" if count == 1 else f"{count} other requests"
 
 
 def plain(text: str) -> str:
@@ -226,7 +337,17 @@ async def list_requests(
         after=after,
         limit=limit,
     )
-    return Response(msgspec.json.encode(RequestList("list", tuple(rows))), media_type=JSON_TYPE)
+    options, directory = serving_of(request).options, serving_of(request).cluster.recording
+    shown = tuple(told(row, directory, is_operator(tenant, options)) for row in rows)
+    return Response(msgspec.json.encode(RequestList("list", shown)), media_type=JSON_TYPE)
+
+
+def told(row: RequestRow, directory: str | None, is_operator: bool) -> RequestRow:
+    """A row with what leads to the recording, where there is one."""
+    if directory is None:
+        return replace(row, replay=())
+    command = f"lockstep replay --verify {shlex.quote(directory)}" if is_operator else None
+    return replace(row, replay=tuple(replace(at, command=command) for at in row.replay))
 
 
 def _ms(seconds: float) -> float:

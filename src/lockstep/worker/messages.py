@@ -14,7 +14,7 @@ from lockstep.core.request import Priority
 from lockstep.engine.kv_store import KVStoreOptions, TierStats
 from lockstep.engine.metrics import MetricsSnapshot
 from lockstep.engine.options import LoadOptions
-from lockstep.engine.outputs import TokenOutput
+from lockstep.engine.outputs import Started, TokenOutput, WaitReason
 from lockstep.engine.request import GenerationRequest
 from lockstep.engine.sessions import SessionChange, SessionReport
 from lockstep.errors import LockstepError
@@ -288,6 +288,10 @@ class Outputs(_Event, frozen=True):
     outputs: list[TokenOutput]
     step: StepReport | None = None
     """The step in figures, where it was asked for and it is its turn to be reported."""
+    started: list[Started] = []
+    """Requests whose computation began with the step."""
+    waits: list[WaitReason] = []
+    """Reasons why others wait, now and then."""
 
 
 class Refused(_Event, frozen=True):

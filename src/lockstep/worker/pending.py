@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.engine.outputs import TokenOutput
 from lockstep.errors import LockstepError
 from lockstep.worker.messages import Answer, Answered, Outputs, Refused
+from lockstep.worker.progress import CallStation
 
 
 class PendingRequests:
@@ -65,6 +66,12 @@ class PendingRequests:
         for request_id in event.accepted:
             if (mailbox := mailboxes.get(request_id)) is not None:
                 mailbox.accept()
+        for started in event.started:
+            if (mailbox := mailboxes.get(started.request_id)) is not None and mailbox.station is not None:
+                mailbox.station.started(started)
+        for reason in event.waits:
+            if (mailbox := mailboxes.get(reason.request_id)) is not None and mailbox.station is not None:
+                mailbox.station.waits_for(reason)
         for output in event.outputs:
             if (mailbox := mailboxes.get(output.request_id)) is not None and mailbox.put(output):
                 self._to_wake.append(mailbox)
@@ -122,7 +129,17 @@ class Mailbox:
         replica: who answers it.
     """
 
-    __slots__ = ("_error", "_has_begun", "_outputs", "_waiter", "is_accepted", "is_ended", "replica", "request_id")
+    __slots__ = (
+        "_error",
+        "_has_begun",
+        "_outputs",
+        "_waiter",
+        "is_accepted",
+        "is_ended",
+        "replica",
+        "request_id",
+        "station",
+    )
 
     def __init__(self, request_id: int, replica: str) -> None:
         self.request_id = request_id
@@ -131,6 +148,8 @@ class Mailbox:
         """It has, or had, its place in the queue."""
         self.is_ended = False
         """Nothing more will come."""
+        self.station: CallStation | None = None
+        """Told what becomes of the request before its first token; None: nobody asks."""
         self._has_begun = False
         self._outputs: list[TokenOutput] = []
         self._error: LockstepError | None = None

@@ -215,9 +215,9 @@ class StepLoop:
 
     def _publish(self, replica: Replica, step: StepReport | None = None) -> None:
         """Emit one event for all that a step brought, and one for what it meant to its replica's sessions."""
-        accepted, outputs = replica.engine.take()
-        if accepted or outputs or step is not None:
-            self._emit(Outputs(accepted, outputs, step))
+        accepted, outputs, started, waits = replica.engine.take()
+        if accepted or outputs or step is not None or started or waits:
+            self._emit(Outputs(accepted, outputs, step, started, waits))
         if self._changes:
             self._emit(SessionsChanged(replica.key, self._changes.copy()))
             self._changes.clear()

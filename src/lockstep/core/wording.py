@@ -1,0 +1,75 @@
+"""A planner's reason in words: the same sentence for whoever compares two runs and whoever asks why a request waits.
+
+Sentences have no full stop and name no request by themselves: who else a limit is about is said by the caller, for
+whom those names may be secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lockstep.core.policy import SchedulerConfig
+from lockstep.core.step import Limit
+
+TEMPLATES: Mapping[Limit, str] = {
+    Limit.SEQS: "{used} of {most} sequences run",
+    Limit.PLACES: "{used} of {most} places of the step are taken",
+    Limit.WIDTH: "{used} of {most} places to sample are taken",
+    Limit.STALLED: "{names} {are} running without room in the step, so that nobody comes in or back",
+    Limit.PREEMPTED: "{names} {are} preempted and must come back first",
+    Limit.OVERTAKEN: "{names} {wait} before it, and lets at most {most} pass (max_skips)",
+    Limit.SIBLING: "the first of its siblings has not computed the prompt",
+}
+"""Of the limits that are one sentence whatever the config is."""
+
+
+class Reached(NamedTuple):
+    """A limit that was reached, and for whom."""
+
+    limit: Limit
+    used: int
+    most: int
+    needed: int
+    names: str
+    """Others whom the limit is about."""
+    num_others: int
+    num_prompt_tokens: int | None = None
+    """Of the request that it keeps out; None: not known."""
+    is_running: bool = False
+    """Whether that request runs."""
+
+
+def phrase(reached: Reached, config: SchedulerConfig) -> str:
+    """A limit that keeps a sequence out of the step; empty: there is nothing to say of it."""
+    if reached.limit in (Limit.TOKENS, Limit.PREFILL):
+        return _spent(reached, config)
+    if reached.limit is Limit.BLOCKS:
+        return _lacking(reached, config)
+    are, wait = ("is", "waits") if reached.num_others == 1 else ("are", "wait")
+    template = TEMPLATES.get(reached.limit, "")
+    return template.format(used=reached.used, most=reached.most, names=reached.names, are=are, wait=wait)
+
+
+def _spent(reached: Reached, config: SchedulerConfig) -> str:
+    """A budget that leaves too little."""
+    used, most = reached.used, reached.most
+    if config.prefill_share == "adaptive" and reached.limit is Limit.PREFILL:
+        return f"{most} prompt tokens are the share of the budget that prompts have now"
+    name = f"the {reached.limit.value}"
+    if used >= most:
+        return f"{name} of {most} tokens is used up"
+    so = "too little to go on with"
+    if not config.chunking:
+        prompt = "" if reached.num_prompt_tokens is None else f" of {reached.num_prompt_tokens}"
+        so = f"too little for its prompt{prompt} in one go"
+    return f"{used} of {most} tokens of {name} are used, and what is left is {so}"
+
+
+def _lacking(reached: Reached, config: SchedulerConfig) -> str:
+    """Blocks that it needs and are not there."""
+    free = reached.most - reached.used
+    if reached.is_running and not free:
+        return f"none of {reached.most} blocks is free for it"
+    what = "prompt and output need" if config.admission == "reserve" else "it needs"
+    return f"{what} {reached.needed} block{'s' * (reached.needed != 1)}, {free} of {reached.most} are free"

@@ -1,0 +1,98 @@
+"""Waits of an engine's requests: why each is passed over, as the planner says while it decides. Engine thread only.
+
+Where nobody waits nothing is asked and no clock is read. Where somebody does, the planner is asked some times a second,
+and more seldom the more of them there are, so that its reasons cost a small part of the time however long the queue is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from lockstep.core.scheduler import Scheduler
+from lockstep.core.step import Limit, Reason, StepPlan
+from lockstep.engine.generation import Generation, LiveRequest
+from lockstep.engine.outputs import WaitReason
+
+MIN_INTERVAL_S = 0.1
+"""From one step that is explained to the next."""
+REQUEST_INTERVAL_S = 2e-4
+"""More for each that waits: a reason takes some microseconds."""
+PRIORITY, SESSION, RETURNING = "PRIORITY", "SESSION", "RETURNING"
+"""Limits that are not the planner's: requests of a better class, a place for its session, blocks that are brought
+back."""
+_CUTS = frozenset({Limit.CHUNK})
+"""Limits that only cut a chunk."""
+
+
+class WaitSampler:
+    """Asks the planner why requests wait, now and then.
+
+    Args:
+        generations: the unfinished sequences by id.
+        now_s: the engine's clock.
+    """
+
+    def __init__(self, scheduler: Scheduler, generations: Mapping[int, Generation], now_s: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._generations = generations
+        self._now_s = now_s
+        self._next_s = -math.inf
+        self._num_left = 0
+        """Sequences that waited after the last decision."""
+        self._found: list[WaitReason] = []
+        """At most one for each limit of each request that is open."""
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step; if the last one left somebody waiting and it is time, ask why."""
+        scheduler, num_left = self._scheduler, self._num_left
+        if not num_left or (now_s := self._now_s()) < self._next_s:
+            plan = scheduler.schedule()
+        else:
+            self._next_s = now_s + MIN_INTERVAL_S + num_left * REQUEST_INTERVAL_S
+            reasons: list[Reason] = []
+            plan = scheduler.schedule(reasons.append)
+            self._take_over(plan, reasons)
+        self._num_left = scheduler.num_waiting
+        return plan
+
+    def entered(self, live: LiveRequest) -> None:
+        """A request has come; one that no scheduler has waits for a session's place, or for its blocks."""
+        if live.generations:
+            return
+        is_out = live.request.session_id is not None and not live.is_in_session
+        self._found.append(WaitReason(live.request_id, SESSION if is_out else RETURNING))
+
+    def take(self) -> list[WaitReason]:
+        """Take what was found since the last call."""
+        found, self._found = self._found, []
+        return found
+
+    def _take_over(self, plan: StepPlan, reasons: list[Reason]) -> None:
+        """Keep the reasons of requests that have no part in the step."""
+        busy = {*plan.seq_ids, *plan.admitted, *plan.resumed}
+        found: dict[tuple[int, str], WaitReason] = {}
+        for reason in reasons:
+            if reason.seq_id in busy or reason.limit in _CUTS or reason.seq_id not in self._generations:
+                continue
+            request_id, limit = self._generations[reason.seq_id].live.request_id, reason.limit.name
+            found[request_id, limit] = WaitReason(
+                request_id, limit, reason.used, reason.most, reason.needed, len(reason.others)
+            )
+        if found and self._scheduler.config.order == "priority":
+            self._add_classes(found)
+        self._found += found.values()
+
+    def _add_classes(self, found: dict[tuple[int, str], WaitReason]) -> None:
+        """Say of how many better requests each is behind."""
+        classes = {each.live.request_id: each.live.request.priority for each in self._generations.values()}
+        counts: dict[int, int] = {}
+        for class_ in classes.values():
+            counts[class_] = counts.get(class_, 0) + 1
+        num_better, better = 0, {}
+        for class_ in sorted(counts):
+            better[class_] = num_better
+            num_better += counts[class_]
+        for request_id in {request_id: None for request_id, _ in found}:
+            if count := better[classes[request_id]]:
+                found[request_id, PRIORITY] = WaitReason(request_id, PRIORITY, num_others=count)
