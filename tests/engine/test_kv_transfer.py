@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.engine import kv_store, kv_transfer
 from lockstep.engine.engine import Engine
-from lockstep.engine.kv_files import BlockFiles
+from lockstep.engine.kv_files import BlockFiles, BlockKey
 from lockstep.engine.kv_store import KVStore, KVStoreOptions, Place
 from lockstep.engine.kv_transfer import KVTransfer, environment_of
 from lockstep.engine.loading import LoadedModel, load_model
@@ -357,3 +357,15 @@ def test_an_engine_that_is_abandoned_wants_nothing_more(make: Make, open_store: 
     engine.abandon(RequestFailedError("it broke"))
     assert load.is_done
     assert (kv_of(engine).num_waiting, engine.num_open) == (0, 0)
+
+
+def test_what_is_said_to_be_stored_is_still_there(make: Make, open_store: Callable[..., KVStore]) -> None:
+    """Blocks may have been given up since the session's last request."""
+    engine = make(open_store(disk_bytes=0))
+    answer(engine, ask(prompt(1), "s"))
+    store = kv_of(engine).store
+    assert store.flush(10.0)
+    tier = store._tiers[Place.HOST]
+    assert tier.remove(BlockKey(environment_of(engine.model), hashes_of(engine, "s")[1]))
+    [session] = make(open_store(disk_bytes=0)).sessions.stored()
+    assert session.num_stored_tokens == BLOCK

@@ -193,11 +193,14 @@ class Sessions:
         return tuple(self._report(session, now_s) for session in self._sessions.values())
 
     def stored(self) -> tuple[SessionChange, ...]:
-        """Those that are known from before, as what their last change has left."""
+        """Those that are known from before, as what their last change has left and the store still has."""
         size, kv = self._scheduler.config.block_size, self.kv
+        if kv is None:
+            return ()
+        found = [(each, kv.store.find(kv.environment, each.hashes)) for each in kv.store.records(kv.environment)]
         return tuple(
-            SessionChange(record.owner, record.session_id, "swept", num_stored_tokens=len(record.hashes) * size)
-            for record in (() if kv is None else kv.store.records(kv.environment))
+            SessionChange(record.owner, record.session_id, "swept", num_stored_tokens=count * size)
+            for record, count in found
         )
 
     def abandon(self) -> None:
