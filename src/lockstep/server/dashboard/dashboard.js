@@ -1,7 +1,8 @@
 "use strict";
 /* The page asks this server alone. Everything that comes from it is put into the page as text, never as markup. */
 
-const POLL_MS = 2000, WINDOW = 150, RECENT_S = 30, MAX_STEPS = 600, MAX_EVENTS = 200, MAX_TALK = 100;
+const POLL_MS = 2000, METRICS_S = 5.5, WINDOW = 150,  /* metrics are the dearest answer: some 7 ms */
+  RECENT_S = 30, MAX_STEPS = 600, MAX_EVENTS = 200, MAX_TALK = 100;
 const byId = (id) => document.getElementById(id);
 let apiKey = "";  /* in memory only */
 let cluster = null;
@@ -176,7 +177,7 @@ const REQUESTS = [
   { name: "request", kind: "word", show: (r) => r.id },
   { name: "way", kind: "word", show: (r) => [...r.hops.map((hop) => hop.intent ? `${hop.model} (${hop.intent})` : hop.model), r.model ?? "–"].join(" → ") },
   { name: "state", kind: "word", show: (r) => r.state === "ended" ? `${r.status ?? ""} ${r.error ?? r.finish_reasons.join(", ")}` : r.state },
-  { name: "why it waited", kind: "word", show: (r) => [r.why ?? ""].flat().join("; ") },
+  { name: "why it waited", kind: "word", show: (r) => r.waits.map((each) => each.reason).join("; ") },
   { name: "session", show: (r) => r.session_id ?? "" },
   { name: "waited", show: (r) => ms(r.waited_ms) },
   { name: "first token", show: (r) => ms(r.ttft_ms) },
@@ -203,8 +204,9 @@ function showNow() {
   const names = [...(history.at(-1)?.models.keys() ?? [])], all = names.map(figuresOf).filter(Boolean);
   const sum = (key) => all.reduce((total, each) => total + (each[key] ?? 0), 0);
   const most = (key) => all.reduce((found, each) => each[key] === null ? found : Math.max(found ?? 0, each[key]), null);
+  const of = (key) => cluster.models.reduce((total, each) => total + each[key], 0);
   const tiles = [
-    ["running", count(sum("running")), `${count(sum("waiting"))} waiting`],
+    ["running", count(of("num_running")), `${count(of("num_waiting"))} waiting`],
     ["tokens/s", rate(sum("tokens")), `${rate(sum("prompts"))} prompt tokens/s`],
     ["first token", seconds(most("p50")), `p95 ${seconds(most("p95"))}, slowest model`],
     ["KV used", percent(most("kv")), "fullest pool"],
@@ -217,8 +219,7 @@ function showNow() {
     setText(text, value);
     setText(below, more);
   });
-  const now = Date.now() / 1000;
-  push(rates, [now, sum("tokens"), sum("running"), sum("waiting")], WINDOW);
+  push(rates, [Date.now() / 1000, sum("tokens"), of("num_running"), of("num_waiting")], WINDOW);
 }
 function showBudgets() {
   const bars = cluster.budgets.map((each) => [each.name.replace("_", " "), each.used_bytes, each.effective_bytes, ""]);
@@ -271,10 +272,11 @@ async function poll() {
   const mine = ++generation;
   if (!document.hidden) {
     try {
-      const [state, metrics, requests] = await Promise.all([ask("/v1/cluster").then((r) => r.json()), ask("/metrics").then((r) => r.text()), ask("/v1/requests?limit=20").then((r) => r.json())]);
+      const isDue = history.length < 2 || performance.now() / 1000 - history.at(-1).at >= METRICS_S;
+      const [state, requests, metrics] = await Promise.all([ask("/v1/cluster").then((r) => r.json()), ask("/v1/requests?limit=20").then((r) => r.json()), isDue ? ask("/metrics").then((r) => r.text()) : null]);
       if (mine !== generation) return;
       cluster = state;
-      history.push(parseMetrics(metrics));
+      if (metrics !== null) history.push(parseMetrics(metrics));
       if (history.length > WINDOW) history.shift();
       showNow();
       showBudgets();
