@@ -253,10 +253,11 @@ def test_a_stream_goes_on_while_blocks_come_back(make: Make, open_store: Callabl
         engine.step()
     back = engine.submit(ask(prompt(1, 1900), "s"))
     engine.run_until_idle()
-    both = engine.result(stream), engine.result(back)
-    assert all(output is not None for output in both)
-    assert tokens_of(both[0]) == tokens_of(answer(make(), ask(prompt(2), max_tokens=60)))  # type: ignore[arg-type]  # said above
-    assert both[1].num_cached_tokens == 1898 // BLOCK * BLOCK  # type: ignore[union-attr]
+    streamed, restored = engine.result(stream), engine.result(back)
+    assert streamed is not None
+    assert restored is not None
+    assert tokens_of(streamed) == tokens_of(answer(make(), ask(prompt(2), max_tokens=60)))
+    assert restored.num_cached_tokens == 1898 // BLOCK * BLOCK
 
 
 def test_where_the_device_has_no_room_the_rest_is_computed(open_store: Callable[..., KVStore]) -> None:

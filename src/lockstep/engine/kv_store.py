@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -334,11 +333,8 @@ class KVStore:
 
     def flush(self, limit_s: float) -> bool:
         """Wait until everything is written, disk included; False: time was up."""
-        until_s = time.monotonic() + limit_s
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not (self._jobs or self._behind or self._is_working), max(0.0, until_s - time.monotonic())
-            )
+            return self._changed.wait_for(lambda: not (self._jobs or self._behind or self._is_working), limit_s)
 
     def close(self, limit_s: float = 0.0) -> None:
         """Write what is to be written, as far as the time allows, and give the folders free; once."""
