@@ -10,10 +10,12 @@ from contextlib import aclosing
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.cluster.cluster import Cluster
 from lockstep.cluster.manifest import PRIORITIES, SessionLimits
-from lockstep.cluster.sessions import MAX_SESSIONS, MAX_WAITING_SESSIONS, ModelSessions, Sessions
+from lockstep.cluster.sessions import MAX_SESSIONS, MAX_WAITING_SESSIONS, ModelSessions, SessionName, Sessions
 from lockstep.errors import QueueFullError, SessionNotFoundError, UsageError
 from tests.cluster.clusters import clustered, model_of, say
 from tests.cluster.support import until
@@ -151,6 +153,16 @@ def test_only_idle_sessions_of_some_age_are_given_up() -> None:
         ("c", "active", 0),
         ("b", "active", 0),
     ]
+
+
+@given(st.tuples(st.sampled_from(("", "key-1", "key-2")), st.text(st.sampled_from("ab\0-key12"), max_size=8)))
+def test_no_two_callers_have_a_session_in_common(name: tuple[str, str]) -> None:
+    """Whatever they call it: a key is of one name alone."""
+    assert SessionName.of(SessionName(*name).key) == name
+
+
+def test_without_a_caller_a_session_is_known_by_its_id() -> None:
+    assert SessionName("", "chat/7").key == "chat/7"
 
 
 async def test_a_models_sessions_are_bounded_and_the_rest_wait() -> None:

@@ -90,7 +90,7 @@ class Managed(Cluster):
     def sessions(self) -> tuple[SessionSnapshot, ...]:
         return tuple(self._sessions.values())
 
-    async def end_session(self, id_: str) -> None:
+    async def end_session(self, id_: str, caller: str | None = None) -> None:
         if id_ not in self._sessions:
             raise SessionNotFoundError(f"No session with id {id_!r}.", param="session_id")
         del self._sessions[id_]

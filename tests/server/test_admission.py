@@ -204,8 +204,6 @@ OPERATED = (
     ("GET", "/v1/cluster"),
     ("GET", "/v1/manifest"),
     ("PUT", "/v1/manifest"),
-    ("GET", "/v1/sessions"),
-    ("DELETE", "/v1/sessions/a/b"),
     ("GET", "/v1/events"),
     ("POST", "/v1/models/org/alpha/load"),
     ("POST", "/v1/models/alpha/unload"),
@@ -222,6 +220,14 @@ def test_what_all_callers_share_needs_an_admin_key_where_there_is_one(method: st
     refusals = [keys.refusal(tenant, path) for tenant in tenants]
     assert [refusal and refusal.status for refusal in refusals] == [401, 403, None]
     assert AccessKeys(KEYS).refusal("key-1", path) is None, "without one any key will do"
+
+
+@pytest.mark.parametrize("path", ["/v1/requests", "/v1/sessions", "/v1/sessions/a/b"])
+def test_what_shows_each_caller_its_own_needs_any_key_where_there_is_one(path: str) -> None:
+    for keys in (AccessKeys(KEYS), AccessKeys(KEYS, ("root",)), AccessKeys((), ("root",))):
+        refusals = [keys.refusal(tenant, path) for tenant in (None, "key-1", "admin-1")]
+        assert [refusal and refusal.status for refusal in refusals] == [401, None, None]
+    assert AccessKeys(()).refusal(None, path) is None
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,7 @@ async def test_sessions_are_listed_and_ended() -> None:
                 "num_requests": 3,
                 "num_tokens": 32,
                 "num_stored_tokens": 0,
+                "caller": "",
             }
         ]
         ended = await client.delete("/v1/sessions/a/b")

@@ -4,6 +4,7 @@ other servers."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from lockstep.cluster.reload import replace_manifest
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.requests import RequestHandler
 from lockstep.cluster.resolve import LoadProgress, Opened
+from lockstep.cluster.sessions import SessionName
 from lockstep.cluster.snapshot import ClusterSnapshot, Replaced, SessionSnapshot
 from lockstep.cluster.state import ClusterOptions, ClusterState
 from lockstep.cluster.trust import NONE, Powers, Vetting, Vouchers
@@ -291,14 +293,26 @@ class Cluster:
         """All named sessions, least recently used first."""
         return self._state.sessions.snapshot(time.monotonic())
 
-    async def end_session(self, id_: str) -> None:
-        """Give up a session's KV and forget it; SessionNotFoundError when nobody knows it."""
-        if self._state.sessions.by_id.pop(id_, None) is None:
+    async def end_session(self, id_: str, caller: str | None = None) -> None:
+        """Give up a session's KV and forget it.
+
+        Args:
+            caller: whose session, by the name of the key; None: that of everybody who called it so.
+
+        Raises:
+            SessionNotFoundError: there is none.
+        """
+        known = self._state.sessions.by_id
+        names = map(SessionName.of, known) if caller is None else (SessionName(caller, id_),)
+        keys = [name.key for name in names if name.id == id_ and name.key in known]
+        if not keys:
             raise SessionNotFoundError(f"No session with id '{id_}'.", param="session_id")
-        for model in self._state.models.by_id.values():
-            model.sessions.drop(id_)
+        for key in keys:
+            del known[key]
+        for key, model in itertools.product(keys, tuple(self._state.models.by_id.values())):
+            model.sessions.drop(key)
             if model.replica is not None:
-                await self._state.worker.end_session(model.replica.key, id_, model.id)
+                await self._state.worker.end_session(model.replica.key, key, model.id)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

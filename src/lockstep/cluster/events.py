@@ -13,6 +13,7 @@ import msgspec
 MAX_KEPT_EVENTS = 1024
 """What a watcher may lag behind, or catch up with after it was away; older events are gone."""
 LAGGED = "lagged"
+CALLER = "name of the API key whose request it was, who alone is told beside admins; empty: it came without one"
 
 EVENTS: Mapping[str, Mapping[str, str]] = {
     "tier_changed": {
@@ -24,14 +25,16 @@ EVENTS: Mapping[str, Mapping[str, str]] = {
         "duration_ms": "how long the change took; 0 at its beginning",
     },
     "hop": {
+        "caller": CALLER,
         "model": "who was asked",
         "completion": "what it said",
         "intent": "what the rule read from it; null: nothing that it knows",
         "target": "who answers next; null: nobody",
         "duration_ms": "submission to the end of the hop",
     },
-    "session_admitted": {"session": "its id", "model": "where it began"},
+    "session_admitted": {"caller": CALLER, "session": "its id", "model": "where it began"},
     "session_evicted": {
+        "caller": CALLER,
         "session": "its id; once, however many models held it, until its next request",
         "model": "who gave up its KV; of several at once, the one that answered last",
         "reason": "room: another session took its place; idle: nobody came back; unloaded: with its model; worker lost",
@@ -71,6 +74,10 @@ class ClusterEvent(msgspec.Struct, frozen=True):
     """Unix time."""
     type: str
     fields: Mapping[str, Any]
+
+    def concerns(self, caller: str) -> bool:
+        """True if a caller may know of it, by the name of its key: it is about its own request, or about nobody's."""
+        return bool(self.fields.get("caller", caller) == caller)
 
 
 class EventLog:

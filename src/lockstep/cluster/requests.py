@@ -15,6 +15,7 @@ from lockstep.cluster.models import Model
 from lockstep.cluster.planner import Phase
 from lockstep.cluster.replica_state import ReplicaState
 from lockstep.cluster.routing import Router, addressed
+from lockstep.cluster.sessions import SessionName
 from lockstep.cluster.state import ClusterState
 from lockstep.cluster.threads import LONG_BYTES, Workbench
 from lockstep.engine.input_processing import tokenised
@@ -66,11 +67,12 @@ class RequestHandler:
     async def stream(self, call: GenerationRequest, progress: CallProgress) -> EventStream:
         """Answer a request, as `lockstep.cluster.cluster.Cluster.stream`."""
         model, router = self._state.find(call.model), self._state.models.router
+        call = _keyed(call)
         hops: tuple[Hop, ...] = ()
         self._state.counters.requests_total += 1
         self.num_open += 1
         if self._state.sessions.begin(call.session_id, model.id, self._clock()):
-            self._state.events.emit("session_admitted", session=call.session_id, model=model.id)
+            self._state.session_event("session_admitted", call.session_id or "", model=model.id)
         try:
             if router is not None and model.id == router.entry and call.pooling is None:
                 routed = await self._route(router, model, call, progress)
@@ -123,6 +125,7 @@ class RequestHandler:
         )
         self._state.events.emit(
             "hop",
+            caller=call.session_owner,
             model=entry.id,
             completion=answer.text,
             intent=decision.intent,
@@ -280,6 +283,13 @@ class RequestHandler:
             if other.replica is not None and self._state.replicas.warm(other.replica):
                 self._state.counters.co_activation_warms += 1
                 self._state.events.emit("co_activation_warmed", model=other.id, by=model.id)
+
+
+def _keyed(call: GenerationRequest) -> GenerationRequest:
+    """A call whose session is apart from those of other callers."""
+    if call.session_id is None:
+        return call
+    return replace(call, session_id=SessionName(call.session_owner, call.session_id).key)
 
 
 def _owned(request: GenerationRequest, model: Model) -> GenerationRequest:

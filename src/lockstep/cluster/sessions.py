@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lockstep.cluster.manifest import SessionLimits
 from lockstep.cluster.snapshot import SessionSnapshot
@@ -18,6 +19,28 @@ MAX_SESSIONS = 4096
 """That are remembered; beyond it the least recently used idle one is forgotten."""
 MAX_WAITING_SESSIONS = 1024
 """Requests that wait for one model's sessions; more are refused."""
+_SEPARATOR = "\0"
+"""Between a caller, whose name has none, and an id, which may be anything."""
+
+
+class SessionName(NamedTuple):
+    """Name of a conversation: callers do not share one, however they call it."""
+
+    caller: str
+    """Name of its API key; empty: there was none."""
+    id: str
+    """The client's name for it."""
+
+    @property
+    def key(self) -> str:
+        """Both in one text, by which sessions are known here and at the worker; without a caller mostly the id."""
+        return f"{self.caller}{_SEPARATOR}{self.id}" if self.caller or _SEPARATOR in self.id else self.id
+
+    @classmethod
+    def of(cls, key: str) -> SessionName:
+        """The name that a key was made of."""
+        caller, separator, id_ = key.partition(_SEPARATOR)
+        return cls(caller, id_) if separator else cls("", key)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +48,7 @@ class Session:
     """One named conversation."""
 
     id: str
+    """Key of its name."""
     model: str
     began_s: float
     last_used_s: float
@@ -43,8 +67,10 @@ class Session:
         num_stored = sum(self.stored_tokens.values())
         state = "active" if self.num_active else "idle" if self.is_held or num_stored else "dropped"
         idle_s = 0.0 if self.num_active else now_s - self.last_used_s
+        name = SessionName.of(self.id)
         return SessionSnapshot(
-            id=self.id,
+            id=name.id,
+            caller=name.caller,
             model=self.model,
             state=state,
             age_s=now_s - self.began_s,

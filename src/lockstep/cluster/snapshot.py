@@ -120,6 +120,8 @@ class SessionSnapshot(msgspec.Struct, frozen=True):
     """Of its prompts, kept on the device by all its models together."""
     num_stored_tokens: int = 0
     """Of its prompts, kept in host memory or on disk, beside the device or instead."""
+    caller: str = ""
+    """Name of the API key whose session it is; empty: it came without one."""
 
 
 class Counters(msgspec.Struct):

@@ -25,7 +25,7 @@ from lockstep.cluster.remote import MAX_CONNECTIONS, RemoteModel
 from lockstep.cluster.replica_state import FAILED, STANDBY, ReplicaState
 from lockstep.cluster.replicas import LOST, Replicas
 from lockstep.cluster.resolve import LoadProgress, Opened, corrected, has_device_alone, here, open_manifest
-from lockstep.cluster.sessions import ModelSessions, Session, Sessions
+from lockstep.cluster.sessions import ModelSessions, Session, SessionName, Sessions
 from lockstep.cluster.snapshot import BudgetSnapshot, ClusterSnapshot, Counters, TransitionSnapshot
 from lockstep.cluster.threads import call_on, in_thread
 from lockstep.engine.kv_files import HostFolder, claim_host_folder, host_fault
@@ -332,7 +332,12 @@ class ClusterState:
             session.is_evicted = True
             self.counters.lru_evictions += reason in LRU_REASONS
             shown = session.model if session.model in local else local[0]
-            self.events.emit("session_evicted", session=session_id, model=shown, reason=reason)
+            self.session_event("session_evicted", session_id, model=shown, reason=reason)
+
+    def session_event(self, type_: str, key: str, **fields: str) -> None:
+        """Tell of a session by its client's name for it, and whose it is."""
+        name = SessionName.of(key)
+        self.events.emit(type_, caller=name.caller, session=name.id, **fields)
 
     async def free(self, session: str, model: str) -> None:
         """Let the worker unpin what an idle session keeps for a model."""

@@ -65,7 +65,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     session_id: str | None = None
     """Not None: the prompt's full blocks stay on the device for the session's next request; see `engine.sessions`."""
     session_owner: str = ""
-    """Whose session it is, where several share an engine: sessions of different owners are apart, and counted apart."""
+    """Whose session it is, where several share an engine: sessions of different owners are apart, and counted apart. A
+    cluster takes its caller here, and tells the engine the model."""
     max_active_sessions: int = DEFAULT_MAX_ACTIVE_SESSIONS
     """Sessions of its owner that the device keeps, this one included."""
     truncate_prompt_tokens: int | None = None

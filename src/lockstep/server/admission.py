@@ -198,8 +198,8 @@ _OPERATED = re.compile(
 )
 
 
-OWN_PATH = "/v1/requests"
-"""Shows each caller what is its own, and so needs a key wherever there are any."""
+_OWN = re.compile(r"/v1/(requests|sessions(/.*)?)")
+"""Paths that show each caller what is its own, and so need a key wherever there are any."""
 
 
 def is_operators(path: str) -> bool:
@@ -252,10 +252,11 @@ class AccessKeys:
 
     def refusal(self, tenant: str | None, path: str) -> HttpError | None:
         """The refusal of a path to the owner of a key, or to a request without one; None: it may have it."""
-        if self._has_admin_keys and is_operators(path):
+        is_own = _OWN.fullmatch(path) is not None
+        if self._has_admin_keys and is_operators(path) and not is_own:
             is_admin = tenant is not None and tenant.startswith(_ADMIN)
             return None if is_admin else _unauthenticated() if tenant is None else _forbidden()
-        needs_key = self._has_keys or (self._has_admin_keys and path == OWN_PATH)
+        needs_key = self._has_keys or (self._has_admin_keys and is_own)
         return _unauthenticated() if needs_key and tenant is None else None
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
+from msgspec.structs import replace
 from pydantic import BaseModel
 
 from lockstep.cluster.base import ModelCard
@@ -23,8 +24,9 @@ from lockstep.errors import (
     NoManifestError,
     NotLoadableError,
     RequestError,
+    SessionNotFoundError,
 )
-from lockstep.server.admission import powers_of
+from lockstep.server.admission import powers_of, sees_all
 from lockstep.server.body import JSON_TYPE, YAML_TYPE, YAML_TYPES, kind_of
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import context_of
@@ -105,8 +107,10 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 @router.get("/cluster", responses=described(ClusterSnapshot), operation_id="retrieve_cluster")
 async def retrieve_cluster(request: Request) -> Response:
-    """Models and where they are, bytes against budgets, sessions, counters, the latest changes."""
-    return _json(serving_of(request).cluster.snapshot())
+    """Models and where they are, bytes against budgets, sessions (a caller's key sees its own), counters, the latest
+    changes."""
+    snapshot = serving_of(request).cluster.snapshot()
+    return _json(replace(snapshot, sessions=tuple(_own(request, snapshot.sessions))))
 
 
 @router.get(
@@ -166,14 +170,23 @@ async def unload_model(model_id: str, request: Request) -> Response:
 
 @router.get("/sessions", responses=described(SessionList), operation_id="list_sessions")
 async def list_sessions(request: Request) -> Response:
-    """Conversations that keep their KV, or kept it."""
-    return _json(SessionList("list", tuple(serving_of(request).cluster.sessions())))
+    """Conversations that keep their KV, or kept it. A key sees its own; an admin key everybody's, and where there are
+    no keys, everybody does."""
+    return _json(SessionList("list", tuple(_own(request, serving_of(request).cluster.sessions()))))
 
 
 @router.delete("/sessions/{session_id:path}", responses=described(EndedSession), operation_id="end_session")
-async def end_session(session_id: str, request: Request) -> Response:
-    """Forget a conversation and give up its KV."""
-    await serving_of(request).cluster.end_session(session_id)
+async def end_session(
+    session_id: str,
+    request: Request,
+    caller: Annotated[str | None, Query(max_length=256, description="Whose, by the name of the key.")] = None,
+) -> Response:
+    """Forget a conversation and give up its KV. A key ends its own; an admin key that of `caller`, or of everybody who
+    called it so."""
+    own = only_of(request)
+    if own is not None and caller not in (None, own):
+        raise SessionNotFoundError(f"No session with id '{session_id}'.", param="session_id")
+    await serving_of(request).cluster.end_session(session_id, caller if own is None else own)
     return _json(EndedSession(session_id, "session", True))
 
 
@@ -229,6 +242,17 @@ def _weight(part: str) -> float:
         if name.strip().lower() == "q":
             return float(value) if re.fullmatch(r"\s*[01](\.\d{0,3})?\s*", value) else 1.0
     return 1.0
+
+
+def only_of(request: Request) -> str | None:
+    """The caller whose requests and sessions alone are shown to this request; None: everybody's are."""
+    tenant = context_of(request).tenant
+    return None if sees_all(tenant, serving_of(request).options) else tenant
+
+
+def _own(request: Request, sessions: Iterable[SessionSnapshot]) -> Iterator[SessionSnapshot]:
+    own = only_of(request)
+    return (session for session in sessions if own in (None, session.caller))
 
 
 def _manifested(request: Request) -> Cluster:

@@ -337,6 +337,7 @@ def call_of(
         tenant=caller.tenant or body.user or "",
         cache_salt=body.cache_salt or "",
         session_id=body.session_id,
+        session_owner=caller.tenant,
         queue_deadline_s=caller.options.queue_timeout_s,
         deadline_s=shorter_s(body.deadline_ms, caller.options.request_timeout_s),
         truncate_prompt_tokens=body.truncate_prompt_tokens,

@@ -21,9 +21,9 @@ from lockstep.core.step import Limit
 from lockstep.core.wording import Reached, phrase
 from lockstep.engine import waits
 from lockstep.engine.waits import MIN_INTERVAL_S
-from lockstep.server.admission import is_operator, sees_all
+from lockstep.server.admission import is_operator
 from lockstep.server.body import JSON_TYPE
-from lockstep.server.cluster_routes import described
+from lockstep.server.cluster_routes import described, only_of
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import RequestContext, context_of
 from lockstep.server.serving import serving_of
@@ -329,7 +329,7 @@ async def list_requests(
     tenant, log = context_of(request).tenant, request.app.state.request_log
     rows = chosen(
         log.rows(),
-        caller=None if sees_all(tenant, serving_of(request).options) else tenant,
+        caller=only_of(request),
         model=model,
         session_id=session_id,
         status=status,

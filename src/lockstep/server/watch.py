@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from lockstep.cluster.events import EVENTS, LAGGED, ClusterEvent
 from lockstep.errors import InvalidParameterError, QueueFullError
 from lockstep.server.answer_response import HEADERS, MAX_STALL_S, PING
+from lockstep.server.cluster_routes import only_of
 from lockstep.server.errors import ERROR_RESPONSES
 from lockstep.server.request_context import disconnected
 from lockstep.server.serving import Lifecycle, Traffic, serving_of
@@ -56,7 +57,8 @@ async def watch_events(
     types: Annotated[list[str] | None, Query(alias="type", description="Only these types; may be repeated.")] = None,
     last_event_id: Annotated[str | None, Header(description="As `after`; what browsers send when they return.")] = None,
 ) -> Response:
-    """Events from now on, or from where a watcher was before; a comment after 15 s of silence."""
+    """Events from now on, or from where a watcher was before; a comment after 15 s of silence. Those about requests and
+    sessions are for whose key they had, and for admin keys; where there are no keys, for everybody."""
     serving, watchers = serving_of(request), request.app.state.watchers
     for type_ in types or ():
         if type_ not in EVENTS:
@@ -65,10 +67,14 @@ async def watch_events(
         raise QueueFullError(f"{MAX_WATCHERS} watchers are here already; try again when one has left")
     if after is None and last_event_id is not None and last_event_id.isdecimal():
         after = min(int(last_event_id[:16]), MAX_EVENT_ID)
-    types_shown = {*types, LAGGED} if types else EVENTS.keys()
+    types_shown, own = {*types, LAGGED} if types else EVENTS.keys(), only_of(request)
+
+    def is_shown(event: ClusterEvent) -> bool:
+        return event.type in types_shown and (own is None or event.concerns(own))
+
     log = serving.cluster.events
     events = log.subscribe(log.last_id if after is None else after)
-    return WatchResponse(events, types_shown, watchers, serving.lifecycle, serving.options.ping_interval_s)
+    return WatchResponse(events, is_shown, watchers, serving.lifecycle, serving.options.ping_interval_s)
 
 
 class WatchResponse(Response):
@@ -77,14 +83,14 @@ class WatchResponse(Response):
     def __init__(
         self,
         events: AsyncGenerator[ClusterEvent, None],
-        types_shown: Collection[str],
+        is_shown: Callable[[ClusterEvent], bool],
         watchers: Traffic,
         lifecycle: Lifecycle,
         ping_interval_s: float,
     ) -> None:
         super().__init__()
         self._events = events
-        self._types = types_shown
+        self._is_shown = is_shown
         self._watchers = watchers
         self._lifecycle = lifecycle
         self._ping_interval_s = ping_interval_s
@@ -120,7 +126,7 @@ class WatchResponse(Response):
                     continue
                 event = following.result()
                 following = asyncio.ensure_future(anext(self._events))
-                if event.type in self._types:
+                if self._is_shown(event):
                     await _put(send, frame_of(event))
         finally:
             following.cancel()
